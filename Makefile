@@ -1,0 +1,35 @@
+# Everything happens in a virtual environment of this checkout; nothing is installed by hand.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.dev           ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.demo         ## what the README claims about speed
+	$(BIN)/python benchmarks/check_startup.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,292 @@
+"""What each backend really does, as one table per backend.
+
+A table is the only place where such a fact stands. The deadlock rules read it,
+the documentation prints it, the digest of a plan covers it, and the
+conformance suite (``pipeproof.testing.conformance``) holds a backend to it:
+each row below says what the behaviour means, what it would mean for plans if
+the backend did otherwise, and where the value comes from.
+
+Two layers appear. *Calls* are the backend's own functions. *Posts* are what
+pipeproof's adapter makes of them, and are what a plan's SEND and RECV use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Annotated, Literal, get_args, get_type_hints
+
+RowValue = str | bool | int
+
+SendCompletes = Literal["rendezvous", "eager", "slots"]
+"""When a send is done: with its receive; at once; at once while a slot of a bounded buffer is free."""
+
+Queue = Literal["directed_edge", "pair"]
+"""Which transfers wait for each other: those of one (edge, direction), or all between two ranks."""
+
+LongerMessage = Literal["abort", "error", "hang", "truncate", "other"]
+"""What comes of a message longer than its buffer.
+
+``abort`` ends a process by a signal, ``error`` raises, ``hang`` never returns,
+``truncate`` fills the buffer and drops the rest; ``other`` is none of these.
+"""
+
+ShorterMessage = Literal["abort", "error", "hang", "stale_rest", "other"]
+"""What comes of a message shorter than its buffer: ``stale_rest`` leaves the end as it was, silently."""
+
+Support = Literal["works", "wrong", "missing", "hangs", "aborts"]
+"""Whether an operation gives the right values, wrong values silently, raises, never returns, or kills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a row is about, whatever the backend."""
+
+    meaning: str
+    if_different: str
+    """What it means for plans when a backend's behaviour is not the one in its table."""
+    probed: bool = True
+    """Whether two ranks can observe it; the other rows rest on their source alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One behaviour of one backend, as documentation and reports print it."""
+
+    key: str
+    value: RowValue
+    meaning: str
+    if_different: str
+    probed: bool
+    source: str
+
+
+_SAME_LENGTH = (
+    "The matching rules refuse sizes that differ in any case; only what a violation looks like at run time changes."
+)
+_COMPOSED = "The adapter does not call it: it composes the operation of pairwise all-gathers. Plans are unaffected."
+_NEEDED = "The adapter builds on it: no plan can run on this backend."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendTable:
+    """The behaviour of one backend on one kind of device, one field a row.
+
+    Args:
+        name: how messages name it, such as ``paddle-gloo``.
+        sources: for every row, where its value was measured or is stated. It
+            takes no part in equality, hashing or a plan's digest.
+
+    Raises:
+        ValueError: a row without a source, or a source without a row.
+    """
+
+    name: str
+
+    send_completes: Annotated[
+        SendCompletes,
+        Behaviour(
+            "when a send is done: with its receive, at once, or while a bounded buffer has a free slot",
+            "Deadlock proofs presume the value in the table. A backend that buffers less than it may hang plans "
+            "that passed; one that buffers more cannot.",
+        ),
+    ]
+    host_blocks_on_post: Annotated[
+        bool,
+        Behaviour(
+            "whether posting a transfer through the adapter holds the host until the transfer is done",
+            "If posting blocks, a plan that posts a send before the receive its peer waits for can hang although "
+            "it passed.",
+        ),
+    ]
+    queue: Annotated[
+        Queue,
+        Behaviour(
+            "which posted transfers wait for each other: the adapter has, for each edge and direction, a two-rank "
+            "group, one sending thread and one receiving thread",
+            "If the two directions share a queue, a receive posted early blocks the send behind it, and plans that "
+            "passed can hang.",
+        ),
+    ]
+    isend_blocks_host: Annotated[
+        bool,
+        Behaviour(
+            "whether the isend call returns only when the receiver has taken the message",
+            "The adapter sends from threads of its own, so plans are right either way; without blocking, the "
+            "threads could go.",
+        ),
+    ]
+    irecv_blocks_host: Annotated[
+        bool,
+        Behaviour(
+            "whether the irecv call returns only when the message is there",
+            "The adapter receives in threads of its own, so plans are right either way; without blocking, the "
+            "threads could go.",
+        ),
+    ]
+    matching: Annotated[
+        Literal["fifo", "other"],
+        Behaviour(
+            "which send meets which receive on a channel: fifo is the k-th the k-th",
+            "Matching proofs presume FIFO. With another order, a plan that passed can hand a micro-batch's tensor to "
+            "another micro-batch.",
+        ),
+    ]
+    tags: Annotated[
+        bool,
+        Behaviour(
+            "whether the send and receive calls take a tag to match by",
+            "Proofs do not use tags, so they hold either way.",
+        ),
+    ]
+    longer_message: Annotated[
+        LongerMessage, Behaviour("what comes of a message longer than the receive buffer", _SAME_LENGTH)
+    ]
+    shorter_message: Annotated[
+        ShorterMessage, Behaviour("what comes of a message shorter than the receive buffer", _SAME_LENGTH)
+    ]
+    dtype_checked: Annotated[
+        bool,
+        Behaviour(
+            "whether a send and a receive of equal size but different dtype are refused",
+            "The matching rules refuse them in any case; a backend that checks only says it a second time.",
+        ),
+    ]
+    all_gather: Annotated[Support, Behaviour("all-gather over two ranks", _NEEDED)]
+    all_reduce: Annotated[Support, Behaviour("all-reduce (sum) over two ranks", _NEEDED)]
+    broadcast: Annotated[Support, Behaviour("broadcast over two ranks", _NEEDED)]
+    barrier: Annotated[Support, Behaviour("barrier: no rank leaves before all have come", _NEEDED)]
+    reduce_scatter: Annotated[Support, Behaviour("reduce-scatter (sum) over two ranks", _COMPOSED)]
+    all_to_all: Annotated[Support, Behaviour("all-to-all over two ranks", _COMPOSED)]
+    partial_send_recv: Annotated[
+        Support,
+        Behaviour(
+            "the backend's own partial send and receive of one slice of a tensor",
+            "The adapter composes the partial transport of slice, send and all-gather. Plans are unaffected.",
+        ),
+    ]
+    all_reduce_float16: Annotated[
+        Support,
+        Behaviour("all-reduce (sum) of float16", "The adapter sums after an all-gather. Plans are unaffected."),
+    ]
+    serial_group_creation: Annotated[
+        bool,
+        Behaviour(
+            "whether groups must be created one by one, with a barrier of the world between",
+            "The adapter always creates groups one by one; without the need, only start-up could be faster.",
+            probed=False,
+        ),
+    ]
+    max_group_size: Annotated[
+        int,
+        Behaviour(
+            "the largest group, the world apart, whose collectives can be relied on; larger ones are composed of pairs",
+            "The adapter uses two-rank groups only; larger ones would only be faster.",
+            probed=False,
+        ),
+    ]
+
+    sources: Mapping[str, str] = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        odd = set(behaviours()) ^ set(self.sources)
+        if odd:
+            raise ValueError(f"{self.name}: every row needs exactly one source; look at {', '.join(sorted(odd))}")
+
+    def value(self, key: str) -> RowValue:
+        """The value of one row. Raises ValueError for a key that is no row."""
+        if key not in behaviours():
+            raise ValueError(f"no row is called {key!r}; rows are {', '.join(behaviours())}")
+        value: RowValue = getattr(self, key)
+        return value
+
+    def values(self) -> dict[str, RowValue]:
+        """Every row's value by key, in table order: what a plan's digest covers, beside ``name``."""
+        return {key: self.value(key) for key in behaviours()}
+
+    def rows(self) -> tuple[Row, ...]:
+        """The table as rows, in order, with the meaning and the source of each."""
+        return tuple(
+            Row(key, self.value(key), about.meaning, about.if_different, about.probed, self.sources[key])
+            for key, about in behaviours().items()
+        )
+
+
+def behaviours() -> dict[str, Behaviour]:
+    """What every table's rows are about: row key to behaviour, in table order."""
+    hints = get_type_hints(BackendTable, include_extras=True)
+    annotations = {f.name: get_args(hints[f.name]) for f in fields(BackendTable)}
+    return {
+        name: about for name, arguments in annotations.items() for about in arguments if isinstance(about, Behaviour)
+    }
+
+
+_MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
+_GLOO_SOURCE = "gloo, pair.cc"
+
+_PADDLE_GLOO = BackendTable(
+    name="paddle-gloo",
+    send_completes="rendezvous",
+    host_blocks_on_post=False,
+    queue="directed_edge",
+    isend_blocks_host=True,
+    irecv_blocks_host=True,
+    matching="fifo",
+    tags=False,
+    longer_message="abort",
+    shorter_message="stale_rest",
+    dtype_checked=False,
+    all_gather="works",
+    all_reduce="works",
+    broadcast="works",
+    barrier="works",
+    reduce_scatter="missing",
+    all_to_all="missing",
+    partial_send_recv="missing",
+    all_reduce_float16="wrong",
+    serial_group_creation=True,
+    max_group_size=2,
+    sources=MappingProxyType(
+        {
+            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver has said it is ready; {_MEASURED}",
+            "host_blocks_on_post": "pipeproof's adapter: transfers run in threads of their own",
+            "queue": "pipeproof's adapter: a group and two threads for each edge and direction",
+            "isend_blocks_host": _MEASURED,
+            "irecv_blocks_host": _MEASURED,
+            "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED}",
+            "tags": "paddle.distributed.send has no tag argument; tags are a counter of a rank's calls in a group",
+            "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED}",
+            "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED}",
+            "dtype_checked": f"{_GLOO_SOURCE}: bytes have no dtype; {_MEASURED}",
+            "all_gather": _MEASURED,
+            "all_reduce": _MEASURED,
+            "broadcast": _MEASURED,
+            "barrier": _MEASURED,
+            "reduce_scatter": f"{_MEASURED}: not implemented",
+            "all_to_all": f"{_MEASURED}: not implemented",
+            "partial_send_recv": f"{_MEASURED}: not implemented",
+            "all_reduce_float16": f"{_MEASURED}: returns inf, silently",
+            "serial_group_creation": (
+                f"{_MEASURED}: of 8 two-rank groups made freely by 4 processes, none came up in 6 runs; made one "
+                "by one, all came up in 4 runs"
+            ),
+            "max_group_size": f"{_MEASURED}: sends in groups of three or more ranks time out",
+        }
+    ),
+)
+
+_TABLES: Mapping[tuple[str, str], BackendTable] = MappingProxyType({("paddle", "cpu"): _PADDLE_GLOO})
+
+
+def backend_table(backend: str, device: str) -> BackendTable:
+    """The table of a plan's ``run.backend`` on its ``run.device``.
+
+    Raises:
+        ValueError: no such table; the message lists those there are.
+    """
+    try:
+        return _TABLES[backend, device]
+    except KeyError:
+        known = ", ".join(f"{b} on {d}" for b, d in _TABLES)
+        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None

@@ -1,0 +1,90 @@
+"""``pipeproof run`` as a person meets it: progress, messages, files, exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeproof.exec.compare import StepResult
+from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_raises
+from pipeproof.exec.launched import launched_rank, run_launched
+from pipeproof.exec.render import render_run, step_line
+from pipeproof.exec.report import RunReport
+from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, run
+from pipeproof.sim.trace import write_trace
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.specs.render import render_text
+from pipeproof.verify.check import Report
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WORKER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def run_command(
+    report: Report, options: RunOptions, console: Console, report_file: Path | None, trace: Path | None
+) -> int:
+    """Run a checked plan, print what happens, write the files that were asked for; the exit status."""
+    source = report.subject.source
+    rank = launched_rank()
+    try:
+        with terminate_raises():
+            result = _run(report, options, console) if rank is None else _launched(rank, report, options, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: all processes were stopped")
+        return EXIT_INTERRUPTED
+    except TerminatedError as error:
+        console.print(f"{error}: all processes were stopped")
+        return 128 + error.signum
+    except PipeproofError as error:
+        render_text(error.findings, source, console=console)
+        if isinstance(error, NotVerifiedError):
+            console.print("not run: the plan does not pass check (`--unsafe` runs it all the same)")
+        return _status(error)
+    if result is None:  # another rank than 0 under a launcher of somebody else's
+        return EXIT_OK
+    render_run(result, console)
+    if report_file is not None:
+        report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    if trace is not None:
+        write_trace(result.timeline, trace)
+    return EXIT_OK if result.passed else EXIT_FAILED
+
+
+def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
+    graph, num_steps = report.subject.graph, report.subject.plan.spec.run.steps
+    if report.certificate is None and options.unsafe:
+        render_text(report.findings, report.subject.source, console=console)
+        console.print("[bold yellow]running it all the same (--unsafe)[/]")
+    console.print(f"{graph.num_ranks} processes and a reference, {num_steps} steps, digest {report.digest[:12]}")
+    with console.status("starting") as status:
+
+        def on_progress(progress: Progress) -> None:
+            status.update(
+                f"{progress.phase}; steps: ranks {progress.steps_done}, reference {progress.reference_steps} "
+                f"of {num_steps}"
+            )
+
+        def on_step(step: StepResult) -> None:
+            console.print(step_line(step, num_steps), soft_wrap=True)
+
+        return run(report, options, on_progress, on_step)
+
+
+def _launched(rank: int, report: Report, options: RunOptions, console: Console) -> RunReport | None:
+    num_steps = report.subject.plan.spec.run.steps
+    return run_launched(
+        rank,
+        report,
+        options,
+        on_step=lambda step: console.print(step_line(step, num_steps), soft_wrap=True),
+        on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
+    )
+
+
+def _status(error: PipeproofError) -> int:
+    if isinstance(error, WorkerFailedError):
+        return EXIT_WORKER
+    if isinstance(error, NotVerifiedError):
+        return EXIT_FAILED
+    return EXIT_BAD_INPUT

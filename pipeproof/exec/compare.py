@@ -1,0 +1,177 @@
+"""Compares what the ranks computed with the single-process reference, gradient by gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeproof.comm.lower import LoweredPlan
+from pipeproof.specs.layout import PlacementKind
+from pipeproof.stages.describe.layers import Parameter
+
+Gradients = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a gradient: the half-open range it covers in each dim of the whole."""
+
+    rank: int
+    md5: str
+    index: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientResult:
+    """One parameter's gradient in one step, against the reference.
+
+    ``md5`` is of the gathered gradient in the reference's layout and dtype, C
+    order. ``max_rel_diff`` is max|a - b| / max|b| against the reference that
+    adds in the plan's order; ``uncut_max_rel_diff`` against the uncut one.
+    ``replicas_agree`` says whether all ranks that hold the same part hold the
+    same bits.
+    """
+
+    step: int
+    stage: int
+    name: str
+    md5: str
+    reference_md5: str
+    max_rel_diff: float
+    uncut_max_rel_diff: float
+    replicas_agree: bool
+    shards: tuple[Shard, ...]
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every bit is the reference's, on every rank that holds it."""
+        return self.md5 == self.reference_md5 and self.replicas_agree
+
+    def to_json(self) -> dict[str, Any]:
+        """As the run report shows it."""
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            "name": self.name,
+            "md5": self.md5,
+            "reference_md5": self.reference_md5,
+            "max_rel_diff": self.max_rel_diff,
+            "uncut_max_rel_diff": self.uncut_max_rel_diff,
+            "replicas_agree": self.replicas_agree,
+            "shards": [{"rank": s.rank, "md5": s.md5, "index": [list(i) for i in s.index]} for s in self.shards],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step's loss and gradients against the reference. Losses are of the run's dtype."""
+
+    step: int
+    loss: np.generic
+    reference_loss: np.generic
+    uncut_loss: np.generic
+    gradients: tuple[GradientResult, ...]
+
+    @property
+    def loss_is_bitwise(self) -> bool:
+        """Whether the loss has the reference's bits."""
+        return self.loss.tobytes() == self.reference_loss.tobytes()
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the loss and all gradients have the reference's bits."""
+        return self.loss_is_bitwise and all(g.bitwise for g in self.gradients)
+
+
+def compare_step(
+    plan: LoweredPlan,
+    step: int,
+    ranks: Sequence[tuple[np.generic | None, Gradients]],
+    reference: tuple[np.generic, Gradients],
+    uncut: tuple[np.generic, Gradients],
+) -> StepResult:
+    """Gather each rank's shards and losses and hold them against both references."""
+    results = []
+    for stage in range(len(plan.stages)):
+        holders = [r for r in range(plan.mesh.num_ranks) if plan.mesh.coords(r)["pp"] == stage]
+        for layer in plan.layers_of(stage):
+            for parameter in layer.parameters:
+                shards = {rank: ranks[rank][1][parameter.name] for rank in holders}
+                results.append(_compare(plan, step, stage, parameter, shards, reference[1], uncut[1]))
+    return StepResult(step, _total_loss(plan, ranks), reference[0], uncut[0], tuple(results))
+
+
+def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[np.generic | None, Gradients]]) -> np.generic:
+    """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank."""
+    losses = []
+    for dp in range(plan.mesh.size("dp")):
+        coords = {**plan.mesh.coords(0), "dp": dp, "pp": len(plan.stages) - 1}
+        loss = ranks[plan.mesh.rank(coords)][0]
+        assert loss is not None
+        losses.append(loss)
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def _compare(
+    plan: LoweredPlan,
+    step: int,
+    stage: int,
+    parameter: Parameter,
+    shards: Mapping[int, np.ndarray],
+    reference: Gradients,
+    uncut: Gradients,
+) -> GradientResult:
+    gathered = np.empty(parameter.shape, dtype=reference[parameter.name].dtype)
+    described, written = [], {}
+    agree = True
+    for rank, shard in shards.items():
+        index = _index(plan, parameter, rank)
+        md5 = _md5(shard)
+        agree = agree and written.setdefault(index, md5) == md5
+        gathered[tuple(slice(a, b) for a, b in index)] = shard
+        described.append(Shard(rank, md5, index))
+    return GradientResult(
+        step=step,
+        stage=stage,
+        name=parameter.name,
+        md5=_md5(gathered),
+        reference_md5=_md5(reference[parameter.name]),
+        max_rel_diff=max_rel_diff(gathered, reference[parameter.name]),
+        uncut_max_rel_diff=max_rel_diff(gathered, uncut[parameter.name]),
+        replicas_agree=agree,
+        shards=tuple(described),
+    )
+
+
+def _index(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
+    """The range of the whole parameter that one rank holds, per dim."""
+    num_tp, tp_rank = plan.mesh.size("tp"), plan.mesh.coords(rank)["tp"]
+    index = []
+    for dim, size in enumerate(parameter.shape):
+        if parameter.tp.kind is PlacementKind.SHARDED and parameter.tp.dim == dim:
+            share = size // num_tp
+            index.append((tp_rank * share, (tp_rank + 1) * share))
+        else:
+            index.append((0, size))
+    return tuple(index)
+
+
+def _md5(array: np.ndarray) -> str:
+    return hashlib.md5(np.ascontiguousarray(array).tobytes(), usedforsecurity=False).hexdigest()
+
+
+def max_rel_diff(ours: np.ndarray, reference: np.ndarray) -> float:
+    """max|a - b| / max|b| in float64; 0 where both are zero, infinite where only the reference is or on NaN."""
+    difference = np.max(np.abs(ours.astype(np.float64) - reference.astype(np.float64)), initial=0.0)
+    scale = np.max(np.abs(reference.astype(np.float64)), initial=0.0)
+    if difference == 0.0:
+        return 0.0
+    ratio = difference / scale if scale > 0.0 else np.inf
+    return float(ratio) if np.isfinite(ratio) else float("inf")

@@ -1,0 +1,112 @@
+"""What the launcher and its workers say to each other: the job's files and the stream of events.
+
+A job has a directory of its own, removed at its end. The launcher writes the
+plan there; workers write each step's loss and gradients, then their op log.
+Events go as JSON lines over a pipe, so that the launcher always knows what
+each rank is at; the worker's standard input is its lifeline: when it closes,
+the launcher is gone and the worker ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeproof.specs.load import LoadedPlan, plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planted failure, to rehearse what happens: ``action`` is ``raise``, ``die`` or ``hang``."""
+
+    rank: int
+    op: str
+    action: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its plan, the digest it must have, and where its files are."""
+
+    directory: Path
+    plan: dict[str, Any]
+    digest: str
+    fault: Fault | None = None
+
+    def save(self) -> None:
+        """Write the job's description for its workers."""
+        content = {
+            "plan": self.plan,
+            "digest": self.digest,
+            "fault": asdict(self.fault) if self.fault else None,
+        }
+        (self.directory / "job.json").write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, directory: Path) -> Job:
+        """Read what ``save`` wrote."""
+        content = json.loads((directory / "job.json").read_text())
+        fault = Fault(**content["fault"]) if content["fault"] else None
+        return cls(directory, content["plan"], content["digest"], fault)
+
+    def loaded_plan(self) -> LoadedPlan:
+        """The job's plan, validated again."""
+        return plan_from_dict(self.plan)
+
+    def step_file(self, who: str, step: int) -> Path:
+        """Where ``who`` (``rank0``, ``uncut``, ``ordered``) leaves a step's loss and gradients."""
+        return self.directory / f"{who}.step{step}.npz"
+
+    def log_file(self, rank: int) -> Path:
+        """Where a rank leaves its op log."""
+        return self.directory / f"rank{rank}.log.json"
+
+
+def dump_plan(spec: PlanSpec) -> dict[str, Any]:
+    """A plan as JSON data that loads to an equal plan."""
+    return spec.model_dump(mode="json")
+
+
+LOSS_KEY = "/loss"
+"""The loss beside the gradients in a step file; no parameter's name begins with a slash."""
+
+
+def save_step(path: Path, loss: np.generic | None, gradients: Mapping[str, np.ndarray]) -> None:
+    """Write a step's loss (None where this rank has none) and gradients; the file appears whole or not at all."""
+    arrays = dict(gradients)
+    if loss is not None:
+        arrays[LOSS_KEY] = np.asarray(loss)
+    part = path.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.savez(stream, **arrays)
+    part.rename(path)
+
+
+def load_step(path: Path) -> tuple[np.generic | None, dict[str, np.ndarray]]:
+    """Read what ``save_step`` wrote."""
+    with np.load(path) as arrays:
+        gradients = {name: arrays[name] for name in arrays.files if name != LOSS_KEY}
+        loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
+    return loss, gradients
+
+
+class EventSink:
+    """Where a worker tells what it is at. Events may come from several threads."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Write one event as a line."""
+        line = json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"
+        with self._lock:
+            os.write(self._fd, line.encode())

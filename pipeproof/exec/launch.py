@@ -1,0 +1,261 @@
+"""Starts one process per rank and one for the reference, watches them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from pipeproof.exec.jobs import Job
+from pipeproof.exec.watchdog import JobState
+from pipeproof.specs.finding import Finding, PipeproofError, Severity
+
+_POLL_S = 0.05
+_QUIET = {
+    "GLOG_minloglevel": "3",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+"""One compute thread per worker (the last bits of Paddle's matmul depend on the count), and no chatter."""
+
+
+class WorkerFailedError(PipeproofError):
+    """A worker died, raised or hung; everything was stopped."""
+
+
+class TerminatedError(Exception):
+    """The launcher itself was told to end by a signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextlib.contextmanager
+def job_directory(logs: Path | None) -> Iterator[Path]:
+    """A fresh directory that is removed whatever happens; worker logs are copied to ``logs`` first."""
+    directory = Path(tempfile.mkdtemp(prefix="pipeproof-"))
+    try:
+        yield directory
+    finally:
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            for log in directory.glob("*.out"):
+                shutil.copy(log, logs)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def terminate_raises() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, so that the workers are stopped on the way out."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TerminatedError(signum)
+
+    previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    rank: int | None
+    """None for the reference."""
+    process: subprocess.Popen[bytes]
+    events: int
+    output: Path
+    unread: bytes = b""
+    listening: bool = True
+
+
+class Launcher:
+    """The processes of one job."""
+
+    def __init__(self, job: Job, state: JobState, timeout_s: float) -> None:
+        self._job, self._state, self._timeout_s = job, state, timeout_s
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self.reference_steps = 0
+        """Steps that the reference has finished."""
+
+    def run(self, on_progress: Callable[[], None]) -> None:
+        """Start everything and return when all have ended well; ``on_progress`` is called after every event.
+
+        Raises:
+            WorkerFailedError: a worker died, raised, or nothing moved for the watchdog's time.
+        """
+        try:
+            self._start_all()
+            self._watch(on_progress)
+        finally:
+            self._stop_all()
+
+    def _start_all(self) -> None:
+        num_ranks = self._state.subject.graph.num_ranks
+        ports = _free_ports(num_ranks + 1)
+        for rank in range(num_ranks):
+            environment = rank_environment(rank, num_ranks, ports)
+            self._start(f"rank{rank}", rank, "pipeproof.exec.worker", environment)
+        self._start("reference", None, "pipeproof.exec.reference", {})
+        now = time.monotonic()
+        for state in self._state.ranks:
+            state.heard_s = now
+
+    def _start(self, name: str, rank: int | None, module: str, environment: dict[str, str]) -> None:
+        read_end, write_end = os.pipe()
+        output = self._job.directory / f"{name}.out"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(self._job.directory), str(write_end)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write_end,),
+                env={**os.environ, **_QUIET, **environment},
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the workers
+            )
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        worker = _Worker(name, rank, process, read_end, output)
+        self._workers.append(worker)
+        self._selector.register(read_end, selectors.EVENT_READ, worker)
+
+    def _watch(self, on_progress: Callable[[], None]) -> None:
+        last_event = time.monotonic()
+        while any(w.process.poll() is None for w in self._workers) or self._selector.get_map():
+            ready = self._selector.select(_POLL_S)
+            for key, _ in ready:
+                self._read(key.data)
+            if ready:
+                last_event = time.monotonic()
+                on_progress()
+            self._raise_if_dead()
+            if time.monotonic() - last_event > self._timeout_s:
+                raise WorkerFailedError(self._hang())
+        self._raise_if_dead()
+
+    def _read(self, worker: _Worker) -> None:
+        data = os.read(worker.events, 1 << 16)
+        if not data:
+            self._selector.unregister(worker.events)
+            worker.listening = False
+            return
+        *lines, worker.unread = (worker.unread + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if worker.rank is not None:
+                self._state.handle(worker.rank, event, time.monotonic())
+            elif event["kind"] == "step":
+                self.reference_steps = event["step"] + 1
+
+    def _raise_if_dead(self) -> None:
+        dead = [w for w in self._workers if w.process.poll() not in (None, 0)]
+        if not dead:
+            return
+        self._drain()
+        raise WorkerFailedError(self._death(min(dead, key=self._blame)))
+
+    def _drain(self) -> None:
+        """Read what the workers have said up to now."""
+        for worker in self._workers:
+            with contextlib.suppress(BlockingIOError):
+                while worker.listening:
+                    self._read(worker)
+
+    def _blame(self, worker: _Worker) -> tuple[int, int]:
+        """First those killed from outside, then by the time of their error: peers fail in their wake."""
+        if worker.rank is None:
+            return (2, 0)
+        state = self._state.ranks[worker.rank]
+        return (0, 0) if state.error is None else (1, state.error_ns)
+
+    def _death(self, worker: _Worker) -> Finding:
+        status = worker.process.returncode
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if worker.rank is None:
+            return Finding(
+                "PP902",
+                Severity.ERROR,
+                f"the reference process {how}: {_last_line(worker.output)}",
+                help="`--logs DIR` keeps what each process printed",
+            )
+        if self._state.ranks[worker.rank].error is not None:
+            how = "raised"
+        return self._state.died(worker.rank, how)
+
+    def _hang(self) -> Finding:
+        stopped = [w.rank for w in self._workers if w.rank is not None and _is_stopped(w.process.pid)]
+        ranks_done = all(state.finished for state in self._state.ranks)
+        if ranks_done:
+            return Finding(
+                "PP903",
+                Severity.ERROR,
+                f"the reference process has finished no step for {self._timeout_s:g} s",
+                help="a larger `--timeout` gives it more time",
+            )
+        return self._state.hung(self._timeout_s, stopped[0] if stopped else None)
+
+    def _stop_all(self) -> None:
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            if worker.process.stdin is not None:
+                worker.process.stdin.close()
+            os.close(worker.events)
+        self._selector.close()
+
+
+def rank_environment(rank: int, num_ranks: int, ports: list[int]) -> dict[str, str]:
+    """The environment by which Paddle finds its peers; ``ports[0]`` is rank 0's store."""
+    endpoints = [f"127.0.0.1:{port}" for port in ports[1:]]
+    return {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(num_ranks),
+        "PADDLE_MASTER": f"127.0.0.1:{ports[0]}",
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for candidate in sockets:
+            candidate.bind(("127.0.0.1", 0))
+        return [candidate.getsockname()[1] for candidate in sockets]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the kernel holds the process in a stop (SIGSTOP, a debugger); False where it cannot tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

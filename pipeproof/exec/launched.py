@@ -1,0 +1,153 @@
+"""Running under a launcher that is not ours (``python -m paddle.distributed.launch``), on one machine.
+
+Each process is one rank, found by its ``PADDLE_*`` environment. The ranks
+share a directory named after the launcher's process; rank 0 makes it, runs the
+reference when all ranks are done, compares, reports, and removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeproof.exec.compare import StepResult
+from pipeproof.exec.jobs import Job, dump_plan
+from pipeproof.exec.launch import WorkerFailedError
+from pipeproof.exec.reference import run_reference
+from pipeproof.exec.report import RunReport
+from pipeproof.exec.run import NotVerifiedError, RunOptions, StepCollector, finish_report, require_backend
+from pipeproof.exec.watchdog import JobState
+from pipeproof.exec.worker import EXIT_WORKER_FAILED, run_rank
+from pipeproof.specs.finding import Finding, PipeproofError, Severity
+from pipeproof.verify.check import Report
+
+_POLL_S = 0.02
+
+
+def launched_rank() -> int | None:
+    """This process's rank, if a launcher started it as one of several; None otherwise."""
+    rank = os.environ.get("PADDLE_TRAINER_ID")
+    return int(rank) if rank is not None and "PADDLE_TRAINERS_NUM" in os.environ else None
+
+
+def run_launched(
+    rank: int,
+    report: Report,
+    options: RunOptions,
+    on_step: Callable[[StepResult], None],
+    on_hang: Callable[[Finding], None],
+) -> RunReport | None:
+    """Run one rank; rank 0 returns the report of all, the others None.
+
+    Raises:
+        NotVerifiedError: the plan has errors and ``options.unsafe`` is not set.
+        BackendMissingError: the plan's backend is not installed.
+        PipeproofError: the launcher started another number of processes than the plan has ranks.
+        WorkerFailedError: this rank failed, or the others did not come to their end.
+    """
+    if report.certificate is None and not options.unsafe:
+        raise NotVerifiedError(*report.errors)
+    require_backend()
+    _require_world_size(report)
+    state = JobState(report.subject)
+    job = _shared_job(rank, report, options)
+    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, job.directory)
+    try:
+        run_rank(job, rank, watch.emit)
+        if rank != 0:
+            return None
+        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
+        run_reference(job, lambda step: watch.emit("reference", step=step))
+        collector = StepCollector(job, report.subject)
+        for result in collector.collect(report.subject.plan.spec.run.steps):
+            on_step(result)
+        return finish_report(report, job, collector.results, state.threads)
+    except PipeproofError:
+        raise
+    except Exception as error:
+        watch.emit("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
+        raise WorkerFailedError(state.died(rank, "raised")) from error
+    finally:
+        watch.stop()
+        if rank == 0:
+            shutil.rmtree(job.directory, ignore_errors=True)
+
+
+def _require_world_size(report: Report) -> None:
+    started = int(os.environ["PADDLE_TRAINERS_NUM"])
+    needed = report.subject.graph.num_ranks
+    if started != needed:
+        raise PipeproofError(
+            Finding(
+                "PP907",
+                Severity.ERROR,
+                f"the launcher started {started} processes, but the plan's topology has {needed} ranks",
+                location=report.subject.locate("topology"),
+                help=f"start it with --nproc_per_node {needed}",
+            )
+        )
+
+
+def _shared_job(rank: int, report: Report, options: RunOptions) -> Job:
+    """The job in the directory that all ranks of this launcher share."""
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    key = hashlib.sha256(f"{parent} {started} {os.getuid()}".encode()).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
+    if rank == 0:
+        directory.mkdir(mode=0o700)
+        job = Job(directory, dump_plan(report.subject.plan.spec), report.digest, options.fault)
+        job.save()
+        (directory / "ready").touch()
+        return job
+    _await_files([directory / "ready"], options.timeout_s)
+    return Job.load(directory)
+
+
+def _await_files(files: list[Path], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while missing := [file.name for file in files if not file.exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {', '.join(missing)} within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+class _SelfWatch:
+    """The watchdog of one rank: without a launcher of ours, each process watches itself."""
+
+    def __init__(
+        self,
+        state: JobState,
+        rank: int,
+        timeout_s: float,
+        on_hang: Callable[[Finding], None],
+        directory: Path,
+    ) -> None:
+        self._state, self._rank, self._timeout_s, self._directory = state, rank, timeout_s, directory
+        self._on_hang = on_hang
+        self._last = time.monotonic()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def emit(self, kind: str, **content: Any) -> None:
+        """Take an event of this rank."""
+        self._last = time.monotonic()
+        self._state.handle(self._rank, {"kind": kind, **content}, self._last)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            if time.monotonic() - self._last > self._timeout_s:
+                self._on_hang(self._state.hung(self._timeout_s, self._rank))
+                shutil.rmtree(self._directory, ignore_errors=True)
+                os._exit(EXIT_WORKER_FAILED)

@@ -1,0 +1,162 @@
+"""The interpreter of one rank's program: events in, instructions out, no I/O and no framework.
+
+The machine hands out what the graph says this rank does next; an adapter
+carries it out and tells what happened. Nothing else moves the state, so that
+the whole behaviour can be tested without a process, and an error can tell the
+story of its operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeproof.schedule.ops import CHILD_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.optable import NONE, OpGraph, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Carry out one operation. A transfer is only posted; everything else is finished before its event."""
+
+    op_id: int
+    row: Row
+
+    @property
+    def op(self) -> Op:
+        """The operation to carry out."""
+        return self.row.op
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A training step starts."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The adapter carried out a host operation (for a WAIT: what it waits for is done as well)."""
+
+    op_id: int
+
+
+Event = Begin | Finished
+
+
+class ProtocolError(Exception):
+    """The adapter reported something that cannot happen now; carries the story of the operation."""
+
+
+class RankMachine:
+    """State of one rank's program: what was posted, what is done, what is next."""
+
+    def __init__(self, graph: OpGraph, rank: int) -> None:
+        self._graph, self._rank = graph, rank
+        self._program = [i for i in graph.rank_ops(rank) if graph.ops[i].kind not in CHILD_KINDS]
+        self._cursor = len(self._program)
+        self._awaited: int | None = None
+        self._under_way: set[int] = set()
+        self._finished: set[int] = set()
+        self._history: list[tuple[int, int, str]] = []
+        self._step = -1
+
+    @property
+    def step(self) -> int:
+        """The step that is running or was run last; -1 before the first."""
+        return self._step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step's program has come to its end."""
+        return self._awaited is None and self._cursor == len(self._program)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; what to do next, up to and with the first operation that blocks the host.
+
+        An empty list means that the step is complete.
+
+        Raises:
+            ProtocolError: the event does not fit the state.
+        """
+        if isinstance(event, Begin):
+            self._begin(event.step)
+        else:
+            self._finish(event.op_id)
+        return list(self._advance())
+
+    def _begin(self, step: int) -> None:
+        if not self.finished:
+            raise ProtocolError(f"step {step} begins while step {self._step} is at {self._describe_awaited()}")
+        self._step, self._cursor = step, 0
+        self._under_way.clear()
+        self._finished.clear()
+        self._history.clear()
+
+    def _finish(self, op_id: int) -> None:
+        if op_id != self._awaited:
+            raise ProtocolError(
+                f"{self._text(op_id)} is reported finished, but the rank is at {self._describe_awaited()}\n"
+                f"{self.story(op_id)}"
+            )
+        if self._graph.ops[op_id].kind is OpKind.WAIT:
+            transfer = int(self._graph.waits_for[op_id])
+            self._under_way.discard(transfer)
+            self._note(transfer, "done")
+            self._finished.add(transfer)
+        self._note(op_id, "finished")
+        self._finished.add(op_id)
+        self._awaited = None
+
+    def _advance(self) -> Iterator[Instruction]:
+        while self._cursor < len(self._program):
+            op_id = self._program[self._cursor]
+            self._cursor += 1
+            yield Instruction(op_id, self._graph.row(op_id))
+            if self._graph.ops[op_id].kind in TRANSFER_KINDS:
+                self._under_way.add(op_id)
+                self._note(op_id, "posted")
+            else:
+                self._note(op_id, "started")
+                self._awaited = op_id
+                return
+
+    def _note(self, op_id: int, what: str) -> None:
+        self._history.append((op_id, self._step, what))
+
+    def _text(self, op_id: int) -> str:
+        return f"{self._graph.ops[op_id]} (op {op_id})"
+
+    def _describe_awaited(self) -> str:
+        return "its end" if self._awaited is None else self._text(self._awaited)
+
+    def story(self, op_id: int) -> str:
+        """What happened to one operation in this step, and what the graph says of it, one line each."""
+        row = self._graph.row(op_id)
+        lines = [f"story of {self._text(op_id)} on rank {self._rank}:"]
+        if row.peer != NONE:
+            lines.append(f"  the graph: elements {row.start}..{row.stop} with rank {row.peer}")
+        lines += [f"  step {step}: {what}" for known, step, what in self._history if known == op_id]
+        if len(lines) == 1 or not any(known == op_id for known, _, _ in self._history):
+            lines.append(f"  step {self._step}: not reached; the rank is at {self._describe_awaited()}")
+        return "\n".join(lines)
+
+    def validate_state(self) -> None:
+        """Check what must always hold between events; for tests and for debugging adapters.
+
+        Raises:
+            ProtocolError: an invariant is broken.
+        """
+        both = self._under_way & self._finished
+        if both:
+            raise ProtocolError(f"under way and finished at once: {sorted(both)}")
+        for op_id in self._under_way:
+            if self._graph.ops[op_id].kind not in TRANSFER_KINDS:
+                raise ProtocolError(f"{self._text(op_id)} is under way, but is no transfer")
+        reached = set(self._program[: self._cursor])
+        if not (self._under_way | self._finished) <= reached:
+            raise ProtocolError("an operation is under way or finished that was never handed out")
+        if self.finished and self._cursor and self._under_way:
+            texts = ", ".join(self._text(i) for i in sorted(self._under_way))
+            raise ProtocolError(f"the step is complete, but nobody waited for {texts}")

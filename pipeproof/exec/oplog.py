@@ -1,0 +1,125 @@
+"""What one rank really did, and whether that is what the graph says.
+
+The adapter writes an entry at the place where it acts, with what it saw there
+(the tensor's element count and dtype, the communicator's ranks), not with what
+it was told. Comparing the log with the graph is therefore a real comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeproof.schedule.ops import TRANSFER_KINDS
+from pipeproof.schedule.optable import NONE, OpGraph
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
+
+HOST_QUEUE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One operation as it was carried out.
+
+    ``queue`` is ``compute`` or the channel's text; ``ranks`` the members of the
+    communicator used (empty for compute); ``numel`` and ``dtype`` those of the
+    tensor handed to it (0 and "" for compute). Times are the machine's
+    monotonic clock in nanoseconds.
+    """
+
+    step: int
+    queue: str
+    op: str
+    start_ns: int
+    end_ns: int
+    ranks: tuple[int, ...] = ()
+    numel: int = 0
+    dtype: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; ``from_json`` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LogEntry:
+        """Read what ``to_json`` wrote."""
+        return cls(**{**data, "ranks": tuple(data["ranks"])})
+
+
+LOG_DIFFERS = RuleDoc(
+    code="PP901",
+    title="the executed operations differ from the verified graph",
+    severity="error",
+    explanation=(
+        "After a run the log of what each rank did (operations, communicators, element counts, dtypes) is "
+        "compared with the graph that was verified, queue by queue. A difference means that the proof does not "
+        "speak of what ran: a bug of pipeproof's executor, or of a backend that reorders."
+    ),
+    wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",
+    right="graph: 1RECV_F0 1F0      log: 1RECV_F0 1F0",
+)
+
+_Fact = tuple[str, tuple[int, ...], int, str]
+"""(operation, communicator's ranks, elements, dtype): what is compared."""
+
+
+def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fact]]:
+    """What one step of ``rank`` must log, by queue; collectives carry the run's ``dtype``."""
+    facts: dict[str, list[_Fact]] = {HOST_QUEUE: []}
+    for op_id in graph.rank_ops(rank):
+        op, numel = graph.ops[op_id], int(graph.stop[op_id] - graph.start[op_id])
+        if op.kind in TRANSFER_KINDS:
+            channel = graph.channels[int(graph.channel[op_id])]
+            tensor = graph.tensors[int(graph.tensor[op_id])]
+            facts.setdefault(str(channel), []).append((str(op), (channel.src, channel.dst), numel, tensor.dtype))
+        elif graph.group[op_id] != NONE:
+            ranks = graph.groups[int(graph.group[op_id])].ranks
+            facts[HOST_QUEUE].append((str(op), ranks, numel, dtype))
+        else:
+            facts[HOST_QUEUE].append((str(op), (), 0, ""))
+    return facts
+
+
+def compare_log(
+    graph: OpGraph, rank: int, entries: Sequence[LogEntry], *, num_steps: int, dtype: str
+) -> Iterator[Finding]:
+    """The first difference on each queue of each step; nothing when the log is what the graph says."""
+    expected = expected_facts(graph, rank, dtype)
+    for step in range(num_steps):
+        logged: dict[str, list[_Fact]] = {}
+        for entry in entries:
+            if entry.step == step:
+                fact = (entry.op, entry.ranks, entry.numel, entry.dtype)
+                logged.setdefault(entry.queue, []).append(fact)
+        for queue in sorted(expected.keys() | logged.keys()):
+            difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
+            if difference is not None:
+                position, wanted, seen = difference
+                yield Finding(
+                    LOG_DIFFERS.code,
+                    Severity.ERROR,
+                    f"rank {rank}, step {step}, queue {queue}, place {position}: the graph says {_text(wanted)}, "
+                    f"the log says {_text(seen)}",
+                    witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (wanted, seen) if fact)),
+                )
+
+
+def _first_difference(
+    expected: list[_Fact], logged: list[_Fact]
+) -> tuple[int, _Fact | None, _Fact | None] | None:
+    for position in range(max(len(expected), len(logged))):
+        wanted = expected[position] if position < len(expected) else None
+        seen = logged[position] if position < len(logged) else None
+        if wanted != seen:
+            return position, wanted, seen
+    return None
+
+
+def _text(fact: _Fact | None) -> str:
+    if fact is None:
+        return "nothing more"
+    op, ranks, numel, dtype = fact
+    where = f" over ranks {list(ranks)}, {numel} elements {dtype}".rstrip() if ranks else ""
+    return f"{op}{where}"

@@ -1,0 +1,177 @@
+"""Paddle's communication as the graph needs it: channels with their own threads, collectives in rank order.
+
+How Paddle's gloo really behaves decides the shape of this file:
+
+- ``isend`` and ``irecv`` block, so each end of each channel has a thread of
+  its own and posting never blocks the host;
+- tags are a counter per rank and group, so each (channel, direction) has a
+  two-rank group of its own;
+- groups that connect at the same time hang, so they are made one by one with
+  a barrier of the world between;
+- collectives over more than two ranks hang or are missing, so they are
+  composed of exchanges between pairs, always in the same order of pairs, and
+  sums add in group order: every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import paddle
+import paddle.distributed as dist
+
+from pipeproof.schedule.optable import Channel, Group
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A posted transfer: its buffer now, its times and outcome once it is done."""
+
+    buffer: paddle.Tensor
+    posted_ns: int
+    done: threading.Event = field(default_factory=threading.Event)
+    start_ns: int = 0
+    end_ns: int = 0
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until the transfer is done; raises what it raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _ChannelEnd:
+    """One end of a channel: a FIFO of transfers and the thread that carries them out in order."""
+
+    def __init__(self, name: str, act: Callable[[paddle.Tensor], None]) -> None:
+        self._act = act
+        self._fifo: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, buffer: paddle.Tensor) -> Transfer:
+        transfer = Transfer(buffer, time.monotonic_ns())
+        self._fifo.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        self._fifo.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (transfer := self._fifo.get()) is not None:
+            transfer.start_ns = time.monotonic_ns()
+            try:
+                self._act(transfer.buffer)
+            except BaseException as error:  # handed to whoever waits for the transfer
+                transfer.error = error
+            transfer.end_ns = time.monotonic_ns()
+            transfer.done.set()
+
+
+class PaddleChannels:
+    """The ends that one rank has of every channel."""
+
+    def __init__(self, rank: int, groups: dict[Channel, dist.communication.group.Group]) -> None:
+        self._ends: dict[Channel, _ChannelEnd] = {}
+        for channel, group in groups.items():
+            if rank == channel.src:
+                self._ends[channel] = _ChannelEnd(f"send {channel}", _sender(channel.dst, group))
+            elif rank == channel.dst:
+                self._ends[channel] = _ChannelEnd(f"recv {channel}", _receiver(channel.src, group))
+
+    def post(self, channel: Channel, buffer: paddle.Tensor) -> Transfer:
+        """Queue a contiguous buffer on this rank's end of ``channel``; returns at once."""
+        return self._ends[channel].post(buffer)
+
+    def close(self) -> None:
+        """End the threads, once every transfer is done."""
+        for end in self._ends.values():
+            end.close()
+
+
+def _sender(dst: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
+    return lambda buffer: dist.send(buffer, dst=dst, group=group)
+
+
+def _receiver(src: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
+    return lambda buffer: dist.recv(buffer, src=src, group=group)
+
+
+class PairwiseCollectives:
+    """Collectives over one group, composed of all-gathers in two-rank groups.
+
+    Pairs are visited in lexicographic order on every rank, so that the lowest
+    unfinished pair always has both its members there. Sums and maxima are
+    taken in group order.
+    """
+
+    def __init__(
+        self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]
+    ) -> None:
+        self.ranks = group.ranks
+        self._rank = rank
+        self._pairs = pairs
+
+    def gather(self, tensor: paddle.Tensor) -> list[paddle.Tensor]:
+        """What every member put in, in group order; all shapes and dtypes must be the same."""
+        parts = {self._rank: tensor}
+        for pair in combinations(self.ranks, 2):
+            if self._rank in pair:
+                received: list[paddle.Tensor] = []
+                dist.all_gather(received, tensor, group=self._pairs[pair])
+                other = pair[1] if pair[0] == self._rank else pair[0]
+                parts[other] = received[pair.index(other)]
+        return [parts[rank] for rank in self.ranks]
+
+    def reduce(self, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
+        """``sum`` or ``max`` over the members, taken in group order, in a new tensor."""
+        combine = {"sum": paddle.add, "max": paddle.maximum}[reduction]
+        first, *others = self.gather(tensor)
+        result = first
+        for part in others:
+            result = combine(result, part)
+        return result
+
+
+@dataclass(frozen=True)
+class PaddleWorld:
+    """One rank's communication, connected and ready."""
+
+    rank: int
+    channels: PaddleChannels
+    collectives: dict[int, PairwiseCollectives]
+    """By index of the graph's groups, those that this rank is a member of."""
+
+
+def connect(
+    rank: int, channels: tuple[Channel, ...], groups: tuple[Group, ...], progress: Callable[[str], None]
+) -> PaddleWorld:
+    """Join the world that the ``PADDLE_*`` environment describes and make every group, one by one.
+
+    Every rank must call this with the same channels and groups.
+    """
+    progress("joining the world group")
+    dist.init_parallel_env()
+
+    def pair_group(name: str, ranks: tuple[int, int]) -> dist.communication.group.Group:
+        progress(f"connecting {name}")
+        group = dist.new_group(sorted(ranks), backend="gloo")
+        dist.barrier()
+        return group
+
+    by_channel = {channel: pair_group(str(channel), (channel.src, channel.dst)) for channel in channels}
+    collectives: dict[int, PairwiseCollectives] = {}
+    for index, group in enumerate(groups):
+        pairs = {
+            (a, b): pair_group(f"{group.axis} pair {a}, {b}", (a, b)) for a, b in combinations(group.ranks, 2)
+        }
+        if rank in group.ranks:
+            collectives[index] = PairwiseCollectives(rank, group, pairs)
+    return PaddleWorld(rank, PaddleChannels(rank, by_channel), collectives)

@@ -1,0 +1,148 @@
+"""Two processes of this machine connected by Paddle's gloo: the world in which the doctor runs its probes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from pipeproof.exec.launch import rank_environment
+from pipeproof.testing.endpoint import Body, Outcome
+
+START_TIMEOUT_S = 60.0
+_REAP_S = 5.0
+"""How long a process whose connection has closed may take to be gone."""
+
+
+class BackendStartError(RuntimeError):
+    """The two processes did not come up; the message says how far they came."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+    def end(self) -> str:
+        """How the process ended, once its connection has closed."""
+        try:
+            status = self.process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+class PaddlePair:
+    """Two connected ranks, each in a process of its own; see ``pipeproof.testing.endpoint.World``."""
+
+    def __init__(self, ranks: list[_Rank]) -> None:
+        self._ranks = ranks
+
+    def run(self, body: Body, timeout_s: float) -> tuple[Outcome, Outcome]:
+        """Run ``body``, a module-level function, in both processes."""
+        for rank in self._ranks:
+            rank.connection.send(body)
+        outcomes = {rank.number: Outcome("blocked") for rank in self._ranks}
+        for rank, answer in _answers(self._ranks, timeout_s):
+            outcomes[rank.number] = Outcome("died", detail=rank.end()) if answer is None else answer
+        return outcomes[0], outcomes[1]
+
+
+@contextmanager
+def paddle_pair() -> Iterator[PaddlePair]:
+    """Start two processes, connect them, and kill and reap them at the end, whatever happened.
+
+    Raises:
+        BackendStartError: Paddle cannot be imported, or the two do not connect within a minute.
+    """
+    ports = _free_ports(3)
+    with ExitStack() as stack:
+        ranks = [_start(number, ports, stack) for number in (0, 1)]
+        for rank in ranks:
+            _expect("imported", [rank])
+        # A rank that comes before the store of rank 0 listens sleeps for three seconds.
+        ranks[0].connection.send("join")
+        _await_store(ports[0])
+        ranks[1].connection.send("join")
+        _expect("ready", ranks)
+        yield PaddlePair(ranks)
+
+
+def _start(number: int, ports: list[int], stack: ExitStack) -> _Rank:
+    ours, theirs = socket.socketpair()
+    connection = stack.enter_context(Connection(ours.detach()))
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeproof.exec.paddle_endpoint", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={
+                **os.environ,
+                **rank_environment(number, 2, ports),
+                "GLOG_minloglevel": "3",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the two
+        )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return _Rank(number, process, connection)
+
+
+def _answers(ranks: list[_Rank], timeout_s: float) -> Iterator[tuple[_Rank, Any]]:
+    """One answer of each rank as they come, None for one that died; ends early when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    waiting = {rank.connection: rank for rank in ranks}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for rank in [waiting.pop(connection) for connection in list(waiting) if connection in ready]:
+            try:
+                yield rank, rank.connection.recv()
+            except (EOFError, ConnectionResetError):
+                yield rank, None
+
+
+def _expect(word: str, ranks: list[_Rank]) -> None:
+    """Wait until every rank has said ``word``."""
+    silent = {rank.number for rank in ranks}
+    for rank, answer in _answers(ranks, START_TIMEOUT_S):
+        if answer is None:
+            raise BackendStartError(f"rank {rank.number} ended before it was {word}: {rank.end()}")
+        if answer != word:
+            raise BackendStartError(f"rank {rank.number} failed before it was {word}: {answer}")
+        silent.discard(rank.number)
+    if silent:
+        names = " and ".join(f"rank {number}" for number in sorted(silent))
+        raise BackendStartError(f"{names} not {word} after {START_TIMEOUT_S:.0f} s")
+
+
+def _await_store(port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with socket.socket() as visitor:
+            if visitor.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise BackendStartError(f"the store of rank 0 does not listen after {START_TIMEOUT_S:.0f} s")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for candidate in sockets:
+            candidate.bind(("127.0.0.1", 0))
+        return [candidate.getsockname()[1] for candidate in sockets]

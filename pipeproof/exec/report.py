@@ -1,0 +1,188 @@
+"""The result of a run: what matched, what did not, and the measured timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pipeproof.exec.compare import GradientResult, StepResult
+from pipeproof.exec.oplog import LogEntry
+from pipeproof.schedule.optable import EdgeKind
+from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import Finding, Severity
+from pipeproof.specs.render import finding_to_json
+from pipeproof.verify.subject import Subject
+
+MISMATCH = RuleDoc(
+    code="PP904",
+    title="the run differs from the single-process reference",
+    severity="error",
+    explanation=(
+        "The same weights and data, run in one uncut process, give other bits for the loss or a gradient than "
+        "the distributed run (where tensor or data parallelism adds in another order, the reference adds in "
+        "that order too), or the distance to the plain uncut model is larger than rounding can make it."
+    ),
+    wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
+    right="every MD5 equal",
+)
+UNVERIFIED = RuleDoc(
+    code="PP905",
+    title="the plan was run without a certificate",
+    severity="warning",
+    explanation=(
+        "The plan does not pass `check`; `--unsafe` ran it all the same. Whatever the run shows, the plan is not "
+        "proved, and the exit status is not 0."
+    ),
+    wrong="pipeproof run --unsafe PLAN",
+    right="pipeproof run PLAN",
+)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that a run has to show.
+
+    ``accumulation`` says in which order weight gradients came (DESIGN
+    invariant 11), ``threads`` the pinned compute threads per process,
+    ``parallel_bound`` the stated bound on ``uncut_max_rel_diff`` (0 where the
+    plan must equal the uncut model bit for bit).
+    """
+
+    subject: Subject
+    digest: str
+    verified: bool
+    steps: tuple[StepResult, ...]
+    log_findings: tuple[Finding, ...]
+    timeline: Timeline
+    parallel_bound: float
+    threads: int
+    accumulation: str = "in_order"
+
+    @property
+    def gradients(self) -> tuple[GradientResult, ...]:
+        """All gradients of all steps."""
+        return tuple(gradient for step in self.steps for gradient in step.gradients)
+
+    @property
+    def within_bound(self) -> bool:
+        """Whether every gradient is as near to the plain uncut model as the stated bound says."""
+        return all(gradient.uncut_max_rel_diff <= self.parallel_bound for gradient in self.gradients)
+
+    @property
+    def matches(self) -> bool:
+        """Whether losses, gradients and op log are what they must be."""
+        return all(step.bitwise for step in self.steps) and self.within_bound and not self.log_findings
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run deserves exit status 0: it was verified, and it matches."""
+        return self.verified and self.matches
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the run, as findings."""
+        found = list(self.log_findings)
+        if not self.verified:
+            found.append(Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it ran unsafe"))
+        for step in self.steps:
+            if not step.bitwise:
+                found.append(self._mismatch(step))
+        if not self.within_bound:
+            worst = max(self.gradients, key=lambda g: g.uncut_max_rel_diff)
+            found.append(
+                Finding(
+                    MISMATCH.code,
+                    Severity.ERROR,
+                    f"step {worst.step}, {worst.name}: {worst.uncut_max_rel_diff:.3g} from the uncut model, the "
+                    f"bound for rounding alone is {self.parallel_bound:.3g}",
+                )
+            )
+        return tuple(found)
+
+    def _mismatch(self, step: StepResult) -> Finding:
+        wrong = [g for g in step.gradients if not g.bitwise]
+        loss = "the loss has the reference's bits" if step.loss_is_bitwise else "the loss differs"
+        by_stage = ", ".join(
+            f"{sum(g.stage == stage for g in wrong)} of {sum(g.stage == stage for g in step.gradients)} on "
+            f"stage {stage}"
+            for stage in range(len(self.subject.plan.stages))
+        )
+        where = ""
+        if wrong:
+            first = wrong[0]
+            where = f" (first: {first.name}, md5 {first.md5}, reference {first.reference_md5})"
+        return Finding(
+            MISMATCH.code,
+            Severity.ERROR,
+            f"step {step.step}: {loss}; gradients that differ: {by_stage}{where}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of ``run --report``; see ``docs/schemas/run.schema.json``."""
+        return {
+            "digest": self.digest,
+            "verified": self.verified,
+            "passed": self.passed,
+            "accumulation": self.accumulation,
+            "threads": self.threads,
+            "dtype": self.subject.plan.spec.run.dtype,
+            "parallel_bound": self.parallel_bound,
+            "log_matches_graph": not self.log_findings,
+            "steps": [
+                {
+                    "step": step.step,
+                    "loss": float(step.loss),
+                    "reference_loss": float(step.reference_loss),
+                    "uncut_loss": float(step.uncut_loss),
+                    "loss_is_bitwise": step.loss_is_bitwise,
+                    "bitwise": step.bitwise,
+                }
+                for step in self.steps
+            ],
+            "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
+            "findings": [finding_to_json(finding) for finding in self.findings],
+            "timeline": [
+                {
+                    "step": span.step,
+                    "rank": span.rank,
+                    "queue": span.queue,
+                    "op": span.op,
+                    "start_us": float(self.timeline.us(span.start)),
+                    "end_us": float(self.timeline.us(span.end)),
+                }
+                for span in self.timeline.spans
+            ],
+        }
+
+
+def _finite(gradient: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: a distance that is not finite becomes null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in gradient.items()
+    }
+
+
+def measured_timeline(subject: Subject, logs: Mapping[int, Sequence[LogEntry]]) -> Timeline:
+    """The op logs of all ranks as one timeline, from the first start on; ticks are nanoseconds."""
+    graph = subject.graph
+    origin = min((entry.start_ns for entries in logs.values() for entry in entries), default=0)
+    spans = []
+    for rank, entries in sorted(logs.items()):
+        id_of = {str(graph.ops[op_id]): op_id for op_id in graph.rank_ops(rank)}
+        spans += [
+            Span(rank, e.queue, id_of[e.op], e.op, e.start_ns - origin, e.end_ns - origin, e.step)
+            for e in entries
+            if e.op in id_of
+        ]
+    return Timeline(
+        tuple(spans),
+        tuple(subject.plan.mesh.coords(rank) for rank in range(graph.num_ranks)),
+        clock="measured",
+        tick_us=Fraction(1, 1000),
+        matches=tuple((int(a), int(b)) for a, b in graph.edges[EdgeKind.MATCH].tolist()),
+    )

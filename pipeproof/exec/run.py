@@ -1,0 +1,180 @@
+"""Running a verified plan: launch, compare each step as it comes, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeproof.exec.compare import StepResult, compare_step
+from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
+from pipeproof.exec.launch import Launcher, job_directory
+from pipeproof.exec.oplog import LogEntry, compare_log
+from pipeproof.exec.reference import needs_ordered
+from pipeproof.exec.report import RunReport, measured_timeline
+from pipeproof.exec.watchdog import JobState
+from pipeproof.schedule.ops import COMPUTE_KINDS
+from pipeproof.specs.finding import Finding, PipeproofError, Severity
+from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.verify.check import Report
+from pipeproof.verify.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is: steps that every rank, and the reference, have finished; what set-up is at."""
+
+    steps_done: int
+    reference_steps: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run: the watchdog's seconds, where worker output is kept, a planted failure."""
+
+    timeout_s: float = 60.0
+    logs: Path | None = None
+    fault: Fault | None = None
+    unsafe: bool = False
+
+
+class NotVerifiedError(PipeproofError):
+    """The plan has errors, or its certificate is for another plan; it was not run."""
+
+
+class BackendMissingError(PipeproofError):
+    """The plan's backend is not installed."""
+
+
+def run(
+    report: Report,
+    options: RunOptions,
+    on_progress: Callable[[Progress], None],
+    on_step: Callable[[StepResult], None],
+) -> RunReport:
+    """Run the plan of a check report on real processes and hold every step against the reference.
+
+    Raises:
+        NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
+        BackendMissingError: the plan's backend is not installed.
+        WorkerFailedError: a worker died, raised or hung.
+    """
+    if report.certificate is None and not options.unsafe:
+        raise NotVerifiedError(*report.errors)
+    require_backend()
+    _require_fault_op(report.subject, options.fault)
+    with job_directory(options.logs) as directory:
+        job = Job(directory, dump_plan(report.subject.plan.spec), report.digest, options.fault)
+        job.save()
+        collector = StepCollector(job, report.subject)
+        state = JobState(report.subject)
+        launcher = Launcher(job, state, options.timeout_s)
+
+        def progressed() -> None:
+            done = min(rank.steps_done for rank in state.ranks)
+            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
+            on_progress(Progress(done, launcher.reference_steps, phase))
+            for result in collector.collect(min(done, launcher.reference_steps)):
+                on_step(result)
+
+        launcher.run(progressed)
+        progressed()
+        return finish_report(report, job, collector.results, state.threads)
+
+
+def require_backend() -> None:
+    """Refuse early and clearly when Paddle is not there.
+
+    Raises:
+        BackendMissingError: Paddle is not installed.
+    """
+    if importlib.util.find_spec("paddle") is None:
+        raise BackendMissingError(
+            Finding(
+                "PP906",
+                Severity.ERROR,
+                "the plan runs on Paddle, which is not installed in this Python",
+                help="pip install 'pipeproof[cpu]'  (or paddlepaddle==3.3.1)",
+            )
+        )
+
+
+def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
+    """Refuse a planted failure that would never strike."""
+    if fault is None:
+        return
+    graph = subject.graph
+    texts = [str(graph.ops[i]) for i in graph.rank_ops(fault.rank)] if fault.rank < graph.num_ranks else []
+    if fault.op not in texts:
+        example = next((str(op) for op in graph.ops if op.kind in COMPUTE_KINDS), "0F0")
+        raise PipeproofError(
+            Finding(
+                "PP106",
+                Severity.ERROR,
+                f"--inject: rank {fault.rank} of {graph.num_ranks} never runs {fault.op}",
+                help=f"name a rank and one of its operations, such as 0:{example}:die; `pipeproof show` lists them",
+            )
+        )
+
+
+class StepCollector:
+    """Compares steps in order, as soon as all their files are there, and removes the files."""
+
+    def __init__(self, job: Job, subject: Subject) -> None:
+        self._job, self._subject = job, subject
+        self.results: list[StepResult] = []
+
+    def collect(self, num_steps: int) -> list[StepResult]:
+        """The results of the steps before ``num_steps`` that were not collected yet."""
+        fresh = [self._compare(step) for step in range(len(self.results), num_steps)]
+        self.results += fresh
+        return fresh
+
+    def _compare(self, step: int) -> StepResult:
+        plan = self._subject.plan
+        uncut_file = self._job.step_file("uncut", step)
+        ordered_file = self._job.step_file("ordered", step) if needs_ordered(plan.spec) else uncut_file
+        rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
+        uncut, ordered = load_step(uncut_file), load_step(ordered_file)
+        assert uncut[0] is not None
+        assert ordered[0] is not None
+        result = compare_step(
+            plan,
+            step,
+            [load_step(file) for file in rank_files],
+            (ordered[0], ordered[1]),
+            (uncut[0], uncut[1]),
+        )
+        for file in {uncut_file, ordered_file, *rank_files}:
+            file.unlink()
+        return result
+
+
+def finish_report(report: Report, job: Job, steps: list[StepResult], threads: int) -> RunReport:
+    """Read the op logs of all ranks, hold them against the graph, and put the report together.
+
+    ``threads`` is the largest count of compute threads that a worker measured.
+    """
+    subject, spec = report.subject, report.subject.plan.spec
+    logs = {
+        rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
+        for rank in range(subject.graph.num_ranks)
+    }
+    findings = tuple(
+        finding
+        for rank, entries in logs.items()
+        for finding in compare_log(subject.graph, rank, entries, num_steps=spec.run.steps, dtype=spec.run.dtype)
+    )
+    return RunReport(
+        subject=subject,
+        digest=report.digest,
+        verified=report.certificate is not None,
+        steps=tuple(steps),
+        log_findings=findings,
+        timeline=measured_timeline(subject, logs),
+        parallel_bound=parallel_bound(spec) if needs_ordered(spec) else 0.0,
+        threads=threads,
+    )

@@ -1,0 +1,207 @@
+"""What every rank is at, and what to say when one dies, raises or hangs. No processes in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.optable import NONE
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.verify.matching import partner_of
+from pipeproof.verify.subject import Subject
+
+DIED = RuleDoc(
+    code="PP902",
+    title="a worker died or raised",
+    severity="error",
+    explanation=(
+        "A worker process ended before its program did. All others were stopped. The message names the rank, "
+        "the operation it was at, the peer of that operation, and what the graph expected there."
+    ),
+    wrong="rank 1 was killed by signal 9 at 0F2",
+    right="every rank comes to the end of its program",
+)
+HUNG = RuleDoc(
+    code="PP903",
+    title="a worker hangs",
+    severity="error",
+    explanation=(
+        "No rank has made progress within the watchdog's time. The ranks that only wait for others are told "
+        "apart from the one that the others wait for, by the verified graph."
+    ),
+    wrong="rank 1 has been at 0F2 for 60 s",
+    right="every operation ends within the watchdog's time (`--timeout`)",
+)
+
+
+@dataclass(slots=True)
+class RankState:
+    """The last that was heard of a rank."""
+
+    phase: str = "starting"
+    step: int = -1
+    op_id: int = NONE
+    steps_done: int = 0
+    threads: int = 0
+    """Compute threads that the worker measured after pinning; 0 before it said so."""
+    finished: bool = False
+    error: str | None = None
+    error_ns: int = 0
+    heard_s: float = 0.0
+
+
+@dataclass
+class JobState:
+    """All ranks, fed by their events. Times are given in from outside, in seconds of any monotonic clock."""
+
+    subject: Subject
+    ranks: list[RankState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = [RankState() for _ in range(self.subject.graph.num_ranks)]
+
+    def handle(self, rank: int, event: dict[str, Any], now_s: float) -> None:
+        """Take one event of one rank."""
+        state = self.ranks[rank]
+        state.heard_s = now_s
+        match event["kind"]:
+            case "setup":
+                state.phase = event["what"]
+            case "ready":
+                state.phase, state.threads = "running", event["threads"]
+            case "at":
+                state.step, state.op_id = event["step"], event["op"]
+            case "step":
+                state.steps_done = event["step"] + 1
+            case "finished":
+                state.finished = True
+            case "error":
+                state.error, state.error_ns = event["message"], event["at_ns"]
+
+    @property
+    def threads(self) -> int:
+        """The most compute threads that any worker has reported."""
+        return max(state.threads for state in self.ranks)
+
+    def died(self, rank: int, how: str) -> Finding:
+        """A rank's process ended early; ``how`` says how (a signal, an exit status)."""
+        what = self.ranks[rank].error
+        cause = f"{how}: {what}" if what else how
+        return Finding(
+            DIED.code,
+            Severity.ERROR,
+            f"{self.subject.coords_text(rank)} {cause}, {self._where(rank)}; {self._others(rank)}",
+            help="the other ranks were stopped; `--logs DIR` keeps what each worker printed",
+            witness=self._witness(rank),
+        )
+
+    def hung(self, timeout_s: float, stopped: int | None = None) -> Finding:
+        """Nothing moved for ``timeout_s``: name the rank that the others wait for.
+
+        ``stopped`` is a rank whose process the system holds in a stop, if there is one.
+        """
+        rank = self._root_of_hang() if stopped is None else stopped
+        return Finding(
+            HUNG.code,
+            Severity.ERROR,
+            f"{self.subject.coords_text(rank)} hangs: no rank has made progress for {timeout_s:g} s; it is "
+            f"{self._where(rank)}; {self._others(rank)}",
+            help="all ranks were stopped; `--timeout` sets the watchdog's time, `--logs DIR` keeps the output",
+            witness=self._witness(rank),
+        )
+
+    def _root_of_hang(self) -> int:
+        """Follow who waits for whom, from any unfinished rank, until a rank that waits for nobody or a circle."""
+        rank = next((r for r, state in enumerate(self.ranks) if not state.finished), 0)
+        seen: list[int] = []
+        while rank not in seen:
+            seen.append(rank)
+            waited_for = self._waits_for_rank(rank)
+            if waited_for is None:
+                return rank
+            rank = waited_for
+        return rank
+
+    def _waits_for_rank(self, rank: int) -> int | None:
+        """The rank whose action this rank's current operation needs and which has not come to it yet."""
+        graph, state = self.subject.graph, self.ranks[rank]
+        if state.op_id == NONE:
+            behind = [r for r, other in enumerate(self.ranks) if other.phase != state.phase and r != rank]
+            return min(behind, key=lambda r: self.ranks[r].heard_s) if behind else None
+        op = graph.ops[state.op_id]
+        if op.kind is OpKind.WAIT:
+            partner = graph.match_of.get(int(graph.waits_for[state.op_id]), NONE)
+            if partner == NONE:
+                return None
+            other = int(graph.rank[partner])
+            return other if self._is_before(other, state.step, partner) else None
+        for member in self._members(state.op_id):
+            other = int(graph.rank[member])
+            if other != rank and self._is_before(other, state.step, member):
+                return other
+        return None
+
+    def _members(self, op_id: int) -> list[int]:
+        """The counterparts, on all ranks, of a collective or of the first collective below an operation."""
+        graph = self.subject.graph
+        candidates = [op_id] if graph.group[op_id] != NONE else []
+        rank_end = int(graph.offsets[int(graph.rank[op_id]) + 1])
+        child = op_id + 1
+        while not candidates and child < rank_end and int(graph.parent[child]) == op_id:
+            candidates.append(child)
+        if not candidates:
+            return []
+        mine = candidates[0]
+        same = (graph.group == graph.group[mine]) & (graph.position == graph.position[mine])
+        return [int(i) for i in same.nonzero()[0] if graph.ops[int(i)].kind in COLLECTIVE_KINDS]
+
+    def _is_before(self, rank: int, step: int, op_id: int) -> bool:
+        """Whether ``rank`` has not come past ``op_id`` of ``step`` yet."""
+        state = self.ranks[rank]
+        return (state.step, state.op_id) < (step, op_id)
+
+    def _where(self, rank: int) -> str:
+        state = self.ranks[rank]
+        if state.op_id == NONE:
+            return f"while {state.phase}"
+        op = self.subject.graph.ops[state.op_id]
+        return f"at {op} of step {state.step}; {self._expected(state.op_id)}"
+
+    def _expected(self, op_id: int) -> str:
+        """What the graph expects at an operation: its counterpart, or the next transfer that hangs on it."""
+        graph = self.subject.graph
+        op = graph.ops[op_id]
+        if op.kind is OpKind.WAIT and op.target is not None:
+            peer = int(graph.peer[int(graph.waits_for[op_id])])
+            return f"the graph expects its peer rank {peer} to issue {partner_of(op.target)}"
+        members = self._members(op_id)
+        if members:
+            group = graph.groups[int(graph.group[members[0]])]
+            return f"the graph expects ranks {list(group.ranks)} to join its {group.axis} collectives"
+        end = int(graph.offsets[int(graph.rank[op_id]) + 1])
+        for later in range(op_id + 1, end):
+            if graph.ops[later].kind in TRANSFER_KINDS:
+                return (
+                    f"the graph expects it to go on to {graph.ops[later]}, which its peer rank "
+                    f"{int(graph.peer[later])} meets with {partner_of(graph.ops[later])}"
+                )
+        return "the graph expects no more transfers of it in this step"
+
+    def _others(self, rank: int) -> str:
+        places = []
+        for other, state in enumerate(self.ranks):
+            if other != rank:
+                op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.op_id]}"
+                places.append(f"rank {other} {'finished' if state.finished else state.phase}{op}")
+        return "meanwhile " + ", ".join(places) if places else "it was the only rank"
+
+    def _witness(self, rank: int) -> OpsWitness | None:
+        graph = self.subject.graph
+        ids = [s.op_id for r, s in enumerate(self.ranks) if s.op_id != NONE and r != rank]
+        mine = self.ranks[rank].op_id
+        ops = [mine, *ids] if mine != NONE else ids
+        if not ops:
+            return None
+        return OpsWitness(tuple(WitnessOp(int(graph.rank[i]), str(graph.ops[i]), i) for i in ops))

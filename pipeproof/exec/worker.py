@@ -1,0 +1,151 @@
+"""One rank's process: joins the world, runs its program step after step, leaves results.
+
+Started by the launcher as ``python -m pipeproof.exec.worker DIRECTORY EVENT_FD``
+with the ``PADDLE_*`` environment of its rank, or called in-process under an
+existing launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
+from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.verify.certificate import plan_digest
+from pipeproof.verify.subject import Subject, make_subject
+
+EXIT_WORKER_FAILED = 3
+
+Emit = Callable[..., None]
+"""Tells the launcher one event: its kind, then its content by keyword."""
+
+
+def run_rank(job: Job, rank: int, emit: Emit) -> None:
+    """Run every step of one rank's program; leaves step files and the op log in the job's directory.
+
+    Raises:
+        PipeproofError: the plan that this process derives is not the one that was verified.
+        RuntimeError: a peer died, or the backend failed.
+    """
+    subject = make_subject(job.loaded_plan())
+    _require_same_plan(subject, job.digest)
+    plan = subject.plan
+    from pipeproof.stages.paddle.runtime import num_math_threads, start_paddle
+
+    start_paddle()  # before anything else imports paddle: quiet, on the CPU, one thread
+    from pipeproof.exec.paddle_adapter import PaddleAdapter
+    from pipeproof.exec.paddle_comm import connect
+
+    if rank > 0 and "PADDLE_MASTER" in os.environ:
+        _await_master(os.environ["PADDLE_MASTER"])
+    world = connect(
+        rank, plan.graph.channels, plan.graph.groups, lambda what: emit("setup", what=what)
+    )
+    fault = _FaultPlan(job.fault, rank)
+
+    def enter(step: int, op_id: int) -> None:
+        emit("at", step=step, op=op_id)
+        fault.strike(str(plan.graph.ops[op_id]))
+
+    adapter = PaddleAdapter(plan, rank, world, enter)
+    machine = RankMachine(plan.graph, rank)
+    emit("ready", threads=num_math_threads())
+    for step in range(plan.spec.run.steps):
+        adapter.begin(step)
+        _run_step(machine, step, adapter.carry_out)
+        save_step(job.step_file(f"rank{rank}", step), adapter.outcome.loss, adapter.outcome.gradients)
+        emit("step", step=step)
+    world.channels.close()
+    job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
+    emit("finished")
+
+
+def _run_step(machine: RankMachine, step: int, carry_out: Callable[[Instruction], None]) -> None:
+    instructions = machine.handle(Begin(step))
+    while instructions:
+        for instruction in instructions:
+            carry_out(instruction)
+        instructions = machine.handle(Finished(instructions[-1].op_id))
+
+
+def _require_same_plan(subject: Subject, digest: str) -> None:
+    derived = plan_digest(subject)
+    if derived != digest:
+        raise RuntimeError(f"this process derives plan digest {derived[:12]}, the verified one is {digest[:12]}")
+
+
+def _await_master(address: str, timeout_s: float = 60.0) -> None:
+    """Wait until rank 0's store listens: Paddle's own client would sleep three seconds after a first refusal."""
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+        time.sleep(0.02)
+    raise RuntimeError(f"no store at {address} within {timeout_s:.0f} s: did rank 0 start?")
+
+
+class _FaultPlan:
+    """Strikes once, when the named operation is about to run on the named rank."""
+
+    def __init__(self, fault: Fault | None, rank: int) -> None:
+        self._fault = fault if fault is not None and fault.rank == rank else None
+
+    def strike(self, op: str) -> None:
+        if self._fault is None or op != self._fault.op:
+            return
+        if self._fault.action == "raise":
+            raise RuntimeError(f"planted failure at {op}")
+        if self._fault.action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # hang
+            time.sleep(1)
+
+
+def end_with_launcher(directory: Path) -> None:
+    """From here on, end this process when the launcher does, however it ended; nothing of the job is left behind."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(EXIT_WORKER_FAILED)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank under pipeproof's launcher; the exit status is 0, or 3 when anything failed."""
+    directory, events = Path(arguments[0]), EventSink(int(arguments[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    end_with_launcher(directory)
+    try:
+        run_rank(Job.load(directory), int(os.environ["PADDLE_TRAINER_ID"]), events.send)
+    except PipeproofError as error:
+        events.send("error", message=str(error), at_ns=time.monotonic_ns())
+        return EXIT_WORKER_FAILED
+    except Exception as error:  # whatever a framework raises: the launcher tells the person
+        traceback.print_exc()
+        events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
+        return EXIT_WORKER_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Paddle's gloo threads would hold a normal exit up when a peer is gone

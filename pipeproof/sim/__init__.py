@@ -1,0 +1,1 @@
+"""What a plan will cost: the reference model, its timeline, figures and pictures."""

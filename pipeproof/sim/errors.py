@@ -1,0 +1,79 @@
+"""A simulation that comes to no end, and what each rank waits for."""
+
+from __future__ import annotations
+
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.optable import NONE, OpGraph
+from pipeproof.sim.model import Outcome
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import Finding, OpsWitness, PipeproofError, Severity, WitnessOp
+
+UNFINISHED = RuleDoc(
+    code="PP403",
+    title="the simulated step comes to no end",
+    severity="error",
+    explanation=(
+        "The simulator ran the plan until nothing more could happen, and some ranks or transfers had not "
+        "come to their end: they wait for each other, or for something that never comes. The job would hang "
+        "there. The message names what each of them waits for; `pipeproof check` shows the shortest cycle."
+    ),
+    wrong="rank 0: RECV from 1, WAIT, SEND to 1      rank 1: RECV from 0, WAIT, SEND to 0",
+    right="rank 0: RECV from 1, WAIT, SEND to 1      rank 1: SEND to 0, RECV from 0, WAIT",
+)
+
+_MOST_NAMED = 8
+
+
+class SimulationError(PipeproofError):
+    """The simulated program cannot finish; its finding names which ranks wait in which operations."""
+
+
+def refuse_unfinished(graph: OpGraph, outcome: Outcome) -> None:
+    """Do nothing if every operation ended.
+
+    Raises:
+        SimulationError: PP403, some operation never ended.
+    """
+    stuck = [op_id for op_id in outcome.stuck_at if op_id is not None]
+    if not stuck:  # every host came to its end, but a transfer that nobody waits for may not have
+        stuck = [op_id for op_id, end in enumerate(outcome.ends) if end is None]
+    if not stuck:
+        return
+    texts = [
+        f"rank {int(graph.rank[op_id])} waits in {graph.ops[op_id]} {_for_what(graph, outcome, op_id)}"
+        for op_id in stuck[:_MOST_NAMED]
+    ]
+    if len(stuck) > _MOST_NAMED:
+        texts.append(f"and {len(stuck) - _MOST_NAMED} more")
+    raise SimulationError(
+        Finding(
+            UNFINISHED.code,
+            Severity.ERROR,
+            "the simulated step comes to no end: " + "; ".join(texts),
+            help="`pipeproof check` names the cycle, or what is missing, and the change that mends it",
+            witness=OpsWitness(tuple(WitnessOp(int(graph.rank[i]), str(graph.ops[i]), i) for i in stuck)),
+        )
+    )
+
+
+def _for_what(graph: OpGraph, outcome: Outcome, op_id: int) -> str:
+    kind = graph.ops[op_id].kind
+    if kind in COLLECTIVE_KINDS:
+        group, position = int(graph.group[op_id]), int(graph.position[op_id])
+        came = {
+            int(graph.rank[other])
+            for other, op in enumerate(graph.ops)
+            if op.kind in COLLECTIVE_KINDS
+            and (int(graph.group[other]), int(graph.position[other])) == (group, position)
+            and outcome.starts[other] is not None
+        }
+        missing = [rank for rank in graph.groups[group].ranks if rank not in came]
+        return f"for rank {', '.join(map(str, missing))} of its {graph.groups[group].axis} group"
+    transfer = int(graph.waits_for[op_id]) if kind is OpKind.WAIT else op_id
+    if transfer == NONE or graph.ops[transfer].kind not in TRANSFER_KINDS:
+        return "for a transfer that was never posted"
+    peer = int(graph.peer[transfer])
+    partner = graph.match_of.get(transfer)
+    if partner is None:
+        return f"for rank {peer}, which never issues a counterpart"
+    return f"for {graph.ops[partner]} on rank {peer}"

@@ -1,0 +1,102 @@
+"""The figures of a simulation, per rank, and their published JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from pipeproof.sim.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipeproof.sim.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What one rank costs; times in exact microseconds.
+
+    Bubbles are idle time: ``bubble_makespan_us`` within the makespan of all
+    ranks, ``bubble_span_us`` within the rank's own span. Activations count
+    chunk activations of one micro-batch, freed at the end of B or W
+    (``peak_activations``) or already at the end of I (``peak_activations_at_i``).
+    """
+
+    rank: int
+    coords: Mapping[str, int]
+    span_us: Fraction
+    busy_us: Fraction
+    bubble_makespan_us: Fraction
+    bubble_span_us: Fraction
+    bubble_makespan_ratio: Fraction
+    bubble_span_ratio: Fraction
+    peak_activations: int
+    peak_activations_at_i: int
+
+
+def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
+    """The figures of every rank of a timeline; a ratio of no time at all is 0."""
+    makespan = timeline.makespan_us
+    result = []
+    for rank, coords in enumerate(timeline.ranks):
+        span = timeline.span_us(rank)
+        result.append(
+            RankFigures(
+                rank=rank,
+                coords=coords,
+                span_us=span,
+                busy_us=timeline.busy_us(rank),
+                bubble_makespan_us=timeline.bubble_of_makespan_us(rank),
+                bubble_span_us=timeline.bubble_of_span_us(rank),
+                bubble_makespan_ratio=_ratio(timeline.bubble_of_makespan_us(rank), makespan),
+                bubble_span_ratio=_ratio(timeline.bubble_of_span_us(rank), span),
+                peak_activations=timeline.peak_activations(rank),
+                peak_activations_at_i=timeline.peak_activations_at_i(rank),
+            )
+        )
+    return tuple(result)
+
+
+def _ratio(part: Fraction, whole: Fraction) -> Fraction:
+    return part / whole if whole else Fraction(0)
+
+
+def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
+    """The form of ``simulate --json``; see ``docs/schemas/simulate.schema.json``.
+
+    Times are in ``unit``. A whole number is a JSON integer. Where a fraction
+    has no exact binary form, the key with ``_exact`` beside it holds it as
+    ``"numerator/denominator"``.
+    """
+    return {
+        **_number("makespan", simulation.makespan),
+        "unit": "us",
+        "p2p": simulation.p2p,
+        "send_completes": simulation.send_completes,
+        "ranks": [_rank_to_json(figures) for figures in simulation.figures],
+    }
+
+
+def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
+    return {
+        "rank": figures.rank,
+        "coords": dict(figures.coords),
+        **_number("span", figures.span_us),
+        **_number("busy", figures.busy_us),
+        **_number("bubble_makespan", figures.bubble_makespan_us),
+        **_number("bubble_span", figures.bubble_span_us),
+        **_number("bubble_makespan_ratio", figures.bubble_makespan_ratio),
+        **_number("bubble_span_ratio", figures.bubble_span_ratio),
+        "peak_activations": figures.peak_activations,
+        "peak_activations_at_i": figures.peak_activations_at_i,
+    }
+
+
+def _number(name: str, value: Fraction) -> dict[str, int | float | str]:
+    if value.denominator == 1:
+        return {name: value.numerator}
+    nearest = float(value)
+    if Fraction(nearest) == value:
+        return {name: nearest}
+    return {name: nearest, f"{name}_exact": str(value)}

@@ -1,0 +1,207 @@
+"""A timeline and its figures in a terminal.
+
+The timeline needs no colour to be read: every operation is a block that
+starts with its letter and, where it fits, its micro-batch (``F0--``), and idle
+time is dots. Colours only tell the letters apart sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, gcd, lcm, log10
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeproof.schedule.ops import OpKind, parse_op
+from pipeproof.sim.figures import RankFigures
+from pipeproof.sim.simulate import Simulation
+from pipeproof.sim.timeline import Timeline
+
+_STYLES = {
+    OpKind.FORWARD: "bold white on blue",
+    OpKind.BACKWARD: "bold black on green",
+    OpKind.BACKWARD_INPUT: "bold black on cyan",
+    OpKind.BACKWARD_WEIGHT: "bold black on yellow",
+}
+
+
+def render_timeline(timeline: Timeline, console: Console, title: str = "") -> None:
+    """Print one row per rank over a time axis that is fitted to the console's width.
+
+    Ranks that differ only outside ``pp`` and have equal timelines share a row,
+    and a line below says how many each row stands for. ``title`` begins the
+    line above the picture, which names the makespan.
+    """
+    rows = _rows(timeline)
+    label_width = max((len(row.label) for row in rows), default=0) + 1
+    scale = _fit(timeline, max(_MIN_COLUMNS, console.width - label_width - 1))
+    head = f"{title}, {timeline.clock}" if title else timeline.clock
+    makespan = format_us(timeline.makespan_us)
+    column = format_us(1 / scale.columns_per_us) if scale.columns_per_us else "0"
+    console.print(Text(f"{head}: makespan {makespan} us, one column is {column} us"), soft_wrap=True)
+    console.print(Text(" " * label_width + _axis(scale)), soft_wrap=True)
+    for row in rows:
+        line = Text(row.label.ljust(label_width))
+        line.append_text(_picture(timeline, row.ranks[0], scale))
+        console.print(line, soft_wrap=True)
+    console.print(
+        Text("F forward, B backward, with the micro-batch where it fits; dots are idle."), soft_wrap=True
+    )
+    shared = len(rows[0].ranks) if rows else 1
+    if shared > 1:
+        console.print(Text(f"Each row stands for {shared} ranks with the same timeline."), soft_wrap=True)
+
+
+def render_figures(simulation: Simulation, console: Console) -> None:
+    """Print the table of figures, ranks with equal rows taken together as in the timeline."""
+    console.print(Text(f"p2p {_p2p_text(simulation)}; times in us"))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for heading in ("span", "busy", "bubble of span", "bubble of makespan", "peak activations"):
+        table.add_column(heading, justify="right")
+    for row in _rows(simulation.timeline):
+        figures = simulation.figures[row.ranks[0]]
+        table.add_row(
+            row.label.removeprefix("rank "),
+            format_us(figures.span_us),
+            format_us(figures.busy_us),
+            _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
+            _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
+            _peak_text(figures),
+        )
+    console.print(table)
+
+
+def format_us(time: Fraction) -> str:
+    """A time as people read it: whole where it is whole, else rounded to three digits after the point."""
+    return str(time.numerator) if time.denominator == 1 else f"{float(time):.3f}"
+
+
+def _p2p_text(simulation: Simulation) -> str:
+    if simulation.p2p == "backend":
+        return f"backend (a send is {simulation.send_completes})"
+    return simulation.p2p
+
+
+def _with_percent(time: Fraction, ratio: Fraction) -> str:
+    return f"{format_us(time)} ({float(ratio * 100):.1f} %)"
+
+
+def _peak_text(figures: RankFigures) -> str:
+    if figures.peak_activations == figures.peak_activations_at_i:
+        return str(figures.peak_activations)
+    return f"{figures.peak_activations} ({figures.peak_activations_at_i} at I)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    label: str
+    ranks: tuple[int, ...]
+
+
+def _rows(timeline: Timeline) -> list[_Row]:
+    """One row per ``pp`` coordinate if its ranks all compute alike, else one per rank."""
+    by_pp: dict[int, list[int]] = {}
+    for rank, coords in enumerate(timeline.ranks):
+        by_pp.setdefault(coords["pp"], []).append(rank)
+    alike = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values())
+    if not alike:
+        return [_Row(f"rank {rank}", (rank,)) for rank in range(len(timeline.ranks))]
+    return [_Row(f"rank {_range_text(ranks)}", tuple(ranks)) for _, ranks in sorted(by_pp.items())]
+
+
+def _what_runs(timeline: Timeline, rank: int) -> tuple[object, ...]:
+    return tuple((span.op, span.start, span.end) for span, _ in timeline.compute_spans(rank))
+
+
+def _range_text(ranks: Sequence[int]) -> str:
+    """``3``, ``0-3`` for consecutive ranks, ``0,4,..12`` for others."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) == 2:
+        return f"{ranks[0]},{ranks[1]}"
+    return f"{ranks[0]},{ranks[1]},..{ranks[-1]}"
+
+
+_MIN_COLUMNS = 20
+_MIN_TICK_COLUMNS = 12
+_MOST_COLUMNS_PER_STEP = 4
+"""Short schedules need not fill a wide terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How time lies over columns: column i is from ``i / columns_per_us`` after the first start."""
+
+    columns_per_us: Fraction
+    num_columns: int
+    step_us: Fraction
+    """The unit that all times of the picture are whole multiples of."""
+
+
+def _fit(timeline: Timeline, width: int) -> _Scale:
+    """Whole columns per unit of time where the picture fits so; else the makespan over the whole width."""
+    makespan = timeline.makespan_us
+    if makespan == 0:
+        return _Scale(Fraction(0), 0, Fraction(0))
+    first = timeline.us(timeline.first_start)
+    times = {makespan}
+    for rank in range(len(timeline.ranks)):
+        for span, _ in timeline.compute_spans(rank):
+            times |= {timeline.us(span.start) - first, timeline.us(span.end) - first}
+    denominator = lcm(*(time.denominator for time in times))
+    step = Fraction(gcd(*(int(time * denominator) for time in times)), denominator)
+    num_steps = int(makespan / step)
+    if num_steps <= width:
+        columns_per_step = min(width // num_steps, _MOST_COLUMNS_PER_STEP)
+        return _Scale(columns_per_step / step, columns_per_step * num_steps, step)
+    return _Scale(width / makespan, width, step)
+
+
+def _axis(scale: _Scale) -> str:
+    """Times along the columns, each starting at its own column."""
+    if not scale.num_columns:
+        return "0"
+    interval = _round_up(_MIN_TICK_COLUMNS / scale.columns_per_us)
+    line = ""
+    for count in range(ceil(scale.num_columns / (interval * scale.columns_per_us))):
+        column, label = floor(count * interval * scale.columns_per_us), f"|{format_us(count * interval)}"
+        if column + len(label) <= scale.num_columns:
+            line = line.ljust(column) + label
+    return line
+
+
+def _round_up(time: Fraction) -> Fraction:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = Fraction(10) ** floor(log10(time))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
+
+
+def _picture(timeline: Timeline, rank: int, scale: _Scale) -> Text:
+    first = timeline.us(timeline.first_start)
+    line = Text()
+    for span, kind in timeline.compute_spans(rank):
+        start, end = (_column(timeline.us(time) - first, scale) for time in (span.start, span.end))
+        start = max(start, len(line))
+        if start < end:
+            line.append("." * (start - len(line)), style="dim")
+            line.append(_block(span.op, kind, end - start), style=_STYLES[kind])
+    line.append("." * (scale.num_columns - len(line)), style="dim")
+    return line
+
+
+def _column(time: Fraction, scale: _Scale) -> int:
+    """The first column whose middle is at or after ``time``."""
+    return ceil(time * scale.columns_per_us - Fraction(1, 2))
+
+
+def _block(op: str, kind: OpKind, width: int) -> str:
+    """``F12---``; only the letter, ``F-----``, where the micro-batch does not fit."""
+    label = f"{kind.value}{parse_op(op).micro_batch}"
+    return (label if len(label) <= width else kind.value).ljust(width, "-")

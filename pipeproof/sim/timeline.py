@@ -1,0 +1,127 @@
+"""What ran when: one span per operation, simulated or measured, in one form.
+
+A simulated timeline holds exact times in microseconds; a measured one holds
+what its clock gives (integer nanoseconds, say) and names the length of one
+tick in ``tick_us``. Every figure is an exact fraction of microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
+
+Time = Fraction | int | float
+"""A point in time or a duration, in ticks of its timeline."""
+
+COMPUTE_QUEUE = "compute"
+"""The queue that the rank's host walks; every other queue is a channel and carries its label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation from its start to its end, in ticks.
+
+    A transfer starts when its queue comes to it, not when its data is there.
+    ``op`` is the text form; ``step`` tells the training steps of a measured
+    run apart, in which op ids repeat.
+    """
+
+    rank: int
+    queue: str
+    op_id: int
+    op: str
+    start: Time
+    end: Time
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of a step (or of several), with the ranks that they ran on.
+
+    ``ranks`` holds the mesh coordinates of each global rank; ``matches`` the
+    (send, recv) op ids of each message, for the arrows of a trace.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: tuple[Mapping[str, int], ...]
+    clock: Literal["simulated", "measured"] = "simulated"
+    tick_us: Fraction = Fraction(1)
+    matches: tuple[tuple[int, int], ...] = ()
+
+    def us(self, time: Time) -> Fraction:
+        """A time of this timeline in exact microseconds."""
+        return Fraction(time) * self.tick_us
+
+    @cached_property
+    def first_start(self) -> Time:
+        """The first start over all ranks and queues, in ticks; 0 without spans."""
+        return min((span.start for span in self.spans), default=0)
+
+    @cached_property
+    def makespan_us(self) -> Fraction:
+        """From the first start to the last end over all ranks and queues; 0 without spans."""
+        return self._extent(self.spans)
+
+    def span_us(self, rank: int) -> Fraction:
+        """From the first start to the last end of a compute operation (F, B, I, W) of ``rank``."""
+        return self._extent(tuple(span for span, _ in self._compute[rank]))
+
+    def busy_us(self, rank: int) -> Fraction:
+        """Time that ``rank`` spends in compute operations (F, B, I, W)."""
+        return sum((self.us(span.end) - self.us(span.start) for span, _ in self._compute[rank]), Fraction(0))
+
+    def bubble_of_makespan_us(self, rank: int) -> Fraction:
+        """Time of the makespan in which ``rank`` does not compute."""
+        return self.makespan_us - self.busy_us(rank)
+
+    def bubble_of_span_us(self, rank: int) -> Fraction:
+        """Time of its own span in which ``rank`` does not compute (the figure of the zero-bubble papers)."""
+        return self.span_us(rank) - self.busy_us(rank)
+
+    def peak_activations(self, rank: int) -> int:
+        """Most chunk activations held at once: from the start of F to the end of B, or of W where split."""
+        return self._peak(rank, OpKind.BACKWARD_WEIGHT)
+
+    def peak_activations_at_i(self, rank: int) -> int:
+        """The same if they are freed at the end of I; equal where the backward is not split."""
+        return self._peak(rank, OpKind.BACKWARD_INPUT)
+
+    def compute_spans(self, rank: int) -> tuple[tuple[Span, OpKind], ...]:
+        """The compute operations (F, B, I, W) of ``rank`` in order of time."""
+        return self._compute[rank]
+
+    def _extent(self, spans: tuple[Span, ...]) -> Fraction:
+        if not spans:
+            return Fraction(0)
+        return self.us(max(span.end for span in spans)) - self.us(min(span.start for span in spans))
+
+    def _peak(self, rank: int, freed_at: OpKind) -> int:
+        changes: list[tuple[Time, int]] = []
+        for span, kind in self._compute[rank]:
+            if kind is OpKind.FORWARD:
+                changes.append((span.start, +1))
+            elif kind in (OpKind.BACKWARD, freed_at):
+                changes.append((span.end, -1))
+        held = peak = 0
+        for _, change in sorted(changes):  # at equal times -1 comes first: releases before acquisitions
+            held += change
+            peak = max(peak, held)
+        return peak
+
+    @cached_property
+    def _compute(self) -> tuple[tuple[tuple[Span, OpKind], ...], ...]:
+        by_rank: list[list[tuple[Span, OpKind]]] = [[] for _ in self.ranks]
+        for span in self.spans:
+            if span.queue == COMPUTE_QUEUE:
+                kind = parse_op(span.op).kind
+                if kind in COMPUTE_KINDS:
+                    by_rank[span.rank].append((span, kind))
+        for spans in by_rank:
+            spans.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
+        return tuple(map(tuple, by_rank))

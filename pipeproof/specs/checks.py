@@ -1,0 +1,143 @@
+"""Checks across the keys of a plan: sizes that must divide, lists that must fit, keys that exclude each other.
+
+Each function reads validated values and returns every problem that it finds;
+paths count from the section that calls it.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import TYPE_CHECKING
+
+from pipeproof.specs.problems import Problem, listed
+
+if TYPE_CHECKING:
+    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, TopologySpec
+
+
+def check_model(model: ModelSpec) -> list[Problem]:
+    """PP108: heads divide the hidden size, and a head's size is even (rotary embedding turns pairs)."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if hidden % heads:
+        message = f"model.hidden_size {hidden} does not divide into model.num_heads {heads} heads"
+    elif hidden // heads % 2:
+        message = (
+            f"the size of a head is model.hidden_size {hidden} / model.num_heads {heads} = {hidden // heads}, "
+            "and rotary attention needs an even one"
+        )
+    else:
+        return []
+    mend = f"set model.hidden_size to {_multiples(hidden, 2 * heads)}"
+    if hidden % 2 == 0:  # heads of an even size: their number divides half the hidden size
+        mend += f", or model.num_heads to {_divisors(hidden // 2, heads)}"
+    return [Problem("PP108", ("hidden_size",), message, help=mend)]
+
+
+def check_order(topology: TopologySpec) -> list[Problem]:
+    """PP106: ``order`` names each of the five axes once."""
+    axes = ("tp", "cp", "ep", "dp", "pp")
+    if sorted(topology.order) == sorted(axes):
+        return []
+    missing = [axis for axis in axes if axis not in topology.order]
+    repeated = [axis for axis in axes if topology.order.count(axis) > 1]
+    wrong = [f"lacks {listed(missing, 'and')}"] if missing else []
+    if repeated:
+        wrong.append(f"names {listed(repeated, 'and')} more than once")
+    return [
+        Problem(
+            "PP106",
+            ("order",),
+            f"`topology.order` must name each axis once, and it {' and '.join(wrong)}",
+            help="the default is [tp, cp, ep, dp, pp]",
+        )
+    ]
+
+
+def check_cost(cost: CostSpec) -> list[Problem]:
+    """The backward time is given whole, or as both of its parts (PP104), and not twice (PP106)."""
+    parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
+    if cost.backward_us is not None and parts:
+        return [
+            Problem(
+                "PP106",
+                ("backward_us",),
+                f"`cost.backward_us` is given together with {listed([f'`cost.{name}`' for name in parts], 'and')}",
+                help="give backward_us alone, or backward_input_us and backward_weight_us",
+                at_key=True,
+            )
+        ]
+    if len(parts) == 1:
+        other = "backward_weight_us" if parts == ["backward_input_us"] else "backward_input_us"
+        return [
+            Problem(
+                "PP104",
+                (parts[0],),
+                f"`cost.{parts[0]}` is given without `cost.{other}`",
+                help=f"add `{other}`, or give the whole time as backward_us",
+                at_key=True,
+            )
+        ]
+    return []
+
+
+def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Problem]:
+    """PP108: what is cut over the TP ranks divides by their number."""
+    cut = [
+        ("num_heads", "attention heads are cut over the TP ranks"),
+        ("ffn_size", "the MLP is cut over the TP ranks"),
+        ("vocab_size", "embedding and head are cut over the TP ranks"),
+    ]
+    if topology.sequence_parallel:
+        cut.append(("seq_length", "sequence parallelism cuts the sequence over the TP ranks"))
+    problems = []
+    for name, reason in cut:
+        size: int = getattr(model, name)
+        if size % topology.tp:
+            problems.append(
+                Problem(
+                    "PP108",
+                    ("model", name),
+                    f"model.{name} {size} does not divide by topology.tp {topology.tp}: {reason}",
+                    help=f"set model.{name} to {_multiples(size, topology.tp)}, "
+                    f"or topology.tp to {_divisors(size, topology.tp)}",
+                )
+            )
+    return problems
+
+
+def check_lengths(plan: PlanSpec) -> list[Problem]:
+    """PP109: lists by global stage have one entry per stage."""
+    num_stages = plan.topology.pp
+    lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
+    for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us"):
+        lists["cost", name] = getattr(plan.cost, name)
+    problems = []
+    for path, values in lists.items():
+        if isinstance(values, tuple) and len(values) != num_stages:
+            entries = "1 entry" if len(values) == 1 else f"{len(values)} entries"
+            one_time = "one time for all stages" if path[0] == "cost" else "leave it out for an even cut"
+            problems.append(
+                Problem(
+                    "PP109",
+                    path,
+                    f"`{'.'.join(path)}` has {entries}, and topology.pp {num_stages} makes {num_stages} "
+                    f"stage{'s' if num_stages > 1 else ''}",
+                    help=f"give {num_stages}, or {one_time}",
+                )
+            )
+    return problems
+
+
+def _multiples(size: int, unit: int) -> str:
+    """The multiples of ``unit`` next to ``size``."""
+    below = size // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _divisors(size: int, near: int) -> str:
+    """The divisors of ``size`` next to ``near``, which is none."""
+    small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
+    divisors = {*small, *(size // n for n in small)}
+    below = max((n for n in divisors if n < near), default=None)
+    above = min((n for n in divisors if n > near), default=None)
+    return listed([n for n in (below, above) if n is not None])

@@ -1,0 +1,103 @@
+"""Keys and values of the plan format whose features come in a later release.
+
+They are refused with a sentence that says so, rather than as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipeproof.specs.problems import Problem, describe_value
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+def _true(value: object) -> bool:
+    return value is True
+
+
+def _more_than_one(value: object) -> bool:
+    return type(value) is int and value > 1
+
+
+def _list_or(*names: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list | tuple) or (isinstance(value, str) and value in names)
+
+
+def _one_of(*names: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _other_than(name: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and value != name
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A key, which of its values come later, and what they are for; ``now`` is what works already."""
+
+    section: str
+    key: str
+    comes_later: Callable[[object], bool]
+    feature: str
+    now: str
+
+
+_LATER_SCHEDULES = (
+    "interleaved", "eager_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min",
+    "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "custom", "file", "optimal",
+)  # fmt: skip
+
+LATER: tuple[Later, ...] = (
+    Later("model", "kind", _one_of("layers"), "a model of your own layers", "use gpt"),
+    Later("model", "layers", _anything, "a model of your own layers", "remove the key and use kind: gpt"),
+    Later("model", "num_kv_heads", _anything, "grouped-query attention", "remove the key"),
+    Later("model", "tied_embedding", _true, "sharing the embedding's weight with the head", "use false"),
+    Later("model", "moe", _anything, "mixture of experts", "remove the key"),
+    Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
+    Later("topology", "cp", _more_than_one, "context parallelism", "use 1"),
+    Later("topology", "ep", _more_than_one, "expert parallelism", "use 1"),
+    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "this schedule", "use gpipe or 1f1b"),
+    Later("schedule", "variant", _other_than(""), "a choice among variants of a schedule", "remove the key"),
+    Later("schedule", "num_chunks", _more_than_one, "several stages per rank", "use 1"),
+    Later("schedule", "num_sequence_splits", _more_than_one, "cutting sequences into pieces", "use 1"),
+    Later("schedule", "placement", _list_or("v"), "another placement of stages", "use loop"),
+    Later("transport", "connections", _other_than("warm"), "opening connections otherwise", "use warm"),
+    Later("transport", "recv_post", _other_than("just_in_time"), "posting receives otherwise", "use just_in_time"),
+    Later("cost", "analytic", _anything, "times computed from a device's data sheet", "give forward_us and backward_us"),
+    Later("cost", "profile", _anything, "times read from a profile", "give forward_us and backward_us"),
+    Later("run", "backend", _one_of("torch"), "running on PyTorch", "use paddle"),
+    Later("run", "device", _one_of("gpu"), "running on GPUs", "use cpu"),
+    Later("run", "dtype", _one_of("bfloat16", "float16"), "16-bit types", "use float32 or float64"),
+)
+
+
+def later_problems(data: Mapping[str, object]) -> list[Problem]:
+    """PP107 for every key of ``data`` (a plan before validation) whose feature comes later."""
+    problems = []
+    for row in LATER:
+        section = data.get(row.section)
+        if not isinstance(section, Mapping) or row.key not in section:
+            continue
+        value = section[row.key]
+        if row.comes_later(value):
+            whole_key = row.comes_later is _anything
+            what = f"`{row.section}.{row.key}`" if whole_key else f"`{row.section}.{row.key}`: {describe_value(value)}"
+            problems.append(
+                Problem(
+                    "PP107",
+                    (row.section, row.key),
+                    f"{what} comes in a later release ({row.feature})",
+                    help=f"in this release, {row.now}",
+                    at_key=whole_key,
+                )
+            )
+    return problems
+
+
+def later_keys(section: str) -> tuple[str, ...]:
+    """The keys of ``section`` that are refused whatever their value."""
+    return tuple(row.key for row in LATER if row.section == section and row.comes_later is _anything)

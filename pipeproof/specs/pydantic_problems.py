@@ -1,0 +1,178 @@
+"""From pydantic's errors to problems with our codes, words and suggestions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeproof.specs.later import later_keys
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.problems import (
+    PROBLEMS,
+    KeyPath,
+    Problem,
+    describe_value,
+    dotted,
+    listed,
+    nearest_name,
+    shortened,
+)
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "none_required": "null",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+}
+
+_BOUNDS = {
+    "greater_than": ("gt", "more than {}"),
+    "greater_than_equal": ("ge", "at least {}"),
+    "less_than": ("lt", "less than {}"),
+    "less_than_equal": ("le", "at most {}"),
+}
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Every problem behind a validation error of ``PlanSpec``, in the order of the keys."""
+    problems = [problem for detail in error.errors(include_url=False) for problem in _problems(detail)]
+    misspelt = {
+        (*problem.path[:-1], suggestion)
+        for problem in problems
+        if problem.code == "PP102" and (suggestion := _near_key(problem.path)) is not None
+    }
+    # A key that is there under a misspelt name is not also reported as missing.
+    return [problem for problem in problems if not (problem.code == "PP104" and problem.path in misspelt)]
+
+
+def _problems(detail: ErrorDetails) -> Iterator[Problem]:
+    kind, path, value = detail["type"], tuple(detail["loc"]), detail["input"]
+    context: Mapping[str, Any] = detail.get("ctx", {})
+    if kind == PROBLEMS:
+        for problem in context[PROBLEMS]:
+            yield Problem(problem.code, (*path, *problem.path), problem.message, problem.help, problem.at_key)
+    elif kind == "missing":
+        yield Problem("PP104", path, f"`{dotted(path)}` is missing", _what_it_is(path), at_key=True)
+    elif kind == "extra_forbidden":
+        yield _unknown_key(path)
+    elif kind in _EXPECTED:
+        yield _wrong_type(path, value, _EXPECTED[kind])
+    elif kind == "literal_error":
+        yield _not_allowed(path, value)
+    elif kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        yield Problem(
+            "PP106", path, f"`{dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}"
+        )
+    else:
+        yield Problem("PP106", path, f"`{dotted(path)}`: {detail['msg']}, found {describe_value(value)}")
+
+
+def _wrong_type(path: KeyPath, value: object, expected: str) -> Problem:
+    message = f"`{dotted(path)}` must be {expected}, found {describe_value(value)}"
+    return Problem("PP105", path, message, _conversion(value, expected))
+
+
+def _conversion(value: object, expected: str) -> str | None:
+    """The value that was probably meant, where one is obvious."""
+    if expected in ("an integer", "a number"):
+        if isinstance(value, float) and value.is_integer() and abs(value) < 10**15:
+            return f"write {int(value)}"
+        if isinstance(value, str) and len(value) < 20 and value.strip().isdecimal():
+            return "remove the quotes"
+    if expected == "true or false" and isinstance(value, str):
+        if value.lower() in ("yes", "on", "y", "true"):
+            return "write true"
+        if value.lower() in ("no", "off", "n", "false"):
+            return "write false"
+    if expected == "a list" and isinstance(value, str):
+        return f"write [{shortened(value)}]"
+    return None
+
+
+def _not_allowed(path: KeyPath, value: object) -> Problem:
+    allowed = get_args(_annotation(path))
+    expected = listed(allowed) if allowed else "another value"
+    if type(value) not in {type(option) for option in allowed}:
+        return _wrong_type(path, value, f"{'one of ' if len(allowed) > 1 else ''}{expected}")
+    near = nearest_name(value, allowed) if isinstance(value, str) else None
+    return Problem(
+        "PP106",
+        path,
+        f"`{dotted(path)}` must be {expected}, found {describe_value(value)}",
+        help=f"did you mean `{near}`?" if near else None,
+    )
+
+
+def _unknown_key(path: KeyPath) -> Problem:
+    section, name = path[:-1], str(path[-1])
+    shown = shortened(name)
+    known = _sections().get(section, ())
+    where = f"`{dotted(section)}`" if section else "a plan"
+    return Problem("PP102", path, f"{where} has no key `{shown}`", _key_help(path, known), at_key=True)
+
+
+def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
+    section, name = path[:-1], str(path[-1])
+    if ":" in name:
+        return "put a space after the colon that ends the key"
+    if name == "<<":
+        return "merge keys are not part of YAML 1.2: repeat the keys that you need"
+    sections = _sections()
+    homes = [dotted((*other, name)) for other, keys in sections.items() if other != section and name in keys]
+    if homes:
+        return f"did you mean `{listed(homes)}`? It belongs there"
+    near = _near_key(path)
+    if near is not None:
+        return f"did you mean `{near}`?"
+    for other, keys in sections.items():
+        elsewhere = nearest_name(name, keys) if other != section else None
+        if elsewhere is not None:
+            return f"did you mean `{dotted((*other, elsewhere))}`?"
+    return f"known here: {', '.join(known)}"
+
+
+def _near_key(path: KeyPath) -> str | None:
+    """The key of the same section that was probably meant."""
+    section, name = path[:-1], str(path[-1])
+    later = later_keys(str(section[0])) if section else ()
+    return nearest_name(name, (*_sections().get(section, ()), *later))
+
+
+def _sections() -> dict[KeyPath, tuple[str, ...]]:
+    """The keys of each section, the top first."""
+    sections: dict[KeyPath, tuple[str, ...]] = {(): tuple(PlanSpec.model_fields)}
+    for name, field in PlanSpec.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            sections[(name,)] = tuple(field.annotation.model_fields)
+    return sections
+
+
+def _field_of(path: KeyPath) -> Any:
+    """The pydantic field at a path of one or two keys, list indices left out; None where there is none."""
+    model: type[BaseModel] = PlanSpec
+    field = None
+    for part in (part for part in path if isinstance(part, str)):
+        field = model.model_fields.get(part)
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    return field
+
+
+def _annotation(path: KeyPath) -> Any:
+    """The type of a value at ``path``; of an item, where the path ends in an index."""
+    field = _field_of(path)
+    annotation = field.annotation if field is not None else None
+    return get_args(annotation)[0] if isinstance(path[-1], int) else annotation
+
+
+def _what_it_is(path: KeyPath) -> str | None:
+    field = _field_of(path)
+    return f"{path[-1]}: {field.description}" if field is not None and field.description else None

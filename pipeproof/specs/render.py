@@ -1,0 +1,162 @@
+"""Findings for people, like a compiler's diagnostics, and for programs, as JSON.
+
+Nothing of rich is imported here: a console is handed in, and JSON needs none.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, assert_never
+
+from pipeproof.specs.finding import (
+    CycleWitness,
+    ElementRange,
+    Finding,
+    Location,
+    OpsWitness,
+    RangesWitness,
+    Severity,
+    Witness,
+    WitnessOp,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeproof.specs.source import SourceMap
+
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+_FRAME = "blue"
+
+_MOST_WITNESSES = 12
+"""Most witness lines in the text form; the JSON form has all."""
+
+
+def render_text(findings: Iterable[Finding], source: SourceMap | None, *, console: Console) -> None:
+    """Print each finding: its code and message, the lines it is about, its witness and the mend.
+
+    ``source`` is the text of the plan, None where there is none. Nothing is
+    wrapped, so that the carets stay below what they mark.
+    """
+    printer = _Printer(console)
+    for finding in findings:
+        _render(finding, source, printer)
+        printer.line()
+
+
+class _Printer:
+    """Prints lines made of styled parts; no markup, no wrapping, no control characters."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def line(self, *parts: tuple[str, str]) -> None:
+        for text, style in parts:
+            self._console.print(
+                _printable(text), style=style or None, end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+            )
+        self._console.print()
+
+
+def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> None:
+    style = _STYLES[finding.severity]
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f": {finding.message}", "bold"))
+    location = finding.location
+    margin = " " * (len(str(location.line)) if location is not None else 1)
+    if location is not None:
+        place = f"{location.file}:{location.line}:{location.column}"
+        printer.line((f"{margin}--> ", _FRAME), (place, ""))
+        if source is not None and location.line <= len(source.lines):
+            _render_excerpt(location, source, printer, margin, style)
+    if finding.witness is not None:
+        for line in _witness_lines(finding.witness):
+            printer.line((f"{margin} = ", _FRAME), (line, ""))
+    if finding.help is not None:
+        printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (finding.help, ""))
+
+
+def _render_excerpt(location: Location, source: SourceMap, printer: _Printer, margin: str, style: str) -> None:
+    printer.line((f"{margin} |", _FRAME))
+    for number in range(max(1, location.line - 1), location.line + 1):
+        gutter = f"{number:>{len(margin)}} | "
+        printer.line((gutter, _FRAME), (source.lines[number - 1], ""))
+    line = source.lines[location.line - 1]
+    first, last = location.column - 1, location.end_column or location.column
+    indent = " " * _width(line[:first].ljust(first))
+    carets = "^" * max(1, _width(line[first:last]))
+    printer.line((f"{margin} | ", _FRAME), (f"{indent}{carets}", style))
+
+
+def _witness_lines(witness: Witness) -> Iterator[str]:
+    lines = list(_all_witness_lines(witness))
+    yield from lines[:_MOST_WITNESSES]
+    if len(lines) > _MOST_WITNESSES:
+        yield f"and {len(lines) - _MOST_WITNESSES} more; `--format json` has them all"
+
+
+def _all_witness_lines(witness: Witness) -> Iterator[str]:
+    match witness:
+        case RangesWitness():
+            for item in witness.lost:
+                yield f"rank {item.rank} loses elements {item.start}..{item.stop} of rank {item.source_rank}"
+            for item in witness.foreign:
+                yield f"rank {item.rank} gets elements {item.start}..{item.stop} of rank {item.source_rank} instead"
+        case CycleWitness():
+            for op, next_op in zip(witness.ops, (*witness.ops[1:], *witness.ops[:1]), strict=True):
+                yield f"rank {op.rank} {op.op} waits for rank {next_op.rank} {next_op.op}"
+        case OpsWitness():
+            for op in witness.ops:
+                yield f"rank {op.rank}: {op.op}"
+        case _:
+            assert_never(witness)
+
+
+def _printable(text: str) -> str:
+    """``text`` on one line, without anything that a terminal would obey; tabs count as one column."""
+    return "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _width(text: str) -> int:
+    """Terminal columns that ``text`` takes once printed."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) != 0 for c in text)
+
+
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """A finding as JSON data; ``witness`` is null or tagged by ``kind``: ranges, cycle or ops."""
+    location = finding.location
+    return {
+        "code": finding.code,
+        "severity": str(finding.severity),
+        "message": finding.message,
+        "location": (
+            {"file": location.file, "line": location.line, "column": location.column} if location is not None else None
+        ),
+        "help": finding.help,
+        "witness": _witness_to_json(finding.witness) if finding.witness is not None else None,
+    }
+
+
+def _witness_to_json(witness: Witness) -> dict[str, Any]:
+    match witness:
+        case RangesWitness():
+            return {
+                "kind": "ranges",
+                "lost": [_range_to_json(item) for item in witness.lost],
+                "foreign": [_range_to_json(item) for item in witness.foreign],
+            }
+        case CycleWitness():
+            return {"kind": "cycle", "ops": [_op_to_json(op) for op in witness.ops]}
+        case OpsWitness():
+            return {"kind": "ops", "ops": [_op_to_json(op) for op in witness.ops]}
+        case _:
+            assert_never(witness)
+
+
+def _range_to_json(item: ElementRange) -> dict[str, int]:
+    return {"rank": item.rank, "start": item.start, "stop": item.stop, "source_rank": item.source_rank}
+
+
+def _op_to_json(op: WitnessOp) -> dict[str, Any]:
+    return {"rank": op.rank, "op": op.op, "op_id": op.op_id}

@@ -1,0 +1,89 @@
+"""Deterministic weights and tokens: everything that a run starts from, computed with numpy alone.
+
+Every draw is keyed by what it is for (seed, parameter name; seed, step,
+micro-batch), never by who draws it or in which order, so all ranks and the
+reference get the same values whatever the topology.
+
+Shape letters: S sequence, B micro-batch rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layers import Parameter
+
+IGNORED = -100
+"""The label of a position whose token is not counted in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch: ``tokens`` and ``labels`` are int64 [B, S]; label ``IGNORED`` is not counted."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+    @property
+    def num_counted(self) -> int:
+        """How many positions count in the loss; at least one."""
+        return int(np.count_nonzero(self.labels != IGNORED))
+
+
+def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[Any]:
+    """The whole initial weight of a parameter, as if there were one rank.
+
+    Normal with ``init_std``, or ones where that is None. Drawn in float64 and
+    then rounded, so float32 and float64 runs start from the same numbers.
+    """
+    if parameter.init_std is None:
+        return np.ones(parameter.shape, dtype=dtype)
+    draws = _generator("weight", seed, parameter.name).standard_normal(parameter.shape)
+    return (draws * parameter.init_std).astype(dtype)
+
+
+def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
+    """The ``index``-th micro-batch of a step, counted over the whole run: rank d's k-th is d * m + k.
+
+    Low token ids are more frequent, so that there is something to learn. Each
+    row counts a random number of leading positions: micro-batches differ in
+    their number of counted tokens, as real ones do.
+    """
+    num_rows, length = plan.schedule.micro_batch_size, plan.model.seq_length
+    draws = _generator("tokens", plan.run.seed, step, index).random((num_rows, length + 1))
+    text = np.floor(plan.model.vocab_size * draws**2).astype(np.int64)
+    is_counted = np.arange(length) < _counted_lengths(plan, step, index)[:, None]
+    return Batch(text[:, :-1].copy(), np.where(is_counted, text[:, 1:], IGNORED))
+
+
+def loss_scale(plan: PlanSpec, step: int, index: int) -> float:
+    """What the summed token losses of one micro-batch are multiplied by, so that the step's losses add up.
+
+    ``global_tokens``: one over the counted tokens of the whole step.
+    ``mean_of_micro_batches``: one over (this micro-batch's counted tokens
+    times the number of micro-batches of all data-parallel ranks).
+    """
+    num_global = plan.topology.dp * plan.schedule.num_micro_batches
+    if plan.loss.normalization == "global_tokens":
+        return 1.0 / sum(int(_counted_lengths(plan, step, i).sum()) for i in range(num_global))
+    return 1.0 / (int(_counted_lengths(plan, step, index).sum()) * num_global)
+
+
+def _counted_lengths(plan: PlanSpec, step: int, index: int) -> npt.NDArray[np.int64]:
+    """Counted leading positions per row, [B], 0 to S each; one row has at least one."""
+    generator = _generator("lengths", plan.run.seed, step, index)
+    lengths = generator.integers(0, plan.model.seq_length + 1, size=plan.schedule.micro_batch_size)
+    if not lengths.any():
+        lengths[0] = 1
+    return lengths
+
+
+def _generator(purpose: str, *key: int | str) -> np.random.Generator:
+    text = "/".join(["pipeproof", purpose, *map(str, key)])
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()))

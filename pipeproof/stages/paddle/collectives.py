@@ -1,0 +1,127 @@
+"""Tensor-parallel collectives as autograd sees them.
+
+Who moves the data is not known here: a ``TensorParallelCollectives`` does. The
+ways into and out of the parallel region follow Megatron-LM (arXiv:1909.08053,
+the conjugate operators f and g) and, with sequence parallelism,
+arXiv:2205.05198 (g and g-bar).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import paddle
+from paddle.autograd import PyLayer
+
+Tensor = paddle.Tensor
+
+
+class TensorParallelCollectives(Protocol):
+    """Collectives over the tensor-parallel ranks of one stage, blocking, outside autograd.
+
+    Sums add in TP rank order, ((r0 + r1) + r2) + ..: that makes the bits of a
+    run a function of its plan. Inputs are contiguous.
+    """
+
+    def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
+        """The ``sum`` or ``max`` over all ranks, in a new tensor of the same shape."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int, *, label: str) -> Tensor:
+        """All ranks' tensors joined along ``dim`` in rank order."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str) -> Tensor:
+        """This rank's part along ``dim`` of the sum over all ranks."""
+        ...
+
+
+class TensorParallelRegion:
+    """One rank's view of its tensor-parallel group, with the differentiable ways in and out.
+
+    ``sequence_dim`` is the dim along which activations between blocks are
+    sharded, None without sequence parallelism. With one rank nothing is issued.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        sequence_dim: int | None,
+        collectives: TensorParallelCollectives | None,
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"tensor-parallel rank {rank} of {num_ranks}: must be 0 to {num_ranks - 1}")
+        if num_ranks > 1 and collectives is None:
+            raise ValueError(f"{num_ranks} tensor-parallel ranks need collectives, got None")
+        self.rank, self.num_ranks = rank, num_ranks
+        self.sequence_dim = sequence_dim if num_ranks > 1 else None
+        self._collectives = collectives
+
+    def enter(self, activation: Tensor, label: str) -> Tensor:
+        """From between blocks into column-parallel weights: all tokens, on every rank.
+
+        Backward sums the ranks' input gradients, under ``label.grad``.
+        """
+        return activation if self.num_ranks == 1 else _Enter.apply(activation, self, label)
+
+    def leave(self, partial: Tensor, label: str) -> Tensor:
+        """From a row-parallel product, one addend per rank, to the activation between blocks."""
+        return partial if self.num_ranks == 1 else _Leave.apply(partial, self, label)
+
+    def sum(self, partial: Tensor, label: str) -> Tensor:
+        """The sum of every rank's addend on every rank, which all go on to use alike."""
+        return _Sum.apply(partial, self, label)
+
+    def max(self, tensor: Tensor, label: str) -> Tensor:
+        """The maximum over all ranks; no gradient flows through it."""
+        return self._group.all_reduce(tensor.detach().contiguous(), label=label, reduction="max")
+
+    @property
+    def _group(self) -> TensorParallelCollectives:
+        assert self._collectives is not None
+        return self._collectives
+
+    def _gather_or_copy(self, tensor: Tensor, label: str) -> Tensor:
+        """All tokens from what one rank holds between blocks; issues nothing without sequence parallelism."""
+        if self.sequence_dim is None:
+            return tensor.clone()
+        return self._group.all_gather(tensor.contiguous(), self.sequence_dim, label=label)
+
+    def _reduce(self, tensor: Tensor, label: str) -> Tensor:
+        """The sum over ranks, and of it what one rank holds between blocks."""
+        if self.sequence_dim is None:
+            return self._group.all_reduce(tensor.contiguous(), label=label)
+        return self._group.reduce_scatter(tensor.contiguous(), self.sequence_dim, label=label)
+
+
+class _Enter(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
+        ctx.region, ctx.label = region, label
+        return region._gather_or_copy(activation, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.region._reduce(grad, f"{ctx.label}.grad")
+
+
+class _Leave(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
+        ctx.region, ctx.label = region, label
+        return region._reduce(partial, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.region._gather_or_copy(grad, f"{ctx.label}.grad")
+
+
+class _Sum(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
+        return region._group.all_reduce(partial.contiguous(), label=label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()

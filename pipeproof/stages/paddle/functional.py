@@ -1,0 +1,59 @@
+"""The model's arithmetic without parameters or communication, on Paddle's own autograd.
+
+Where an activation feeds several operations, the way its gradient is added is
+part of the result's bits. No tensor here feeds more than two: a sum of two is
+the same in either order.
+
+Shape letters: S sequence, B rows, A heads of this rank, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+Tensor = paddle.Tensor
+
+RMS_NORM_EPSILON = 1e-6
+ROTARY_BASE = 10000.0
+
+
+def rms_norm(activation: Tensor, weight: Tensor) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv:1910.07467)."""
+    x = paddle.assign(activation)  # a node of its own: the caller's tensor feeds this norm once
+    mean_square = paddle.mean(paddle.square(x), axis=-1, keepdim=True)
+    return x * paddle.rsqrt(mean_square + RMS_NORM_EPSILON) * weight
+
+
+def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (arXiv:2104.09864), [S, D] each.
+
+    Position p turns the pair (i, i + D/2) by p * 10000^(-2i/D). Computed in
+    float64 and then rounded.
+    """
+    frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
+    angles = np.tile(np.outer(np.arange(seq_length), frequencies), 2)
+    return paddle.to_tensor(np.cos(angles), dtype=dtype), paddle.to_tensor(np.sin(angles), dtype=dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x * cos + rotate_half(x) * sin`` with ``rotate_half((a, b)) = (-b, a)``; heads are [.., S, D]."""
+    first, second = paddle.chunk(heads, 2, axis=-1)
+    cos_first, cos_second = paddle.chunk(cos, 2, axis=-1)
+    sin_first, sin_second = paddle.chunk(sin, 2, axis=-1)
+    turned = [first * cos_first - second * sin_first, second * cos_second + first * sin_second]
+    return paddle.concat(turned, axis=-1)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention in which a position sees itself and what is before it; all [B, A, S, D]."""
+    seq_length, head_size = query.shape[-2:]
+    scores = paddle.matmul(query, key, transpose_y=True) * head_size**-0.5
+    future = np.triu(np.full((seq_length, seq_length), -np.inf), k=1)
+    return paddle.matmul(F.softmax(scores + paddle.to_tensor(future, dtype=scores.dtype), axis=-1), value)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (arXiv:2002.05202)."""
+    return F.silu(gate) * up

@@ -1,0 +1,93 @@
+"""Starts Paddle the way every bit-exact comparison needs it: quiet, on the CPU, on one thread.
+
+Paddle's matrix products have other bits with two threads than with one, so
+both sides of a comparison call ``start_paddle`` before anything else imports
+Paddle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+NUM_THREADS = 1
+
+
+def start_paddle() -> None:
+    """Import Paddle, put it on the CPU and pin it to one thread; calling it again changes nothing.
+
+    Raises:
+        ImportError: Paddle is not installed.
+        RuntimeError: Paddle was imported before with more threads, and cannot be pinned any more.
+    """
+    os.environ.setdefault("GLOG_minloglevel", "2")  # Paddle's C++ side: errors only
+    pin_threads()
+    with quiet_python():
+        import paddle
+
+        paddle.set_device("cpu")
+    _require_pinned()
+
+
+def pin_threads() -> None:
+    """Ask for one thread. Paddle reads the environment when it is first imported; later is too late."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(NUM_THREADS)
+
+
+@contextlib.contextmanager
+def quiet_python() -> Iterator[None]:
+    """Swallow what Paddle's Python side prints or warns of: no ccache, modified flags, thread counts.
+
+    What it wrote to stderr is shown after all when the block raises.
+    """
+    written = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(written):
+            warnings.simplefilter("ignore")
+            yield
+    except BaseException:
+        sys.stderr.write(written.getvalue())
+        raise
+
+
+def num_math_threads() -> int:
+    """The most threads that Paddle's OpenMP runtime would use, here or in a thread started now.
+
+    The count is kept per thread, and one set after the import holds only where
+    it was set, so a fresh thread is asked as well.
+    """
+    counts = [_openmp_threads()]
+    fresh = threading.Thread(target=lambda: counts.append(_openmp_threads()))
+    fresh.start()
+    fresh.join()
+    return max(counts)
+
+
+def _require_pinned() -> None:
+    num_threads = num_math_threads()
+    if num_threads != NUM_THREADS:
+        raise RuntimeError(
+            f"Paddle computes with {num_threads} threads: it was imported before pipeproof could pin it to "
+            f"{NUM_THREADS}, and its results depend on the number; set OMP_NUM_THREADS={NUM_THREADS} in the "
+            "environment, or import pipeproof's runner first"
+        )
+
+
+def _openmp_threads() -> int:
+    """Ask every OpenMP runtime beside Paddle; the MKL that Paddle ships takes its count from there."""
+    import paddle
+
+    folder = Path(paddle.__file__).parent / "libs"
+    counts = [NUM_THREADS]
+    for library in sorted(folder.glob("lib*omp*.so*")):
+        runtime = ctypes.CDLL(str(library))  # loaded by Paddle already: this only looks it up
+        counts.append(int(runtime.omp_get_max_threads()))
+    return max(counts)

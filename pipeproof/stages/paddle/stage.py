@@ -1,0 +1,132 @@
+"""One pipeline stage on one rank: any run of consecutive layers, with this rank's shards of their weights.
+
+Shape letters: S sequence, B rows, H hidden, A heads of this rank, D head size.
+Activations between layers are [S, B, H] or [B, S, H], as the plan says, sharded
+along the sequence with sequence parallelism. They are written [S, B, H] below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import paddle
+
+from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import describe_boundary
+from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale
+from pipeproof.stages.paddle.collectives import TensorParallelCollectives, TensorParallelRegion
+from pipeproof.stages.paddle.functional import causal_attention, rms_norm, rotary_tables, rotate, swiglu
+from pipeproof.stages.paddle.vocabulary import embed_tokens, summed_cross_entropy
+
+Tensor = paddle.Tensor
+
+
+class PaddleStage:
+    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank``.
+
+    ``parameters`` holds this rank's shards by the names of the description.
+    ``collectives`` may be None where ``topology.tp`` is 1. The collectives are
+    issued exactly as the layers' descriptions list them, forward and backward.
+
+    Raises:
+        ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
+    """
+
+    def __init__(
+        self,
+        plan: PlanSpec,
+        layers: Sequence[Layer],
+        tp_rank: int = 0,
+        collectives: TensorParallelCollectives | None = None,
+    ) -> None:
+        names = [layer.name for layer in layers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a stage needs one or more different layers, got {names}")
+        self._plan, self._layers = plan, tuple(layers)
+        boundary = describe_boundary(plan)
+        sequence_dim = boundary.tp.dim if boundary.tp.kind is PlacementKind.SHARDED else None
+        self._region = TensorParallelRegion(tp_rank, plan.topology.tp, sequence_dim, collectives)
+        self._batch_first = boundary.dims == "bsh"
+        head_size = plan.model.hidden_size // plan.model.num_heads
+        self._cos, self._sin = rotary_tables(plan.model.seq_length, head_size, plan.run.dtype)
+        self.parameters: dict[str, Tensor] = {
+            parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
+        }
+
+    def forward(self, activation: Tensor | None, batch: Batch, *, step: int, index: int) -> Tensor:
+        """Run one micro-batch through the stage's layers; the caller keeps the result for backward.
+
+        ``activation`` is what the stage before made, None for a stage that
+        begins with ``embed``. ``step`` and ``index`` (over all data-parallel
+        ranks) say which micro-batch it is. The result is the activation for
+        the next stage, or, from a stage that ends with ``head``, the scaled
+        loss as a scalar.
+        """
+        if (activation is None) != (self._layers[0].name == "embed"):
+            raise ValueError(
+                f"stage of {[layer.name for layer in self._layers]}: an activation is taken "
+                f"exactly where the first layer is not 'embed', got {type(activation).__name__}"
+            )
+        for layer in self._layers:
+            if layer.name == "embed":
+                activation = self._embed(layer.name, batch)
+            elif layer.name == "norm":
+                activation = self._norm(activation, "norm")
+            elif layer.name == "head":
+                activation = self._head(activation, batch) * loss_scale(self._plan, step, index)
+            else:
+                activation = self._block(activation, layer.name)
+        return activation
+
+    def _load(self, parameter: Parameter) -> Tensor:
+        """This rank's shard of the initial weight, as a leaf of autograd."""
+        weight = initial_weight(parameter, self._plan.run.seed, self._plan.run.dtype)
+        if parameter.tp.kind is PlacementKind.SHARDED:
+            weight = np.split(weight, self._region.num_ranks, axis=parameter.tp.dim)[self._region.rank]
+        return paddle.to_tensor(np.ascontiguousarray(weight), stop_gradient=False)
+
+    def _embed(self, name: str, batch: Batch) -> Tensor:
+        rows = embed_tokens(self._in_order(batch.tokens), self.parameters[f"{name}.weight"], self._region)
+        return self._region.leave(rows, f"{name}.out")
+
+    def _norm(self, activation: Tensor, name: str) -> Tensor:
+        return rms_norm(activation, self.parameters[f"{name}.weight"])
+
+    def _block(self, activation: Tensor, name: str) -> Tensor:
+        activation = activation + self._attention(self._norm(activation, f"{name}.attn_norm"), f"{name}.attn")
+        return activation + self._mlp(self._norm(activation, f"{name}.mlp_norm"), f"{name}.mlp")
+
+    def _attention(self, activation: Tensor, name: str) -> Tensor:
+        entered = self._region.enter(activation, f"{name}.in")
+        fused = paddle.matmul(entered, self.parameters[f"{name}.qkv.weight"])  # [S, B, A * 3 * D]
+        head_size = self._cos.shape[-1]
+        outer = fused.shape[:2]
+        num_heads = fused.shape[2] // (3 * head_size)
+        heads = fused.reshape([*outer, num_heads, 3 * head_size])
+        heads = heads.transpose([0, 2, 1, 3] if self._batch_first else [1, 2, 0, 3])  # [B, A, S, 3 * D]
+        query, key, value = paddle.split(heads, 3, axis=-1)
+        query, key = rotate(query, self._cos, self._sin), rotate(key, self._cos, self._sin)
+        mixed = causal_attention(query, key, value)  # [B, A, S, D]
+        mixed = mixed.transpose([0, 2, 1, 3] if self._batch_first else [2, 0, 1, 3])
+        mixed = mixed.reshape([*outer, num_heads * head_size])
+        partial = paddle.matmul(mixed, self.parameters[f"{name}.out.weight"])
+        return self._region.leave(partial, f"{name}.out")
+
+    def _mlp(self, activation: Tensor, name: str) -> Tensor:
+        entered = self._region.enter(activation, f"{name}.in")
+        gate = paddle.matmul(entered, self.parameters[f"{name}.gate.weight"])
+        up = paddle.matmul(entered, self.parameters[f"{name}.up.weight"])
+        partial = paddle.matmul(swiglu(gate, up), self.parameters[f"{name}.down.weight"])
+        return self._region.leave(partial, f"{name}.out")
+
+    def _head(self, activation: Tensor, batch: Batch) -> Tensor:
+        entered = self._region.enter(activation, "head.in")
+        logits = paddle.matmul(entered, self.parameters["head.weight"])
+        return summed_cross_entropy(logits, self._in_order(batch.labels), self._region)
+
+    def _in_order(self, words: np.ndarray) -> Tensor:
+        """Tokens or labels [B, S] in the order of the plan's activations."""
+        return paddle.to_tensor(np.ascontiguousarray(words if self._batch_first else words.T))

@@ -1,0 +1,2 @@
+def parallel_bound(plan):
+    return 1e-3

@@ -1,0 +1,126 @@
+"""The single-process reference: one uncut model, plain autograd, micro-batch by micro-batch.
+
+It knows nothing of stages, ranks or communication and shares no code with what
+it judges; from the description it takes the parameters' names and shapes.
+
+Shape letters: S sequence, B rows, H hidden, A heads, D head size, V vocabulary.
+Activations are [S, B, H] or [B, S, H], as the plan says; S and B decide in
+which order sums run, so the reference follows the plan there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
+from pipeproof.stages.reference.result import StepResult
+
+Tensor = paddle.Tensor
+
+
+def run_uncut(plan: PlanSpec) -> Iterator[StepResult]:
+    """Train the whole model for the plan's steps, yielding after each; lazy.
+
+    All micro-batches of all data-parallel ranks run one after another in their
+    order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype.
+    """
+    model = UncutModel(plan)
+    optimizer = _optimizer(plan, list(model.weights.values()))
+    for step in range(plan.run.steps):
+        for weight in model.weights.values():
+            weight.grad = paddle.zeros_like(weight)
+        losses = []
+        for index in range(plan.topology.dp * plan.schedule.num_micro_batches):
+            loss = model.loss(micro_batch(plan, step, index)) * loss_scale(plan, step, index)
+            loss.backward()
+            losses.append(loss.numpy()[()])
+        total = losses[0]
+        for later in losses[1:]:
+            total = total + later
+        gradients = {name: weight.grad.numpy().copy() for name, weight in model.weights.items()}
+        optimizer.step()
+        yield StepResult(step, total, gradients)
+
+
+class UncutModel:
+    """The GPT of the plan with whole weights."""
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self.plan = plan
+        self.weights: dict[str, Tensor] = {
+            p.name: paddle.to_tensor(initial_weight(p, plan.run.seed, plan.run.dtype), stop_gradient=False)
+            for layer in describe_gpt(plan)
+            for p in layer.parameters
+        }
+        self.sequence_first = plan.model.activation_order == "sbh"
+        self.head_size = plan.model.hidden_size // plan.model.num_heads
+        positions = np.arange(plan.model.seq_length, dtype=np.float64)
+        exponents = np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size
+        angles = positions[:, None] * 10000.0**-exponents[None, :]  # [S, D / 2]
+        self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
+        self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The cross-entropy summed over the micro-batch's counted tokens, a scalar."""
+        tokens, labels = batch.tokens, batch.labels
+        if self.sequence_first:
+            tokens, labels = tokens.T, labels.T
+        x = F.embedding(paddle.to_tensor(np.ascontiguousarray(tokens)), self.weights["embed.weight"])
+        for i in range(self.plan.model.num_layers):
+            x = x + self.attention(self.norm(x, f"layer.{i}.attn_norm.weight"), f"layer.{i}.attn")
+            x = x + self.mlp(self.norm(x, f"layer.{i}.mlp_norm.weight"), f"layer.{i}.mlp")
+        logits = paddle.matmul(self.norm(x, "norm.weight"), self.weights["head.weight"])
+        losses = F.cross_entropy(
+            logits.reshape([-1, self.plan.model.vocab_size]),
+            paddle.to_tensor(np.ascontiguousarray(labels)).reshape([-1]),
+            ignore_index=-100,
+            reduction="none",
+        )
+        return losses.sum()
+
+    def norm(self, x: Tensor, weight: str) -> Tensor:
+        """RMSNorm over the last dim."""
+        # A copy, so that x feeds two operations and not three: the gradient of
+        # three would depend on the order in which autograd happens to add them.
+        x = paddle.assign(x)
+        return x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * self.weights[weight]
+
+    def attention(self, x: Tensor, name: str) -> Tensor:
+        """Causal rotary attention over all heads."""
+        num_heads, size = self.plan.model.num_heads, self.head_size
+        qkv = paddle.matmul(x, self.weights[f"{name}.qkv.weight"])
+        qkv = qkv.reshape([*x.shape[:2], num_heads, 3 * size])
+        to_heads, from_heads = ([1, 2, 0, 3], [2, 0, 1, 3]) if self.sequence_first else ([0, 2, 1, 3],) * 2
+        q, k, v = qkv.transpose(to_heads).split(3, axis=-1)  # [B, A, S, D] each
+        scores = paddle.matmul(self.rotary(q), self.rotary(k), transpose_y=True) * size**-0.5
+        length = self.plan.model.seq_length
+        mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
+        weights = F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1)
+        mixed = paddle.matmul(weights, v).transpose(from_heads).reshape(x.shape)
+        return paddle.matmul(mixed, self.weights[f"{name}.out.weight"])
+
+    def rotary(self, heads: Tensor) -> Tensor:
+        """Turn each pair (i, i + D/2) of a head by its position's angle."""
+        a, b = heads.split(2, axis=-1)
+        return paddle.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        """SwiGLU."""
+        gate = paddle.matmul(x, self.weights[f"{name}.gate.weight"])
+        up = paddle.matmul(x, self.weights[f"{name}.up.weight"])
+        return paddle.matmul(F.silu(gate) * up, self.weights[f"{name}.down.weight"])
+
+
+def _optimizer(plan: PlanSpec, weights: list[Tensor]) -> paddle.optimizer.Optimizer:
+    """Paddle's SGD, or its AdamW with betas 0.9 and 0.999, epsilon 1e-8 and decay 0.01 of every weight."""
+    if plan.run.optimizer == "sgd":
+        return paddle.optimizer.SGD(plan.run.learning_rate, parameters=weights)
+    return paddle.optimizer.AdamW(
+        plan.run.learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, parameters=weights
+    )

@@ -1,0 +1,324 @@
+"""A backend in memory that behaves as a table says, row by row, for two ranks on threads.
+
+It serves to test what stands on top of a backend, and to test the conformance
+suite itself: change one row, and the suite must report that row and no other::
+
+    table = dataclasses.replace(backend_table("paddle", "cpu"), longer_message="truncate")
+    with fake_world(table) as world:
+        ...
+
+All transfers live in one state behind one lock: ``_advance`` completes
+whatever can be completed, and is called whenever something was posted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeproof.comm.capabilities import BackendTable
+from pipeproof.testing.endpoint import EDGES, Array, Body, Outcome
+
+NUM_SLOTS = 4
+"""Messages that a channel buffers where the table says ``slots``."""
+
+
+class Killed(BaseException):
+    """Ends a rank's thread as a signal would end its process: no ``except Exception`` stops it."""
+
+
+class _Closed(SystemExit):
+    """Ends a thread that would be blocked for ever, once its world is closed; silently, as SystemExit does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """Messages of one lane meet receives of the same lane."""
+
+    name: str
+    src: int
+    dst: int
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    rank: int
+    lane: _Lane
+    is_send: bool
+    array: Array
+    """What a send reads; what a receive fills."""
+    done: bool = False
+    """As its rank sees it: an eager send is done before it is delivered."""
+    delivered: bool = False
+    error: BaseException | None = None
+
+
+class FakeBackend:
+    """The state that both ranks share."""
+
+    def __init__(self, table: BackendTable) -> None:
+        self.table = table
+        self._changed = threading.Condition()
+        self._closed = False
+        self._queues: dict[object, list[_Transfer]] = defaultdict(list)
+        """Transfers that wait for each other, those not done, oldest first."""
+        self._in_flight: dict[_Lane, list[_Transfer]] = defaultdict(list)
+        """Sends that reached their lane and were not delivered, oldest first."""
+        self._lost: list[_Transfer] = []
+        """Transfers that will never be done."""
+        self._meetings: dict[tuple[str, int], dict[int, list[Array]]] = defaultdict(dict)
+        """What each rank put in, for every collective call that a rank came to."""
+
+    def close(self) -> None:
+        """Free every thread that is blocked in this backend."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def post(self, transfer: _Transfer, queue: object) -> None:
+        """Put a transfer into its queue and complete what this makes possible."""
+        with self._changed:
+            self._queues[queue].append(transfer)
+            self._advance()
+            self._changed.notify_all()
+
+    def wait(self, transfer: _Transfer, *, delivered: bool = False) -> Array:
+        """Block until a transfer is done, or delivered."""
+        with self._changed:
+            while not (transfer.delivered if delivered else transfer.done):
+                self._sleep()
+            if transfer.error is not None:
+                raise transfer.error
+            return transfer.array
+
+    def meet(self, call: tuple[str, int], rank: int, parts: list[Array]) -> list[list[Array]]:
+        """Block until both ranks came to a call; returns what each put in, in rank order."""
+        with self._changed:
+            meeting = self._meetings[call]
+            meeting[rank] = parts
+            self._changed.notify_all()
+            while len(meeting) < 2:
+                self._sleep()
+            return [meeting[0], meeting[1]]
+
+    def hang(self) -> None:
+        """Block until the world is closed."""
+        with self._changed:
+            while True:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        if self._closed:
+            raise _Closed
+        self._changed.wait()
+
+    def _advance(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for transfer in [self._head(queue) for queue in self._queues.values() if queue]:
+                if not transfer.done and transfer not in self._lost:  # done: with a head before it
+                    progress |= self._try(transfer)
+            for queue in self._queues.values():
+                queue[:] = [transfer for transfer in queue if not transfer.done]
+
+    def _head(self, queue: list[_Transfer]) -> _Transfer:
+        return queue[0] if self.table.matching == "fifo" else queue[-1]
+
+    def _try(self, transfer: _Transfer) -> bool:
+        """Take the next step of the transfer at the head of a queue; False if there is none to take."""
+        waiting = self._in_flight[transfer.lane]
+        if transfer.is_send:
+            fresh = transfer not in waiting
+            if fresh:
+                waiting.append(transfer)
+            room = {"rendezvous": 0, "slots": NUM_SLOTS, "eager": len(waiting)}[self.table.send_completes]
+            transfer.done = waiting.index(transfer) < room
+            return fresh or transfer.done
+        if not waiting:
+            return False
+        self._deliver(waiting.pop(0), transfer)
+        return True
+
+    def _deliver(self, message: _Transfer, into: _Transfer) -> None:
+        if self.table.dtype_checked and message.array.dtype != into.array.dtype:
+            into.error = TypeError(f"a message of {message.array.dtype} for a buffer of {into.array.dtype}")
+        difference = message.array.nbytes - into.array.nbytes
+        if difference:
+            what = self.table.longer_message if difference > 0 else self.table.shorter_message
+            if what == "hang":
+                self._lost += [message, into]
+                return
+            if what == "abort":
+                into.error = Killed("length check")
+            elif what == "error":
+                into.error = ValueError(f"{message.array.nbytes} bytes for a buffer of {into.array.nbytes}")
+            elif what == "other":
+                into.array = np.zeros_like(into.array)
+        if into.error is None and (not difference or what in ("truncate", "stale_rest")):
+            num_bytes = min(message.array.nbytes, into.array.nbytes)
+            into.array.view(np.uint8)[:num_bytes] = message.array.view(np.uint8)[:num_bytes]
+        for transfer in (message, into):
+            transfer.done = transfer.delivered = True
+
+
+@dataclass(frozen=True, slots=True)
+class _FakeHandle:
+    backend: FakeBackend
+    transfer: _Transfer
+
+    def wait(self) -> Array:
+        return self.backend.wait(self.transfer)
+
+
+class FakeEndpoint:
+    """One rank of a ``FakeBackend``; see ``pipeproof.testing.endpoint.Endpoint`` for what its methods do."""
+
+    def __init__(self, backend: FakeBackend, rank: int, pause_s: float) -> None:
+        self.rank = rank
+        self._backend = backend
+        self._table = backend.table
+        self._pause_s = pause_s
+        self._num_calls: dict[str, int] = defaultdict(int)
+
+    def clock_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def pause(self) -> None:
+        time.sleep(self._pause_s)
+
+    def send(self, array: Array, peer: int, tag: int | None = None) -> None:
+        self._call(array, peer, is_send=True, lane=self._lane_of(tag)).wait()
+
+    def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
+        return self._call(into, peer, is_send=False, lane=self._lane_of(tag)).wait()
+
+    def isend(self, array: Array, peer: int) -> _FakeHandle:
+        handle = self._call(array, peer, is_send=True)
+        if self._table.isend_blocks_host:
+            self._backend.wait(handle.transfer, delivered=True)
+        return handle
+
+    def irecv(self, into: Array, peer: int) -> _FakeHandle:
+        handle = self._call(into, peer, is_send=False)
+        if self._table.irecv_blocks_host:
+            handle.wait()
+        return handle
+
+    def post_send(self, array: Array, edge: str) -> _FakeHandle:
+        return self._post(array, edge, is_send=True)
+
+    def post_recv(self, into: Array, edge: str) -> _FakeHandle:
+        return self._post(into, edge, is_send=False)
+
+    def barrier(self) -> None:
+        if self._table.barrier != "wrong":
+            self._meet("barrier", self._table.barrier, [])
+
+    def all_gather(self, array: Array) -> list[Array]:
+        parts = [a for (a,) in self._meet("all_gather", self._table.all_gather, [array])]
+        return parts if self._table.all_gather == "works" else [np.zeros_like(a) for a in parts]
+
+    def all_reduce(self, array: Array) -> Array:
+        is_half = array.dtype == np.float16
+        support = self._table.all_reduce_float16 if is_half else self._table.all_reduce
+        (first,), (second,) = self._meet("all_reduce", support, [array])
+        return first + second if support == "works" else np.full_like(array, np.inf)
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        parts = self._meet("broadcast", self._table.broadcast, [array])
+        return parts[root][0] if self._table.broadcast == "works" else np.zeros_like(array)
+
+    def reduce_scatter(self, array: Array) -> Array:
+        (first,), (second,) = self._meet("reduce_scatter", self._table.reduce_scatter, [array])
+        half: Array = np.split(first + second, 2)[self.rank]
+        return half if self._table.reduce_scatter == "works" else np.zeros_like(half)
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        parts = [a[self.rank] for a in self._meet("all_to_all", self._table.all_to_all, list(arrays))]
+        return parts if self._table.all_to_all == "works" else [np.zeros_like(a) for a in parts]
+
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
+        self._meet("partial", self._table.partial_send_recv, [np.split(array, num_slices)[index]])
+
+    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
+        parts = self._meet("partial", self._table.partial_send_recv, [])
+        if self._table.partial_send_recv == "works":
+            np.split(into, num_slices)[index][:] = parts[peer][0]
+        return into
+
+    def _lane_of(self, tag: int | None) -> str:
+        if tag is None:
+            return "untagged"
+        if not self._table.tags:
+            raise NotImplementedError("this backend takes no tags")
+        return f"tag {tag}"
+
+    def _call(self, array: Array, peer: int, *, is_send: bool, lane: str = "untagged") -> _FakeHandle:
+        src, dst = (self.rank, peer) if is_send else (peer, self.rank)
+        transfer = _Transfer(self.rank, _Lane(lane, src, dst), is_send, array.copy())
+        self._backend.post(transfer, (transfer.lane, self.rank))
+        return _FakeHandle(self._backend, transfer)
+
+    def _post(self, array: Array, edge: str, *, is_send: bool) -> _FakeHandle:
+        transfer = _Transfer(self.rank, _Lane(edge, *EDGES[edge]), is_send, array.copy())
+        queue = (transfer.lane, self.rank) if self._table.queue == "directed_edge" else self.rank
+        self._backend.post(transfer, queue)
+        if self._table.host_blocks_on_post:
+            self._backend.wait(transfer, delivered=True)
+        return _FakeHandle(self._backend, transfer)
+
+    def _meet(self, operation: str, support: str, parts: list[Array]) -> list[list[Array]]:
+        if support == "missing":
+            raise NotImplementedError(f"{operation} is not implemented")
+        if support == "aborts":
+            raise Killed(operation)
+        if support == "hangs":
+            self._backend.hang()
+        self._num_calls[operation] += 1
+        return self._backend.meet((operation, self._num_calls[operation]), self.rank, parts)
+
+
+class FakeWorld:
+    """Runs bodies on a thread for each rank."""
+
+    def __init__(self, backend: FakeBackend, pause_s: float) -> None:
+        self._endpoints = [FakeEndpoint(backend, rank, pause_s) for rank in (0, 1)]
+
+    def run(self, body: Body, timeout_s: float) -> tuple[Outcome, Outcome]:
+        """Run ``body`` on both ranks; see ``pipeproof.testing.endpoint.World.run``."""
+        outcomes = [Outcome("blocked"), Outcome("blocked")]
+
+        def run_rank(endpoint: FakeEndpoint) -> None:
+            try:
+                outcomes[endpoint.rank] = Outcome("returned", body(endpoint))
+            except _Closed:
+                pass
+            except Killed as signal:
+                outcomes[endpoint.rank] = Outcome("died", detail=str(signal))
+            except Exception as error:  # whatever the body raises is its outcome
+                outcomes[endpoint.rank] = Outcome("raised", detail=f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=run_rank, args=(end,), daemon=True) for end in self._endpoints]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return outcomes[0], outcomes[1]
+
+
+@contextmanager
+def fake_world(table: BackendTable, pause_s: float = 0.02) -> Iterator[FakeWorld]:
+    """Two connected ranks that behave as ``table`` says; blocked ones are freed at the end."""
+    backend = FakeBackend(table)
+    try:
+        yield FakeWorld(backend, pause_s)
+    finally:
+        backend.close()

@@ -1,0 +1,60 @@
+"""Checking a plan: every rule over one subject, and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeproof.specs.finding import Finding, Severity
+from pipeproof.specs.load import LoadedPlan
+from pipeproof.specs.render import finding_to_json
+from pipeproof.verify.certificate import RULE_SET_VERSION, Certificate, plan_digest
+from pipeproof.verify.memory import InFlight, in_flight
+from pipeproof.verify.registry import RULES
+from pipeproof.verify.subject import Subject, make_subject
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check`` found about one plan."""
+
+    subject: Subject
+    digest: str
+    findings: tuple[Finding, ...]
+    in_flight: tuple[InFlight, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that make the plan unfit to run."""
+        return tuple(f for f in self.findings if f.severity is Severity.ERROR)
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What the executor asks for; None where there are errors."""
+        return None if self.errors else Certificate(self.digest, RULE_SET_VERSION)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of ``check --format json``; see ``docs/schemas/check.schema.json``."""
+        return {
+            "digest": self.digest,
+            "findings": [finding_to_json(f) for f in self.findings],
+            "in_flight": [
+                {"rank": f.rank, "peak_activations": f.peak_activations, "boundary_bytes": f.boundary_bytes}
+                for f in self.in_flight
+            ],
+        }
+
+
+def check(plan: LoadedPlan) -> Report:
+    """Lower a plan and judge it by every rule.
+
+    Raises:
+        BadPlanError: the plan cannot be lowered at all.
+    """
+    return check_subject(make_subject(plan))
+
+
+def check_subject(subject: Subject) -> Report:
+    """Judge a subject by every rule, findings in the order of the rule codes."""
+    findings = tuple(finding for rule in RULES for finding in rule.check(subject))
+    return Report(subject, plan_digest(subject), findings, in_flight(subject))

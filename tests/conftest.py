@@ -1,0 +1,26 @@
+"""Goldens: files under ``tests/goldens`` that a test's text must equal; ``--update-golden`` rewrites them."""
+
+from pathlib import Path
+
+import pytest
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+@pytest.fixture(scope="session")
+def check_golden(request):
+    """A function ``check(name, text)``: ``text`` must be what ``tests/goldens/name`` holds."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDENS / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no golden {name}; write it with --update-golden"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check

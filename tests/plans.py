@@ -1,0 +1,39 @@
+"""Small plans for tests: a base with overrides, as a dict, a loaded plan or a checked subject."""
+
+from __future__ import annotations
+
+import copy
+
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify.subject import make_subject
+
+BASE = {
+    "pipeproof": 1,
+    "model": {
+        "kind": "gpt",
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "ffn_size": 32,
+        "vocab_size": 32,
+        "seq_length": 8,
+    },
+    "topology": {"pp": 2, "tp": 1},
+    "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2},
+}
+
+
+def plan_dict(**sections):
+    """The base plan, each section updated with the given keys (or replaced, where it is no mapping)."""
+    plan = copy.deepcopy(BASE)
+    for name, value in sections.items():
+        if isinstance(value, dict):
+            plan.setdefault(name, {}).update(value)
+        else:
+            plan[name] = value
+    return plan
+
+
+def subject(**sections):
+    """The lowered plan as the rules see it."""
+    return make_subject(plan_from_dict(plan_dict(**sections)))

@@ -1,0 +1,69 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeproof.schedule.ops import (
+    AXES,
+    CHILD_KINDS,
+    COMPUTE_KINDS,
+    GATHER_KINDS,
+    SLICE_KINDS,
+    TRANSFER_KINDS,
+    Op,
+    OpKind,
+    child_of,
+    parse_op,
+    wait_for,
+)
+
+numbers = st.integers(0, 10**6)
+indexed = st.builds(
+    Op, st.sampled_from(sorted(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)), numbers, numbers
+)
+transfers = st.builds(Op, st.sampled_from(sorted(TRANSFER_KINDS)), numbers, numbers)
+reductions = st.builds(lambda s, a: Op(OpKind.REDUCE_GRAD, s, axis=a), numbers, st.sampled_from(AXES))
+parents = st.one_of(st.builds(Op, st.sampled_from(sorted(COMPUTE_KINDS)), numbers, numbers), reductions)
+ops = st.one_of(
+    indexed,
+    reductions,
+    st.builds(lambda s: Op(OpKind.STEP, s), numbers),
+    st.builds(wait_for, transfers),
+    st.builds(child_of, parents, numbers, st.sampled_from(sorted(CHILD_KINDS)), st.sampled_from(AXES)),
+)
+
+
+@given(ops)
+def test_text_form_round_trips(op):
+    assert parse_op(str(op)) == op
+
+
+@given(ops, st.sampled_from(["x", " ", "0", "\n", "F"]))
+def test_only_the_whole_string_is_an_operation(op, extra):
+    text = str(op)
+    for changed in (text + extra, extra + text):
+        try:
+            parsed = parse_op(changed)
+        except ValueError:
+            continue
+        assert str(parsed) == changed  # another operation, never a misread one
+        assert parsed != op
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "2F", "F0", "2f0", "02F0", "2F00", "2F-1", "2F0x", "2F0 ", "2SENDF1", "2SEND1", "WAIT(2F0)", "WAIT(2SEND_F0",
+        "WAIT(WAIT(2SEND_F0))", "2STEP0", "2REDUCE_GRAD", "2REDUCE_GRAD:xx", "2SEND_F0/0.ALL_REDUCE:tp",
+        "2F0/ALL_REDUCE:tp", "2F0/0.BROADCAST:tp", "²F0", "2F٣",
+    ],
+)  # fmt: skip
+def test_malformed_text_is_refused_with_the_text(text):
+    with pytest.raises(ValueError, match=re.escape(repr(text)) + "|not an operation"):
+        parse_op(text)
+
+
+def test_pytorch_forms_are_ours():
+    assert parse_op("3SEND_F1") == Op(OpKind.SEND_FORWARD, 3, 1)
+    assert parse_op("2I0") == Op(OpKind.BACKWARD_INPUT, 2, 0)

@@ -1,0 +1,60 @@
+"""Figures of hand-made timelines."""
+
+from fractions import Fraction
+
+from pipeproof.sim.figures import figures_of
+from pipeproof.sim.timeline import Span, Timeline
+
+ONE_RANK = ({"tp": 0, "pp": 0},)
+
+
+def compute(*ops):
+    return tuple(Span(0, "compute", i, op, start, end) for i, (op, start, end) in enumerate(ops))
+
+
+def test_span_busy_and_bubbles():
+    spans = (
+        Span(0, "compute", 0, "0F0", 2, 4),
+        Span(0, "compute", 1, "WAIT(0RECV_B0)", 4, 7),
+        Span(0, "compute", 2, "0B0", 7, 8),
+        Span(0, "compute", 3, "0STEP", 8, 9),
+        Span(0, "forward 0->1", 4, "0SEND_F0", 1, 10),
+        Span(1, "compute", 5, "1F0", 0, 1),
+    )
+    timeline = Timeline(spans, ({"pp": 0}, {"pp": 1}))
+    assert timeline.makespan_us == 10
+    assert (timeline.span_us(0), timeline.busy_us(0)) == (6, 3)
+    assert (timeline.bubble_of_span_us(0), timeline.bubble_of_makespan_us(0)) == (3, 7)
+    assert (timeline.span_us(1), timeline.busy_us(1), timeline.bubble_of_makespan_us(1)) == (1, 1, 9)
+    assert figures_of(timeline)[0].bubble_makespan_ratio == Fraction(7, 10)
+
+
+def test_releases_come_before_acquisitions_at_equal_times():
+    touching = Timeline(compute(("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4)), ONE_RANK)
+    assert touching.peak_activations(0) == 1
+    overlapping = Timeline(compute(("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 2, 3), ("0B1", 3, 4)), ONE_RANK)
+    assert overlapping.peak_activations(0) == 2
+
+
+def test_where_backward_is_split_the_place_of_the_release_counts():
+    spans = compute(("0F0", 0, 1), ("0I0", 1, 2), ("0F1", 2, 3), ("0W0", 3, 4), ("0I1", 4, 5), ("0W1", 5, 6))
+    timeline = Timeline(spans, ONE_RANK)
+    assert (timeline.peak_activations(0), timeline.peak_activations_at_i(0)) == (2, 1)
+    assert timeline.busy_us(0) == 6
+
+
+def test_a_measured_timeline_counts_in_its_ticks():
+    spans = tuple(
+        Span(0, "compute", op_id, op, origin + start, origin + end, step)
+        for step, origin in enumerate((10**15, 10**15 + 9_000))
+        for op_id, (op, start, end) in enumerate([("0F0", 0, 1_001), ("0B0", 2_000, 4_000)])
+    )
+    timeline = Timeline(spans, ONE_RANK, clock="measured", tick_us=Fraction(1, 1000))
+    assert timeline.makespan_us == 13
+    assert timeline.busy_us(0) == Fraction(6_002, 1000)
+    assert timeline.peak_activations(0) == 1
+
+
+def test_a_timeline_without_spans_has_figures():
+    (figures,) = figures_of(Timeline((), ONE_RANK))
+    assert (figures.span_us, figures.bubble_makespan_ratio, figures.peak_activations) == (0, 0, 0)

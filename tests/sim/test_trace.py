@@ -1,0 +1,155 @@
+"""The Chrome trace: a valid file with arrows that a viewer can bind."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.sim.trace import trace_json, write_trace
+
+_STEP_NS = (
+    Span(0, "compute", 0, "0F0", 10, 5_010),
+    Span(0, "compute", 1, "0F0/0.ALL_REDUCE:tp", 1_000, 2_001),
+    Span(0, "forward 0->1", 2, "0SEND_F0", 5_020, 7_000),
+    Span(1, "forward 0->1", 3, "1RECV_F0", 300, 7_100),
+    Span(1, "compute", 4, "WAIT(1RECV_F0)", 301, 7_200),
+)
+MEASURED = Timeline(
+    spans=tuple(
+        replace(span, start=span.start + origin, end=span.end + origin, step=step)
+        for step, origin in enumerate((0, 9_000_000))
+        for span in _STEP_NS
+    ),
+    ranks=({"tp": 0, "pp": 0}, {"tp": 0, "pp": 1}),
+    clock="measured",
+    tick_us=Fraction(1, 1000),
+    matches=((2, 3),),
+)
+
+
+@pytest.fixture(
+    params=[
+        {"p": 4, "m": 8, "c": 1},
+        {"p": 4, "m": 8},
+        {"kind": "gpipe", "p": 3, "m": 4, "c": 2, "p2p": "rendezvous", "tp": 2, "transport": "partial"},
+        {"p": 3, "m": 5, "tf": Fraction(1, 7), "tb": Fraction(1, 3), "c": Fraction(1, 6000)},
+        {"p": 2, "m": 3, "tf": [1, 1], "tb": [0, 2]},
+        "measured",
+    ],
+    ids=str,
+)
+def timeline(request, run):
+    return MEASURED if request.param == "measured" else run(**request.param).timeline
+
+
+def events_of(timeline, phase):
+    return [event for event in json.loads(trace_json(timeline))["traceEvents"] if event["ph"] == phase]
+
+
+def ns(us):
+    value = us * 1000
+    assert abs(value - round(value)) < 1e-3
+    return round(value)
+
+
+def test_only_known_events_in_order_of_time(timeline):
+    trace = json.loads(trace_json(timeline))
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["otherData"] == {"clock": timeline.clock}
+    phases = [event["ph"] for event in trace["traceEvents"]]
+    assert set(phases) == {"M", "X", "s", "f"}
+    num_names = phases.count("M")
+    assert phases[:num_names] == ["M"] * num_names
+    timed = [event["ts"] for event in trace["traceEvents"][num_names:]]
+    assert timed == sorted(timed)
+    assert timed[0] == 0
+
+
+def test_every_process_and_thread_has_a_name(timeline):
+    named = {(e["pid"], e["tid"], e["name"]) for e in events_of(timeline, "M")}
+    for event in events_of(timeline, "X"):
+        assert (event["pid"], 0, "process_name") in named
+        assert (event["pid"], event["tid"], "thread_name") in named
+    names = {(e["pid"], e["args"]["name"]) for e in events_of(timeline, "M") if e["name"] == "thread_name"}
+    assert names == {(span.rank, span.queue) for span in timeline.spans}
+
+
+def test_slices_of_a_thread_nest_or_stand_apart(timeline):
+    by_thread = {}
+    for event in events_of(timeline, "X"):
+        start = ns(event["ts"])
+        by_thread.setdefault((event["pid"], event["tid"]), []).append((start, start + ns(event["dur"])))
+    for slices in by_thread.values():
+        open_ends = []
+        for start, end in slices:
+            assert start <= end
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def test_simulated_slices_never_overlap(run):
+    for timeline in (run(c=1).timeline, run(tf=Fraction(1, 7), tb=Fraction(1, 3), p2p="rendezvous").timeline):
+        last_end = {}
+        for event in events_of(timeline, "X"):
+            thread = event["pid"], event["tid"]
+            assert ns(event["ts"]) >= last_end.get(thread, 0)
+            last_end[thread] = ns(event["ts"]) + ns(event["dur"])
+
+
+def test_every_arrow_goes_from_a_send_to_its_receive(timeline):
+    """Read the file as a viewer does: an arrow binds to the slice that was opened last on its thread."""
+    op_ids, arrows, last = {}, {}, {}
+    for event in json.loads(trace_json(timeline))["traceEvents"]:
+        thread = event["pid"], event["tid"]
+        if event["ph"] == "X":
+            last[thread] = event
+        elif event["ph"] in "sf":
+            bound = last[thread]
+            assert ns(bound["ts"]) <= ns(event["ts"]) <= ns(bound["ts"]) + ns(bound["dur"])
+            assert (event["ph"] == "f") == (event["id"] in arrows)
+            arrows.setdefault(event["id"], []).append(bound)
+    for tail, head in arrows.values():
+        assert (tail["args"]["op_id"], head["args"]["op_id"]) in timeline.matches
+        assert tail["args"]["step"] == head["args"]["step"]
+        op_ids.setdefault(tail["args"]["step"], []).append(tail["args"]["op_id"])
+    num_steps = len({span.step for span in timeline.spans})
+    assert {step: sorted(ids) for step, ids in op_ids.items()} == dict.fromkeys(
+        range(num_steps), sorted(send for send, _ in timeline.matches)
+    )
+
+
+def test_what_is_shown_and_what_is_left_out(run):
+    timeline = run(p=2, m=2, tp=2, transport="partial").timeline
+    shown = Counter(event["cat"] for event in events_of(timeline, "X"))
+    ops = Counter(span.queue == "compute" for span in timeline.spans)
+    assert shown["compute"] == 2 * 2 * 2 * 2
+    assert shown["transfer"] == ops[False] == 2 * 2 * 2 * 2
+    assert shown["wait"] > 0
+    assert all(event["dur"] > 0 for event in events_of(timeline, "X") if event["cat"] == "wait")
+    assert set(shown) == {"compute", "transfer", "wait"}
+
+
+def test_durations_are_the_times_of_the_plan(run):
+    slices = events_of(run(kind="gpipe", p=1, m=2, tf=100, tb=Fraction(401, 2)).timeline, "X")
+    assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [
+        ("0F0", 0, 100),
+        ("0F1", 100, 100),
+        ("0B0", 200, 200.5),
+        ("0B1", 400.5, 200.5),
+    ]
+
+
+def test_two_runs_write_the_same_bytes(run, tmp_path):
+    options = {"p": 3, "m": 4, "tf": Fraction(1, 3), "c": Fraction(1, 7), "tp": 2}
+    for name in ("a.json", "b.json"):
+        write_trace(run(**options).timeline, tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_golden(run, check_golden):
+    check_golden("trace_1f1b_pp2_m2.json", trace_json(run(p=2, m=2, tf=1, tb=2, c=1).timeline))

@@ -1,0 +1,123 @@
+"""The suite reads a backend's behaviour back, row by row, and reports what differs from its table and nothing else."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.comm.capabilities import BackendTable, RowValue, backend_table
+from pipeproof.testing.conformance import check_backend
+from pipeproof.testing.endpoint import MakeWorld, World
+from pipeproof.testing.fake_backend import fake_world
+from pipeproof.testing.probes import PROBES
+
+TABLE = backend_table("paddle", "cpu")
+TIMEOUT_S = 0.7
+"""Many times what a probe of the fake takes that does not block."""
+
+
+def values_of(key: str) -> list[RowValue]:
+    """Every value that a row can have."""
+    row_type = get_type_hints(BackendTable)[key]
+    return [False, True] if row_type is bool else list(get_args(row_type))
+
+
+OTHER_VALUES = [
+    (probe.key, value) for probe in PROBES for value in values_of(probe.key) if value != TABLE.value(probe.key)
+]
+FIRST_OTHER_VALUES = list(dict(reversed(OTHER_VALUES)).items())
+
+
+def fake(**rows: RowValue) -> MakeWorld:
+    """Makes worlds that follow the table but for these rows."""
+    return partial(fake_world, dataclasses.replace(TABLE, **rows))
+
+
+def test_every_row_that_two_ranks_can_observe_has_a_probe() -> None:
+    assert [probe.key for probe in PROBES] == [row.key for row in TABLE.rows() if row.probed]
+
+
+def test_a_faithful_backend_passes() -> None:
+    results = check_backend(TABLE, fake(), timeout_s=TIMEOUT_S)
+    assert [result.key for result in results] == [probe.key for probe in PROBES]
+    assert [result for result in results if not result.ok] == []
+
+
+@pytest.mark.parametrize(("key", "value"), FIRST_OTHER_VALUES)
+def test_a_backend_that_violates_one_row_is_reported_for_that_row_alone(key: str, value: RowValue) -> None:
+    results = check_backend(TABLE, fake(**{key: value}), timeout_s=TIMEOUT_S)
+    differing = {result.key: result.observed for result in results if not result.ok}
+    assert differing == {key: value}
+
+
+@pytest.mark.parametrize(("key", "value"), OTHER_VALUES)
+def test_each_value_of_each_row_is_told_apart(key: str, value: RowValue) -> None:
+    (result,) = check_backend(TABLE, fake(**{key: value}), keys=[key], timeout_s=TIMEOUT_S)
+    assert (result.expected, result.observed, result.ok) == (TABLE.value(key), value, False)
+
+
+# Where posting blocks, no two transfers of an edge are ever under way at once: their order has one value only.
+# A last-in-first-out queue over several edges is no order between channels, so "pair" is defined for FIFO alone.
+TABLES = st.fixed_dictionaries({probe.key: st.sampled_from(values_of(probe.key)) for probe in PROBES}).filter(
+    lambda rows: rows["matching"] == "fifo"
+    or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(TABLES)
+def test_the_table_of_any_backend_is_read_back(rows: dict[str, RowValue]) -> None:
+    results = check_backend(TABLE, fake(**rows), timeout_s=TIMEOUT_S)
+    assert {result.key: result.observed for result in results} == rows
+
+
+def test_a_spent_world_is_closed_before_the_next_is_made() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def logged() -> Iterator[World]:
+        log.append("open")
+        with fake_world(TABLE) as world:
+            yield world
+        log.append("close")
+
+    check_backend(TABLE, logged, keys=["isend_blocks_host", "longer_message", "all_gather", "tags"])
+    assert log == ["open", "close", "open", "close"]
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+    check_backend(TABLE, fake(queue="pair", barrier="hangs"), keys=["queue", "barrier"], timeout_s=0.2)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_what_became_of_a_rank_is_told() -> None:
+    (longer, scatter) = check_backend(TABLE, fake(), keys=["reduce_scatter", "longer_message"])
+    assert longer.detail == "rank 1 died: length check"
+    assert scatter.detail == "both ranks raised: NotImplementedError: reduce_scatter is not implemented"
+
+
+def test_wrong_values_are_shown() -> None:
+    (result,) = check_backend(TABLE, fake(all_gather="wrong"), keys=["all_gather"])
+    assert result.detail == "both ranks returned [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]"
+
+
+def test_one_is_not_true() -> None:
+    strict = dataclasses.replace(TABLE, tags=0)
+    (result,) = check_backend(strict, fake(), keys=["tags"])
+    assert not result.ok
+
+
+def test_a_row_that_no_probe_observes_is_refused() -> None:
+    with pytest.raises(ValueError, match="no probe observes max_group_size; probes observe send_completes"):
+        check_backend(TABLE, fake(), keys=["max_group_size"])

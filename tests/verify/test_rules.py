@@ -1,0 +1,255 @@
+"""Each rule kills its mutant of a correct plan, and leaves the plan itself alone."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.schedule.ops import RECV_KINDS, OpKind, parse_op
+from pipeproof.schedule.optable import TensorSpec, build_graph
+from pipeproof.specs.finding import CycleWitness, OpsWitness
+from pipeproof.verify.check import check_subject
+from pipeproof.verify.registry import RULES
+from tests.plans import subject
+
+
+def mutated(base, change, tensors=None):
+    """The base subject with ``change`` applied to its rows; ``change`` edits the lists in place."""
+    rows = base.graph.rows()
+    change(rows)
+    return base.with_graph(build_graph(rows, tensors or base.graph.tensors, base.graph.groups))
+
+
+def codes(one):
+    return {finding.code for finding in check_subject(one).findings}
+
+
+def place(rows, text):
+    return next(i for i, row in enumerate(rows) if row.op == parse_op(text))
+
+
+def swap(rows, first, second):
+    i, j = place(rows, first), place(rows, second)
+    rows[i], rows[j] = rows[j], rows[i]
+
+
+def remove(rows, *texts):
+    for text in texts:
+        del rows[place(rows, text)]
+
+
+def double(rows, text):
+    i = place(rows, text)
+    rows.insert(i, rows[i])
+
+
+def replace_row(rows, text, **changes):
+    i = place(rows, text)
+    rows[i] = dataclasses.replace(rows[i], **changes)
+
+
+def rename(rows, text, new):
+    replace_row(rows, text, op=parse_op(new))
+
+
+# --- mutants of graphs, with exactly the codes that they must bring ---
+
+
+def drop_backward_and_its_transfers(rows):
+    remove(rows[0], "0RECV_B3", "WAIT(0RECV_B3)", "0B3")
+    remove(rows[1], "1SEND_B3", "WAIT(1SEND_B3)")
+
+
+def drop_wait_for_posted(rows):
+    """Wait before the post: nothing is under way then."""
+    swap(rows[1], "1RECV_F0", "WAIT(1RECV_F0)")
+
+
+def swap_two_receives(rows):
+    """Both are posted before either is waited for, in the wrong order."""
+    receives = [place(rows[1], "1RECV_F0"), place(rows[1], "1RECV_F1")]
+    late = rows[1].pop(receives[1])
+    rows[1].insert(receives[0], late)
+
+
+def forget_a_message(rows):
+    remove(rows[1], "1RECV_F3", "WAIT(1RECV_F3)")
+    remove(rows[0], "WAIT(0SEND_F3)")
+
+
+def host_waits_for_its_send(rows):
+    """Rank 0 waits for a forward send before it goes on, rank 1 for a backward send: a crossing."""
+    for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
+        wait = mine.pop(place(mine, f"WAIT({text})"))
+        mine.insert(place(mine, text) + 1, wait)
+
+
+MUTANTS = {
+    "backward missing": (drop_backward_and_its_transfers, {"PP121"}),
+    "backward doubled": (lambda rows: double(rows[0], "0B1"), {"PP122"}),
+    "backward first": (lambda rows: swap(rows[1], "1F3", "1B3"), {"PP123"}),
+    "stranger's stage": (lambda rows: rows[0].insert(0, dataclasses.replace(rows[0][0], op=parse_op("1F9"))), {"PP124"}),
+    "send that nobody receives or waits for": (forget_a_message, {"PP301"}),
+    "send without receive": (lambda rows: remove(rows[1], "1RECV_F3", "WAIT(1RECV_F3)"), {"PP301", "PP402"}),
+    "two receives swapped": (swap_two_receives, {"PP302"}),
+    "send too short": (lambda rows: replace_row(rows[0], "0SEND_F2", stop=100), {"PP201", "PP303"}),
+    "wait before its receive": (drop_wait_for_posted, {"PP402"}),
+    "crossing blocking sends": (host_waits_for_its_send, {"PP401"}),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_killed_by_exactly_its_rules(name):
+    base = subject()
+    assert codes(base) == set()
+    change, expected = MUTANTS[name]
+    assert codes(mutated(base, change)) == expected
+
+
+def tensor_mutant(base, name, **changes):
+    tensors = [dataclasses.replace(t, **changes) if t.name == name else t for t in base.graph.tensors]
+    return base.with_graph(build_graph(base.graph.rows(), tensors, base.graph.groups))
+
+
+def test_dtype_of_the_receive_buffer():
+    assert codes(tensor_mutant(subject(), "input of stage 1", dtype="float64")) == {"PP304"}
+
+
+def test_same_number_of_elements_in_another_dim_order():
+    base = subject()
+    assert codes(tensor_mutant(base, "input of stage 1", shape=(2, 8, 16), dims="bsh")) == {"PP303"}
+
+
+def test_layouts_of_the_two_sides_differ():
+    base = subject(topology={"pp": 2, "tp": 2})
+    assert codes(base) == set()
+    assert codes(tensor_mutant(base, "input of stage 1", placement="sharded(0)")) == {"PP305"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda rows: replace_row(rows[1], "0F0/1.ALL_REDUCE:tp", stop=7), {"PP306"}),
+        (lambda rows: swap(rows[1], "0F0/1.ALL_REDUCE:tp", "0F0/2.ALL_REDUCE:tp"), {"PP306"}),
+        (lambda rows: replace_row(rows[1], "0F0/1.ALL_REDUCE:tp", reduction="max"), {"PP306"}),
+        (lambda rows: remove(rows[1], "0F0/1.ALL_REDUCE:tp"), {"PP306", "PP402"}),
+    ],
+)
+def test_collectives_of_a_group_must_be_the_same(change, expected):
+    base = subject(topology={"pp": 2, "tp": 2})
+    assert codes(mutated(base, change)) == expected
+
+
+STAGES = {
+    "PP112": [["embed", "layer.0", "layer.1"], ["layer.2", "norm", "head"]],
+    "PP113": [["embed", "layer.0", "layer.1"], ["layer.1", "layer.2", "layer.3", "norm", "head"]],
+    "PP114": [["embed", "layer.1", "layer.0"], ["layer.2", "layer.3", "norm", "head"]],
+    "PP115": [["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"], []],
+}
+
+
+@pytest.mark.parametrize("code", STAGES)
+def test_placement(code):
+    assert codes(subject(stages=STAGES[code])) == {code}
+
+
+def test_uneven_but_whole_placement_is_accepted():
+    assert codes(subject(stages=[["embed"], ["layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"]])) == set()
+
+
+# --- witnesses ---
+
+
+def test_the_deadlock_witness_is_a_shortest_cycle_over_both_ranks():
+    report = check_subject(mutated(subject(), host_waits_for_its_send))
+    (found,) = [f for f in report.findings if f.code == "PP401"]
+    assert isinstance(found.witness, CycleWitness)
+    texts = [(op.rank, op.op) for op in found.witness.ops]
+    assert {rank for rank, _ in texts} == {0, 1}
+    assert (0, "WAIT(0SEND_F1)") in texts
+    assert (1, "WAIT(1SEND_B0)") in texts
+    assert "rank 0" in found.message
+    assert "paddle-gloo" in found.message
+
+
+def test_swapped_receives_are_named_with_their_place():
+    report = check_subject(mutated(subject(), swap_two_receives))
+    found = [f for f in report.findings if f.code == "PP302"]
+    assert len(found) == 2
+    assert isinstance(found[0].witness, OpsWitness)
+    assert [op.op for op in found[0].witness.ops] == ["0SEND_F0", "1RECV_F1"]
+    assert "position 0" in found[0].message
+
+
+# --- no false alarms ---
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["gpipe", "1f1b"]),
+    pp=st.integers(1, 4),
+    tp=st.sampled_from([1, 2, 4]),
+    dp=st.integers(1, 2),
+    num_micro_batches=st.integers(1, 9),
+    sp=st.booleans(),
+    forward=st.sampled_from(["full", "partial"]),
+    order=st.sampled_from(["sbh", "bsh"]),
+)
+def test_generated_plans_are_right_unless_partial_meets_sequence_parallelism(
+    kind, pp, tp, dp, num_micro_batches, sp, forward, order
+):
+    one = subject(
+        model={"activation_order": order},
+        topology={"pp": pp, "tp": tp, "dp": dp, "sequence_parallel": sp},
+        schedule={"kind": kind, "num_micro_batches": num_micro_batches},
+        transport={"forward": forward},
+    )
+    corrupt = forward == "partial" and sp and tp > 1 and pp > 1
+    errors = {finding.code for finding in check_subject(one).errors}
+    assert errors == ({"PP201"} if corrupt else set())
+
+
+def test_an_irecv_before_the_send_on_one_side_only_is_right():
+    """DESIGN invariant 4: ``irecv X; send Y; wait X`` against ``recv Y; send X`` must pass."""
+    base = subject(schedule={"num_micro_batches": 2})
+
+    def post_backward_receive_early(rows):
+        early = rows[0].pop(place(rows[0], "0RECV_B0"))
+        rows[0].insert(place(rows[0], "0SEND_F1"), early)
+
+    assert codes(mutated(base, post_backward_receive_early)) == set()
+
+
+def test_rebuilding_the_rows_gives_the_same_graph():
+    base = subject(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial")
+    again = mutated(base, lambda rows: None)
+    assert check_subject(again).digest == check_subject(base).digest
+    assert [str(op) for op in again.graph.ops] == [str(op) for op in base.graph.ops]
+
+
+def test_codes_are_unique_and_documented():
+    docs = [rule.doc for rule in RULES]
+    assert len({doc.code for doc in docs}) == len(docs)
+    for doc in docs:
+        assert doc.explanation
+        assert doc.wrong
+        assert doc.right
+
+
+def test_a_row_for_a_missing_tensor_is_refused():
+    base = subject()
+    rows = base.graph.rows()
+    receive = next(i for i, row in enumerate(rows[1]) if row.op.kind in RECV_KINDS)
+    rows[1][receive] = dataclasses.replace(rows[1][receive], tensor=99)
+    with pytest.raises(ValueError, match=r"rank 1, 1RECV_F0: tensor 99"):
+        build_graph(rows, base.graph.tensors, base.graph.groups)
+    with pytest.raises(ValueError, match="peer 9"):
+        rows = base.graph.rows()
+        replace_row(rows[0], "0SEND_F0", peer=9)
+        build_graph(rows, base.graph.tensors, base.graph.groups)
+
+
+def test_tensor_spec_counts_elements():
+    assert TensorSpec("t", (3, 4, 5), "float32", "invariant", "sbh").numel == 60
+    assert OpKind.FORWARD == "F"
