@@ -60,11 +60,12 @@ def check(plan: Path, form: str, strict: bool) -> None:
 @click.argument("code", metavar="CODE")
 def explain(code: str) -> None:
     """Explain a code such as PP201, with a wrong and a right example."""
-    from pipeproof.verify.explain import find_doc, known_codes, render_doc
+    from pipeproof.explain import all_docs, find_doc, render_doc
 
     doc = find_doc(code)
     if doc is None:
-        raise click.BadParameter(f"no code {code!r}; known are {', '.join(known_codes())}", param_hint="CODE")
+        known = ", ".join(doc.code for doc in all_docs())
+        raise click.BadParameter(f"no code {code!r}; known are {known}", param_hint="CODE")
     render_doc(doc, _console())
 
 

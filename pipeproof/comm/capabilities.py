@@ -63,9 +63,12 @@ class Row:
 
 
 _SAME_LENGTH = (
-    "The matching rules refuse sizes that differ in any case; only what a violation looks like at run time changes."
+    "The matching rules refuse sizes that differ in any case; what changes is how a violation would look "
+    "at run time."
 )
-_COMPOSED = "The adapter does not call it: it composes the operation of pairwise all-gathers. Plans are unaffected."
+_COMPOSED = (
+    "The adapter does not call it: it composes its collectives of pairwise all-gathers. Plans are unaffected."
+)
 _NEEDED = "The adapter builds on it: no plan can run on this backend."
 
 
@@ -88,24 +91,24 @@ class BackendTable:
         SendCompletes,
         Behaviour(
             "when a send is done: with its receive, at once, or while a bounded buffer has a free slot",
-            "Deadlock proofs presume the value in the table. A backend that buffers less than it may hang plans "
-            "that passed; one that buffers more cannot.",
+            "Deadlock proofs presume the value in the table. A backend that buffers less than it may hang "
+            "plans that passed; one that buffers more cannot.",
         ),
     ]
     host_blocks_on_post: Annotated[
         bool,
         Behaviour(
             "whether posting a transfer through the adapter holds the host until the transfer is done",
-            "If posting blocks, a plan that posts a send before the receive its peer waits for can hang although "
-            "it passed.",
+            "If posting blocks, a plan that posts a send before the receive its peer waits for can hang "
+            "although it passed.",
         ),
     ]
     queue: Annotated[
         Queue,
         Behaviour(
-            "which posted transfers wait for each other: the adapter has, for each edge and direction, a two-rank "
-            "group, one sending thread and one receiving thread",
-            "If the two directions share a queue, a receive posted early blocks the send behind it, and plans that "
+            "which posted transfers wait for each other: the adapter has, for each edge and direction, a "
+            "two-rank group, one sending thread and one receiving thread",
+            "If edges share a queue, a receive posted early blocks the send behind it, and plans that "
             "passed can hang.",
         ),
     ]
@@ -113,24 +116,24 @@ class BackendTable:
         bool,
         Behaviour(
             "whether the isend call returns only when the receiver has taken the message",
-            "The adapter sends from threads of its own, so plans are right either way; without blocking, the "
-            "threads could go.",
+            "The adapter sends from threads of its own, so plans are right either way; without blocking, "
+            "the threads could go.",
         ),
     ]
     irecv_blocks_host: Annotated[
         bool,
         Behaviour(
             "whether the irecv call returns only when the message is there",
-            "The adapter receives in threads of its own, so plans are right either way; without blocking, the "
-            "threads could go.",
+            "The adapter receives in threads of its own, so plans are right either way; without blocking, "
+            "the threads could go.",
         ),
     ]
     matching: Annotated[
         Literal["fifo", "other"],
         Behaviour(
             "which send meets which receive on a channel: fifo is the k-th the k-th",
-            "Matching proofs presume FIFO. With another order, a plan that passed can hand a micro-batch's tensor to "
-            "another micro-batch.",
+            "Matching proofs presume FIFO. With another order, a plan that passed can hand a micro-batch's "
+            "tensor to another micro-batch.",
         ),
     ]
     tags: Annotated[
@@ -154,8 +157,8 @@ class BackendTable:
         ),
     ]
     all_gather: Annotated[Support, Behaviour("all-gather over two ranks", _NEEDED)]
-    all_reduce: Annotated[Support, Behaviour("all-reduce (sum) over two ranks", _NEEDED)]
-    broadcast: Annotated[Support, Behaviour("broadcast over two ranks", _NEEDED)]
+    all_reduce: Annotated[Support, Behaviour("all-reduce (sum) over two ranks", _COMPOSED)]
+    broadcast: Annotated[Support, Behaviour("broadcast over two ranks", _COMPOSED)]
     barrier: Annotated[Support, Behaviour("barrier: no rank leaves before all have come", _NEEDED)]
     reduce_scatter: Annotated[Support, Behaviour("reduce-scatter (sum) over two ranks", _COMPOSED)]
     all_to_all: Annotated[Support, Behaviour("all-to-all over two ranks", _COMPOSED)]
@@ -168,7 +171,7 @@ class BackendTable:
     ]
     all_reduce_float16: Annotated[
         Support,
-        Behaviour("all-reduce (sum) of float16", "The adapter sums after an all-gather. Plans are unaffected."),
+        Behaviour("all-reduce (sum) of float16 over two ranks", _COMPOSED),
     ]
     serial_group_creation: Annotated[
         bool,
@@ -181,7 +184,8 @@ class BackendTable:
     max_group_size: Annotated[
         int,
         Behaviour(
-            "the largest group, the world apart, whose collectives can be relied on; larger ones are composed of pairs",
+            "the largest group, the world apart, whose collectives can be relied on; larger ones are "
+            "composed of pairs",
             "The adapter uses two-rank groups only; larger ones would only be faster.",
             probed=False,
         ),
@@ -192,7 +196,7 @@ class BackendTable:
     def __post_init__(self) -> None:
         odd = set(behaviours()) ^ set(self.sources)
         if odd:
-            raise ValueError(f"{self.name}: every row needs exactly one source; look at {', '.join(sorted(odd))}")
+            raise ValueError(f"{self.name}: every row needs one source; look at {', '.join(sorted(odd))}")
 
     def value(self, key: str) -> RowValue:
         """The value of one row. Raises ValueError for a key that is no row."""
@@ -202,13 +206,13 @@ class BackendTable:
         return value
 
     def values(self) -> dict[str, RowValue]:
-        """Every row's value by key, in table order: what a plan's digest covers, beside ``name``."""
-        return {key: self.value(key) for key in behaviours()}
+        """Every row's value by key, in table order; the data of a plan's digest, beside ``name``."""
+        return {key: getattr(self, key) for key in behaviours()}
 
     def rows(self) -> tuple[Row, ...]:
         """The table as rows, in order, with the meaning and the source of each."""
         return tuple(
-            Row(key, self.value(key), about.meaning, about.if_different, about.probed, self.sources[key])
+            Row(key, getattr(self, key), about.meaning, about.if_different, about.probed, self.sources[key])
             for key, about in behaviours().items()
         )
 
@@ -218,7 +222,10 @@ def behaviours() -> dict[str, Behaviour]:
     hints = get_type_hints(BackendTable, include_extras=True)
     annotations = {f.name: get_args(hints[f.name]) for f in fields(BackendTable)}
     return {
-        name: about for name, arguments in annotations.items() for about in arguments if isinstance(about, Behaviour)
+        name: about
+        for name, arguments in annotations.items()
+        for about in arguments
+        if isinstance(about, Behaviour)
     }
 
 
@@ -249,13 +256,16 @@ _PADDLE_GLOO = BackendTable(
     max_group_size=2,
     sources=MappingProxyType(
         {
-            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver has said it is ready; {_MEASURED}",
+            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED}",
             "host_blocks_on_post": "pipeproof's adapter: transfers run in threads of their own",
             "queue": "pipeproof's adapter: a group and two threads for each edge and direction",
             "isend_blocks_host": _MEASURED,
             "irecv_blocks_host": _MEASURED,
             "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED}",
-            "tags": "paddle.distributed.send has no tag argument; tags are a counter of a rank's calls in a group",
+            "tags": (
+                "paddle.distributed.send has no tag argument; inside, tags are a counter of a rank's calls "
+                "in a group"
+            ),
             "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED}",
             "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED}",
             "dtype_checked": f"{_GLOO_SOURCE}: bytes have no dtype; {_MEASURED}",
@@ -268,8 +278,8 @@ _PADDLE_GLOO = BackendTable(
             "partial_send_recv": f"{_MEASURED}: not implemented",
             "all_reduce_float16": f"{_MEASURED}: returns inf, silently",
             "serial_group_creation": (
-                f"{_MEASURED}: of 8 two-rank groups made freely by 4 processes, none came up in 6 runs; made one "
-                "by one, all came up in 4 runs"
+                f"{_MEASURED}: of 8 two-rank groups made freely by 4 processes, none came up in 6 runs; "
+                "made one by one, all came up in 4 runs"
             ),
             "max_group_size": f"{_MEASURED}: sends in groups of three or more ranks time out",
         }
@@ -289,4 +299,6 @@ def backend_table(backend: str, device: str) -> BackendTable:
         return _TABLES[backend, device]
     except KeyError:
         known = ", ".join(f"{b} on {d}" for b, d in _TABLES)
-        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
+        raise ValueError(
+            f"no backend table for {backend} on {device}; there are tables for {known}"
+        ) from None

@@ -1,4 +1,4 @@
-"""Says whether this machine can run plans: versions, and each backend row measured beside what our table says."""
+"""Says whether this machine can run plans: versions, and what a backend does beside what its table says."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def run_doctor(keys: Collection[str] | None = None) -> DoctorReport:
     table = backend_table("paddle", "cpu")
     rows: list[RowResult] = []
     if importlib.util.find_spec("paddle") is None:
-        problems = [
-            "Paddle is not installed: nothing can be run here. pip install 'pipeproof[cpu]' installs it."
-        ]
+        problems = ["Paddle is not installed, so plans cannot be run: pip install 'pipeproof[cpu]'"]
     else:
         try:
             rows = check_backend(table, paddle_pair, keys=keys, timeout_s=PROBE_TIMEOUT_S)
@@ -71,10 +69,8 @@ def run_doctor(keys: Collection[str] | None = None) -> DoctorReport:
 
 def _difference(table: BackendTable, result: RowResult) -> str:
     about = next(row for row in table.rows() if row.key == result.key)
-    return (
-        f"{result.key}: the table says {_words(result.expected)}, this machine says {_words(result.observed)}. "
-        f"{about.if_different}"
-    )
+    expected, observed = _words(result.expected), _words(result.observed)
+    return f"{result.key}: the table says {expected}, this machine says {observed}. {about.if_different}"
 
 
 def _versions() -> dict[str, str]:

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from pipeproof.exec.codes import DIED, HUNG
 from pipeproof.exec.jobs import Job
 from pipeproof.exec.watchdog import JobState
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 
+START_UP_TIMEOUT_S = 60.0
+"""The watchdog's least patience until all ranks are ready: a framework's import on a busy machine is slow."""
 _POLL_S = 0.05
 _QUIET = {
     "GLOG_minloglevel": "3",
@@ -61,12 +64,17 @@ def job_directory(logs: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def terminate_raises() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that the workers are stopped on the way out."""
+    """Turn signals that end a process into exceptions, so that the workers are stopped on the way out.
+
+    SIGINT too: a shell starts background jobs with it ignored, and then Python would never see it.
+    """
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
         raise TerminatedError(signum)
 
-    previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -93,6 +101,7 @@ class Launcher:
         self._job, self._state, self._timeout_s = job, state, timeout_s
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
+        self._reference_heard_s = 0.0
         self.reference_steps = 0
         """Steps that the reference has finished."""
 
@@ -115,9 +124,9 @@ class Launcher:
             environment = rank_environment(rank, num_ranks, ports)
             self._start(f"rank{rank}", rank, "pipeproof.exec.worker", environment)
         self._start("reference", None, "pipeproof.exec.reference", {})
-        now = time.monotonic()
+        self._reference_heard_s = time.monotonic()
         for state in self._state.ranks:
-            state.heard_s = now
+            state.heard_s = self._reference_heard_s
 
     def _start(self, name: str, rank: int | None, module: str, environment: dict[str, str]) -> None:
         read_end, write_end = os.pipe()
@@ -139,18 +148,22 @@ class Launcher:
         self._selector.register(read_end, selectors.EVENT_READ, worker)
 
     def _watch(self, on_progress: Callable[[], None]) -> None:
-        last_event = time.monotonic()
         while any(w.process.poll() is None for w in self._workers) or self._selector.get_map():
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._read(key.data)
             if ready:
-                last_event = time.monotonic()
                 on_progress()
             self._raise_if_dead()
-            if time.monotonic() - last_event > self._timeout_s:
-                raise WorkerFailedError(self._hang())
+            self._raise_if_hung()
         self._raise_if_dead()
+
+    def _raise_if_hung(self) -> None:
+        """Judge the ranks by their own events; the reference, which they need not wait for, once they are done."""
+        heard = self._reference_heard_s if self._state.all_finished else self._state.last_heard_s
+        patience = self._timeout_s if self._state.all_ready else max(self._timeout_s, START_UP_TIMEOUT_S)
+        if time.monotonic() - heard > patience:
+            raise WorkerFailedError(self._hang(patience))
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.events, 1 << 16)
@@ -165,6 +178,7 @@ class Launcher:
                 self._state.handle(worker.rank, event, time.monotonic())
             elif event["kind"] == "step":
                 self.reference_steps = event["step"] + 1
+                self._reference_heard_s = time.monotonic()
 
     def _raise_if_dead(self) -> None:
         dead = [w for w in self._workers if w.process.poll() not in (None, 0)]
@@ -192,7 +206,7 @@ class Launcher:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if worker.rank is None:
             return Finding(
-                "PP902",
+                DIED.code,
                 Severity.ERROR,
                 f"the reference process {how}: {_last_line(worker.output)}",
                 help="`--logs DIR` keeps what each process printed",
@@ -201,17 +215,16 @@ class Launcher:
             how = "raised"
         return self._state.died(worker.rank, how)
 
-    def _hang(self) -> Finding:
+    def _hang(self, patience_s: float) -> Finding:
         stopped = [w.rank for w in self._workers if w.rank is not None and _is_stopped(w.process.pid)]
-        ranks_done = all(state.finished for state in self._state.ranks)
-        if ranks_done:
+        if self._state.all_finished:
             return Finding(
-                "PP903",
+                HUNG.code,
                 Severity.ERROR,
-                f"the reference process has finished no step for {self._timeout_s:g} s",
+                f"the reference process has finished no step for {patience_s:g} s",
                 help="a larger `--timeout` gives it more time",
             )
-        return self._state.hung(self._timeout_s, stopped[0] if stopped else None)
+        return self._state.hung(patience_s, stopped[0] if stopped else None)
 
     def _stop_all(self) -> None:
         for worker in self._workers:

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeproof.exec.codes import WORLD_SIZE
 from pipeproof.exec.compare import StepResult
 from pipeproof.exec.jobs import Job, dump_plan
-from pipeproof.exec.launch import WorkerFailedError
+from pipeproof.exec.launch import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.reference import run_reference
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import NotVerifiedError, RunOptions, StepCollector, finish_report, require_backend
@@ -86,7 +87,7 @@ def _require_world_size(report: Report) -> None:
     if started != needed:
         raise PipeproofError(
             Finding(
-                "PP907",
+                WORLD_SIZE.code,
                 Severity.ERROR,
                 f"the launcher started {started} processes, but the plan's topology has {needed} ranks",
                 location=report.subject.locate("topology"),
@@ -147,7 +148,9 @@ class _SelfWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_S):
-            if time.monotonic() - self._last > self._timeout_s:
-                self._on_hang(self._state.hung(self._timeout_s, self._rank))
+            ready = self._state.ranks[self._rank].threads > 0
+            patience = self._timeout_s if ready else max(self._timeout_s, START_UP_TIMEOUT_S)
+            if time.monotonic() - self._last > patience:
+                self._on_hang(self._state.hung(patience, self._rank))
                 shutil.rmtree(self._directory, ignore_errors=True)
                 os._exit(EXIT_WORKER_FAILED)

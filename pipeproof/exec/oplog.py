@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeproof.exec.codes import LOG_DIFFERS
 from pipeproof.schedule.ops import TRANSFER_KINDS
 from pipeproof.schedule.optable import NONE, OpGraph
-from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
 
 HOST_QUEUE = "compute"
@@ -47,19 +47,6 @@ class LogEntry:
         """Read what ``to_json`` wrote."""
         return cls(**{**data, "ranks": tuple(data["ranks"])})
 
-
-LOG_DIFFERS = RuleDoc(
-    code="PP901",
-    title="the executed operations differ from the verified graph",
-    severity="error",
-    explanation=(
-        "After a run the log of what each rank did (operations, communicators, element counts, dtypes) is "
-        "compared with the graph that was verified, queue by queue. A difference means that the proof does not "
-        "speak of what ran: a bug of pipeproof's executor, or of a backend that reorders."
-    ),
-    wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",
-    right="graph: 1RECV_F0 1F0      log: 1RECV_F0 1F0",
-)
 
 _Fact = tuple[str, tuple[int, ...], int, str]
 """(operation, communicator's ranks, elements, dtype): what is compared."""

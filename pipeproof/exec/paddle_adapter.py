@@ -53,7 +53,8 @@ class StepOutcome:
 class PaddleAdapter:
     """One rank: its stage, its tensors, its optimizer and its communication.
 
-    ``enter`` is called with each host operation before it is carried out.
+    ``enter`` is called with the step and id of each host operation and each
+    child collective before it is carried out.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class PaddleAdapter:
         if op.kind in TRANSFER_KINDS:
             self._post(instruction)
             return
-        self._enter(self._step, instruction.op_id)
-        self._children.parent = op
+        self.enter(instruction.op_id)
+        self._children.begin(instruction.op_id, op)
         start = time.monotonic_ns()
         place = len(self.log)
         ranks, numel, dtype = (), 0, ""
@@ -107,6 +108,10 @@ class PaddleAdapter:
             self._step, HOST_QUEUE, str(op), start, time.monotonic_ns(), ranks, numel, dtype
         )
         self.log.insert(place, entry)  # before the children that ran inside it
+
+    def enter(self, op_id: int) -> None:
+        """Say which operation is about to run."""
+        self._enter(self._step, op_id)
 
     def log_collective(
         self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int
@@ -250,16 +255,11 @@ class _Children:
     def __init__(self, adapter: PaddleAdapter) -> None:
         self._adapter = adapter
         self._parent: Op | None = None
-        self._index = 0
+        self._parent_id = self._index = 0
 
-    @property
-    def parent(self) -> Op | None:
-        """The host operation that is running."""
-        return self._parent
-
-    @parent.setter
-    def parent(self, op: Op) -> None:
-        self._parent, self._index = op, 0
+    def begin(self, op_id: int, op: Op) -> None:
+        """A host operation starts: collectives from here on are its children."""
+        self._parent, self._parent_id, self._index = op, op_id, 0
 
     def all_reduce(self, tensor: paddle.Tensor, *, label: str, reduction: str = "sum") -> paddle.Tensor:
         """The reduction over TP, in TP rank order."""
@@ -295,6 +295,7 @@ class _Children:
         assert self._parent is not None
         op = child_of(self._parent, self._index, kind, axis)
         self._index += 1
+        self._adapter.enter(self._parent_id + self._index)  # children stand right after their parent
         collectives = self._adapter.collectives_over(axis)
         start = time.monotonic_ns()
         result = act(collectives)

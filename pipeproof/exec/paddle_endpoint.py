@@ -7,9 +7,11 @@ ready, then runs each body it is sent and answers with the outcome. When the
 connection closes it ends, even if a call to Paddle blocks.
 """
 
+# ruff: noqa: D102 - what each method of an endpoint does stands once, at `Endpoint`
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import resource
 import signal
@@ -44,7 +46,7 @@ class _Waitable:
 
 
 class PaddleEndpoint:
-    """Paddle's own calls on a two-rank gloo group, and the adapter's posts; see ``Endpoint`` for each method."""
+    """Paddle's own calls on a two-rank gloo group, and the adapter's posts; an ``Endpoint``."""
 
     def __init__(self, rank: int) -> None:
         import paddle
@@ -55,7 +57,7 @@ class PaddleEndpoint:
         self._paddle, self._dist = paddle, dist
         self.rank = rank
         self._channels = {name: Channel(name, src, dst) for name, (src, dst) in EDGES.items()}
-        self._posts = connect(rank, tuple(self._channels.values()), (), lambda what: None).channels
+        self._posts = connect(rank, tuple(self._channels.values()), (), lambda _: None).channels
         self._group = dist.new_group([0, 1], backend="gloo")
         dist.barrier()
 
@@ -144,8 +146,9 @@ def _numpy(tensor: Any) -> Array:
     return array
 
 
-def _outcome(body: Body, endpoint: Endpoint) -> Outcome:
+def _outcome(pickled_body: bytes, endpoint: Endpoint) -> Outcome:
     try:
+        body: Body = pickle.loads(pickled_body)  # noqa: S301 - from the process that started this one
         return Outcome("returned", body(endpoint))
     except Exception as error:  # noqa: BLE001 - whatever Paddle raises is the outcome
         return Outcome("raised", detail=_one_line(error))
@@ -158,14 +161,14 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line.partition(' (at ')[0]}"
 
 
-def _inbox(connection: Connection) -> queue.SimpleQueue[Any]:
+def _inbox(connection: Connection) -> queue.SimpleQueue[bytes]:
     """What arrives, read by a thread that ends this process when the other side is gone."""
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
         while True:
             try:
-                inbox.put(connection.recv())
+                inbox.put(connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(EXIT_ALONE)
 

@@ -17,6 +17,7 @@ from typing import Any
 from pipeproof.exec.launch import rank_environment
 from pipeproof.testing.endpoint import Body, Outcome
 
+WORKER = "pipeproof.exec.paddle_endpoint"
 START_TIMEOUT_S = 60.0
 _REAP_S = 5.0
 """How long a process whose connection has closed may take to be gone."""
@@ -82,7 +83,7 @@ def _start(number: int, ports: list[int], stack: ExitStack) -> _Rank:
     connection = stack.enter_context(Connection(ours.detach()))
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeproof.exec.paddle_endpoint", str(theirs.fileno())],
+            [sys.executable, "-m", WORKER, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -8,38 +8,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipeproof.exec.codes import MISMATCH, UNVERIFIED
 from pipeproof.exec.compare import GradientResult, StepResult
 from pipeproof.exec.oplog import LogEntry
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, Severity
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.subject import Subject
-
-MISMATCH = RuleDoc(
-    code="PP904",
-    title="the run differs from the single-process reference",
-    severity="error",
-    explanation=(
-        "The same weights and data, run in one uncut process, give other bits for the loss or a gradient than "
-        "the distributed run (where tensor or data parallelism adds in another order, the reference adds in "
-        "that order too), or the distance to the plain uncut model is larger than rounding can make it."
-    ),
-    wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
-    right="every MD5 equal",
-)
-UNVERIFIED = RuleDoc(
-    code="PP905",
-    title="the plan was run without a certificate",
-    severity="warning",
-    explanation=(
-        "The plan does not pass `check`; `--unsafe` ran it all the same. Whatever the run shows, the plan is not "
-        "proved, and the exit status is not 0."
-    ),
-    wrong="pipeproof run --unsafe PLAN",
-    right="pipeproof run PLAN",
-)
 
 
 @dataclass(frozen=True)

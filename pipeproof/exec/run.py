@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeproof.exec.codes import BACKEND_MISSING
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
 from pipeproof.exec.launch import Launcher, job_directory
@@ -94,7 +95,7 @@ def require_backend() -> None:
     if importlib.util.find_spec("paddle") is None:
         raise BackendMissingError(
             Finding(
-                "PP906",
+                BACKEND_MISSING.code,
                 Severity.ERROR,
                 "the plan runs on Paddle, which is not installed in this Python",
                 help="pip install 'pipeproof[cpu]'  (or paddlepaddle==3.3.1)",

@@ -5,35 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.exec.codes import DIED, HUNG
+from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE
-from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
 from pipeproof.verify.matching import partner_of
 from pipeproof.verify.subject import Subject
-
-DIED = RuleDoc(
-    code="PP902",
-    title="a worker died or raised",
-    severity="error",
-    explanation=(
-        "A worker process ended before its program did. All others were stopped. The message names the rank, "
-        "the operation it was at, the peer of that operation, and what the graph expected there."
-    ),
-    wrong="rank 1 was killed by signal 9 at 0F2",
-    right="every rank comes to the end of its program",
-)
-HUNG = RuleDoc(
-    code="PP903",
-    title="a worker hangs",
-    severity="error",
-    explanation=(
-        "No rank has made progress within the watchdog's time. The ranks that only wait for others are told "
-        "apart from the one that the others wait for, by the verified graph."
-    ),
-    wrong="rank 1 has been at 0F2 for 60 s",
-    right="every operation ends within the watchdog's time (`--timeout`)",
-)
 
 
 @dataclass(slots=True)
@@ -79,6 +56,21 @@ class JobState:
                 state.finished = True
             case "error":
                 state.error, state.error_ns = event["message"], event["at_ns"]
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every rank has set up and begun its program."""
+        return all(state.threads > 0 for state in self.ranks)
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank has come to the end of its last step."""
+        return all(state.finished for state in self.ranks)
+
+    @property
+    def last_heard_s(self) -> float:
+        """When the last event of any rank came."""
+        return max(state.heard_s for state in self.ranks)
 
     @property
     def threads(self) -> int:
@@ -144,18 +136,12 @@ class JobState:
         return None
 
     def _members(self, op_id: int) -> list[int]:
-        """The counterparts, on all ranks, of a collective or of the first collective below an operation."""
+        """A collective's op ids on all ranks of its group; empty for any other operation."""
         graph = self.subject.graph
-        candidates = [op_id] if graph.group[op_id] != NONE else []
-        rank_end = int(graph.offsets[int(graph.rank[op_id]) + 1])
-        child = op_id + 1
-        while not candidates and child < rank_end and int(graph.parent[child]) == op_id:
-            candidates.append(child)
-        if not candidates:
+        if graph.group[op_id] == NONE:
             return []
-        mine = candidates[0]
-        same = (graph.group == graph.group[mine]) & (graph.position == graph.position[mine])
-        return [int(i) for i in same.nonzero()[0] if graph.ops[int(i)].kind in COLLECTIVE_KINDS]
+        same = (graph.group == graph.group[op_id]) & (graph.position == graph.position[op_id])
+        return [int(i) for i in same.nonzero()[0]]
 
     def _is_before(self, rank: int, step: int, op_id: int) -> bool:
         """Whether ``rank`` has not come past ``op_id`` of ``step`` yet."""
@@ -179,7 +165,7 @@ class JobState:
         members = self._members(op_id)
         if members:
             group = graph.groups[int(graph.group[members[0]])]
-            return f"the graph expects ranks {list(group.ranks)} to join its {group.axis} collectives"
+            return f"the graph expects ranks {list(group.ranks)} to join this {group.axis} collective"
         end = int(graph.offsets[int(graph.rank[op_id]) + 1])
         for later in range(op_id + 1, end):
             if graph.ops[later].kind in TRANSFER_KINDS:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
-from pipeproof.sim.model import Outcome
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness, PipeproofError, Severity, WitnessOp
+
+if TYPE_CHECKING:  # `explain` reads the code below, and must not import SimPy for it
+    from pipeproof.sim.model import Outcome
 
 UNFINISHED = RuleDoc(
     code="PP403",

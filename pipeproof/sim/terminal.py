@@ -48,16 +48,15 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "") -> No
         line = Text(row.label.ljust(label_width))
         line.append_text(_picture(timeline, row.ranks[0], scale))
         console.print(line, soft_wrap=True)
-    console.print(
-        Text("F forward, B backward, with the micro-batch where it fits; dots are idle."), soft_wrap=True
-    )
+    console.print(Text("F forward, B backward, with the micro-batch where it fits; dots are idle."))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
-        console.print(Text(f"Each row stands for {shared} ranks with the same timeline."), soft_wrap=True)
+        console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
 
 
 def render_figures(simulation: Simulation, console: Console) -> None:
-    """Print the table of figures, ranks with equal rows taken together as in the timeline."""
+    """Print the table of figures below an empty line, ranks taken together as in the timeline."""
+    console.print()
     console.print(Text(f"p2p {_p2p_text(simulation)}; times in us"))
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Checks across the keys of a plan: sizes that must divide, lists that must fit, keys that exclude each other.
+"""Checks across the keys of a plan: sizes that divide, lists that fit, keys that exclude each other.
 
 Each function reads validated values and returns every problem that it finds;
 paths count from the section that calls it.
@@ -22,8 +22,8 @@ def check_model(model: ModelSpec) -> list[Problem]:
         message = f"model.hidden_size {hidden} does not divide into model.num_heads {heads} heads"
     elif hidden // heads % 2:
         message = (
-            f"the size of a head is model.hidden_size {hidden} / model.num_heads {heads} = {hidden // heads}, "
-            "and rotary attention needs an even one"
+            f"a head has model.hidden_size {hidden} / model.num_heads {heads} = {hidden // heads} elements, "
+            "and rotary attention needs an even number"
         )
     else:
         return []
@@ -57,11 +57,12 @@ def check_cost(cost: CostSpec) -> list[Problem]:
     """The backward time is given whole, or as both of its parts (PP104), and not twice (PP106)."""
     parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
     if cost.backward_us is not None and parts:
+        beside = listed([f"`cost.{name}`" for name in parts], "and")
         return [
             Problem(
                 "PP106",
                 ("backward_us",),
-                f"`cost.backward_us` is given together with {listed([f'`cost.{name}`' for name in parts], 'and')}",
+                f"`cost.backward_us` is given together with {beside}",
                 help="give backward_us alone, or backward_input_us and backward_weight_us",
                 at_key=True,
             )

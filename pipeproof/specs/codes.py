@@ -25,8 +25,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP100",
         title="the plan file cannot be read",
         explanation=(
-            "The file does not exist, is a directory, may not be read, is larger than any plan, or is not text in "
-            "UTF-8. Nothing in it was looked at."
+            "The file does not exist, is a directory, may not be read, is larger than any plan, or is "
+            "not text in UTF-8. Nothing in it was looked at."
         ),
         wrong="pipeproof check plans/   # a directory",
         right="pipeproof check plans/gpt.yaml",
@@ -35,10 +35,10 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP101",
         title="the plan file is not valid YAML",
         explanation=(
-            "Plans are YAML 1.2 or JSON. The usual causes are a tab in the indentation, a missing space after a "
-            "colon, an unclosed bracket or quote, and two documents in one file. Aliases may be used, but an alias "
-            "must not contain itself, and the whole plan must stay within bounds of size and depth. Tags such as "
-            "`!!int` have no meaning in a plan."
+            "Plans are YAML 1.2 or JSON. The usual causes are a tab in the indentation, a missing space"
+            " after a colon, an unclosed bracket or quote, and two documents in one file. Aliases may "
+            "be used, but an alias must not contain itself, and the whole plan must stay within bounds "
+            "of size and depth. Tags such as `!!int` have no meaning in a plan."
         ),
         wrong="topology: {pp: 2, tp: 2",
         right="topology: {pp: 2, tp: 2}",
@@ -47,9 +47,9 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP102",
         title="unknown key",
         explanation=(
-            "The key is not part of the plan format, or not of this section. Unknown keys are never ignored: a "
-            "misspelt key would silently leave its default in force, and another plan would be proved than the one "
-            "that was meant."
+            "The key is not part of the plan format, or not of this section. Unknown keys are never "
+            "ignored: a misspelt key would silently leave its default in force, and another plan would "
+            "be proved than the one that was meant."
         ),
         wrong="topology: {pp: 2, tensor_parallel: 2}",
         right="topology: {pp: 2, tp: 2}",
@@ -58,8 +58,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP103",
         title="duplicate key",
         explanation=(
-            "The same key stands twice in one mapping. Most YAML readers keep the last value and say nothing; here "
-            "it is an error, because one of the two values is not the one that counts."
+            "The same key stands twice in one mapping. Most YAML readers keep the last value and say "
+            "nothing; here it is an error, because one of the two values is not the one that counts."
         ),
         wrong="topology: {pp: 2, pp: 4}",
         right="topology: {pp: 4}",
@@ -68,8 +68,9 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP104",
         title="missing key",
         explanation=(
-            "A key that has no default is absent: the format's version, the sizes of the model, the schedule and "
-            "its micro-batches have to be said. A backward time in two parts needs both of them."
+            "A key that has no default is absent: the format's version, the sizes of the model, the "
+            "schedule and its micro-batches have to be said. A backward time in two parts needs both of"
+            " them."
         ),
         wrong="schedule: {kind: 1f1b, num_micro_batches: 4}",
         right="schedule: {kind: 1f1b, num_micro_batches: 4, micro_batch_size: 2}",
@@ -78,8 +79,9 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP105",
         title="wrong type",
         explanation=(
-            "The value has another type than its key needs. Nothing is converted: a quoted number is a string, 4.0 "
-            "is not an integer, and by YAML 1.2 `yes` and `on` are strings (booleans are `true` and `false`)."
+            "The value has another type than its key needs. Nothing is converted: a quoted number is a "
+            "string, 4.0 is not an integer, and by YAML 1.2 `yes` and `on` are strings (booleans are "
+            "`true` and `false`)."
         ),
         wrong="topology: {pp: 2, sequence_parallel: yes}",
         right="topology: {pp: 2, sequence_parallel: true}",
@@ -88,8 +90,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP106",
         title="value out of bounds or not allowed",
         explanation=(
-            "The value has the right type, but it is below or above what its key allows, is none of the listed "
-            "names, or contradicts another key that is given beside it."
+            "The value has the right type, but it is below or above what its key allows, is none of the"
+            " listed names, or contradicts another key that is given beside it."
         ),
         wrong="topology: {pp: 0}",
         right="topology: {pp: 1}",
@@ -98,8 +100,9 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP107",
         title="comes in a later release",
         explanation=(
-            "The key or value belongs to the plan format, but the feature behind it is not in this release. It is "
-            "refused rather than ignored, so that nothing is proved about a plan that would not run as written."
+            "The key or value belongs to the plan format, but the feature behind it is not in this "
+            "release. It is refused rather than ignored, so that nothing is proved about a plan that "
+            "would not run as written."
         ),
         wrong="schedule: {kind: zb_h1, num_micro_batches: 4, micro_batch_size: 2}",
         right="schedule: {kind: 1f1b, num_micro_batches: 4, micro_batch_size: 2}",
@@ -108,9 +111,9 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP108",
         title="sizes do not divide",
         explanation=(
-            "Attention heads share the hidden size evenly, and each needs an even size, because rotary embedding "
-            "turns pairs of elements. Tensor parallelism cuts heads, the MLP and the vocabulary evenly over its "
-            "ranks; with sequence parallelism the sequence too."
+            "Attention heads share the hidden size evenly, and each needs an even size, because rotary "
+            "embedding turns pairs of elements. Tensor parallelism cuts heads, the MLP and the "
+            "vocabulary evenly over its ranks; with sequence parallelism the sequence too."
         ),
         wrong="topology: {pp: 2, tp: 3}\nmodel: {kind: gpt, num_layers: 4, hidden_size: 64, num_heads: 4, "
         "ffn_size: 128, vocab_size: 256, seq_length: 32}",
@@ -121,8 +124,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         code="PP109",
         title="a list does not fit the topology",
         explanation=(
-            "A list by global stage needs one entry for each stage: the layers of each stage under `stages`, and "
-            "times under `cost` where they are not one number for all."
+            "A list by global stage needs one entry for each stage: the layers of each stage under "
+            "`stages`, and times under `cost` where they are not one number for all."
         ),
         wrong="topology: {pp: 2}\ncost: {forward_us: [100, 100, 140]}",
         right="topology: {pp: 2}\ncost: {forward_us: [100, 140]}",

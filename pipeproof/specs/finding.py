@@ -35,13 +35,15 @@ class ElementRange:
 
     ``rank`` is the receiving rank; ``source_rank`` is the rank whose elements
     these are. ``start`` and ``stop`` count elements of the source's local
-    tensor, flattened in C order.
+    tensor, flattened in C order; ``covers`` says in global coordinates which
+    they are.
     """
 
     rank: int
     start: int
     stop: int
     source_rank: int
+    covers: str = ""
 
 
 @dataclass(frozen=True, slots=True)

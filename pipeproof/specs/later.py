@@ -5,13 +5,14 @@ They are refused with a sentence that says so, rather than as unknown.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipeproof.specs.problems import Problem, describe_value
+from pipeproof.specs.problems import Problem, shortened
 
 
-def _anything(value: object) -> bool:
+def _anything(_: object) -> bool:
     return True
 
 
@@ -52,25 +53,37 @@ _LATER_SCHEDULES = (
 )  # fmt: skip
 
 LATER: tuple[Later, ...] = (
-    Later("model", "kind", _one_of("layers"), "a model of your own layers", "use gpt"),
-    Later("model", "layers", _anything, "a model of your own layers", "remove the key and use kind: gpt"),
+    Later("model", "kind", _one_of("layers"), "models of your own layers", "use gpt"),
+    Later("model", "layers", _anything, "models of your own layers", "remove the key and use kind: gpt"),
     Later("model", "num_kv_heads", _anything, "grouped-query attention", "remove the key"),
-    Later("model", "tied_embedding", _true, "sharing the embedding's weight with the head", "use false"),
+    Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
     Later("model", "moe", _anything, "mixture of experts", "remove the key"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
     Later("topology", "cp", _more_than_one, "context parallelism", "use 1"),
     Later("topology", "ep", _more_than_one, "expert parallelism", "use 1"),
-    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "this schedule", "use gpipe or 1f1b"),
-    Later("schedule", "variant", _other_than(""), "a choice among variants of a schedule", "remove the key"),
+    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "more schedules", "use gpipe or 1f1b"),
+    Later("schedule", "variant", _other_than(""), "variants of schedules", "remove the key"),
     Later("schedule", "num_chunks", _more_than_one, "several stages per rank", "use 1"),
-    Later("schedule", "num_sequence_splits", _more_than_one, "cutting sequences into pieces", "use 1"),
-    Later("schedule", "placement", _list_or("v"), "another placement of stages", "use loop"),
-    Later("transport", "connections", _other_than("warm"), "opening connections otherwise", "use warm"),
-    Later("transport", "recv_post", _other_than("just_in_time"), "posting receives otherwise", "use just_in_time"),
-    Later("cost", "analytic", _anything, "times computed from a device's data sheet", "give forward_us and backward_us"),
+    Later("schedule", "num_sequence_splits", _more_than_one, "sequence splits", "use 1"),
+    Later("schedule", "placement", _list_or("v"), "other placements of stages", "use loop"),
+    Later("transport", "connections", _other_than("warm"), "other ways to open connections", "use warm"),
+    Later(
+        "transport",
+        "recv_post",
+        _other_than("just_in_time"),
+        "other times to post receives",
+        "use just_in_time",
+    ),
+    Later(
+        "cost",
+        "analytic",
+        _anything,
+        "times computed from a device's data sheet",
+        "give forward_us and backward_us",
+    ),
     Later("cost", "profile", _anything, "times read from a profile", "give forward_us and backward_us"),
-    Later("run", "backend", _one_of("torch"), "running on PyTorch", "use paddle"),
-    Later("run", "device", _one_of("gpu"), "running on GPUs", "use cpu"),
+    Later("run", "backend", _one_of("torch"), "runs on PyTorch", "use paddle"),
+    Later("run", "device", _one_of("gpu"), "runs on GPUs", "use cpu"),
     Later("run", "dtype", _one_of("bfloat16", "float16"), "16-bit types", "use float32 or float64"),
 )
 
@@ -85,17 +98,22 @@ def later_problems(data: Mapping[str, object]) -> list[Problem]:
         value = section[row.key]
         if row.comes_later(value):
             whole_key = row.comes_later is _anything
-            what = f"`{row.section}.{row.key}`" if whole_key else f"`{row.section}.{row.key}`: {describe_value(value)}"
+            key = f"{row.section}.{row.key}"
+            what = f"`{key}`" if whole_key else f"`{key}: {_text(value)}`"
             problems.append(
                 Problem(
                     "PP107",
                     (row.section, row.key),
-                    f"{what} comes in a later release ({row.feature})",
+                    f"{what} comes in a later release, which brings {row.feature}",
                     help=f"in this release, {row.now}",
                     at_key=whole_key,
                 )
             )
     return problems
+
+
+def _text(value: object) -> str:
+    return shortened(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def later_keys(section: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -16,7 +17,7 @@ from pipeproof.specs.pydantic_problems import problems_of
 from pipeproof.specs.source import LINE_BREAK, SourceMap
 from pipeproof.specs.yaml_tree import parse_text
 
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 2**20
 """Largest plan file."""
 
 
@@ -84,7 +85,8 @@ def _validate(data: object) -> tuple[PlanSpec | None, list[Problem]]:
         ]
     later = later_problems(data)
     try:
-        spec = PlanSpec.model_validate(dict(data))
+        sections = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+        spec = PlanSpec.model_validate(sections)
     except ValidationError as error:
         refused = {problem.path for problem in later}
         others = [problem for problem in problems_of(error) if not _is_below(problem.path, refused)]
@@ -117,7 +119,7 @@ def _read_text(name: str) -> str:
         PlanFileError: PP100.
     """
     try:
-        with open(name, "rb") as stream:
+        with Path(name).open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

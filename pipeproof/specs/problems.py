@@ -7,9 +7,10 @@ path of the key, and loading turns it into a ``Finding`` with line and column.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic_core import PydanticCustomError
 
@@ -20,6 +21,7 @@ PROBLEMS = "problems"
 """Type and context key of the pydantic error that carries problems through a validator."""
 
 _MOST_SHOWN = 40
+_MIN_PREFIX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +58,34 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def describe_value(value: object) -> str:
-    """``integer 3``, ``string "x"``, ``a list of 2``: a value with its type, in the words of YAML and JSON."""
-    match value:
-        case None:
-            return "nothing (null)"
-        case bool():
-            return f"boolean {str(value).lower()}"
-        case int():
-            return f"integer {shortened(str(value)) if abs(value) < 10**100 else 'of more than 100 digits'}"
-        case float():
-            return f"number {value!r}"
-        case str():
-            return f"string {json.dumps(shortened(value), ensure_ascii=False)}"
-        case list() | tuple():
-            return f"a list of {len(value)}"
-        case dict():
-            return "a mapping"
-        case _:
-            return f"a Python `{type(value).__name__}`"
+    """``integer 3``, ``string "x"``, ``a list of 2``: a value with its type, in the words of YAML."""
+    if value is None:
+        return "nothing (null)"
+    for kind, form in _FORMS:
+        if isinstance(value, kind):
+            return form(value)
+    return f"a Python `{type(value).__name__}`"
 
 
 def shortened(text: str) -> str:
     """``text``, cut to a length that fits into a sentence."""
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def _integer(value: Any) -> str:
+    return (
+        f"integer {shortened(str(value))}" if abs(value) < 10**100 else "an integer of more than 100 digits"
+    )
+
+
+_FORMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
+    (bool, lambda value: f"boolean {str(value).lower()}"),  # before int, which bool is
+    (int, _integer),
+    (float, lambda value: f"number {value!r}"),
+    (str, lambda value: f"string {json.dumps(shortened(value), ensure_ascii=False)}"),
+    ((list, tuple), lambda value: f"a list of {len(value)}"),
+    (Mapping, lambda _: "a mapping"),
+)
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -92,7 +99,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     close = get_close_matches(plain, by_plain, n=1, cutoff=0.7)
     if close:
         return by_plain[close[0]]
-    if len(plain) >= 3:
+    if len(plain) >= _MIN_PREFIX:
         for candidate, original in by_plain.items():
             if candidate.startswith(plain) or plain.startswith(candidate):
                 return original

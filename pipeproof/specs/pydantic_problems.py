@@ -21,6 +21,8 @@ from pipeproof.specs.problems import (
     shortened,
 )
 
+_SECTION = "a mapping of keys"
+
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -28,8 +30,8 @@ _EXPECTED = {
     "bool_type": "true or false",
     "tuple_type": "a list",
     "none_required": "null",
-    "model_type": "a mapping of keys",
-    "model_attributes_type": "a mapping of keys",
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
 }
 
 _BOUNDS = {
@@ -59,8 +61,8 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         for problem in context[PROBLEMS]:
             yield Problem(problem.code, (*path, *problem.path), problem.message, problem.help, problem.at_key)
     elif kind == "missing":
-        yield Problem("PP104", path, f"`{dotted(path)}` is missing", _what_it_is(path), at_key=True)
-    elif kind == "extra_forbidden":
+        yield Problem("PP104", path, f"`{dotted(path)}` is missing", _addition(path), at_key=True)
+    elif kind in ("extra_forbidden", "invalid_key"):
         yield _unknown_key(path)
     elif kind in _EXPECTED:
         yield _wrong_type(path, value, _EXPECTED[kind])
@@ -69,8 +71,12 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
     elif kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         yield Problem(
-            "PP106", path, f"`{dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}"
+            "PP106",
+            path,
+            f"`{dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}",
         )
+    elif kind == "finite_number":
+        yield Problem("PP106", path, f"`{dotted(path)}` must be finite, found {describe_value(value)}")
     else:
         yield Problem("PP106", path, f"`{dotted(path)}`: {detail['msg']}, found {describe_value(value)}")
 
@@ -92,6 +98,8 @@ def _conversion(value: object, expected: str) -> str | None:
             return "write true"
         if value.lower() in ("no", "off", "n", "false"):
             return "write false"
+    if expected == _SECTION and value is None:
+        return "remove the key, or give keys below it"
     if expected == "a list" and isinstance(value, str):
         return f"write [{shortened(value)}]"
     return None
@@ -161,7 +169,11 @@ def _field_of(path: KeyPath) -> Any:
     field = None
     for part in (part for part in path if isinstance(part, str)):
         field = model.model_fields.get(part)
-        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if (
+            field is not None
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, BaseModel)
+        ):
             model = field.annotation
     return field
 
@@ -173,6 +185,9 @@ def _annotation(path: KeyPath) -> Any:
     return get_args(annotation)[0] if isinstance(path[-1], int) else annotation
 
 
-def _what_it_is(path: KeyPath) -> str | None:
+def _addition(path: KeyPath) -> str | None:
+    allowed = get_args(_annotation(path))
+    if len(allowed) == 1:
+        return f"add `{path[-1]}: {allowed[0]}`"
     field = _field_of(path)
-    return f"{path[-1]}: {field.description}" if field is not None and field.description else None
+    return f"add `{path[-1]}`: {field.description}" if field is not None and field.description else None

@@ -54,14 +54,23 @@ class _Printer:
     def line(self, *parts: tuple[str, str]) -> None:
         for text, style in parts:
             self._console.print(
-                _printable(text), style=style or None, end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+                _printable(text),
+                style=style or None,
+                end="",
+                markup=False,
+                highlight=False,
+                emoji=False,
+                soft_wrap=True,
             )
         self._console.print()
 
 
 def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> None:
     style = _STYLES[finding.severity]
-    printer.line((f"{finding.severity}[{finding.code}]", style), (f": {finding.message}", "bold"))
+    first, *more = finding.message.split("\n")
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f": {first}", "bold"))
+    for line in more:
+        printer.line((f"  {line}", "bold"))
     location = finding.location
     margin = " " * (len(str(location.line)) if location is not None else 1)
     if location is not None:
@@ -73,10 +82,15 @@ def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> No
         for line in _witness_lines(finding.witness):
             printer.line((f"{margin} = ", _FRAME), (line, ""))
     if finding.help is not None:
-        printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (finding.help, ""))
+        first, *more = finding.help.split("\n")
+        printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (first, ""))
+        for line in more:
+            printer.line((f"{margin}         {line}", ""))
 
 
-def _render_excerpt(location: Location, source: SourceMap, printer: _Printer, margin: str, style: str) -> None:
+def _render_excerpt(
+    location: Location, source: SourceMap, printer: _Printer, margin: str, style: str
+) -> None:
     printer.line((f"{margin} |", _FRAME))
     for number in range(max(1, location.line - 1), location.line + 1):
         gutter = f"{number:>{len(margin)}} | "
@@ -98,10 +112,11 @@ def _witness_lines(witness: Witness) -> Iterator[str]:
 def _all_witness_lines(witness: Witness) -> Iterator[str]:
     match witness:
         case RangesWitness():
-            for item in witness.lost:
-                yield f"rank {item.rank} loses elements {item.start}..{item.stop} of rank {item.source_rank}"
-            for item in witness.foreign:
-                yield f"rank {item.rank} gets elements {item.start}..{item.stop} of rank {item.source_rank} instead"
+            for rank in dict.fromkeys(item.rank for item in (*witness.lost, *witness.foreign)):
+                for verb, items in (("loses", witness.lost), ("gets ", witness.foreign)):
+                    for item in items:
+                        if item.rank == rank:
+                            yield f"rank {rank} {verb} {_range_text(item)}"
         case CycleWitness():
             for op, next_op in zip(witness.ops, (*witness.ops[1:], *witness.ops[:1]), strict=True):
                 yield f"rank {op.rank} {op.op} waits for rank {next_op.rank} {next_op.op}"
@@ -110,6 +125,11 @@ def _all_witness_lines(witness: Witness) -> Iterator[str]:
                 yield f"rank {op.rank}: {op.op}"
         case _:
             assert_never(witness)
+
+
+def _range_text(item: ElementRange) -> str:
+    covers = f" ({item.covers})" if item.covers else ""
+    return f"elements {item.start}..{item.stop} of rank {item.source_rank}{covers}"
 
 
 def _printable(text: str) -> str:
@@ -131,7 +151,9 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
         "severity": str(finding.severity),
         "message": finding.message,
         "location": (
-            {"file": location.file, "line": location.line, "column": location.column} if location is not None else None
+            {"file": location.file, "line": location.line, "column": location.column}
+            if location is not None
+            else None
         ),
         "help": finding.help,
         "witness": _witness_to_json(finding.witness) if finding.witness is not None else None,
@@ -154,8 +176,14 @@ def _witness_to_json(witness: Witness) -> dict[str, Any]:
             assert_never(witness)
 
 
-def _range_to_json(item: ElementRange) -> dict[str, int]:
-    return {"rank": item.rank, "start": item.start, "stop": item.stop, "source_rank": item.source_rank}
+def _range_to_json(item: ElementRange) -> dict[str, Any]:
+    return {
+        "rank": item.rank,
+        "start": item.start,
+        "stop": item.stop,
+        "source_rank": item.source_rank,
+        "covers": item.covers,
+    }
 
 
 def _op_to_json(op: WitnessOp) -> dict[str, Any]:

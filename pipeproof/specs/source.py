@@ -42,7 +42,11 @@ class SourceMap:
     keys: dict[KeyPath, Span] = field(default_factory=dict)
 
     def locate(self, path: KeyPath, *, key: bool = False) -> Location:
-        """The place of the value at ``path``, or of its key; else that of the nearest parent in the file."""
+        """The place of the value at ``path``, or with ``key`` of the key itself.
+
+        What is not in the file (a missing key, a default) has the place of its
+        nearest parent that is.
+        """
         spans = self.keys if key else self.values
         if path in spans:
             return self.at(spans[path])

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 
-from pipeproof.specs.problems import KeyPath, Problem, describe_value, problems_error, shortened
+from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, problems_error, shortened
 
 MAX_TIME_US = 10**12
 """Longest time of a plan: about eleven and a half days."""
@@ -24,67 +24,70 @@ StageTimes = Fraction | tuple[Fraction, ...]
 """One time for every stage, or one per global stage."""
 
 
-def exact_time(value: object, path: KeyPath, *, positive: bool) -> Fraction | Problem:
+def exact_time(value: object, name: str, path: KeyPath = (), *, positive: bool) -> Fraction | Problem:
     """Read one time in microseconds, or say what is wrong with it.
 
+    ``name`` is its key, ``path`` its place below that key: an index in a list.
     A float counts as the decimal that it prints as: 0.1 is 1/10, not the
     binary fraction next to it.
     """
-    match value:
-        case bool():
-            time = None
-        case int() | Fraction():
-            time = Fraction(value)
-        case float() if math.isfinite(value):
-            time = Fraction(repr(value))
-        case float():
-            return Problem("PP106", path, f"a time must be finite, found {describe_value(value)}")
-        case str():
-            ratio = _RATIO.fullmatch(value)
-            time = Fraction(int(ratio[1]), int(ratio[2])) if ratio and int(ratio[2]) else None
-        case _:
-            time = None
+    key = f"`{dotted((name, *path))}`"
+    if isinstance(value, float) and not math.isfinite(value):
+        return Problem("PP106", path, f"{key} must be finite, found {describe_value(value)}")
+    time = _fraction(value)
     if time is None:
         return Problem(
             "PP105",
             path,
-            f"expected a time in microseconds, found {describe_value(value)}",
+            f"{key} must be a time in microseconds, found {describe_value(value)}",
             help="write a number such as 100 or 0.5, or an exact fraction such as 1/3",
         )
-    return _bounded(time, value, path, positive=positive)
+    wrong = _out_of_bounds(time, positive=positive)
+    if wrong is None:
+        return time
+    found = shortened(str(value)) if isinstance(value, Fraction) else describe_value(value)
+    return Problem("PP106", path, f"{key} must {wrong}, found {found}")
 
 
-def _bounded(time: Fraction, value: object, path: KeyPath, *, positive: bool) -> Fraction | Problem:
-    found = describe_value(value) if not isinstance(value, Fraction) else shortened(str(value))
+def _out_of_bounds(time: Fraction, *, positive: bool) -> str | None:
+    """What the time must do and does not."""
     if time < 0 or (positive and time == 0):
-        least = "more than 0" if positive else "at least 0"
-        return Problem("PP106", path, f"a time here must be {least}, found {found}")
+        return "be more than 0" if positive else "be at least 0"
     if time > MAX_TIME_US:
-        return Problem("PP106", path, f"a time must be at most {MAX_TIME_US} us, found {found}")
+        return f"be at most {MAX_TIME_US} us"
     if time.denominator > MAX_DENOMINATOR:
-        return Problem("PP106", path, f"a time must not be finer than 1/{MAX_DENOMINATOR} us, found {found}")
-    return time
+        return f"not be finer than 1/{MAX_DENOMINATOR} us"
+    return None
 
 
-def _validate_one(value: object) -> Fraction:
-    time = exact_time(value, (), positive=False)
+def _fraction(value: object) -> Fraction | None:
+    if isinstance(value, int | Fraction) and not isinstance(value, bool):
+        return Fraction(value)
+    if isinstance(value, float):
+        return Fraction(repr(float(value)))
+    ratio = _RATIO.fullmatch(value) if isinstance(value, str) else None
+    return Fraction(int(ratio[1]), int(ratio[2])) if ratio and int(ratio[2]) else None
+
+
+def _validate_one(value: object, info: ValidationInfo) -> Fraction:
+    time = exact_time(value, info.field_name or "time", positive=False)
     if isinstance(time, Problem):
         raise problems_error([time])
     return time
 
 
-def _stage_times_validator(*, positive: bool) -> Callable[[object], StageTimes]:
-    def validate(value: object) -> StageTimes:
-        if not isinstance(value, list | tuple):
-            time = exact_time(value, (), positive=positive)
-            if isinstance(time, Problem):
-                raise problems_error([time])
-            return time
-        times = [exact_time(item, (index,), positive=positive) for index, item in enumerate(value)]
+def _stage_times_validator(*, positive: bool) -> Callable[[object, ValidationInfo], StageTimes]:
+    def validate(value: object, info: ValidationInfo) -> StageTimes:
+        name = info.field_name or "time"
+        items: list[tuple[KeyPath, object]] = [((), value)]
+        if isinstance(value, list | tuple):
+            items = [((index,), item) for index, item in enumerate(value)]
+        times = [exact_time(item, name, path, positive=positive) for path, item in items]
         problems = [time for time in times if isinstance(time, Problem)]
         if problems:
             raise problems_error(problems)
-        return tuple(time for time in times if isinstance(time, Fraction))
+        fractions = tuple(time for time in times if isinstance(time, Fraction))
+        return fractions if isinstance(value, list | tuple) else fractions[0]
 
     return validate
 
@@ -109,7 +112,9 @@ def _stage_schema(*, positive: bool) -> dict[str, Any]:
 
 _SERIALIZER = PlainSerializer(_to_json, when_used="json")
 
-Time = Annotated[Fraction, PlainValidator(_validate_one), _SERIALIZER, WithJsonSchema(_one_schema(positive=False))]
+Time = Annotated[
+    Fraction, PlainValidator(_validate_one), _SERIALIZER, WithJsonSchema(_one_schema(positive=False))
+]
 """A time >= 0."""
 
 TimeByStage = Annotated[

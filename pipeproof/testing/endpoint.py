@@ -79,7 +79,7 @@ class Endpoint(Protocol):
         """What each rank put in for this one, in rank order; ``arrays[r]`` goes to rank r."""
 
     def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
-        """Send slice ``index`` of ``num_slices`` equal ones of the flattened array, by the backend's own call."""
+        """Send slice ``index`` of ``num_slices`` equal ones of the array, by the backend's own call."""
 
     def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
         """Receive slice ``index`` of ``num_slices`` into a buffer that holds ``into`` before."""

@@ -11,6 +11,7 @@ All transfers live in one state behind one lock: ``_advance`` completes
 whatever can be completed, and is called whenever something was posted.
 """
 
+# ruff: noqa: D102 - what each method of an endpoint does stands once, at `Endpoint`
 from __future__ import annotations
 
 import threading
@@ -34,7 +35,7 @@ class Killed(BaseException):
 
 
 class _Closed(SystemExit):
-    """Ends a thread that would be blocked for ever, once its world is closed; silently, as SystemExit does."""
+    """Ends a thread that would be blocked for ever once its world is closed; silently, as SystemExit does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class _FakeHandle:
 
 
 class FakeEndpoint:
-    """One rank of a ``FakeBackend``; see ``pipeproof.testing.endpoint.Endpoint`` for what its methods do."""
+    """One rank of a ``FakeBackend``; a ``pipeproof.testing.endpoint.Endpoint``."""
 
     def __init__(self, backend: FakeBackend, rank: int, pause_s: float) -> None:
         self.rank = rank
@@ -244,7 +245,7 @@ class FakeEndpoint:
         parts = [a[self.rank] for a in self._meet("all_to_all", self._table.all_to_all, list(arrays))]
         return parts if self._table.all_to_all == "works" else [np.zeros_like(a) for a in parts]
 
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:  # noqa: ARG002 - two ranks
         self._meet("partial", self._table.partial_send_recv, [np.split(array, num_slices)[index]])
 
     def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
@@ -302,7 +303,7 @@ class FakeWorld:
                 pass
             except Killed as signal:
                 outcomes[endpoint.rank] = Outcome("died", detail=str(signal))
-            except Exception as error:  # whatever the body raises is its outcome
+            except Exception as error:  # noqa: BLE001 - whatever the body raises is its outcome
                 outcomes[endpoint.rank] = Outcome("raised", detail=f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=run_rank, args=(end,), daemon=True) for end in self._endpoints]

@@ -11,9 +11,10 @@ from pipeproof.schedule.ops import Op
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, Location, Severity, Witness, WitnessOp
-from pipeproof.specs.load import LoadedPlan
+from pipeproof.specs.load import LoadedPlan, PlanFileError
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.partition import BadPartitionError
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,15 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     """Lower a plan, with another boundary tensor if one is given, and find its backend's table.
 
     Raises:
-        BadPlanError: the plan cannot be lowered.
+        PlanFileError: the layers cannot be put onto the stages.
     """
-    run = loaded.spec.run
-    return Subject(lower(loaded.spec, boundary=boundary), backend_table(run.backend, run.device), loaded.source)
+    run, source = loaded.spec.run, loaded.source
+    try:
+        lowered = lower(loaded.spec, boundary=boundary)
+    except BadPartitionError as error:
+        location = source.locate(error.path) if source is not None else None
+        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
+    return Subject(lowered, backend_table(run.backend, run.device), source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from pipeproof.comm.transport import Transport, effective_transport
@@ -121,35 +121,24 @@ def _lossy_finding(
     which = f"micro-batch {first}" if len(batches) == 1 else f"all {len(batches)} affected micro-batches"
     num_lost = sum(r.stop - r.start for _, loss in losses for r in loss.lost)
     num_all = tensor.numel * len(losses)
-    headline = (
-        f"boundary {source}->{sink}, {direction}: `{getattr(subject.plan.spec.transport, direction)}` delivers "
-        f"{num_lost} of {num_all} elements of the {what} wrongly, in {which}"
-    )
-    details = [_sentence(subject, tensor, loss) for _, loss in losses[: subject.plan.spec.topology.tp]]
     return finding(
         LOSSY,
-        "\n".join([headline, *details]),
+        f"boundary {source}->{sink}, {direction}: `{getattr(subject.plan.spec.transport, direction)}` delivers "
+        f"{num_lost} of {num_all} elements of the {what} wrongly, in {which}",
         location=subject.locate("transport", direction),
         help=_mend(subject, direction, tensor),
         witness=RangesWitness(
-            tuple(r for _, loss in losses for r in loss.lost),
-            tuple(r for _, loss in losses for r in loss.foreign),
+            tuple(_covering(subject, tensor, r) for _, loss in losses for r in loss.lost),
+            tuple(_covering(subject, tensor, r) for _, loss in losses for r in loss.foreign),
         ),
     )
 
 
-def _sentence(subject: Subject, tensor: TensorSpec, loss: _Loss) -> str:
-    receiver = subject.coords_text(loss.lost[0].rank)
-    lost = ", ".join(_range_text(subject, tensor, r) for r in loss.lost)
-    foreign = ", ".join(_range_text(subject, tensor, r) for r in loss.foreign) or "nothing"
-    return f"{receiver} loses {lost} and gets {foreign}"
-
-
-def _range_text(subject: Subject, tensor: TensorSpec, item: ElementRange) -> str:
-    """``1024..2048 of rank 0 (s 8 b 0 h 0 .. s 15 b 1 h 63)``: local elements, then global coordinates."""
+def _covering(subject: Subject, tensor: TensorSpec, item: ElementRange) -> ElementRange:
+    """The range with its first and last element in global coordinates: ``s 8 b 0 h 0 .. s 15 b 1 h 63``."""
     first = _global_index(subject, tensor, item.source_rank, item.start)
     last = _global_index(subject, tensor, item.source_rank, item.stop - 1)
-    return f"{item.start}..{item.stop} of rank {item.source_rank} ({first} .. {last})"
+    return replace(item, covers=f"{first} .. {last}")
 
 
 def _global_index(subject: Subject, tensor: TensorSpec, rank: int, flat: int) -> str:

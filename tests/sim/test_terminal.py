@@ -38,9 +38,7 @@ def text_of(render, *args, width=80, **options):
 )
 def test_golden(run, check_golden, name, options):
     simulation = run(**options)
-    check_golden(
-        name, text_of(render_timeline, simulation.timeline) + "\n" + text_of(render_figures, simulation)
-    )
+    check_golden(name, text_of(render_timeline, simulation.timeline) + text_of(render_figures, simulation))
 
 
 def picture_rows(text):

@@ -1,4 +1,4 @@
-"""The suite reads a backend's behaviour back, row by row, and reports what differs from its table and nothing else."""
+"""The suite reads a backend's behaviour back row by row, and reports what differs from its table, no more."""
 
 import dataclasses
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -30,12 +30,15 @@ def values_of(key: str) -> list[RowValue]:
 
 
 OTHER_VALUES = [
-    (probe.key, value) for probe in PROBES for value in values_of(probe.key) if value != TABLE.value(probe.key)
+    (probe.key, value)
+    for probe in PROBES
+    for value in values_of(probe.key)
+    if value != TABLE.value(probe.key)
 ]
 FIRST_OTHER_VALUES = list(dict(reversed(OTHER_VALUES)).items())
 
 
-def fake(**rows: RowValue) -> MakeWorld:
+def fake(**rows: Any) -> MakeWorld:
     """Makes worlds that follow the table but for these rows."""
     return partial(fake_world, dataclasses.replace(TABLE, **rows))
 
@@ -63,11 +66,12 @@ def test_each_value_of_each_row_is_told_apart(key: str, value: RowValue) -> None
     assert (result.expected, result.observed, result.ok) == (TABLE.value(key), value, False)
 
 
-# Where posting blocks, no two transfers of an edge are ever under way at once: their order has one value only.
-# A last-in-first-out queue over several edges is no order between channels, so "pair" is defined for FIFO alone.
+# Where posting blocks, no two transfers of an edge are ever under way at once, so their order shows nothing.
+# The fake's other order is last in, first out; in a queue of several edges that would change what blocks.
 TABLES = st.fixed_dictionaries({probe.key: st.sampled_from(values_of(probe.key)) for probe in PROBES}).filter(
-    lambda rows: rows["matching"] == "fifo"
-    or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
+    lambda rows: (
+        rows["matching"] == "fifo" or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
+    )
 )
 
 
@@ -113,7 +117,8 @@ def test_wrong_values_are_shown() -> None:
 
 
 def test_one_is_not_true() -> None:
-    strict = dataclasses.replace(TABLE, tags=0)
+    zero: Any = 0
+    strict = dataclasses.replace(TABLE, tags=zero)
     (result,) = check_backend(strict, fake(), keys=["tags"])
     assert not result.ok
 

@@ -62,6 +62,7 @@ def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
     optimizer = _optimizer(plan, [piece for pieces in model.weights.values() for piece in pieces])
     num_dp, num_micro_batches = plan.topology.dp, plan.schedule.num_micro_batches
     for step in range(plan.run.steps):
+        weights = {name: model.joined(name, pieces) for name, pieces in model.weights.items()}
         losses, sums = [], []
         for rank in range(num_dp):
             model.zero_gradients()
@@ -74,7 +75,7 @@ def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
                 piece.grad = grad
         whole = {name: model.joined(name, pieces) for name, pieces in gradients.items()}
         optimizer.step()
-        yield StepResult(step, _add(losses), whole)
+        yield StepResult(step, _add(losses), whole, weights)
 
 
 def _accumulate(model: OrderedModel, step: int, index: int) -> np.generic:
@@ -121,12 +122,12 @@ class OrderedModel:
         """The gradients summed over micro-batches; copies of a norm's weight all get the sum over copies."""
         found = {}
         for name, pieces in self.weights.items():
-            grads = [piece.grad for piece in pieces]
+            grads = [piece.grad.clone() for piece in pieces]  # the buffer itself is begun again by the next rank
             found[name] = grads if _cut_dim(name) is not None else [_add(grads)] * len(grads)
         return found
 
     def joined(self, name: str, pieces: Pieces) -> npt.NDArray[Any]:
-        """The whole gradient of the named weight as an array of its own."""
+        """The named weight, or its gradient, from its pieces: an array of its own."""
         dim = _cut_dim(name)
         arrays = [piece.numpy() for piece in pieces]
         return np.concatenate(arrays, dim) if dim is not None else arrays[0].copy()

@@ -12,8 +12,13 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step's loss, a scalar of the run's dtype, and every gradient by name in its whole shape and that dtype."""
+    """One step's loss and gradients, and the weights that the step began with.
+
+    ``loss`` is a scalar of the run's dtype; the arrays are by parameter name,
+    whole, and of that dtype.
+    """
 
     step: int
     loss: np.generic
     gradients: Mapping[str, npt.NDArray[Any]]
+    weights: Mapping[str, npt.NDArray[Any]]

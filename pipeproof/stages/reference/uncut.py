@@ -10,9 +10,11 @@ which order sums run, so the reference follows the plan there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
@@ -30,33 +32,52 @@ def run_uncut(plan: PlanSpec) -> Iterator[StepResult]:
     All micro-batches of all data-parallel ranks run one after another in their
     order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype.
     """
-    model = UncutModel(plan)
+    model = UncutModel(plan, _initial_weights(plan))
     optimizer = _optimizer(plan, list(model.weights.values()))
     for step in range(plan.run.steps):
-        for weight in model.weights.values():
-            weight.grad = paddle.zeros_like(weight)
-        losses = []
-        for index in range(plan.topology.dp * plan.schedule.num_micro_batches):
-            loss = model.loss(micro_batch(plan, step, index)) * loss_scale(plan, step, index)
-            loss.backward()
-            losses.append(loss.numpy()[()])
-        total = losses[0]
-        for later in losses[1:]:
-            total = total + later
-        gradients = {name: weight.grad.numpy().copy() for name, weight in model.weights.items()}
+        result = _gradients(model, step)
         optimizer.step()
-        yield StepResult(step, total, gradients)
+        yield result
+
+
+def uncut_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], step: int) -> StepResult:
+    """One step's loss and gradients from given whole weights, without an update.
+
+    From the weights that another order of sums has led to, this shows what the
+    order does to one step: what it does to many is up to the optimizer.
+    """
+    return _gradients(UncutModel(plan, weights), step)
+
+
+def _gradients(model: UncutModel, step: int) -> StepResult:
+    for weight in model.weights.values():
+        weight.grad = paddle.zeros_like(weight)
+    losses = []
+    for index in range(model.plan.topology.dp * model.plan.schedule.num_micro_batches):
+        batch = micro_batch(model.plan, step, index)
+        loss = model.loss(batch) * loss_scale(model.plan, step, index)
+        loss.backward()
+        losses.append(loss.numpy()[()])
+    total = losses[0]
+    for later in losses[1:]:
+        total = total + later
+    gradients = {name: weight.grad.numpy().copy() for name, weight in model.weights.items()}
+    weights = {name: weight.numpy().copy() for name, weight in model.weights.items()}
+    return StepResult(step, total, gradients, weights)
+
+
+def _initial_weights(plan: PlanSpec) -> dict[str, npt.NDArray[Any]]:
+    parameters = [p for layer in describe_gpt(plan) for p in layer.parameters]
+    return {p.name: initial_weight(p, plan.run.seed, plan.run.dtype) for p in parameters}
 
 
 class UncutModel:
     """The GPT of the plan with whole weights."""
 
-    def __init__(self, plan: PlanSpec) -> None:
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
         self.plan = plan
         self.weights: dict[str, Tensor] = {
-            p.name: paddle.to_tensor(initial_weight(p, plan.run.seed, plan.run.dtype), stop_gradient=False)
-            for layer in describe_gpt(plan)
-            for p in layer.parameters
+            name: paddle.to_tensor(weight, stop_gradient=False) for name, weight in weights.items()
         }
         self.sequence_first = plan.model.activation_order == "sbh"
         self.head_size = plan.model.hidden_size // plan.model.num_heads

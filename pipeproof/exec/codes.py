@@ -1,0 +1,84 @@
+"""9xx: what can be wrong with a run, documented."""
+
+from __future__ import annotations
+
+from pipeproof.specs.codes import RuleDoc
+
+LOG_DIFFERS = RuleDoc(
+    code="PP901",
+    title="the executed operations differ from the verified graph",
+    severity="error",
+    explanation=(
+        "After a run the log of what each rank did (operations, communicators, element counts, dtypes) is "
+        "compared with the graph that was verified, queue by queue. A difference means that the proof does not "
+        "speak of what ran: a bug of pipeproof's executor, or of a backend that reorders."
+    ),
+    wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",
+    right="graph: 1RECV_F0 1F0      log: 1RECV_F0 1F0",
+)
+DIED = RuleDoc(
+    code="PP902",
+    title="a worker died or raised",
+    severity="error",
+    explanation=(
+        "A worker process ended before its program did. All others were stopped. The message names the rank, "
+        "the operation it was at, the peer of that operation, and what the graph expected there."
+    ),
+    wrong="rank 1 was killed by SIGKILL at 0F2",
+    right="every rank comes to the end of its program",
+)
+HUNG = RuleDoc(
+    code="PP903",
+    title="a worker hangs",
+    severity="error",
+    explanation=(
+        "No rank has made progress within the watchdog's time. The ranks that only wait for others are told "
+        "apart from the one that the others wait for, by the verified graph."
+    ),
+    wrong="rank 1 has been at 0F2 for 60 s",
+    right="every operation ends within the watchdog's time (`--timeout`)",
+)
+MISMATCH = RuleDoc(
+    code="PP904",
+    title="the run differs from the single-process reference",
+    severity="error",
+    explanation=(
+        "The same weights and data, run in one uncut process, give other bits for the loss or a gradient than "
+        "the distributed run (where tensor or data parallelism adds in another order, the reference adds in "
+        "that order too), or the distance to the plain uncut model is larger than rounding can make it."
+    ),
+    wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
+    right="every MD5 equal",
+)
+UNVERIFIED = RuleDoc(
+    code="PP905",
+    title="the plan was run without a certificate",
+    severity="warning",
+    explanation=(
+        "The plan does not pass `check`; `--unsafe` ran it all the same. Whatever the run shows, the plan is not "
+        "proved, and the exit status is not 0."
+    ),
+    wrong="pipeproof run --unsafe PLAN",
+    right="pipeproof run PLAN",
+)
+BACKEND_MISSING = RuleDoc(
+    code="PP906",
+    title="the plan's backend is not installed",
+    severity="error",
+    explanation="The framework that `run.backend` names cannot be imported by the Python that runs pipeproof.",
+    wrong="pip install pipeproof",
+    right="pip install 'pipeproof[cpu]'",
+)
+WORLD_SIZE = RuleDoc(
+    code="PP907",
+    title="a launcher started another number of processes than the plan has ranks",
+    severity="error",
+    explanation=(
+        "Under a launcher such as `paddle.distributed.launch` each process is one rank of the plan, so there must "
+        "be as many as the product of the topology's sizes."
+    ),
+    wrong="python -m paddle.distributed.launch --nproc_per_node 2 ..   # topology: {pp: 2, tp: 2}",
+    right="python -m paddle.distributed.launch --nproc_per_node 4 ..   # topology: {pp: 2, tp: 2}",
+)
+
+RUN_CODES = (LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE)

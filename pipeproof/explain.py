@@ -1,0 +1,36 @@
+"""Every code with its documentation, whichever room reports it; what ``pipeproof explain`` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeproof.exec.codes import RUN_CODES
+from pipeproof.sim.errors import UNFINISHED
+from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
+from pipeproof.stages.describe.partition import PARTITION_CODES
+from pipeproof.verify.registry import RULES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def all_docs() -> tuple[RuleDoc, ...]:
+    """The documentation of every code that any command can report, in the order of the codes."""
+    docs = [*PLAN_FILE_CODES, *PARTITION_CODES, *(rule.doc for rule in RULES), UNFINISHED, *RUN_CODES]
+    return tuple(sorted(docs, key=lambda doc: doc.code))
+
+
+def find_doc(code: str) -> RuleDoc | None:
+    """The documentation of a code, whatever its case; None if there is no such code."""
+    return next((doc for doc in all_docs() if doc.code == code.upper()), None)
+
+
+def render_doc(doc: RuleDoc, console: Console) -> None:
+    """Print one page: what it means, a wrong and a right example."""
+    from rich.syntax import Syntax
+
+    console.print(f"[bold]{doc.code}[/] ({doc.severity}): {doc.title}\n")
+    console.print(doc.explanation)
+    for title, example in (("wrong", doc.wrong), ("right", doc.right)):
+        console.print(f"\n[bold]{title}[/]")
+        console.print(Syntax(example, "yaml", background_color="default", padding=(0, 2)))

@@ -1,0 +1,261 @@
+"""What the ranks do in each probe: module-level functions, so that they can travel to a process by name.
+
+Both ranks always hold different values, so that nothing comes out right by
+symmetry. Where a row is about who waits for whom, one rank pauses, and the
+clock tells whether the other got ahead: a single time ahead proves that
+nothing blocked, so a slow machine cannot turn "waits" into "does not wait";
+attempts are repeated, so that it hardly turns it the other way round. No body
+rests on a behaviour that another row is about, but for plain sends and
+receives that agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from pipeproof.testing.endpoint import Array, Endpoint, Handle, array
+
+NUM_ATTEMPTS = 3
+
+NUM_MESSAGES = 8
+"""In the probe of buffering; a backend that holds as many without a receiver counts as eager."""
+
+STALE = -7.0
+"""What a receive buffer holds before, where that matters."""
+
+BITS = np.array([1.5, -2.25, 3.0, 4.0], np.float32)
+"""Sent as float32 and received as int32."""
+
+
+# --- who waits for whom ----------------------------------------------------------------------------------
+
+
+def _in_step(end: Endpoint) -> None:
+    """Let the ranks start together, however far buffering let one get ahead: a message each way."""
+    if end.rank == 0:
+        end.send(array(0, 0), 1)
+        end.recv(array(STALE, STALE), 1)
+    else:
+        end.recv(array(STALE, STALE), 0)
+        end.send(array(0, 0), 0)
+
+
+def blocking_sends(end: Endpoint) -> list[list[int]] | list[int]:
+    """Rank 0: when each send came back. Rank 1, late: when its first receive of each attempt began."""
+    if end.rank == 0:
+        returned: list[list[int]] = []
+        for attempt in range(NUM_ATTEMPTS):
+            _in_step(end)
+            returned.append([])
+            for message in range(NUM_MESSAGES):
+                end.send(array(attempt, message), 1)
+                returned[-1].append(end.clock_ns())
+        return returned
+    began = []
+    for _ in range(NUM_ATTEMPTS):
+        _in_step(end)
+        end.pause()
+        began.append(end.clock_ns())
+        for _ in range(NUM_MESSAGES):
+            end.recv(array(STALE, STALE), 0)
+    return began
+
+
+def _call_times(
+    end: Endpoint, early: int, call: Callable[[], Handle], counterpart: Callable[[], object]
+) -> list[int]:
+    """On rank ``early``: when each call came back. On the other, late: when its counterpart began."""
+    times = []
+    for _ in range(NUM_ATTEMPTS):
+        _in_step(end)
+        if end.rank == early:
+            handle = call()
+            times.append(end.clock_ns())
+            handle.wait()
+        else:
+            end.pause()
+            times.append(end.clock_ns())
+            counterpart()
+    return times
+
+
+def isends(end: Endpoint) -> list[int]:
+    """When each isend came back on rank 0; when the late receives began on rank 1."""
+    return _call_times(end, 0, lambda: end.isend(array(1, 2), 1), lambda: end.recv(array(STALE, STALE), 0))
+
+
+def irecvs(end: Endpoint) -> list[int]:
+    """When each irecv came back on rank 1; when the late sends began on rank 0."""
+    return _call_times(end, 1, lambda: end.irecv(array(STALE, STALE), 0), lambda: end.send(array(1, 2), 1))
+
+
+def posts(end: Endpoint) -> tuple[list[int], list[int]]:
+    """The same for posts: of sends, with the receiver late, then of receives, with the sender late."""
+
+    def send() -> Handle:
+        return end.post_send(array(1, 2), "forward")
+
+    def recv() -> Handle:
+        return end.post_recv(array(STALE, STALE), "forward")
+
+    return (
+        _call_times(end, 0, send, lambda: recv().wait()),
+        _call_times(end, 1, recv, lambda: send().wait()),
+    )
+
+
+class _Beside(threading.Thread):
+    """A transfer on a thread of its own, since posting it may block."""
+
+    def __init__(self, end: Endpoint, post: Callable[[], Handle]) -> None:
+        super().__init__(daemon=True)
+        self._post = post
+        self._error: BaseException | None = None
+        self.start()
+        end.pause()  # its post comes before any that follows
+
+    def run(self) -> None:
+        try:
+            self._post().wait()
+        except BaseException as error:  # noqa: BLE001 - raised again where the body waits
+            self._error = error
+
+    def wait(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def crossing(end: Endpoint) -> bool:
+    """Two edges the same way, then two opposite ones, each finished in an order that a shared queue bars."""
+    if end.rank == 0:
+        first = _Beside(end, lambda: end.post_send(array(1, 2), "forward"))
+        end.post_send(array(3, 4), "second").wait()
+        first.wait()
+        end.post_recv(array(STALE, STALE), "backward").wait()
+        end.post_send(array(5, 6), "forward").wait()
+    else:
+        end.post_recv(array(STALE, STALE), "second").wait()
+        end.post_recv(array(STALE, STALE), "forward").wait()
+        last = _Beside(end, lambda: end.post_recv(array(STALE, STALE), "forward"))
+        end.post_send(array(7, 8), "backward").wait()
+        last.wait()
+    return True
+
+
+# --- what meets what -------------------------------------------------------------------------------------
+
+
+def pairs_of_messages(end: Endpoint) -> list[list[float]]:
+    """Two transfers posted before the first is waited for, with now one side late, now the other."""
+    received = []
+    for attempt in range(2 * NUM_ATTEMPTS):
+        _in_step(end)
+        if end.rank == attempt % 2:
+            end.pause()
+        if end.rank == 0:
+            handles = [end.post_send(array(attempt, k), "forward") for k in (1, 2)]
+        else:
+            handles = [end.post_recv(array(STALE, STALE), "forward") for _ in (1, 2)]
+        received += [handle.wait().tolist() for handle in handles]
+    return received
+
+
+def tagged(end: Endpoint) -> None:
+    """One message with a tag on both sides."""
+    if end.rank == 0:
+        end.send(array(1, 2), 1, tag=7)
+    else:
+        end.recv(array(STALE, STALE), 0, tag=7)
+
+
+def longer(end: Endpoint) -> list[float]:
+    """Four elements for a buffer of two; rank 1 returns what it received."""
+    if end.rank == 0:
+        end.send(array(1, 2, 3, 4), 1)
+        return []
+    received: list[float] = end.recv(array(STALE, STALE), 0).tolist()
+    return received
+
+
+def shorter(end: Endpoint) -> list[float]:
+    """Two elements for a buffer of four; rank 1 returns what it received."""
+    if end.rank == 0:
+        end.send(array(1, 2), 1)
+        return []
+    received: list[float] = end.recv(array(STALE, STALE, STALE, STALE), 0).tolist()
+    return received
+
+
+def other_dtype(end: Endpoint) -> list[int]:
+    """As many bytes of another dtype; rank 1 returns what it received."""
+    if end.rank == 0:
+        end.send(BITS, 1)
+        return []
+    received: list[int] = end.recv(np.zeros(4, np.int32), 0).tolist()
+    return received
+
+
+# --- collectives and partial transfers -------------------------------------------------------------------
+
+
+def _mine(end: Endpoint) -> Array:
+    return array(10 * end.rank + 1, 10 * end.rank + 2, 10 * end.rank + 3, 10 * end.rank + 5)
+
+
+def all_gathered(end: Endpoint) -> list[list[float]]:
+    """An all-gather of four elements a rank."""
+    return [part.tolist() for part in end.all_gather(_mine(end))]
+
+
+def all_reduced(end: Endpoint) -> list[float]:
+    """An all-reduce of four elements a rank."""
+    total: list[float] = end.all_reduce(_mine(end)).tolist()
+    return total
+
+
+def all_reduced_float16(end: Endpoint) -> list[float]:
+    """The same in float16, which holds these numbers exactly."""
+    total: list[float] = end.all_reduce(_mine(end).astype(np.float16)).tolist()
+    return total
+
+
+def broadcasts(end: Endpoint) -> list[list[float]]:
+    """A broadcast from each rank."""
+    return [end.broadcast(_mine(end), root).tolist() for root in (0, 1)]
+
+
+def reduce_scattered(end: Endpoint) -> list[float]:
+    """A reduce-scatter of four elements a rank."""
+    half: list[float] = end.reduce_scatter(_mine(end)).tolist()
+    return half
+
+
+def exchanged(end: Endpoint) -> list[list[float]]:
+    """An all-to-all of two elements for each rank."""
+    mine = _mine(end)
+    return [part.tolist() for part in end.all_to_all([mine[:2], mine[2:]])]
+
+
+def partial(end: Endpoint) -> list[float]:
+    """The second half of four elements; rank 1 returns its whole buffer."""
+    if end.rank == 0:
+        end.partial_send(array(1, 2, 3, 4), 1, 2, 1)
+        return []
+    received: list[float] = end.partial_recv(array(STALE, STALE, STALE, STALE), 0, 2, 1).tolist()
+    return received
+
+
+def barriers(end: Endpoint) -> list[tuple[int, int]]:
+    """When this rank came to each barrier and when it left it, with now one rank late, now the other."""
+    times = []
+    for attempt in range(2 * NUM_ATTEMPTS):
+        if end.rank == attempt % 2:
+            end.pause()
+        came = end.clock_ns()
+        end.barrier()
+        times.append((came, end.clock_ns()))
+    return times

@@ -1,0 +1,78 @@
+"""Backend tables: complete, with a source for every row, and the source of nothing else's identity."""
+
+import dataclasses
+import json
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from pipeproof.comm.capabilities import BackendTable, Row, backend_table, behaviours
+
+TABLE = backend_table("paddle", "cpu")
+
+
+def test_the_rows_that_deadlock_rules_read() -> None:
+    assert TABLE.name == "paddle-gloo"
+    assert (TABLE.send_completes, TABLE.host_blocks_on_post, TABLE.queue) == (
+        "rendezvous",
+        False,
+        "directed_edge",
+    )
+
+
+def test_every_field_but_name_and_sources_is_a_row() -> None:
+    fields = [f.name for f in dataclasses.fields(BackendTable)]
+    assert (
+        [row.key for row in TABLE.rows()]
+        == list(behaviours())
+        == [f for f in fields if f not in ("name", "sources")]
+    )
+
+
+@pytest.mark.parametrize("row", TABLE.rows(), ids=lambda row: row.key)
+def test_a_row_has_an_allowed_value_and_says_what_it_means_and_where_it_is_from(row: Row) -> None:
+    row_type = get_type_hints(BackendTable)[row.key]
+    assert row.value in (get_args(row_type) or [row.value])
+    assert row_type in (bool, int) or get_args(row_type)
+    assert row.meaning
+    assert row.if_different.endswith(".")
+    assert row.source
+
+
+def test_values_are_plain_data() -> None:
+    assert json.loads(json.dumps(TABLE.values())) == {row.key: row.value for row in TABLE.rows()}
+
+
+def test_sources_do_not_change_what_a_table_is() -> None:
+    resourced = dataclasses.replace(TABLE, sources=dict.fromkeys(TABLE.sources, "elsewhere"))
+    assert resourced == TABLE
+    assert hash(resourced) == hash(TABLE)
+    assert dataclasses.replace(TABLE, tags=True) != TABLE
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {key: source for key, source in TABLE.sources.items() if key != "queue"},
+        {**TABLE.sources, "queue_": "a typing error"},
+    ],
+)
+def test_a_row_without_a_source_and_a_source_without_a_row_are_refused(sources: Any) -> None:
+    with pytest.raises(ValueError, match="paddle-gloo: every row needs one source; look at queue"):
+        dataclasses.replace(TABLE, sources=sources)
+
+
+def test_an_unknown_row_is_refused_with_those_there_are() -> None:
+    assert TABLE.value("max_group_size") == 2
+    with pytest.raises(
+        ValueError, match="no row is called 'name'; rows are send_completes, host_blocks_on_post"
+    ):
+        TABLE.value("name")
+
+
+@pytest.mark.parametrize(("backend", "device"), [("paddle", "gpu"), ("torch", "cpu")])
+def test_an_unknown_backend_is_refused_with_those_there_are(backend: str, device: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"no backend table for {backend} on {device}; there are .* paddle on cpu"
+    ):
+        backend_table(backend, device)
