@@ -126,7 +126,7 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
 
 @main.command()
 @_PLAN
-@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report as JSON.")
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write a JSON report.")
 @click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write the measured timeline.")
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,

@@ -90,7 +90,7 @@ def plan_programs(plan: PlanSpec, layers: Sequence[Layer]) -> Programs:
     """The plan's programs, one per pipeline rank, with transfers, gradient reductions and optimizer."""
     compute = GENERATORS[plan.schedule.kind](plan.topology.pp, plan.schedule.num_micro_batches)
     partial_axes = {axis for layer in layers for p in layer.parameters for axis in p.partial_over}
-    reduce_axes = [axis for axis in ("tp", "cp") if axis in partial_axes]
+    reduce_axes: list[str] = [axis for axis in ("tp", "cp") if axis in partial_axes]
     if plan.topology.dp > 1:
         reduce_axes.append("dp")
     return add_update(add_transfers(compute), reduce_axes)

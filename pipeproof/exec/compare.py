@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.exec.jobs import Loss
 from pipeproof.specs.layout import PlacementKind
 from pipeproof.stages.describe.layers import Parameter
 
@@ -31,7 +32,8 @@ class GradientResult:
 
     ``md5`` is of the gathered gradient in the reference's layout and dtype, C
     order. ``max_rel_diff`` is max|a - b| / max|b| against the reference that
-    adds in the plan's order; ``uncut_max_rel_diff`` against the uncut one.
+    adds in the plan's order; ``uncut_max_rel_diff`` against the uncut one, which
+    takes this step from the same weights.
     ``replicas_agree`` says whether all ranks that hold the same part hold the
     same bits.
     """
@@ -71,9 +73,9 @@ class StepResult:
     """One step's loss and gradients against the reference. Losses are of the run's dtype."""
 
     step: int
-    loss: np.generic
-    reference_loss: np.generic
-    uncut_loss: np.generic
+    loss: Loss
+    reference_loss: Loss
+    uncut_loss: Loss
     gradients: tuple[GradientResult, ...]
 
     @property
@@ -90,9 +92,9 @@ class StepResult:
 def compare_step(
     plan: LoweredPlan,
     step: int,
-    ranks: Sequence[tuple[np.generic | None, Gradients]],
-    reference: tuple[np.generic, Gradients],
-    uncut: tuple[np.generic, Gradients],
+    ranks: Sequence[tuple[Loss | None, Gradients]],
+    reference: tuple[Loss, Gradients],
+    uncut: tuple[Loss, Gradients],
 ) -> StepResult:
     """Gather each rank's shards and losses and hold them against both references."""
     results = []
@@ -105,7 +107,7 @@ def compare_step(
     return StepResult(step, _total_loss(plan, ranks), reference[0], uncut[0], tuple(results))
 
 
-def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[np.generic | None, Gradients]]) -> np.generic:
+def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]]) -> Loss:
     """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank."""
     losses = []
     for dp in range(plan.mesh.size("dp")):
@@ -129,7 +131,8 @@ def _compare(
     uncut: Gradients,
 ) -> GradientResult:
     gathered = np.empty(parameter.shape, dtype=reference[parameter.name].dtype)
-    described, written = [], {}
+    described: list[Shard] = []
+    written: dict[tuple[tuple[int, int], ...], str] = {}
     agree = True
     for rank, shard in shards.items():
         index = _index(plan, parameter, rank)

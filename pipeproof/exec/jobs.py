@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -75,13 +75,16 @@ def dump_plan(spec: PlanSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json")
 
 
+Loss: TypeAlias = "np.floating[Any]"
+"""A loss as a scalar of the run's dtype, so that its bits can be compared."""
+
 LOSS_KEY = "/loss"
 """The loss beside the gradients in a step file; no parameter's name begins with a slash."""
 
 
-def save_step(path: Path, loss: np.generic | None, gradients: Mapping[str, np.ndarray]) -> None:
+def save_step(path: Path, loss: Loss | None, gradients: Mapping[str, np.ndarray]) -> None:
     """Write a step's loss (None where this rank has none) and gradients; the file appears whole or not at all."""
-    arrays = dict(gradients)
+    arrays: dict[str, Any] = dict(gradients)
     if loss is not None:
         arrays[LOSS_KEY] = np.asarray(loss)
     part = path.with_suffix(".part")
@@ -90,7 +93,7 @@ def save_step(path: Path, loss: np.generic | None, gradients: Mapping[str, np.nd
     part.rename(path)
 
 
-def load_step(path: Path) -> tuple[np.generic | None, dict[str, np.ndarray]]:
+def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
     """Read what ``save_step`` wrote."""
     with np.load(path) as arrays:
         gradients = {name: arrays[name] for name in arrays.files if name != LOSS_KEY}

@@ -10,12 +10,12 @@ import numpy as np
 import paddle
 
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.exec.jobs import Loss
 from pipeproof.exec.machine import Instruction
 from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
 from pipeproof.exec.paddle_comm import PaddleWorld, PairwiseCollectives, Transfer
 from pipeproof.schedule.ops import (
     GATHER_KINDS,
-    RECV_KINDS,
     SEND_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
@@ -46,7 +46,7 @@ class _Tensors:
 class StepOutcome:
     """What one rank has to show for a step: its loss (last stage only) and its shard of each gradient."""
 
-    loss: np.generic | None = None
+    loss: Loss | None = None
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -95,7 +95,8 @@ class PaddleAdapter:
         self._children.begin(instruction.op_id, op)
         start = time.monotonic_ns()
         place = len(self.log)
-        ranks, numel, dtype = (), 0, ""
+        ranks: tuple[int, ...] = ()
+        numel, dtype = 0, ""
         if op.kind in GATHER_KINDS:
             ranks, numel, dtype = self._gather(op)
         elif op.kind in SLICE_KINDS:

@@ -37,7 +37,7 @@ class Transfer:
     done: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
     end_ns: int = 0
-    error: BaseException | None = None
+    error: Exception | None = None
 
     def wait(self) -> None:
         """Block until the transfer is done; raises what it raised."""
@@ -69,7 +69,7 @@ class _ChannelEnd:
             transfer.start_ns = time.monotonic_ns()
             try:
                 self._act(transfer.buffer)
-            except BaseException as error:  # handed to whoever waits for the transfer
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the transfer
                 transfer.error = error
             transfer.end_ns = time.monotonic_ns()
             transfer.done.set()

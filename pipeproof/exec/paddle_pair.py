@@ -71,9 +71,9 @@ def paddle_pair() -> Iterator[PaddlePair]:
         for rank in ranks:
             _expect("imported", [rank])
         # A rank that comes before the store of rank 0 listens sleeps for three seconds.
-        ranks[0].connection.send("join")
-        _await_store(ports[0])
-        ranks[1].connection.send("join")
+        _let_join(ranks[0])
+        _await_store(ranks[0], ports[0])
+        _let_join(ranks[1])
         _expect("ready", ranks)
         yield PaddlePair(ranks)
 
@@ -130,14 +130,24 @@ def _expect(word: str, ranks: list[_Rank]) -> None:
         raise BackendStartError(f"{names} not {word} after {START_TIMEOUT_S:.0f} s")
 
 
-def _await_store(port: int) -> None:
+def _let_join(rank: _Rank) -> None:
+    try:
+        rank.connection.send("join")
+    except OSError as error:
+        raise BackendStartError(f"rank {rank.number} ended before it could join: {rank.end()}") from error
+
+
+def _await_store(rank: _Rank, port: int) -> None:
+    """Wait until the store of this rank listens."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
+        if rank.process.poll() is not None:
+            raise BackendStartError(f"rank {rank.number} ended before its store listened: {rank.end()}")
         with socket.socket() as visitor:
             if visitor.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.02)
-    raise BackendStartError(f"the store of rank 0 does not listen after {START_TIMEOUT_S:.0f} s")
+    raise BackendStartError(f"the store of rank {rank.number} does not listen after {START_TIMEOUT_S:.0f} s")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,8 +1,10 @@
 """The process that runs the single-process reference beside the ranks.
 
 Started by the launcher as ``python -m pipeproof.exec.reference DIRECTORY
-EVENT_FD``. It runs the uncut model, and, where tensor or data parallelism adds
-in another order, also the ordered one; both leave a file per step.
+EVENT_FD``. It trains the uncut model. Where tensor or data parallelism adds in
+another order it trains the ordered model instead, and takes each step of the
+uncut one from the same weights: the optimizer would turn differences that are
+rounding alone into whole steps. Both leave a file per step.
 """
 
 from __future__ import annotations
@@ -28,17 +30,16 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
 
     start_paddle()
     from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.reference.uncut import run_uncut, uncut_step
 
     spec = job.loaded_plan().spec
-    sources = {"uncut": run_uncut(spec)}
-    if needs_ordered(spec):
-        sources["ordered"] = run_ordered(spec)
-    for step in range(spec.run.steps):
-        for who, results in sources.items():
-            result = next(results)
-            save_step(job.step_file(who, step), result.loss, result.gradients)
-        on_step(step)
+    ordered = needs_ordered(spec)
+    for result in run_ordered(spec) if ordered else run_uncut(spec):
+        if ordered:
+            save_step(job.step_file("ordered", result.step), result.loss, result.gradients)
+            result = uncut_step(spec, result.weights, result.step)
+        save_step(job.step_file("uncut", result.step), result.loss, result.gradients)
+        on_step(result.step)
 
 
 def main(arguments: list[str]) -> int:

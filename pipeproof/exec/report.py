@@ -64,9 +64,7 @@ class RunReport:
         found = list(self.log_findings)
         if not self.verified:
             found.append(Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it ran unsafe"))
-        for step in self.steps:
-            if not step.bitwise:
-                found.append(self._mismatch(step))
+        found += [self._mismatch(step) for step in self.steps if not step.bitwise]
         if not self.within_bound:
             worst = max(self.gradients, key=lambda g: g.uncut_max_rel_diff)
             found.append(

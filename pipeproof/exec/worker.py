@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     except PipeproofError as error:
         events.send("error", message=str(error), at_ns=time.monotonic_ns())
         return EXIT_WORKER_FAILED
-    except Exception as error:  # whatever a framework raises: the launcher tells the person
+    except Exception as error:  # noqa: BLE001 - whatever a framework raises: the launcher tells the person
         traceback.print_exc()
         events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
         return EXIT_WORKER_FAILED

@@ -181,9 +181,9 @@ class OpGraph:
     @cached_property
     def nx(self) -> nx.DiGraph[int]:
         """The networkx graph over op ids: nodes carry ``rank`` and ``op``, edges a tuple ``kinds``."""
-        import networkx
+        import networkx as nx
 
-        graph: nx.DiGraph[int] = networkx.DiGraph()
+        graph: nx.DiGraph[int] = nx.DiGraph()
         for op_id, op in enumerate(self.ops):
             graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op))
         kinds: dict[tuple[int, int], list[str]] = {}

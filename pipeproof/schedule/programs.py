@@ -30,10 +30,10 @@ def add_transfers(programs: Programs) -> Programs:
     stage the largest. No transfer is made between two stages of one rank.
     """
     rank_of_stage = {op.stage: rank for rank, program in enumerate(programs) for op in program}
-    return tuple(tuple(_with_transfers(program, rank, rank_of_stage)) for rank, program in enumerate(programs))
+    return tuple(tuple(_with_transfers(program, rank_of_stage)) for program in programs)
 
 
-def _with_transfers(program: Program, rank: int, rank_of_stage: dict[int, int]) -> Iterator[Op]:
+def _with_transfers(program: Program, rank_of_stage: dict[int, int]) -> Iterator[Op]:
     def crosses(stage: int, neighbour: int) -> bool:
         return neighbour in rank_of_stage and rank_of_stage[neighbour] != rank_of_stage[stage]
 

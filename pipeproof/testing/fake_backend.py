@@ -150,20 +150,21 @@ class FakeBackend:
     def _deliver(self, message: _Transfer, into: _Transfer) -> None:
         if self.table.dtype_checked and message.array.dtype != into.array.dtype:
             into.error = TypeError(f"a message of {message.array.dtype} for a buffer of {into.array.dtype}")
-        difference = message.array.nbytes - into.array.nbytes
-        if difference:
-            what = self.table.longer_message if difference > 0 else self.table.shorter_message
-            if what == "hang":
-                self._lost += [message, into]
-                return
-            if what == "abort":
-                into.error = Killed("length check")
-            elif what == "error":
-                into.error = ValueError(f"{message.array.nbytes} bytes for a buffer of {into.array.nbytes}")
-            elif what == "other":
-                into.array = np.zeros_like(into.array)
-        if into.error is None and (not difference or what in ("truncate", "stale_rest")):
-            num_bytes = min(message.array.nbytes, into.array.nbytes)
+        num_sent, num_expected = message.array.nbytes, into.array.nbytes
+        what = "fits"
+        if num_sent != num_expected:
+            what = self.table.longer_message if num_sent > num_expected else self.table.shorter_message
+        if what == "hang":
+            self._lost += [message, into]
+            return
+        if what == "abort":
+            into.error = Killed("length check")
+        elif what == "error":
+            into.error = ValueError(f"{num_sent} bytes for a buffer of {num_expected}")
+        elif what == "other":
+            into.array = np.zeros_like(into.array)
+        elif into.error is None:
+            num_bytes = min(num_sent, num_expected)
             into.array.view(np.uint8)[:num_bytes] = message.array.view(np.uint8)[:num_bytes]
         for transfer in (message, into):
             transfer.done = transfer.delivered = True
@@ -245,7 +246,7 @@ class FakeEndpoint:
         parts = [a[self.rank] for a in self._meet("all_to_all", self._table.all_to_all, list(arrays))]
         return parts if self._table.all_to_all == "works" else [np.zeros_like(a) for a in parts]
 
-    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:  # noqa: ARG002 - two ranks
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
         self._meet("partial", self._table.partial_send_recv, [np.split(array, num_slices)[index]])
 
     def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:

@@ -1,0 +1,1 @@
+"""The rules: one code each, over the op graph, with witnesses."""

@@ -58,10 +58,10 @@ class Events:
 
     def nx(self, among: Iterable[int] | None = None) -> nx.DiGraph[int]:
         """The wait-for graph: an edge from each event to every event it waits for."""
-        import networkx
+        import networkx as nx
 
         nodes = set(range(len(self.follows)) if among is None else among)
-        graph: nx.DiGraph[int] = networkx.DiGraph()
+        graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(nodes)
         graph.add_edges_from((v, u) for v in nodes for u in self.follows[v] if u in nodes)
         return graph
@@ -131,11 +131,11 @@ def stuck_events(events: Events) -> list[int]:
 
 def shortest_cycle(events: Events, stuck: Iterable[int]) -> list[int] | None:
     """A shortest wait-for cycle among the stuck events; None if they only wait for what never comes."""
-    import networkx
+    import networkx as nx
 
     graph = events.nx(stuck)
     best: list[int] | None = None
-    for component in sorted(networkx.strongly_connected_components(graph), key=min):
+    for component in sorted(nx.strongly_connected_components(graph), key=min):
         if len(component) == 1:  # no event follows itself
             continue
         for start in sorted(component):

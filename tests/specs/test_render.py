@@ -21,7 +21,7 @@ from pipeproof.specs.load import load_plan
 from pipeproof.specs.render import finding_to_json, render_text
 from pipeproof.specs.source import SourceMap
 
-RANGES = RangesWitness((ElementRange(2, 4, 8, 0),), (ElementRange(2, 4, 8, 1),))
+RANGES = RangesWitness((ElementRange(2, 4, 8, 0, "s 1"),), (ElementRange(2, 4, 8, 1),))
 CYCLE = CycleWitness((WitnessOp(0, "0SEND_F0", 3), WitnessOp(1, "1SEND_B0", 9)))
 OPS = OpsWitness((WitnessOp(0, "0F0", 0), WitnessOp(1, "1RECV_F0")))
 
@@ -69,8 +69,8 @@ def test_form_and_order_of_parts():
         " 9 | before",
         "10 | key: abc # c",
         "   |      ^^^",
-        "   = rank 2 loses elements 4..8 of rank 0",
-        "   = rank 2 gets elements 4..8 of rank 1 instead",
+        "   = rank 2 loses elements 4..8 of rank 0 (s 1)",
+        "   = rank 2 gets  elements 4..8 of rank 1",
         "   = help: mend it",
         "",
     ]
@@ -169,8 +169,8 @@ def test_json():
         "help": "h",
         "witness": {
             "kind": "ranges",
-            "lost": [{"rank": 2, "start": 4, "stop": 8, "source_rank": 0}],
-            "foreign": [{"rank": 2, "start": 4, "stop": 8, "source_rank": 1}],
+            "lost": [{"rank": 2, "start": 4, "stop": 8, "source_rank": 0, "covers": "s 1"}],
+            "foreign": [{"rank": 2, "start": 4, "stop": 8, "source_rank": 1, "covers": ""}],
         },
     }
     assert type(finding_to_json(full)["severity"]) is str

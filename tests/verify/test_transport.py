@@ -11,13 +11,13 @@ from pipeproof.comm.transport import PRESERVES, Transport, effective_transport
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
 from pipeproof.schedule.optable import Group, Row, TensorSpec, build_graph
 from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.testing.delivery import deliver
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.provenance import deliveries
-from pipeproof.verify.transport import RULES
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.subject import make_subject
+from pipeproof.verify.transport import RULES
 from tests.plans import plan_dict, subject
 
 

@@ -8,12 +8,12 @@ arXiv:2205.05198 (g and g-bar).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import paddle
 from paddle.autograd import PyLayer
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 
 
 class TensorParallelCollectives(Protocol):

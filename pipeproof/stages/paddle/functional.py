@@ -9,11 +9,13 @@ Shape letters: S sequence, B rows, A heads of this rank, D head size, V vocabula
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 
 RMS_NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0

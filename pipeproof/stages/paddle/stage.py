@@ -8,6 +8,7 @@ along the sequence with sequence parallelism. They are written [S, B, H] below.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import paddle
@@ -21,7 +22,7 @@ from pipeproof.stages.paddle.collectives import TensorParallelCollectives, Tenso
 from pipeproof.stages.paddle.functional import causal_attention, rms_norm, rotary_tables, rotate, swiglu
 from pipeproof.stages.paddle.vocabulary import embed_tokens, summed_cross_entropy
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 
 
 class PaddleStage:

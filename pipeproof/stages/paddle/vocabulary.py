@@ -5,13 +5,15 @@ Shape letters: S sequence, B rows, H hidden, V vocabulary, T tensor-parallel ran
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import paddle
 import paddle.nn.functional as F
 
 from pipeproof.stages.describe.synthetic import IGNORED
 from pipeproof.stages.paddle.collectives import TensorParallelRegion
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 
 
 def embed_tokens(tokens: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:

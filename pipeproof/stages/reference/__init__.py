@@ -1,0 +1,1 @@
+"""The single-process reference that runs are held against."""

@@ -26,7 +26,7 @@ are [B, S, H].
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
 from pipeproof.stages.reference.result import StepResult
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 _Addend = TypeVar("_Addend")
 Pieces = list[Tensor]
 """A tensor cut in T, or copies of it, in piece order; one entry where it is whole."""
@@ -78,7 +78,7 @@ def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
         yield StepResult(step, _add(losses), whole, weights)
 
 
-def _accumulate(model: OrderedModel, step: int, index: int) -> np.generic:
+def _accumulate(model: OrderedModel, step: int, index: int) -> np.floating[Any]:
     """Run one micro-batch, add its gradients to the buffers; its scaled loss."""
     loss = model.loss(micro_batch(model.plan, step, index)) * loss_scale(model.plan, step, index)
     loss.backward()

@@ -19,6 +19,6 @@ class StepResult:
     """
 
     step: int
-    loss: np.generic
+    loss: np.floating[Any]
     gradients: Mapping[str, npt.NDArray[Any]]
     weights: Mapping[str, npt.NDArray[Any]]

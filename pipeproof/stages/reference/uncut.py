@@ -11,7 +11,7 @@ which order sums run, so the reference follows the plan there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
 from pipeproof.stages.reference.result import StepResult
 
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
 
 
 def run_uncut(plan: PlanSpec) -> Iterator[StepResult]:
