@@ -8,7 +8,6 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,21 +19,13 @@ from types import FrameType
 
 from pipeproof.exec.codes import DIED, HUNG
 from pipeproof.exec.jobs import Job
+from pipeproof.exec.rendezvous import free_ports, process_environment, rank_environment
 from pipeproof.exec.watchdog import JobState
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 
 START_UP_TIMEOUT_S = 60.0
 """The watchdog's least patience until all ranks are ready: a framework's import on a busy machine is slow."""
 _POLL_S = 0.05
-_QUIET = {
-    "GLOG_minloglevel": "3",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
-"""One compute thread per worker (the last bits of Paddle's matmul depend on the count), and no chatter."""
-
 
 class WorkerFailedError(PipeproofError):
     """A worker died, raised or hung; everything was stopped."""
@@ -119,11 +110,11 @@ class Launcher:
 
     def _start_all(self) -> None:
         num_ranks = self._state.subject.graph.num_ranks
-        ports = _free_ports(num_ranks + 1)
+        ports = free_ports(num_ranks + 1)
         for rank in range(num_ranks):
             environment = rank_environment(rank, num_ranks, ports)
             self._start(f"rank{rank}", rank, "pipeproof.exec.worker", environment)
-        self._start("reference", None, "pipeproof.exec.reference", {})
+        self._start("reference", None, "pipeproof.exec.reference", process_environment())
         self._reference_heard_s = time.monotonic()
         for state in self._state.ranks:
             state.heard_s = self._reference_heard_s
@@ -138,7 +129,7 @@ class Launcher:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
-                env={**os.environ, **_QUIET, **environment},
+                env=environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the workers
             )
         os.close(write_end)
@@ -236,28 +227,6 @@ class Launcher:
                 worker.process.stdin.close()
             os.close(worker.events)
         self._selector.close()
-
-
-def rank_environment(rank: int, num_ranks: int, ports: list[int]) -> dict[str, str]:
-    """The environment by which Paddle finds its peers; ``ports[0]`` is rank 0's store."""
-    endpoints = [f"127.0.0.1:{port}" for port in ports[1:]]
-    return {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(num_ranks),
-        "PADDLE_MASTER": f"127.0.0.1:{ports[0]}",
-        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-        "PADDLE_DISTRI_BACKEND": "gloo",
-    }
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for candidate in sockets:
-            candidate.bind(("127.0.0.1", 0))
-        return [candidate.getsockname()[1] for candidate in sockets]
 
 
 def _is_stopped(pid: int) -> bool:

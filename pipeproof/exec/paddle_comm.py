@@ -26,6 +26,7 @@ import paddle
 import paddle.distributed as dist
 
 from pipeproof.schedule.optable import Channel, Group
+from pipeproof.stages.paddle.runtime import quiet_native
 
 
 @dataclass(slots=True)
@@ -158,7 +159,8 @@ def connect(
     Every rank must call this with the same channels and groups.
     """
     progress("joining the world group")
-    dist.init_parallel_env()
+    with quiet_native():
+        dist.init_parallel_env()
 
     def pair_group(name: str, ranks: tuple[int, int]) -> dist.communication.group.Group:
         progress(f"connecting {name}")

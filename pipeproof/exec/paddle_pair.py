@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pipeproof.exec.launch import rank_environment
+from pipeproof.exec.rendezvous import free_ports, rank_environment
 from pipeproof.testing.endpoint import Body, Outcome
 
 WORKER = "pipeproof.exec.paddle_endpoint"
@@ -65,7 +64,7 @@ def paddle_pair() -> Iterator[PaddlePair]:
     Raises:
         BackendStartError: Paddle cannot be imported, or the two do not connect within a minute.
     """
-    ports = _free_ports(3)
+    ports = free_ports(3)
     with ExitStack() as stack:
         ranks = [_start(number, ports, stack) for number in (0, 1)]
         for rank in ranks:
@@ -88,12 +87,7 @@ def _start(number: int, ports: list[int], stack: ExitStack) -> _Rank:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env={
-                **os.environ,
-                **rank_environment(number, 2, ports),
-                "GLOG_minloglevel": "3",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
+            env=rank_environment(number, 2, ports),
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the two
         )
     stack.callback(process.wait)
@@ -148,12 +142,3 @@ def _await_store(rank: _Rank, port: int) -> None:
                 return
         time.sleep(0.02)
     raise BackendStartError(f"the store of rank {rank.number} does not listen after {START_TIMEOUT_S:.0f} s")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for candidate in sockets:
-            candidate.bind(("127.0.0.1", 0))
-        return [candidate.getsockname()[1] for candidate in sockets]

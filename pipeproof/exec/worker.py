@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
+from pipeproof.exec.rendezvous import await_store
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.subject import Subject, make_subject
@@ -48,7 +48,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     from pipeproof.exec.paddle_comm import connect
 
     if rank > 0 and "PADDLE_MASTER" in os.environ:
-        _await_master(os.environ["PADDLE_MASTER"])
+        await_store(os.environ["PADDLE_MASTER"])
     world = connect(
         rank, plan.graph.channels, plan.graph.groups, lambda what: emit("setup", what=what)
     )
@@ -83,19 +83,6 @@ def _require_same_plan(subject: Subject, digest: str) -> None:
     derived = plan_digest(subject)
     if derived != digest:
         raise RuntimeError(f"this process derives plan digest {derived[:12]}, the verified one is {digest[:12]}")
-
-
-def _await_master(address: str, timeout_s: float = 60.0) -> None:
-    """Wait until rank 0's store listens: Paddle's own client would sleep three seconds after a first refusal."""
-    host, port = address.rsplit(":", 1)
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex((host, int(port))) == 0:
-                return
-        time.sleep(0.02)
-    raise RuntimeError(f"no store at {address} within {timeout_s:.0f} s: did rank 0 start?")
 
 
 class _FaultPlan:

@@ -21,7 +21,7 @@ never comes is waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,8 +129,10 @@ def stuck_events(events: Events) -> list[int]:
     return [event for event, flag in enumerate(happened) if not flag]
 
 
-def shortest_cycle(events: Events, stuck: Iterable[int]) -> list[int] | None:
+def shortest_cycle(events: Events, stuck: Sequence[int]) -> list[int] | None:
     """A shortest wait-for cycle among the stuck events; None if they only wait for what never comes."""
+    if not stuck:  # the common case must not pay for networkx's import
+        return None
     import networkx as nx
 
     graph = events.nx(stuck)

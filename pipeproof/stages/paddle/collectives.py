@@ -75,52 +75,53 @@ class TensorParallelRegion:
 
     def max(self, tensor: Tensor, label: str) -> Tensor:
         """The maximum over all ranks; no gradient flows through it."""
-        return self._group.all_reduce(tensor.detach().contiguous(), label=label, reduction="max")
+        return self.collectives.all_reduce(tensor.detach().contiguous(), label=label, reduction="max")
 
     @property
-    def _group(self) -> TensorParallelCollectives:
+    def collectives(self) -> TensorParallelCollectives:
+        """What moves the data; there where there is more than one rank."""
         assert self._collectives is not None
         return self._collectives
 
-    def _gather_or_copy(self, tensor: Tensor, label: str) -> Tensor:
+    def spread(self, tensor: Tensor, label: str) -> Tensor:
         """All tokens from what one rank holds between blocks; issues nothing without sequence parallelism."""
         if self.sequence_dim is None:
             return tensor.clone()
-        return self._group.all_gather(tensor.contiguous(), self.sequence_dim, label=label)
+        return self.collectives.all_gather(tensor.contiguous(), self.sequence_dim, label=label)
 
-    def _reduce(self, tensor: Tensor, label: str) -> Tensor:
+    def reduce(self, tensor: Tensor, label: str) -> Tensor:
         """The sum over ranks, and of it what one rank holds between blocks."""
         if self.sequence_dim is None:
-            return self._group.all_reduce(tensor.contiguous(), label=label)
-        return self._group.reduce_scatter(tensor.contiguous(), self.sequence_dim, label=label)
+            return self.collectives.all_reduce(tensor.contiguous(), label=label)
+        return self.collectives.reduce_scatter(tensor.contiguous(), self.sequence_dim, label=label)
 
 
 class _Enter(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
     def forward(ctx: Any, activation: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
         ctx.region, ctx.label = region, label
-        return region._gather_or_copy(activation, label)
+        return region.spread(activation, label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.region._reduce(grad, f"{ctx.label}.grad")
+        return ctx.region.reduce(grad, f"{ctx.label}.grad")
 
 
 class _Leave(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
     def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
         ctx.region, ctx.label = region, label
-        return region._reduce(partial, label)
+        return region.reduce(partial, label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.region._gather_or_copy(grad, f"{ctx.label}.grad")
+        return ctx.region.spread(grad, f"{ctx.label}.grad")
 
 
 class _Sum(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
     def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
-        return region._group.all_reduce(partial.contiguous(), label=label)
+        return region.collectives.all_reduce(partial.contiguous(), label=label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

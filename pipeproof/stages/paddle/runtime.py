@@ -12,6 +12,7 @@ import ctypes
 import io
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,30 @@ def quiet_python() -> Iterator[None]:
     except BaseException:
         sys.stderr.write(written.getvalue())
         raise
+
+
+@contextlib.contextmanager
+def quiet_native() -> Iterator[None]:
+    """Swallow what Paddle's C++ side writes to the process's own stdout and stderr (a banner of its flags).
+
+    What it wrote is shown after all, on stderr, when the block raises.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as written:
+        saved = {fd: os.dup(fd) for fd in (1, 2)}
+        try:
+            for fd in saved:
+                os.dup2(written.fileno(), fd)
+            yield
+        except BaseException:
+            written.seek(0)
+            os.write(saved[2], written.read())
+            raise
+        finally:
+            for fd, original in saved.items():
+                os.dup2(original, fd)
+                os.close(original)
 
 
 def num_math_threads() -> int:

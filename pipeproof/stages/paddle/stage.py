@@ -13,7 +13,6 @@ from typing import TypeAlias
 import numpy as np
 import paddle
 
-from pipeproof.specs.layout import PlacementKind
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layers import Layer, Parameter
@@ -48,8 +47,7 @@ class PaddleStage:
             raise ValueError(f"a stage needs one or more different layers, got {names}")
         self._plan, self._layers = plan, tuple(layers)
         boundary = describe_boundary(plan)
-        sequence_dim = boundary.tp.dim if boundary.tp.kind is PlacementKind.SHARDED else None
-        self._region = TensorParallelRegion(tp_rank, plan.topology.tp, sequence_dim, collectives)
+        self._region = TensorParallelRegion(tp_rank, plan.topology.tp, boundary.tp.dim, collectives)
         self._batch_first = boundary.dims == "bsh"
         head_size = plan.model.hidden_size // plan.model.num_heads
         self._cos, self._sin = rotary_tables(plan.model.seq_length, head_size, plan.run.dtype)
@@ -85,7 +83,7 @@ class PaddleStage:
     def _load(self, parameter: Parameter) -> Tensor:
         """This rank's shard of the initial weight, as a leaf of autograd."""
         weight = initial_weight(parameter, self._plan.run.seed, self._plan.run.dtype)
-        if parameter.tp.kind is PlacementKind.SHARDED:
+        if parameter.tp.dim is not None:
             weight = np.split(weight, self._region.num_ranks, axis=parameter.tp.dim)[self._region.rank]
         return paddle.to_tensor(np.ascontiguousarray(weight), stop_gradient=False)
 

@@ -25,6 +25,8 @@ are [B, S, H].
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -82,7 +84,8 @@ def _accumulate(model: OrderedModel, step: int, index: int) -> np.floating[Any]:
     """Run one micro-batch, add its gradients to the buffers; its scaled loss."""
     loss = model.loss(micro_batch(model.plan, step, index)) * loss_scale(model.plan, step, index)
     loss.backward()
-    return loss.numpy()[()]
+    scalar: np.floating[Any] = loss.numpy()[()]
+    return scalar
 
 
 class OrderedModel:
@@ -257,10 +260,7 @@ class _Copies(PyLayer):  # type: ignore[misc]  # Paddle ships no types
 
 def _add(addends: Sequence[_Addend]) -> _Addend:
     """((a0 + a1) + a2) + .."""
-    total = addends[0]
-    for addend in addends[1:]:
-        total = total + addend
-    return total
+    return functools.reduce(operator.add, addends)
 
 
 def _add_pieces(sums: Sequence[Pieces]) -> Pieces:

@@ -83,7 +83,7 @@ class UncutModel:
         self.head_size = plan.model.hidden_size // plan.model.num_heads
         positions = np.arange(plan.model.seq_length, dtype=np.float64)
         exponents = np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size
-        angles = positions[:, None] * 10000.0**-exponents[None, :]  # [S, D / 2]
+        angles = positions[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 
