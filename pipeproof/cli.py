@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,38 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WORKER, EXIT_INTERRUPTED = 0, 1, 2, 3
 _PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse an output that cannot be written before any work is done for it."""
+    if value is None:
+        return None
+    existing = next(path for path in (value, *value.absolute().parents) if path.exists())
+    is_directory = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
+    may_be_made = is_directory or existing in (value, value.absolute().parent)
+    if existing != value and not (may_be_made and existing.is_dir()):
+        raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
+    if not os.access(existing, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
+    return value
+
+
+def _timeout(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # no bound of a range refuses it
+        raise click.BadParameter("nan is not a number of seconds")
+    return value
+
+
+class _Commands(click.Group):
+    """The group of commands; each ends with our own status when it is interrupted."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipeproof")
 def main() -> None:
     """Prove, time and run a pipeline-parallel training plan.
@@ -88,7 +121,8 @@ def show(plan: Path, rank: int | None) -> None:
 
 @main.command()
 @_PLAN
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a Chrome/Perfetto trace.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+              help="Write a Chrome/Perfetto trace.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def simulate(plan: Path, output: Path | None, as_json: bool) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
@@ -126,12 +160,15 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
 
 @main.command()
 @_PLAN
-@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write a JSON report.")
-@click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write the measured timeline.")
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+              help="Write the measured timeline.")  # fmt: skip
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
-              help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
-@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), help="Keep what each worker printed here.")
+              callback=_timeout, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
+@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=_writable,
+              help="Keep what each worker printed here.")  # fmt: skip
 @click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=_parse_fault,
               help="Rehearse a failure: let RANK raise, die or hang at OP, as in 1:0F2:die.")  # fmt: skip
 def run(
@@ -150,7 +187,9 @@ def run(
     with _refusing_bad_plans():
         report = _check(_load(plan))
     options = RunOptions(timeout_s=timeout_s, logs=logs, fault=fault, unsafe=unsafe)
-    sys.exit(run_command(report, options, _console(), report_file, trace))
+    with _refusing_bad_plans():
+        status = run_command(report, options, _console(), report_file, trace)
+    sys.exit(status)
 
 
 @main.command()
@@ -201,8 +240,10 @@ def _refusing_bad_plans(*, as_json: bool = False) -> Iterator[None]:
     except PipeproofError as error:
         _show_findings(error, as_json)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BadPlanError) else EXIT_FAILED)
+    except BrokenPipeError:
+        raise  # whoever read our output has gone: click ends quietly
     except OSError as error:
-        click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_BAD_INPUT)
 
 

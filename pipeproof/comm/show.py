@@ -28,7 +28,7 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
             f"boundary tensor: {boundary.dims} {list(boundary.shape)} {boundary.dtype}, {boundary.tp} over tp; each "
             f"rank holds {list(boundary.local_shape)}; its gradient is {boundary.grad_placement()}"
         )
-    groups = Table(title="groups, in the order of their creation", title_justify="left")
+    groups = Table(title="groups, in the order of creation", title_justify="left", min_width=34)
     groups.add_column("communicator")
     groups.add_column("ranks")
     for channel in plan.graph.channels:

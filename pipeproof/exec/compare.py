@@ -136,6 +136,7 @@ def _compare(
     agree = True
     for rank, shard in shards.items():
         index = _index(plan, parameter, rank)
+        _require_form(parameter.name, rank, shard, tuple(b - a for a, b in index), gathered.dtype)
         md5 = _md5(shard)
         agree = agree and written.setdefault(index, md5) == md5
         gathered[tuple(slice(a, b) for a, b in index)] = shard
@@ -151,6 +152,14 @@ def _compare(
         replicas_agree=agree,
         shards=tuple(described),
     )
+
+
+def _require_form(name: str, rank: int, shard: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Numpy would broadcast and convert without a word, and a wrong shard could come to look right."""
+    if (shard.shape, shard.dtype) != (shape, dtype):
+        raise ValueError(
+            f"gradient of {name} on rank {rank}: {shard.dtype} {list(shard.shape)}, expected {dtype} {list(shape)}"
+        )
 
 
 def _index(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
@@ -172,7 +181,8 @@ def _md5(array: np.ndarray) -> str:
 
 def max_rel_diff(ours: np.ndarray, reference: np.ndarray) -> float:
     """max|a - b| / max|b| in float64; 0 where both are zero, infinite where only the reference is or on NaN."""
-    difference = np.max(np.abs(ours.astype(np.float64) - reference.astype(np.float64)), initial=0.0)
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is infinitely far
+        difference = np.max(np.abs(ours.astype(np.float64) - reference.astype(np.float64)), initial=0.0)
     scale = np.max(np.abs(reference.astype(np.float64)), initial=0.0)
     if difference == 0.0:
         return 0.0

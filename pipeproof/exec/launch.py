@@ -46,18 +46,21 @@ def job_directory(logs: Path | None) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-            for log in directory.glob("*.out"):
-                shutil.copy(log, logs)
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for log in directory.glob("*.out"):
+                    shutil.copy(log, logs)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def terminate_raises() -> Iterator[None]:
     """Turn signals that end a process into exceptions, so that the workers are stopped on the way out.
 
-    SIGINT too: a shell starts background jobs with it ignored, and then Python would never see it.
+    SIGINT too: a shell starts background jobs with it ignored, and then Python would never see it. SIGHUP
+    stays ignored where it is (``nohup``).
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -65,7 +68,10 @@ def terminate_raises() -> Iterator[None]:
             raise KeyboardInterrupt
         raise TerminatedError(signum)
 
-    previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signums = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signums.append(signal.SIGHUP)
+    previous = {signum: signal.signal(signum, stop) for signum in signums}
     try:
         yield
     finally:
@@ -151,10 +157,16 @@ class Launcher:
 
     def _raise_if_hung(self) -> None:
         """Judge the ranks by their own events; the reference, which they need not wait for, once they are done."""
-        heard = self._reference_heard_s if self._state.all_finished else self._state.last_heard_s
         patience = self._timeout_s if self._state.all_ready else max(self._timeout_s, START_UP_TIMEOUT_S)
-        if time.monotonic() - heard > patience:
+        if self._silence_s() <= patience:
+            return
+        self._drain()  # this process itself may have been stopped, or busy with a large step
+        if self._silence_s() > patience:
             raise WorkerFailedError(self._hang(patience))
+
+    def _silence_s(self) -> float:
+        heard = self._reference_heard_s if self._state.all_finished else self._state.last_heard_s
+        return time.monotonic() - heard
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.events, 1 << 16)

@@ -58,10 +58,13 @@ def run_launched(
     require_backend()
     _require_world_size(report)
     state = JobState(report.subject)
-    job = _shared_job(rank, report, options)
-    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, job.directory)
+    directory = _shared_directory()
+    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
+    finished = False
     try:
+        job = _shared_job(directory, rank, report, options)
         run_rank(job, rank, watch.emit)
+        finished = True
         if rank != 0:
             return None
         _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
@@ -77,8 +80,8 @@ def run_launched(
         raise WorkerFailedError(state.died(rank, "raised")) from error
     finally:
         watch.stop()
-        if rank == 0:
-            shutil.rmtree(job.directory, ignore_errors=True)
+        if rank == 0 or not finished:  # rank 0 may be gone already, and waits for nothing that comes no more
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _require_world_size(report: Report) -> None:
@@ -96,12 +99,16 @@ def _require_world_size(report: Report) -> None:
         )
 
 
-def _shared_job(rank: int, report: Report, options: RunOptions) -> Job:
-    """The job in the directory that all ranks of this launcher share."""
+def _shared_directory() -> Path:
+    """Where all ranks of this launcher meet."""
     parent = os.getppid()
     started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     key = hashlib.sha256(f"{parent} {started} {os.getuid()}".encode()).hexdigest()[:16]
-    directory = Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
+    return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
+
+
+def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions) -> Job:
+    """The job in the directory that all ranks share; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
         job = Job(directory, dump_plan(report.subject.plan.spec), report.digest, options.fault)

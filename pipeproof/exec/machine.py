@@ -88,13 +88,22 @@ class RankMachine:
 
     def _begin(self, step: int) -> None:
         if not self.finished:
-            raise ProtocolError(f"step {step} begins while step {self._step} is at {self._describe_awaited()}")
+            raise ProtocolError(
+                f"step {step} begins while step {self._step} is at {self._describe_awaited()}\n{self._whole_story()}"
+            )
+        if step <= self._step:
+            raise ProtocolError(f"step {step} begins, but step {self._step} was run already")
         self._step, self._cursor = step, 0
         self._under_way.clear()
         self._finished.clear()
         self._history.clear()
 
     def _finish(self, op_id: int) -> None:
+        if op_id not in self._graph.rank_ops(self._rank):
+            raise ProtocolError(
+                f"op {op_id} is reported finished, which is none of rank {self._rank}; the rank is at "
+                f"{self._describe_awaited()}\n{self._whole_story()}"
+            )
         if op_id != self._awaited:
             raise ProtocolError(
                 f"{self._text(op_id)} is reported finished, but the rank is at {self._describe_awaited()}\n"
@@ -131,6 +140,10 @@ class RankMachine:
     def _describe_awaited(self) -> str:
         return "its end" if self._awaited is None else self._text(self._awaited)
 
+    def _whole_story(self) -> str:
+        """The story of the operation that the rank is at."""
+        return "" if self._awaited is None else self.story(self._awaited)
+
     def story(self, op_id: int) -> str:
         """What happened to one operation in this step, and what the graph says of it, one line each."""
         row = self._graph.row(op_id)
@@ -138,7 +151,7 @@ class RankMachine:
         if row.peer != NONE:
             lines.append(f"  the graph: elements {row.start}..{row.stop} with rank {row.peer}")
         lines += [f"  step {step}: {what}" for known, step, what in self._history if known == op_id]
-        if len(lines) == 1 or not any(known == op_id for known, _, _ in self._history):
+        if not any(known == op_id for known, _, _ in self._history):
             lines.append(f"  step {self._step}: not reached; the rank is at {self._describe_awaited()}")
         return "\n".join(lines)
 

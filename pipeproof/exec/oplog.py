@@ -72,11 +72,17 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fac
 def compare_log(
     graph: OpGraph, rank: int, entries: Sequence[LogEntry], *, num_steps: int, dtype: str
 ) -> Iterator[Finding]:
-    """The first difference on each queue of each step; nothing when the log is what the graph says."""
-    expected = expected_facts(graph, rank, dtype)
-    for step in range(num_steps):
+    """The first difference on each queue of each step; nothing when the log is what the graph says.
+
+    The host's entries count in the order of the log. A transfer's entry is
+    written when the host waits for it, so those of a channel count in the
+    order in which the channel carried them out.
+    """
+    one_step = expected_facts(graph, rank, dtype)
+    for step in sorted({*range(num_steps), *(entry.step for entry in entries)}):
+        expected = one_step if 0 <= step < num_steps else {}
         logged: dict[str, list[_Fact]] = {}
-        for entry in entries:
+        for entry in _by_queue_order(entries):
             if entry.step == step:
                 fact = (entry.op, entry.ranks, entry.numel, entry.dtype)
                 logged.setdefault(entry.queue, []).append(fact)
@@ -91,6 +97,12 @@ def compare_log(
                     f"the log says {_text(seen)}",
                     witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (wanted, seen) if fact)),
                 )
+
+
+def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:
+    host = [entry for entry in entries if entry.queue == HOST_QUEUE]
+    channels = [entry for entry in entries if entry.queue != HOST_QUEUE]
+    return [*host, *sorted(channels, key=lambda entry: entry.start_ns)]
 
 
 def _first_difference(

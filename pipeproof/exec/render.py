@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -21,19 +22,39 @@ def step_line(step: StepResult, num_steps: int) -> str:
     )
 
 
+_MOST_ROWS = 80
+"""Most parameters that the table shows; of more, those that differ. The JSON report has all."""
+
+
+def _gradient_table(step: StepResult) -> Table:
+    """Every parameter's gradient in one step against the reference."""
+    shown, title = step.gradients, f"gradients of step {step.step + 1}"
+    if len(shown) > _MOST_ROWS:
+        shown = tuple(g for g in shown if not g.bitwise)[:_MOST_ROWS]
+        title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage", justify="right")
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("md5", no_wrap=True)
+    table.add_column("bits", no_wrap=True)
+    table.add_column("rel. diff.", justify="right")
+    table.add_column("to uncut", justify="right")
+    for gradient in shown:
+        table.add_row(
+            str(gradient.stage),
+            gradient.name,
+            gradient.md5[:8],
+            "equal" if gradient.bitwise else "[red]differ[/]",
+            f"{gradient.max_rel_diff:.2g}",
+            f"{gradient.uncut_max_rel_diff:.2g}",
+        )
+    return table
+
+
 def render_run(report: RunReport, console: Console) -> None:
-    """Print the findings, the gradients by stage, and the verdict."""
+    """Print the findings, every gradient of the last step, and the verdict."""
     render_text(report.findings, report.subject.source, console=console)
-    table = Table(title="gradients against the reference, all steps", title_justify="left")
-    for column in ("stage", "gradients", "bitwise", "largest rel. difference", "from the uncut model"):
-        table.add_column(column, justify="right")
-    for stage in range(len(report.subject.plan.stages)):
-        mine = [g for g in report.gradients if g.stage == stage]
-        equal = sum(g.bitwise for g in mine)
-        largest = max((g.max_rel_diff for g in mine), default=0.0)
-        uncut = max((g.uncut_max_rel_diff for g in mine), default=0.0)
-        table.add_row(str(stage), str(len(mine)), str(equal), f"{largest:.3g}", f"{uncut:.3g}")
-    console.print(table)
+    console.print(_gradient_table(report.steps[-1]))
     spec = report.subject.plan.spec
     if report.parallel_bound:
         console.print(

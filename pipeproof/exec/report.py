@@ -107,14 +107,16 @@ class RunReport:
             "parallel_bound": self.parallel_bound,
             "log_matches_graph": not self.log_findings,
             "steps": [
-                {
-                    "step": step.step,
-                    "loss": float(step.loss),
-                    "reference_loss": float(step.reference_loss),
-                    "uncut_loss": float(step.uncut_loss),
-                    "loss_is_bitwise": step.loss_is_bitwise,
-                    "bitwise": step.bitwise,
-                }
+                _finite(
+                    {
+                        "step": step.step,
+                        "loss": float(step.loss),
+                        "reference_loss": float(step.reference_loss),
+                        "uncut_loss": float(step.uncut_loss),
+                        "loss_is_bitwise": step.loss_is_bitwise,
+                        "bitwise": step.bitwise,
+                    }
+                )
                 for step in self.steps
             ],
             "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
@@ -133,11 +135,11 @@ class RunReport:
         }
 
 
-def _finite(gradient: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: a distance that is not finite becomes null."""
+def _finite(result: dict[str, Any]) -> dict[str, Any]:
+    """JSON has neither infinity nor NaN: a loss or distance that is not finite becomes null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in gradient.items()
+        for key, value in result.items()
     }
 
 

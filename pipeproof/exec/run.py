@@ -16,7 +16,7 @@ from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
-from pipeproof.schedule.ops import COMPUTE_KINDS
+from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
@@ -104,19 +104,21 @@ def require_backend() -> None:
 
 
 def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
-    """Refuse a planted failure that would never strike."""
+    """Refuse a planted failure that would never strike: the host only posts transfers, and goes on."""
     if fault is None:
         return
     graph = subject.graph
-    texts = [str(graph.ops[i]) for i in graph.rank_ops(fault.rank)] if fault.rank < graph.num_ranks else []
-    if fault.op not in texts:
+    ops = [graph.ops[i] for i in graph.rank_ops(fault.rank)] if fault.rank < graph.num_ranks else []
+    if fault.op not in {str(op) for op in ops if op.kind not in TRANSFER_KINDS}:
         example = next((str(op) for op in graph.ops if op.kind in COMPUTE_KINDS), "0F0")
         raise PipeproofError(
             Finding(
                 "PP106",
                 Severity.ERROR,
-                f"--inject: rank {fault.rank} of {graph.num_ranks} never runs {fault.op}",
-                help=f"name a rank and one of its operations, such as 0:{example}:die; `pipeproof show` lists them",
+                f"--inject: rank {fault.rank} of {graph.num_ranks} never runs {fault.op}"
+                + (" (it only posts it; name the WAIT for it)" if fault.op in map(str, ops) else ""),
+                help=f"name a rank and one of its operations, such as 0:{example}:die; `pipeproof show --rank "
+                f"{min(fault.rank, graph.num_ranks - 1)}` lists them",
             )
         )
 

@@ -120,8 +120,7 @@ class JobState:
         """The rank whose action this rank's current operation needs and which has not come to it yet."""
         graph, state = self.subject.graph, self.ranks[rank]
         if state.op_id == NONE:
-            behind = [r for r, other in enumerate(self.ranks) if other.phase != state.phase and r != rank]
-            return min(behind, key=lambda r: self.ranks[r].heard_s) if behind else None
+            return self._behind_at_setup(state)
         op = graph.ops[state.op_id]
         if op.kind is OpKind.WAIT:
             partner = graph.match_of.get(int(graph.waits_for[state.op_id]), NONE)
@@ -134,6 +133,16 @@ class JobState:
             if other != rank and self._is_before(other, state.step, member):
                 return other
         return None
+
+    def _behind_at_setup(self, state: RankState) -> int | None:
+        """The rank in another phase that was heard longest ago, before this one.
+
+        A barrier ends each phase, so whoever has come to a later phase was heard after all of the earlier one.
+        """
+        behind = [
+            r for r, other in enumerate(self.ranks) if other.phase != state.phase and other.heard_s < state.heard_s
+        ]
+        return min(behind, key=lambda r: self.ranks[r].heard_s) if behind else None
 
     def _members(self, op_id: int) -> list[int]:
         """A collective's op ids on all ranks of its group; empty for any other operation."""

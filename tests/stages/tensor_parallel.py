@@ -79,7 +79,7 @@ class InMemoryWorld:
             with self._turn:
                 try:
                     results[rank] = work(rank)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
                     self._failure = self._failure or error
                     self._turn.notify_all()
 

@@ -107,7 +107,10 @@ def _require_pinned() -> None:
 
 
 def _openmp_threads() -> int:
-    """Ask every OpenMP runtime beside Paddle; the MKL that Paddle ships takes its count from there."""
+    """Ask every OpenMP runtime that Paddle ships; its MKL takes the count from there.
+
+    A build that ships none cannot be asked: there the environment stands.
+    """
     import paddle
 
     folder = Path(paddle.__file__).parent / "libs"

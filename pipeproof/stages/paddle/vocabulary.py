@@ -35,10 +35,10 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, region: TensorParallelR
             logits.reshape([-1, num_words]), labels.reshape([-1]), ignore_index=IGNORED, reduction="none"
         )
         return paddle.sum(losses)
-    return paddle.sum(_token_losses(logits, labels, region))
+    return paddle.sum(token_losses(logits, labels, region))
 
 
-def _token_losses(logits: Tensor, labels: Tensor, region: TensorParallelRegion) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, region: TensorParallelRegion) -> Tensor:
     """Per token ``log(sum_v exp(x_v - max)) - (x_label - max)``; three collectives of one number a token.
 
     The maximum is a constant to autograd: it cancels.

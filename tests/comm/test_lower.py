@@ -1,0 +1,143 @@
+"""What lowering adds to the programs: peers, channels, slices, gathers and the collectives inside compute."""
+
+from collections import Counter
+
+import pytest
+
+from pipeproof.schedule.ops import CHILD_KINDS, OpKind
+from pipeproof.schedule.optable import NONE, EdgeKind
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.boundary import describe_boundary
+from pipeproof.verify.certificate import plan_digest
+from tests.plans import plan_dict, subject
+
+
+def texts(graph, rank):
+    return [str(graph.ops[i]) for i in graph.rank_ops(rank) if graph.ops[i].kind not in CHILD_KINDS]
+
+
+def test_a_whole_small_program():
+    graph = subject(topology={"pp": 2, "tp": 2}, schedule={"num_micro_batches": 1}, transport="partial").graph
+    assert texts(graph, 0) == [
+        "0F0", "0SLICE_F0", "0SEND_F0", "0RECV_B0", "WAIT(0RECV_B0)", "0GATHER_B0", "WAIT(0SEND_F0)", "0B0", "0STEP",
+    ]  # fmt: skip
+    assert texts(graph, 3) == [
+        "1RECV_F0", "WAIT(1RECV_F0)", "1GATHER_F0", "1F0", "1B0", "1SLICE_B0", "1SEND_B0", "WAIT(1SEND_B0)", "1STEP",
+    ]  # fmt: skip
+
+
+def test_partial_sends_the_share_of_the_tensor_parallel_rank():
+    graph = subject(topology={"pp": 2, "tp": 4}, schedule={"num_micro_batches": 1}, transport="partial").graph
+    ranges = [
+        (int(graph.start[i]), int(graph.stop[i]))
+        for rank in range(4)
+        for i in graph.rank_ops(rank)
+        if graph.ops[i].kind is OpKind.SEND_FORWARD
+    ]
+    assert ranges == [(0, 64), (64, 128), (128, 192), (192, 256)]  # [s 8, b 2, h 16]
+
+
+def test_every_transfer_goes_to_the_same_coordinates_of_the_next_stage():
+    one = subject(topology={"pp": 3, "tp": 2, "dp": 2})
+    graph, mesh = one.graph, one.plan.mesh
+    for i, op in enumerate(graph.ops):
+        if graph.peer[i] != NONE:
+            ours, theirs = mesh.coords(int(graph.rank[i])), mesh.coords(int(graph.peer[i]))
+            assert {a: c for a, c in ours.items() if a != "pp"} == {a: c for a, c in theirs.items() if a != "pp"}
+            toward = 1 if op.kind in (OpKind.SEND_FORWARD, OpKind.RECV_BACKWARD) else -1
+            assert theirs["pp"] - ours["pp"] == toward
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_children_are_the_collectives_of_the_layers(sp):
+    """Megatron's count per block: two all-reduces each way, or with SP two gathers and two reduce-scatters."""
+    one = subject(topology={"pp": 2, "tp": 2, "sequence_parallel": sp}, schedule={"num_micro_batches": 1})
+    graph = one.graph
+    children = {
+        text: Counter(str(graph.ops[c].kind) for c in graph.rank_ops(0) if graph.ops[c].kind in CHILD_KINDS
+                      and str(graph.ops[c].target) == text)
+        for text in ("0F0", "0B0")
+    }  # fmt: skip
+    if sp:  # two blocks, and the embedding's reduce-scatter (an all-gather on the way back)
+        assert children["0F0"] == {"ALL_GATHER": 4, "REDUCE_SCATTER": 5}
+        assert children["0B0"] == {"ALL_GATHER": 5, "REDUCE_SCATTER": 4}
+    else:
+        assert children["0F0"] == {"ALL_REDUCE": 5}
+        assert children["0B0"] == {"ALL_REDUCE": 4}
+
+
+def test_gradient_reductions_are_one_per_parameter_that_needs_it():
+    one = subject(topology={"pp": 1, "tp": 2, "dp": 2, "sequence_parallel": True}, schedule={"num_micro_batches": 1})
+    graph = one.graph
+    owed = {axis: [] for axis in ("tp", "dp")}
+    for i in graph.rank_ops(0):
+        op = graph.ops[i]
+        if op.kind is OpKind.ALL_REDUCE and op.target.kind is OpKind.REDUCE_GRAD:
+            owed[op.axis].append(int(graph.stop[i]))
+    num_parameters = sum(len(layer.parameters) for layer in one.plan.layers)
+    assert owed["tp"] == [16] * 9  # two norms in each of four blocks and the last one
+    assert len(owed["dp"]) == num_parameters == 31
+
+
+def test_edges_say_why_operations_follow_each_other():
+    graph = subject(schedule={"num_micro_batches": 1}).graph
+    text = {i: f"{int(graph.rank[i])}:{op}" for i, op in enumerate(graph.ops)}
+    edges = {kind: {(text[a], text[b]) for a, b in pairs.tolist()} for kind, pairs in graph.edges.items()}
+    assert edges[EdgeKind.MATCH] == {("0:0SEND_F0", "1:1RECV_F0"), ("1:1SEND_B0", "0:0RECV_B0")}
+    assert ("1:1RECV_F0", "1:WAIT(1RECV_F0)") in edges[EdgeKind.WAIT]
+    assert edges[EdgeKind.DATA] == {
+        ("0:0F0", "0:0SEND_F0"), ("1:1RECV_F0", "1:1F0"), ("1:1F0", "1:1B0"), ("1:1B0", "1:1SEND_B0"),
+        ("0:0RECV_B0", "0:0B0"), ("0:0F0", "0:0B0"),
+    }  # fmt: skip
+    assert ("0:0F0", "0:0SEND_F0") in edges[EdgeKind.POST]
+    digraph = graph.nx
+    assert digraph.number_of_nodes() == len(graph.ops)
+    kinds = {kind for _, _, data in digraph.edges(data=True) for kind in data["kinds"]}
+    assert kinds <= {str(kind) for kind in EdgeKind}
+    assert digraph.nodes[0] == {"rank": 0, "op": "0F0"}
+
+
+DIGEST_KEEPS = [
+    {"cost": {"forward_us": 7}}, {"run": {"seed": 9}}, {"run": {"steps": 3}}, {"run": {"learning_rate": 0.5}},
+]  # fmt: skip
+DIGEST_CHANGES = [
+    {"schedule": {"kind": "gpipe"}}, {"schedule": {"num_micro_batches": 5}}, {"model": {"ffn_size": 48}},
+    {"topology": {"pp": 4}}, {"topology": {"order": ["pp", "dp", "ep", "cp", "tp"], "tp": 2}},
+    {"run": {"dtype": "float64"}}, {"loss": {"normalization": "mean_of_micro_batches"}},
+    {"model": {"activation_order": "bsh"}},
+    {"stages": [["embed"], ["layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"]]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", DIGEST_KEEPS)
+def test_digest_does_not_speak_of_cost_seed_steps_or_rates(sections):
+    assert plan_digest(subject(**sections)) == plan_digest(subject())
+
+
+@pytest.mark.parametrize("sections", DIGEST_CHANGES)
+def test_digest_speaks_of_everything_that_the_verdict_depends_on(sections):
+    assert plan_digest(subject(**sections)) != plan_digest(subject())
+
+
+def test_digest_is_the_same_on_every_machine(check_golden):
+    """A change here is a change of what certificates mean: raise RULE_SET_VERSION or find out why."""
+    lines = [
+        f"{name} {plan_digest(subject(**sections))}\n"
+        for name, sections in {
+            "base": {},
+            "tp2_sp_partial": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}, "transport": "partial"},
+            "gpipe_pp4_dp2": {"topology": {"pp": 4, "dp": 2}, "schedule": {"kind": "gpipe"}},
+        }.items()
+    ]
+    check_golden("digests.txt", "".join(lines))
+
+
+@pytest.mark.parametrize(("order", "shape"), [("sbh", (8, 2, 16)), ("bsh", (2, 8, 16))])
+def test_boundary_follows_the_dim_order(order, shape):
+    spec = plan_from_dict(
+        plan_dict(model={"activation_order": order}, topology={"tp": 2, "sequence_parallel": True})
+    ).spec
+    boundary = describe_boundary(spec)
+    assert boundary.shape == shape
+    assert boundary.tp.dim == order.index("s")
+    assert boundary.local_shape == tuple(n // 2 if d == "s" else n for d, n in zip(order, shape, strict=True))

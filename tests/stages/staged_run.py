@@ -1,0 +1,136 @@
+"""A plan trained through ``PaddleStage`` in one process: any cut into stages, tensor- and data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layers import Layer, Parameter, describe_gpt
+from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.paddle.optimizer import make_optimizer
+from pipeproof.stages.paddle.stage import PaddleStage
+from tests.plans import plan_dict
+from tests.stages.tensor_parallel import InMemoryWorld, Issued
+
+Gradients = dict[str, np.ndarray]
+
+
+def make_plan(**sections: Any) -> PlanSpec:
+    """The tests' base plan with overrides, on one stage unless it says otherwise."""
+    topology = {"pp": 1, **sections.pop("topology", {})}
+    return plan_from_dict(plan_dict(topology=topology, **sections)).spec
+
+
+def same_bits(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
+    """Names whose bits differ; both sides must have the same names, shapes and dtypes."""
+    assert set(ours) == set(reference)
+    for name, array in ours.items():
+        assert (array.shape, array.dtype) == (reference[name].shape, reference[name].dtype), name
+    return [name for name in ours if ours[name].tobytes() != reference[name].tobytes()]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step shows."""
+
+    loss: np.generic
+    gradients: Gradients
+
+
+class StagedRun:
+    """``cut`` lists where stages begin, besides at layer 0; ``layers`` replaces the described ones."""
+
+    def __init__(self, plan: PlanSpec, cut: Sequence[int] = (), layers: Sequence[Layer] | None = None) -> None:
+        self.plan = plan
+        self.layers = tuple(layers or describe_gpt(plan))
+        bounds = [0, *cut, len(self.layers)]
+        parts = [self.layers[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        self.world = InMemoryWorld(plan.topology.tp)
+        self.stages = [
+            [PaddleStage(plan, part, rank, self.world.ranks[rank]) for part in parts]
+            for rank in range(plan.topology.tp)
+        ]
+        self.optimizers = [make_optimizer(plan.run, s.parameters) for stages in self.stages for s in stages]
+        self.issued: list[tuple[list[Issued], list[Issued]]] = []
+        """Of each rank and micro-batch: what it issued forward and backward."""
+
+    def steps(self) -> Iterator[Step]:
+        """Train the plan's steps."""
+        for step in range(self.plan.run.steps):
+            ranks = [self._data_parallel_rank(step, rank) for rank in range(self.plan.topology.dp)]
+            loss, grads = ranks[0]
+            for later_loss, later in ranks[1:]:
+                loss = loss + later_loss
+                grads = [{n: total[n] + own[n] for n in total} for total, own in zip(grads, later, strict=True)]
+            for rank, own in enumerate(grads):
+                for name, weight in self._weights(rank).items():
+                    weight.grad = own[name]
+            yield Step(loss, {p.name: _whole(p, [own[p.name].numpy() for own in grads]) for p in self._parameters()})
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def _data_parallel_rank(self, step: int, dp_rank: int) -> tuple[np.generic, list[dict[str, paddle.Tensor]]]:
+        """The loss of one data-parallel rank, and per tensor-parallel rank its gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        num = self.plan.schedule.num_micro_batches
+        total = None
+        for index in range(dp_rank * num, (dp_rank + 1) * num):
+            losses = self.world.run(lambda rank, index=index: self._micro_batch(rank, step, index))
+            assert len({loss.tobytes() for loss in losses}) == 1, "tensor-parallel ranks disagree about the loss"
+            total = losses[0] if total is None else total + losses[0]
+        ranks = range(self.plan.topology.tp)
+        grads = [{name: w.grad.clone() for name, w in self._weights(rank).items()} for rank in ranks]
+        for parameter in self._parameters():
+            if parameter.partial_over:
+                first, *others = (own[parameter.name] for own in grads)
+                for other in others:
+                    first = first + other
+                for own in grads:
+                    own[parameter.name] = first
+        return total, grads
+
+    def _micro_batch(self, rank: int, step: int, index: int) -> np.generic:
+        """Forward through the stages, handing detached activations on, and back."""
+        batch = micro_batch(self.plan, step, index)
+        inputs: list[paddle.Tensor | None] = []
+        outputs: list[paddle.Tensor] = []
+        activation = None
+        for stage in self.stages[rank]:
+            if activation is not None:
+                activation = activation.detach()
+                activation.stop_gradient = False
+            inputs.append(activation)
+            activation = stage.forward(activation, batch, step=step, index=index)
+            outputs.append(activation)
+        forward = self._take_issued(rank)
+        grad = None
+        for received, output in zip(reversed(inputs), reversed(outputs), strict=True):
+            paddle.autograd.backward([output], [grad])
+            grad = received.grad if received is not None else None
+        self.issued.append((forward, self._take_issued(rank)))
+        return outputs[-1].numpy()[()]
+
+    def _take_issued(self, rank: int) -> list[Issued]:
+        issued = list(self.world.ranks[rank].issued)
+        self.world.ranks[rank].issued.clear()
+        return issued
+
+    def _weights(self, rank: int) -> dict[str, paddle.Tensor]:
+        return {name: weight for stage in self.stages[rank] for name, weight in stage.parameters.items()}
+
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for layer in self.layers for parameter in layer.parameters]
+
+
+def _whole(parameter: Parameter, shards: list[np.ndarray]) -> np.ndarray:
+    if parameter.tp.dim is not None:
+        return np.concatenate(shards, parameter.tp.dim)
+    assert len({shard.tobytes() for shard in shards}) == 1, f"ranks disagree about {parameter.name}"
+    return shards[0].copy()

@@ -1,0 +1,90 @@
+"""Stages without tensor parallelism have the uncut model's bits, however the layers are cut."""
+
+import numpy as np
+import pytest
+
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.paddle.stage import PaddleStage
+from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.uncut import run_uncut
+from tests.stages.staged_run import StagedRun, make_plan, same_bits
+
+pytestmark = pytest.mark.needs_paddle
+
+CUTS = {1: (), 2: (3,), 3: (1, 4), 4: (1, 2, 6)}
+"""By the number of stages: one that holds only the embedding, one that holds only the head, among others."""
+
+
+@pytest.mark.parametrize("normalization", ["global_tokens", "mean_of_micro_batches"])
+@pytest.mark.parametrize("order", ["sbh", "bsh"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_any_cut_is_bitwise_the_uncut_model_over_five_steps(dtype, optimizer, order, normalization):
+    plan = make_plan(
+        model={"activation_order": order},
+        loss={"normalization": normalization},
+        run={"dtype": dtype, "optimizer": optimizer, "steps": 5, "seed": 7},
+    )
+    references = list(run_uncut(plan))
+    assert len(references) == 5
+    for cut in CUTS.values():
+        for ours, reference in zip(StagedRun(plan, cut).steps(), references, strict=True):
+            assert ours.loss.dtype == np.dtype(dtype)
+            assert ours.loss.tobytes() == reference.loss.tobytes()
+            assert same_bits(ours.gradients, reference.gradients) == []
+
+
+def test_without_parallelism_the_ordered_model_is_bitwise_the_uncut_one():
+    plan = make_plan(run={"steps": 3})
+    for ordered, uncut in zip(run_ordered(plan), run_uncut(plan), strict=True):
+        assert ordered.loss.tobytes() == uncut.loss.tobytes()
+        assert same_bits(ordered.gradients, uncut.gradients) == []
+        assert same_bits(ordered.weights, uncut.weights) == []
+
+
+@pytest.mark.parametrize("damage", ["swap", "drop"])
+def test_layers_in_another_order_or_too_few_are_seen_at_once(damage):
+    plan = make_plan(run={"steps": 1})
+    layers = list(describe_gpt(plan))
+    if damage == "swap":
+        layers[1], layers[2] = layers[2], layers[1]
+    else:
+        del layers[2]
+    (ours,), (reference,) = StagedRun(plan, layers=layers).steps(), run_uncut(plan)
+    assert ours.loss != reference.loss
+    common = {name: reference.gradients[name] for name in ours.gradients}
+    assert same_bits(ours.gradients, common) == list(ours.gradients)
+
+
+def test_every_step_and_micro_batch_shows_in_the_gradients():
+    plan = make_plan(run={"steps": 2})
+    more = make_plan(run={"steps": 2}, schedule={"num_micro_batches": 5})
+    first, second = run_uncut(plan)
+    assert same_bits(first.gradients, second.gradients) == list(first.gradients)
+    assert same_bits(first.gradients, next(run_uncut(more)).gradients) == list(first.gradients)
+
+
+@pytest.mark.parametrize(("names", "given"), [(["embed"], True), (["norm", "head"], False)])
+def test_a_stage_takes_an_activation_exactly_where_it_does_not_embed(names, given):
+    plan = make_plan()
+    stage = PaddleStage(plan, [layer for layer in describe_gpt(plan) if layer.name in names])
+    with pytest.raises(ValueError, match="first layer is not 'embed'"):
+        stage.forward(object() if given else None, micro_batch(plan, 0, 0), step=0, index=0)
+
+
+def test_layers_of_a_stage_must_differ():
+    plan = make_plan()
+    embed = describe_gpt(plan)[0]
+    with pytest.raises(ValueError, match="different layers"):
+        PaddleStage(plan, [embed, embed])
+    with pytest.raises(ValueError, match="different layers"):
+        PaddleStage(plan, [])
+
+
+def test_tensor_parallel_ranks_need_collectives_and_a_rank_that_exists():
+    plan = make_plan(topology={"tp": 2})
+    with pytest.raises(ValueError, match="need collectives"):
+        PaddleStage(plan, describe_gpt(plan), 0)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        PaddleStage(plan, describe_gpt(plan), 2)
