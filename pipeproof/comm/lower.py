@@ -14,6 +14,7 @@ from functools import cached_property
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
 from pipeproof.schedule import GENERATORS
+from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     RECV_KINDS,
@@ -23,7 +24,7 @@ from pipeproof.schedule.ops import (
     OpKind,
     child_of,
 )
-from pipeproof.schedule.optable import NONE, Group, OpGraph, Row, TensorSpec, build_graph
+from pipeproof.schedule.optable import NONE, Group, OpGraph, Row, TensorSpec
 from pipeproof.schedule.programs import Programs, add_transfers, add_update
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, describe_boundary
@@ -99,9 +100,7 @@ def plan_programs(plan: PlanSpec, layers: Sequence[Layer]) -> Programs:
 class _Lowering:
     """The plan's tensors and groups, and the rows of one rank after another."""
 
-    def __init__(
-        self, plan: PlanSpec, mesh: Mesh, boundary: Boundary, stages: Sequence[tuple[Layer, ...]]
-    ) -> None:
+    def __init__(self, plan: PlanSpec, mesh: Mesh, boundary: Boundary, stages: Sequence[tuple[Layer, ...]]) -> None:
         self._mesh, self._stages = mesh, stages
         self._num_tp = plan.topology.tp
         self._declared = {True: plan.transport.forward, False: plan.transport.backward}

@@ -9,7 +9,5 @@ from pipeproof.schedule.gpipe import gpipe
 from pipeproof.schedule.one_f_one_b import one_f_one_b
 from pipeproof.schedule.programs import Programs
 
-GENERATORS: Mapping[str, Callable[[int, int], Programs]] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b}
-)
+GENERATORS: Mapping[str, Callable[[int, int], Programs]] = MappingProxyType({"gpipe": gpipe, "1f1b": one_f_one_b})
 """``schedule.kind`` to its generator: (pipeline ranks, micro-batches) -> compute programs."""

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.optable import build_graph
+from pipeproof.schedule.build import build_graph
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load import plan_from_dict
 

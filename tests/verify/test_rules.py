@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import RECV_KINDS, OpKind, parse_op
-from pipeproof.schedule.optable import TensorSpec, build_graph
+from pipeproof.schedule.optable import Row, TensorSpec
 from pipeproof.specs.finding import CycleWitness, OpsWitness
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.registry import RULES
@@ -89,7 +90,7 @@ MUTANTS = {
     "backward missing": (drop_backward_and_its_transfers, {"PP121"}),
     "backward doubled": (lambda rows: double(rows[0], "0B1"), {"PP122"}),
     "backward first": (lambda rows: swap(rows[1], "1F3", "1B3"), {"PP123"}),
-    "stranger's stage": (lambda rows: rows[0].insert(0, dataclasses.replace(rows[0][0], op=parse_op("1F9"))), {"PP124"}),
+    "stranger's stage": (lambda rows: rows[0].insert(0, Row(parse_op("1F9"))), {"PP124"}),
     "send that nobody receives or waits for": (forget_a_message, {"PP301"}),
     "send without receive": (lambda rows: remove(rows[1], "1RECV_F3", "WAIT(1RECV_F3)"), {"PP301", "PP402"}),
     "two receives swapped": (swap_two_receives, {"PP302"}),
@@ -244,9 +245,9 @@ def test_a_row_for_a_missing_tensor_is_refused():
     rows[1][receive] = dataclasses.replace(rows[1][receive], tensor=99)
     with pytest.raises(ValueError, match=r"rank 1, 1RECV_F0: tensor 99"):
         build_graph(rows, base.graph.tensors, base.graph.groups)
+    rows = base.graph.rows()
+    replace_row(rows[0], "0SEND_F0", peer=9)
     with pytest.raises(ValueError, match="peer 9"):
-        rows = base.graph.rows()
-        replace_row(rows[0], "0SEND_F0", peer=9)
         build_graph(rows, base.graph.tensors, base.graph.groups)
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.transport import PRESERVES, Transport, effective_transport
+from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
-from pipeproof.schedule.optable import Group, Row, TensorSpec, build_graph
+from pipeproof.schedule.optable import Group, Row, TensorSpec
 from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary

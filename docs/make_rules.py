@@ -1,0 +1,67 @@
+"""Writes ``docs/rules``: a page for each code that pipeproof can report, and their index.
+
+``python docs/make_rules.py`` writes, ``--check`` exits 1 if a page is stale.
+The text is what ``pipeproof explain CODE`` prints.
+"""  # noqa: INP001 - a directory of scripts, not a package
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pages import DOCS, main, table
+
+from pipeproof.explain import all_docs
+from pipeproof.specs.codes import RuleDoc
+
+FAMILIES = {
+    "1": "The plan: file, sizes, placement, completeness",
+    "2": "Layouts and transports",
+    "3": "Matching of sends, receives and collectives",
+    "4": "Deadlock",
+    "9": "Runs",
+}
+"""The first digit of a code, and what the codes with it are about."""
+
+WRITTEN_BY = "<!-- Written by docs/make_rules.py from the code's documentation in pipeproof/. Do not edit. -->\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every page by its path."""
+    docs = all_docs()
+    rules = DOCS / "rules"
+    return {rules / "README.md": _index(docs), **{rules / f"{doc.code}.md": _page(doc) for doc in docs}}
+
+
+def _index(docs: tuple[RuleDoc, ...]) -> str:
+    parts = [
+        WRITTEN_BY,
+        "# Codes\n",
+        "Every finding carries one of these codes. A code keeps its meaning for ever. `pipeproof explain CODE` "
+        "prints its page in the terminal. Only errors change the exit status; with `--strict`, warnings do too.\n",
+    ]
+    for digit, title in FAMILIES.items():
+        rows = [
+            (f"[{doc.code}]({doc.code}.md)", doc.severity, doc.title) for doc in docs if doc.code[2] == digit
+        ]
+        parts += [f"## {digit}xx: {title}\n", table(("code", "severity", "meaning"), rows)]
+    return "\n".join(parts)
+
+
+def _page(doc: RuleDoc) -> str:
+    return "\n".join(
+        [
+            WRITTEN_BY,
+            f"# {doc.code}: {doc.title}\n",
+            f"Severity: {doc.severity}. [All codes](README.md)\n",
+            f"{doc.explanation}\n",
+            f"Wrong:\n\n```text\n{doc.wrong}\n```\n",
+            f"Right:\n\n```text\n{doc.right}\n```\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    wanted = pages()
+    there = frozenset((DOCS / "rules").glob("*.md"))
+    sys.exit(main("docs/make_rules.py", wanted, there - set(wanted)))
