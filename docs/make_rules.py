@@ -19,9 +19,18 @@ FAMILIES = {
     "2": "Layouts and transports",
     "3": "Matching of sends, receives and collectives",
     "4": "Deadlock",
+    "5": "Buffer lifetime and races",
+    "6": "Gradient coverage, reduction and scale",
+    "7": "Memory",
+    "8": "Performance",
     "9": "Runs",
 }
 """The first digit of a code, and what the codes with it are about."""
+
+INTRODUCTION = """\
+Every finding carries one of these codes. A code keeps its meaning for ever. `pipeproof explain CODE` prints its page
+in the terminal. Only errors change the exit status; with `--strict`, warnings do too.
+"""
 
 WRITTEN_BY = "<!-- Written by docs/make_rules.py from the code's documentation in pipeproof/. Do not edit. -->\n"
 
@@ -37,14 +46,11 @@ def _index(docs: tuple[RuleDoc, ...]) -> str:
     parts = [
         WRITTEN_BY,
         "# Codes\n",
-        "Every finding carries one of these codes. A code keeps its meaning for ever. `pipeproof explain CODE` "
-        "prints its page in the terminal. Only errors change the exit status; with `--strict`, warnings do too.\n",
+        INTRODUCTION,
     ]
-    for digit, title in FAMILIES.items():
-        rows = [
-            (f"[{doc.code}]({doc.code}.md)", doc.severity, doc.title) for doc in docs if doc.code[2] == digit
-        ]
-        parts += [f"## {digit}xx: {title}\n", table(("code", "severity", "meaning"), rows)]
+    for digit in sorted({doc.code[2] for doc in docs}):
+        rows = [(f"[{doc.code}]({doc.code}.md)", doc.severity, doc.title) for doc in docs if doc.code[2] == digit]
+        parts += [f"## {digit}xx: {FAMILIES[digit]}\n", table(("code", "severity", "meaning"), rows)]
     return "\n".join(parts)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pages import DOCS, fill, main, table
 
 from pipeproof.comm.capabilities import backend_table
 from pipeproof.schedule import ops
 from pipeproof.specs.later import LATER
+from pipeproof.specs.plan import RunSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.verify.certificate import plan_digest
 
@@ -34,13 +36,14 @@ def pages() -> dict[Path, str]:
 def keys_part() -> str:
     """A table for each section of a plan, from its JSON Schema."""
     schema = plan_json_schema()
-    top, sections = [], []
+    top: list[tuple[str, ...]] = []
+    sections = []
     for name, about in schema["properties"].items():
         if "$ref" not in about:
             top.append((f"`{name}`", _type(about), _default(name, about, schema), about["description"]))
             continue
         section = schema["$defs"][about["$ref"].rpartition("/")[2]]
-        default = "" if name in schema["required"] else "every key's own"
+        default = "required" if name in schema["required"] else "each key's"
         top.append((f"[`{name}`](#{name})", "mapping", default, about["description"]))
         sections.append(_section(name, section))
     header = ("key", "value", "default", "meaning")
@@ -73,65 +76,79 @@ def _type(about: dict[str, Any]) -> str:
     """A value's type and bounds in words."""
     if "anyOf" in about:
         options = [_type(option) for option in about["anyOf"] if option.get("type") != "null"]
-        return " or ".join(dict.fromkeys(options))
+        return ", or ".join(dict.fromkeys(options))
     if "const" in about:
         return f"`{_literal(about['const'])}`"
     if "enum" in about:
         return " or ".join(f"`{_literal(value)}`" for value in about["enum"])
     match about["type"]:
+        case "array" if "anyOf" in about["items"]:
+            return "a list of these"
+        case "array" if "enum" in about["items"]:
+            return "a list of " + ", ".join(f"`{_literal(value)}`" for value in about["items"]["enum"])
         case "array":
-            return f"list of {_type(about['items'])}"
+            return f"a list of {_plural(_type(about['items']))}"
         case "boolean":
             return "`true` or `false`"
-        case "string" if "pattern" in about:
-            return "a fraction `a/b`"
-        case "null":
-            return "none yet"
-        case "integer" | "number":
-            return about["type"] + _bounds(about)
+        case "string":
+            return "a fraction `a/b`" if "pattern" in about else "a string"
+        case "integer" | "number" as kind:
+            return _number(kind, about)
         case other:
             return str(other)
 
 
-def _bounds(about: dict[str, Any]) -> str:
-    bounds = []
-    for word, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<=")):
-        if word in about:
-            bounds.append(f"{sign} {_number(about[word])}")
-    return f" {', '.join(bounds)}" if bounds else ""
+def _plural(words: str) -> str:
+    """Of ``a list of strings`` or ``a string``: the first noun in the plural."""
+    noun, *rest = words.removeprefix("a ").split(" ")
+    return " ".join([f"{noun}s", *rest])
 
 
-def _number(value: float) -> str:
-    """Large powers of two and ten as such."""
-    whole = int(value)
-    if whole >= 1000 and whole & (whole - 1) == 0:
-        return f"2^{whole.bit_length() - 1}"
-    if whole >= 1000 and set(str(whole)[1:]) == {"0"} and str(whole)[0] == "1":
-        return f"10^{len(str(whole)) - 1}"
-    return str(whole)
+def _number(kind: str, about: dict[str, Any]) -> str:
+    """``integer, 1 to 2^16``, both ends included."""
+    low = about.get("minimum", about.get("exclusiveMinimum"))
+    high = about["exclusiveMaximum"] - 1 if "exclusiveMaximum" in about else about["maximum"]
+    if low == high:
+        return f"`{low}`"
+    if "exclusiveMinimum" in about:
+        return f"{kind}, more than {low}, up to {_power(int(high))}"
+    return f"{kind}, {low} to {_power(int(high))}"
+
+
+def _power(value: int) -> str:
+    """Large bounds as the powers that they are."""
+    if value < 10_000:
+        return str(value)
+    if value & (value + 1) == 0:
+        return f"2^{value.bit_length()} - 1"
+    if value & (value - 1) == 0:
+        return f"2^{value.bit_length() - 1}"
+    return f"10^{len(str(value)) - 1}" if value == 10 ** (len(str(value)) - 1) else str(value)
 
 
 def later_part() -> str:
     """The keys and values that are refused until their feature is there."""
-    rows = []
-    for row in LATER:
-        rows.append((f"`{row.section}.{row.key}`", row.feature, row.now))
+    rows = [(f"`{row.section}.{row.key}`", row.feature, row.now) for row in LATER]
     return table(("key", "what comes later", "in this release"), rows)
 
 
 def tables_part() -> str:
     """Each backend's table."""
     parts = []
-    for backend, device in (("paddle", "cpu"),):
+    for backend, device in product(*(get_args(RunSpec.model_fields[key].annotation) for key in ("backend", "device"))):
         about = backend_table(backend, device)
         rows = []
         for row in about.rows():
-            value = {True: "yes", False: "no"}.get(row.value, row.value) if isinstance(row.value, bool) else row.value
-            measured = "yes" if row.probed else "no"
-            rows.append((f"`{row.key}`", str(value), row.meaning, row.if_different, row.source, measured))
+            value = _yes_or_no(row.value) if isinstance(row.value, bool) else str(row.value)
+            probed = _yes_or_no(row.probed)
+            rows.append((f"`{row.key}`", value, row.meaning, row.if_different, row.source, probed))
         header = ("behaviour", "value", "meaning", "if a machine does otherwise", "source", "probed by doctor")
         parts.append(f"## {about.name}: `run: {{backend: {backend}, device: {device}}}`\n\n" + table(header, rows))
     return "\n".join(parts)
+
+
+def _yes_or_no(value: object) -> str:
+    return "yes" if value else "no"
 
 
 def grammar_part() -> str:
@@ -143,8 +160,7 @@ def grammar_part() -> str:
 
 def digest_part() -> str:
     """What the digest is over, as the function that computes it says."""
-    _, _, text = (inspect.getdoc(plan_digest) or "").partition("\n\n")
-    return text
+    return inspect.getdoc(plan_digest) or ""
 
 
 if __name__ == "__main__":

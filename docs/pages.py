@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -58,7 +58,7 @@ def fill(page: Path, parts: Mapping[str, str]) -> str:
     return marked.sub(lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n\n{match[3]}", text)
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table; bars inside cells are escaped."""
     lines = [_row(header), _row(tuple("---" for _ in header)), *map(_row, rows)]
     return "\n".join(lines) + "\n"

@@ -27,6 +27,7 @@ class RankState:
     error: str | None = None
     error_ns: int = 0
     heard_s: float = 0.0
+    """0 while nothing was ever heard: under another's launcher each process hears itself alone."""
 
 
 @dataclass
@@ -185,12 +186,14 @@ class JobState:
         return "the graph expects no more transfers of it in this step"
 
     def _others(self, rank: int) -> str:
+        if len(self.ranks) == 1:
+            return "it was the only rank"
         places = []
         for other, state in enumerate(self.ranks):
-            if other != rank:
+            if other != rank and state.heard_s > 0.0:
                 op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.op_id]}"
                 places.append(f"rank {other} {'finished' if state.finished else state.phase}{op}")
-        return "meanwhile " + ", ".join(places) if places else "it was the only rank"
+        return "meanwhile " + ", ".join(places) if places else "of the other ranks nothing is known here"
 
     def _witness(self, rank: int) -> OpsWitness | None:
         graph = self.subject.graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class StagedRun:
         self.plan = plan
         self.layers = tuple(layers or describe_gpt(plan))
         bounds = [0, *cut, len(self.layers)]
-        parts = [self.layers[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [self.layers[a:b] for a, b in pairwise(bounds)]
         self.world = InMemoryWorld(plan.topology.tp)
         self.stages = [
             [PaddleStage(plan, part, rank, self.world.ranks[rank]) for part in parts]

@@ -41,9 +41,16 @@ def assert_adjoint(function, inputs, directions, y):
 
 
 def test_rotary_adjoint_with_generic_tables(generic):
-    """The halves of the sines differ here, as no rotation's do: a backward that swaps them is seen."""
+    """The halves of the sines differ here, as no real table's do: a backward that swaps them is seen."""
     cos, sin = paddle.to_tensor(generic(5, 6)), paddle.to_tensor(generic(5, 6))
     assert_adjoint(lambda x: rotate(x, cos, sin), [generic(2, 3, 5, 6)], [generic(2, 3, 5, 6)], generic(2, 3, 5, 6))
+
+
+def test_rotary_uses_each_half_of_its_tables(generic):
+    x, cos, sin = generic(5, 6), generic(5, 6), generic(5, 6)
+    half_turned = np.concatenate([-x[:, 3:], x[:, :3]], axis=1)
+    turned = rotate(*[paddle.to_tensor(value) for value in (x, cos, sin)]).numpy()
+    np.testing.assert_allclose(turned, x * cos + half_turned * sin, rtol=1e-14)
 
 
 def test_rms_norm_adjoint(generic):

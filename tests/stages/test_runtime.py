@@ -29,8 +29,11 @@ def test_threads_are_pinned_whatever_the_environment_asks_for_and_nothing_is_pri
     assert (done.returncode, done.stdout, done.stderr) == (11, "", "")
 
 
-def test_paddle_that_was_imported_with_more_threads_is_refused():
-    code = "import paddle; from pipeproof.stages.paddle.runtime import start_paddle; start_paddle()"
+def test_paddle_that_has_computed_with_more_threads_is_refused():
+    code = (
+        "import paddle; paddle.ones([64, 64]) @ paddle.ones([64, 64])\n"
+        "from pipeproof.stages.paddle.runtime import start_paddle; start_paddle()"
+    )
     done = run_python(code, OMP_NUM_THREADS="2")
     assert done.returncode == 1
     assert "Paddle computes with 2 threads" in done.stderr

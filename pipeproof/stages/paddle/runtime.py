@@ -26,7 +26,7 @@ def start_paddle() -> None:
 
     Raises:
         ImportError: Paddle is not installed.
-        RuntimeError: Paddle was imported before with more threads, and cannot be pinned any more.
+        RuntimeError: Paddle has computed with more threads before, and cannot be pinned any more.
     """
     os.environ.setdefault("GLOG_minloglevel", "2")  # Paddle's C++ side: errors only
     pin_threads()
@@ -38,7 +38,7 @@ def start_paddle() -> None:
 
 
 def pin_threads() -> None:
-    """Ask for one thread. Paddle reads the environment when it is first imported; later is too late."""
+    """Ask for one thread. Paddle's mathematics reads the environment when it is first used; later is too late."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(NUM_THREADS)
 
@@ -100,7 +100,7 @@ def _require_pinned() -> None:
     num_threads = num_math_threads()
     if num_threads != NUM_THREADS:
         raise RuntimeError(
-            f"Paddle computes with {num_threads} threads: it was imported before pipeproof could pin it to "
+            f"Paddle computes with {num_threads} threads: it was in use before pipeproof could pin it to "
             f"{NUM_THREADS}, and its results depend on the number; set OMP_NUM_THREADS={NUM_THREADS} in the "
             "environment, or import pipeproof's runner first"
         )

@@ -14,7 +14,7 @@ FAILURE_PROBABILITY = 1e-9
 
 
 def parallel_bound(plan: PlanSpec) -> float:
-    """A bound of max|a - b| / max|b| for every gradient, and for the loss, of one step from equal weights.
+    """A first-order bound of max|a - b| / max|b| for every gradient, and the loss, of one step from equal weights.
 
     ``a`` is added in the plan's tensor- and data-parallel order, ``b`` in the
     uncut model's. 0.0 where both orders are one.
@@ -43,6 +43,15 @@ def parallel_bound(plan: PlanSpec) -> float:
     it together but for ``FAILURE_PROBABILITY``.
 
     With data parallelism alone only the additions of micro-batches differ.
+
+    What is assumed is that dependence of at most one; it is no theorem. Where
+    the addends of a gradient nearly cancel, max|b| is small beside them and the
+    assumption weakens. Measured over seeds, sizes, dtypes and both optimizers:
+    close to the initial weights, differences are 9 to 100 times below the
+    bound; with a vocabulary of two words, 1.4 times; after 60 steps of AdamW
+    at rate 0.01, 5 times; at rate 0.1, a little above it. So this is a measure
+    to set a difference beside: the verdict on a run is bitwise equality with
+    the ordered reference.
 
     The bound speaks of one step. Over several, AdamW divides by the size of
     each gradient element, so an element that is all rounding moves its weight

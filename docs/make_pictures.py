@@ -1,0 +1,80 @@
+"""Writes the terminal pictures of the README, ``docs/images/*.svg``, out of what the real commands print.
+
+``python docs/make_pictures.py`` writes those of ``check`` and ``simulate``;
+with ``--run`` also that of ``run``, which starts real Paddle processes. The
+output of the first two is the same on every machine.
+"""  # noqa: INP001 - a directory of scripts, not a package
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from pages import DOCS, ROOT
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+IMAGES = DOCS / "images"
+COMMANDS = {
+    "check": ("check", "examples/gpt_pp2_tp2_sp_partial.yaml"),
+    "simulate": ("simulate", "examples/gpt_pp4.yaml"),
+    "run": ("run", "examples/gpt_pp4.yaml"),
+}
+"""The picture's name and the command that it shows."""
+
+COLUMNS = 112
+"""Width of the terminal; longer lines go on below, as in a terminal, in the middle of a word if need be."""
+
+SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Rich's format without its links to fonts elsewhere: a picture loads nothing."""
+
+
+def output_of(name: str) -> str:
+    """What the picture's command prints on a colour terminal, prompt line included, with its escape codes."""
+    arguments = COMMANDS[name]
+    terminal = {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
+    hidden = ("NO_COLOR", "COLORTERM", "LINES")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeproof", *arguments],
+        cwd=ROOT,
+        env={**{k: v for k, v in os.environ.items() if k not in hidden}, **terminal},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return f"\x1b[1m$ pipeproof {' '.join(arguments)}\x1b[0m\n{done.stdout}"
+
+
+def picture(name: str, output: str) -> str:
+    """The SVG of one terminal with this output in it."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
+    for line in Text.from_ansi(output).split("\n"):
+        for piece in line.divide(range(COLUMNS, len(line), COLUMNS)):
+            console.print(piece, no_wrap=True)
+    return console.export_svg(title="pipeproof", theme=MONOKAI, code_format=SVG_FORMAT, unique_id=f"pipeproof-{name}")
+
+
+def write(name: str) -> Path:
+    """Make one picture anew; its path."""
+    path = IMAGES / f"{name}.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(picture(name, output_of(name)), encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case []:
+            names = ["check", "simulate"]
+        case ["--run"]:
+            names = list(COMMANDS)
+        case _:
+            sys.exit("usage: python docs/make_pictures.py [--run]")
+    for each in names:
+        write(each)

@@ -1,0 +1,402 @@
+"""The interpreter of a rank's program, driven in one process with a scheduler that chooses at random.
+
+The world below knows channels and groups and nothing of programs: a transfer
+is done when both ends are posted and their queues have come to them
+(rendezvous, which is the least that any backend gives), a collective when all
+its members have come. Whatever rank the scheduler picks, the machines must
+come to the same end.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.exec.machine import Begin, Finished, ProtocolError, RankMachine
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind, parse_op
+from pipeproof.schedule.optable import NONE
+from pipeproof.sim.costs import durations_of
+from pipeproof.sim.model import TransferRules, run_model
+from pipeproof.verify.check import check_subject
+from tests.plans import subject
+
+HOST = "compute"
+
+PLANS = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["gpipe", "1f1b"]),
+        "pp": st.integers(1, 4),
+        "tp": st.sampled_from([1, 2]),
+        "dp": st.integers(1, 2),
+        "num_micro_batches": st.integers(1, 6),
+        "sp": st.booleans(),
+        "transport": st.sampled_from(["full", "partial"]),
+    }
+)
+
+
+def subject_of(plan):
+    return subject(
+        topology={"pp": plan["pp"], "tp": plan["tp"], "dp": plan["dp"], "sequence_parallel": plan["sp"]},
+        schedule={"kind": plan["kind"], "num_micro_batches": plan["num_micro_batches"]},
+        transport=plan["transport"],
+    )
+
+
+@dataclass
+class World:
+    """All ranks of one graph: their machines, what is posted, and what was executed on each queue in which order."""
+
+    graph: object
+    machines: list = field(init=False)
+    at: list = field(init=False)
+    posted: dict = field(default_factory=dict)
+    done: set = field(default_factory=set)
+    arrived: dict = field(default_factory=dict)
+    executed: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.machines = [RankMachine(self.graph, rank) for rank in range(self.graph.num_ranks)]
+        self.at = [None] * self.graph.num_ranks
+        self.children = {}
+        for op_id, op in enumerate(self.graph.ops):
+            if op.kind in CHILD_KINDS:
+                self.children.setdefault(int(self.graph.parent[op_id]), []).append(op_id)
+
+    def begin(self, step):
+        self.posted.clear()
+        self.done.clear()
+        self.arrived.clear()
+        self.executed.clear()
+        for rank, machine in enumerate(self.machines):
+            self._take(rank, machine.handle(Begin(step)))
+
+    def run(self, scheduler):
+        """Let the scheduler pick among what can move until nothing can; whether every program ended."""
+        while moves := self._moves():
+            scheduler.choice(moves)()
+            for machine in self.machines:
+                machine.validate_state()
+        return all(machine.finished for machine in self.machines)
+
+    def _take(self, rank, instructions):
+        *posts, last = instructions or [None]
+        for post in posts:
+            assert post.op.kind in TRANSFER_KINDS
+            key = rank, int(self.graph.channel[post.op_id])
+            self.posted.setdefault(key, []).append(post.op_id)
+        if last is not None and last.op.kind in TRANSFER_KINDS:  # a program may end with a post
+            self.posted.setdefault((rank, int(self.graph.channel[last.op_id])), []).append(last.op_id)
+            last = None
+        self.at[rank] = None if last is None else self._steps_of(last.op_id)
+
+    def _steps_of(self, op_id):
+        """A host operation and the collectives inside it, in order; the host comes to each in turn."""
+        self._ran(op_id)
+        return [op_id, *self.children.get(op_id, [])]
+
+    def _ran(self, op_id):
+        rank = int(self.graph.rank[op_id])
+        kind = self.graph.ops[op_id].kind
+        queue = int(self.graph.channel[op_id]) if kind in TRANSFER_KINDS else HOST
+        self.executed.setdefault((rank, queue), []).append(op_id)
+
+    def _moves(self):
+        moves = []
+        for rank, steps in enumerate(self.at):
+            if steps:
+                if self.graph.ops[steps[0]].kind in COLLECTIVE_KINDS:
+                    self._arrive(steps[0])
+                if self._can_end(steps[0]):
+                    moves.append(lambda rank=rank: self._end(rank))
+        for channel in range(len(self.graph.channels)):
+            ends = self.graph.channels[channel]
+            heads = [self._head(rank, channel) for rank in (ends.src, ends.dst)]
+            if None not in heads:
+                moves.append(lambda heads=heads: self._transfer(heads))
+        return moves
+
+    def _head(self, rank, channel):
+        return next((i for i in self.posted.get((rank, channel), []) if i not in self.done), None)
+
+    def _transfer(self, heads):
+        for op_id in heads:
+            self.done.add(op_id)
+            self._ran(op_id)
+
+    def _meeting(self, op_id):
+        return int(self.graph.group[op_id]), int(self.graph.position[op_id])
+
+    def _arrive(self, op_id):
+        self.arrived.setdefault(self._meeting(op_id), set()).add(op_id)
+
+    def _can_end(self, op_id):
+        kind = self.graph.ops[op_id].kind
+        if kind is OpKind.WAIT:
+            return int(self.graph.waits_for[op_id]) in self.done
+        if kind in COLLECTIVE_KINDS:
+            group, _ = meeting = self._meeting(op_id)
+            return len(self.arrived.get(meeting, ())) == len(self.graph.groups[group].ranks)
+        return True
+
+    def _end(self, rank):
+        op_id, *children = self.at[rank]
+        if children:  # inside the operation, on to its next collective
+            self.at[rank] = children
+            self._ran(children[0])
+            return
+        parent = int(self.graph.parent[op_id])
+        self._take(rank, self.machines[rank].handle(Finished(op_id if parent == NONE else parent)))
+
+
+def order_in(graph):
+    """The order of each queue as the graph has it."""
+    order = {}
+    for rank in range(graph.num_ranks):
+        for op_id in graph.rank_ops(rank):
+            queue = int(graph.channel[op_id]) if graph.ops[op_id].kind in TRANSFER_KINDS else HOST
+            order.setdefault((rank, queue), []).append(op_id)
+    return order
+
+
+def order_of_model(one):
+    """The order in which SimPy's model starts the operations of each queue."""
+    outcome = run_model(one.graph, durations_of(one.graph, one.plan.spec.cost), TransferRules(rendezvous=True))
+    assert outcome.stuck_at == (None,) * one.graph.num_ranks
+    order = {}
+    for queue, op_ids in order_in(one.graph).items():
+        order[queue] = sorted(op_ids, key=lambda i: (outcome.starts[i], outcome.ends[i]))  # stable at equal times
+        starts = [outcome.starts[i] for i in op_ids]
+        assert starts == sorted(starts)
+    return order
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=PLANS, seed=st.integers(0, 2**32))
+def test_every_program_ends_in_the_order_of_graph_and_model(plan, seed):
+    one = subject_of(plan)
+    world = World(one.graph)
+    scheduler = random.Random(seed)
+    for step in range(2):
+        world.begin(step)
+        assert world.run(scheduler)
+        assert [machine.step for machine in world.machines] == [step] * one.graph.num_ranks
+        assert world.executed == order_in(one.graph)
+    assert world.executed == order_of_model(one)
+
+
+def mutated(one, change):
+    rows = one.graph.rows()
+    change(rows)
+    return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
+
+
+def place(rows, text):
+    return next(i for i, row in enumerate(rows) if row.op == parse_op(text))
+
+
+def crossing_waits(rows):
+    """Both ranks wait for their send before they come to the receive that the other's needs."""
+    for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
+        wait = mine.pop(place(mine, f"WAIT({text})"))
+        mine.insert(place(mine, text) + 1, wait)
+
+
+def forgotten_receive(rows):
+    for text in ("1RECV_F2", "WAIT(1RECV_F2)"):
+        del rows[1][place(rows[1], text)]
+
+
+def collective_left_out(rows):
+    del rows[1][place(rows[1], "0F1/0.ALL_REDUCE:tp")]
+
+
+@pytest.mark.parametrize(
+    ("change", "topology", "code", "stuck"),
+    [
+        (crossing_waits, {"pp": 2}, "PP401", {0: "WAIT(0SEND_F1)", 1: "WAIT(1SEND_B0)"}),
+        (forgotten_receive, {"pp": 2}, "PP402", {0: "WAIT(0SEND_F3)"}),
+        (collective_left_out, {"pp": 1, "tp": 2}, "PP402", {0: "0B3/8.ALL_REDUCE:tp"}),
+    ],
+)
+def test_a_plan_that_deadlocks_never_ends_whatever_the_scheduler(change, topology, code, stuck):
+    one = mutated(subject(topology=topology), change)
+    assert code in {finding.code for finding in check_subject(one).errors}
+    for seed in range(20):
+        world = World(one.graph)
+        world.begin(0)
+        assert not world.run(random.Random(seed))
+        assert {r: str(one.graph.ops[steps[0]]) for r, steps in enumerate(world.at) if steps} == stuck
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_verify_and_the_machines_agree_on_programs_with_swapped_neighbours(seed, data):
+    """Swap two neighbours of one rank's program: the machines end if and only if no deadlock is found."""
+    base = subject(schedule={"num_micro_batches": 2})
+
+    def swap(rows):
+        rank = data.draw(st.integers(0, len(rows) - 1))
+        i = data.draw(st.integers(0, len(rows[rank]) - 2))
+        rows[rank][i], rows[rank][i + 1] = rows[rank][i + 1], rows[rank][i]
+
+    one = mutated(base, swap)
+    world = World(one.graph)
+    world.begin(0)
+    deadlocks = {"PP401", "PP402"} & {finding.code for finding in check_subject(one).errors}
+    assert world.run(random.Random(seed)) == (not deadlocks)
+
+
+# --- the protocol ---
+
+
+def machine_of(rank=0, **sections):
+    graph = subject(**sections).graph
+    return graph, RankMachine(graph, rank)
+
+
+def test_instructions_up_to_the_first_that_blocks():
+    graph, machine = machine_of(rank=1)
+    assert machine.step == -1
+    assert machine.finished
+    assert [str(i.op) for i in machine.handle(Begin(0))] == ["1RECV_F0", "WAIT(1RECV_F0)"]
+    assert not machine.finished
+    (wait,) = [i for i in graph.rank_ops(1) if str(graph.ops[i]) == "WAIT(1RECV_F0)"]
+    assert [str(i.op) for i in machine.handle(Finished(wait))] == ["1F0"]
+
+
+def test_an_instruction_carries_the_graphs_row():
+    graph, machine = machine_of(rank=1)
+    receive, _ = machine.handle(Begin(0))
+    assert receive.row == graph.row(receive.op_id)
+    assert receive.row.peer == 0
+
+
+def run_to(machine, graph, text):
+    """Report what is awaited as finished until the machine is at ``text``; its op id."""
+    instructions = machine.handle(Begin(machine.step + 1))
+    while str(instructions[-1].op) != text:
+        instructions = machine.handle(Finished(instructions[-1].op_id))
+    return instructions[-1].op_id
+
+
+def op_id_of(graph, rank, text):
+    return next(i for i in graph.rank_ops(rank) if str(graph.ops[i]) == text)
+
+
+def test_another_operation_than_the_awaited_is_refused_with_its_story():
+    graph, machine = machine_of(rank=1)
+    at = run_to(machine, graph, "1F1")
+    late = op_id_of(graph, 1, "1B3")
+    with pytest.raises(ProtocolError) as refused:
+        machine.handle(Finished(late))
+    text = str(refused.value)
+    assert f"1B3 (op {late}) is reported finished, but the rank is at 1F1 (op {at})" in text
+    assert f"story of 1B3 (op {late}) on rank 1:" in text
+    assert "step 0: not reached" in text
+
+
+def test_the_story_of_a_transfer_is_posted_done_with_range_and_peer():
+    graph, machine = machine_of(rank=1)
+    run_to(machine, graph, "1F0")
+    receive = op_id_of(graph, 1, "1RECV_F0")
+    assert machine.story(receive).splitlines() == [
+        f"story of 1RECV_F0 (op {receive}) on rank 1:",
+        "  the graph: elements 0..256 with rank 0",
+        "  step 0: posted",
+        "  step 0: done",
+    ]
+
+
+def test_the_same_operation_finished_twice_is_refused():
+    graph, machine = machine_of()
+    first = run_to(machine, graph, "0F0")
+    machine.handle(Finished(first))
+    with pytest.raises(ProtocolError, match=r"0F0 .* is reported finished, but the rank is at 0F1") as refused:
+        machine.handle(Finished(first))
+    assert "step 0: started\n  step 0: finished" in str(refused.value)
+
+
+def test_a_transfer_is_finished_by_its_wait_alone():
+    graph, machine = machine_of(rank=1)
+    machine.handle(Begin(0))
+    with pytest.raises(ProtocolError, match=r"1RECV_F0 .* is reported finished") as refused:
+        machine.handle(Finished(op_id_of(graph, 1, "1RECV_F0")))
+    assert "step 0: posted" in str(refused.value)
+
+
+def test_a_child_is_finished_by_its_parent_alone():
+    graph, machine = machine_of(topology={"pp": 2, "tp": 2})
+    machine.handle(Begin(0))
+    with pytest.raises(ProtocolError, match=r"0F0/0\.ALL_REDUCE:tp .* but the rank is at 0F0"):
+        machine.handle(Finished(op_id_of(graph, 0, "0F0/0.ALL_REDUCE:tp")))
+
+
+@pytest.mark.parametrize("op_id", [-1, 10**6])
+def test_no_operation_at_all_is_refused_with_the_story_of_the_awaited(op_id):
+    graph, machine = machine_of()
+    run_to(machine, graph, "0F1")
+    with pytest.raises(ProtocolError, match=f"op {op_id} is reported finished, which is none of rank 0") as refused:
+        machine.handle(Finished(op_id))
+    assert "story of 0F1" in str(refused.value)
+
+
+def test_another_ranks_operation_is_refused():
+    graph, machine = machine_of()
+    machine.handle(Begin(0))
+    with pytest.raises(ProtocolError, match="none of rank 0; the rank is at 0F0"):
+        machine.handle(Finished(op_id_of(graph, 1, "1F0")))
+
+
+def test_a_step_within_a_step_is_refused_with_the_story():
+    graph, machine = machine_of()
+    run_to(machine, graph, "0F1")
+    with pytest.raises(ProtocolError, match="step 1 begins while step 0 is at 0F1") as refused:
+        machine.handle(Begin(1))
+    assert "step 0: started" in str(refused.value)
+
+
+def test_an_event_before_the_first_step_is_refused():
+    graph, machine = machine_of()
+    with pytest.raises(ProtocolError, match="but the rank is at its end"):
+        machine.handle(Finished(op_id_of(graph, 0, "0F0")))
+
+
+@pytest.mark.parametrize("again", [0, -1])
+def test_a_step_that_was_run_is_not_run_again(again):
+    world = World(subject().graph)
+    world.begin(0)
+    assert world.run(random.Random(0))
+    with pytest.raises(ProtocolError, match=f"step {again} begins, but step 0 was run already"):
+        world.machines[0].handle(Begin(again))
+
+
+def test_a_refused_event_changes_nothing():
+    graph, machine = machine_of(rank=1)
+    at = run_to(machine, graph, "1F1")
+    for event in (Finished(op_id_of(graph, 1, "1B3")), Begin(5), Finished(-7)):
+        with pytest.raises(ProtocolError):
+            machine.handle(event)
+    machine.validate_state()
+    assert machine.step == 0
+    assert machine.handle(Finished(at))
+
+
+def test_a_step_that_leaves_a_transfer_unwaited_is_found_by_the_validator():
+    one = mutated(subject(), lambda rows: rows[0].pop(place(rows[0], "WAIT(0SEND_F3)")))
+    world = World(one.graph)
+    world.begin(0)
+    with pytest.raises(ProtocolError, match="the step is complete, but nobody waited for 0SEND_F3"):
+        world.run(random.Random(0))
+
+
+def test_a_wait_for_nothing_is_found_by_the_validator():
+    one = mutated(subject(), lambda rows: rows[1].pop(place(rows[1], "1RECV_F0")))
+    machine = RankMachine(one.graph, 1)
+    (wait,) = machine.handle(Begin(0))
+    machine.handle(Finished(wait.op_id))
+    with pytest.raises(ProtocolError, match="never handed out"):
+        machine.validate_state()

@@ -1,0 +1,202 @@
+"""The log of a run against the graph: the right one is accepted, every kind of tampering is found at its place."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, compare_log, expected_facts
+from pipeproof.specs.finding import Severity
+from tests.exec.logs import faithful_log, on_queue
+from tests.plans import subject
+
+NUM_STEPS = 2
+ONE = subject(topology={"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True})
+GRAPH = ONE.graph
+RANK = 1
+"""pp 0, tp 1, dp 0: it sends forward to rank 5."""
+SENDS = "forward 1->5"
+RECEIVES = "backward 5->1"
+
+
+def differences(entries, rank=RANK, graph=GRAPH):
+    return list(compare_log(graph, rank, entries, num_steps=NUM_STEPS, dtype="float32"))
+
+
+def log():
+    return faithful_log(GRAPH, RANK, num_steps=NUM_STEPS)
+
+
+def only(findings):
+    (found,) = findings
+    assert found.code == "PP901"
+    assert found.severity is Severity.ERROR
+    return found.message
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(["gpipe", "1f1b"]),
+    pp=st.integers(1, 3),
+    tp=st.sampled_from([1, 2]),
+    transport=st.sampled_from(["full", "partial"]),
+)
+def test_the_faithful_log_of_every_rank_is_accepted(kind, pp, tp, transport):
+    graph = subject(topology={"pp": pp, "tp": tp}, schedule={"kind": kind}, transport=transport).graph
+    for rank in range(graph.num_ranks):
+        assert differences(faithful_log(graph, rank, num_steps=NUM_STEPS), rank, graph) == []
+
+
+def test_the_log_survives_json():
+    again = [LogEntry.from_json(json.loads(json.dumps(entry.to_json()))) for entry in log()]
+    assert again == log()
+    assert differences(again) == []
+
+
+def test_every_queue_of_the_rank_is_expected():
+    assert set(expected_facts(GRAPH, RANK, "float32")) == {HOST_QUEUE, SENDS, RECEIVES}
+
+
+@pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
+@pytest.mark.parametrize("step", [0, 1])
+def test_dropped(queue, step):
+    entries = log()
+    places = on_queue(entries, queue, step)
+    dropped, following = entries[places[2]], entries[places[3]]
+    del entries[places[2]]
+    message = only(differences(entries))
+    assert message.startswith(f"rank {RANK}, step {step}, queue {queue}, place 2: the graph says {dropped.op}")
+    assert f"the log says {following.op}" in message
+
+
+@pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
+def test_the_last_dropped(queue):
+    entries = log()
+    places = on_queue(entries, queue, 1)
+    dropped = entries.pop(places[-1])
+    message = only(differences(entries))
+    assert f"queue {queue}, place {len(places) - 1}: the graph says {dropped.op}" in message
+    assert message.endswith("the log says nothing more")
+
+
+@pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
+def test_doubled(queue):
+    entries = log()
+    places = on_queue(entries, queue, 0)
+    doubled = entries[places[1]]
+    entries.insert(places[1], doubled)
+    message = only(differences(entries))
+    assert f"step 0, queue {queue}, place 2: the graph says {entries[places[2] + 1].op}" in message
+    assert f"the log says {doubled.op}" in message
+
+
+@pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
+def test_one_more_at_the_end(queue):
+    entries = log()
+    places = on_queue(entries, queue, 1)
+    entries.append(dataclasses.replace(entries[places[0]], start_ns=10**9, end_ns=10**9))
+    message = only(differences(entries))
+    assert f"step 1, queue {queue}, place {len(places)}: the graph says nothing more" in message
+
+
+@pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
+def test_swapped(queue):
+    """What ran first stands first and has the earlier time."""
+    entries = log()
+    first, second = on_queue(entries, queue, 1)[1:3]
+    a, b = entries[first], entries[second]
+    entries[first] = dataclasses.replace(b, start_ns=a.start_ns, end_ns=a.end_ns)
+    entries[second] = dataclasses.replace(a, start_ns=b.start_ns, end_ns=b.end_ns)
+    message = only(differences(entries))
+    assert f"step 1, queue {queue}, place 1: the graph says {a.op}" in message
+    assert f"the log says {b.op}" in message
+
+
+def test_a_channel_that_carried_out_in_another_order_than_the_host_waited_is_found():
+    """The entries stand in the order of the waits, as the adapter writes them; the times tell."""
+    entries = log()
+    first, second = on_queue(entries, SENDS, 0)[:2]
+    a, b = entries[first], entries[second]
+    entries[first] = dataclasses.replace(a, start_ns=b.start_ns, end_ns=b.end_ns)
+    entries[second] = dataclasses.replace(b, start_ns=a.start_ns, end_ns=a.end_ns)
+    assert "place 0: the graph says 0SEND_F0" in only(differences(entries))
+
+
+def test_waits_in_another_order_than_the_channel_are_no_fault_of_the_channel():
+    entries = log()
+    first, second = on_queue(entries, SENDS, 0)[:2]
+    entries[first], entries[second] = entries[second], entries[first]
+    assert differences(entries) == []
+
+
+@pytest.mark.parametrize(
+    ("queue", "change", "wanted", "seen"),
+    [
+        (SENDS, {"numel": 7}, "128 elements", "7 elements"),
+        (SENDS, {"dtype": "float64"}, "elements float32", "elements float64"),
+        (SENDS, {"ranks": (1, 6)}, "over ranks [1, 5]", "over ranks [1, 6]"),
+        (SENDS, {"op": "0SEND_F9"}, "0SEND_F0", "0SEND_F9"),
+        (RECEIVES, {"numel": 0}, "128 elements", "0 elements"),
+        (HOST_QUEUE, {"op": "0B0"}, "the graph says 0F0", "the log says 0B0"),
+    ],
+)
+def test_tampered_fact(queue, change, wanted, seen):
+    entries = log()
+    first = on_queue(entries, queue, 0)[0]
+    entries[first] = dataclasses.replace(entries[first], **change)
+    message = only(differences(entries))
+    assert f"step 0, queue {queue}, place 0" in message
+    graph_says, log_says = message.split("; ")[-1].split(": ", 1)[-1].split(", the log says ")
+    assert wanted.removeprefix("the graph says ") in graph_says
+    assert seen.removeprefix("the log says ") in log_says
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"numel": 1}, "1 elements float32"),
+        ({"dtype": "float64"}, "elements float64"),
+        ({"ranks": (0, 1, 2, 3)}, "over ranks [0, 1, 2, 3]"),
+        ({"ranks": (1, 0)}, "over ranks [1, 0]"),
+    ],
+)
+def test_tampered_collective(change, seen):
+    entries = log()
+    places = on_queue(entries)
+    place = next(p for p, i in enumerate(places) if "REDUCE_SCATTER" in entries[i].op)
+    entries[places[place]] = dataclasses.replace(entries[places[place]], **change)
+    message = only(differences(entries))
+    assert f"queue compute, place {place}" in message
+    assert seen in message
+
+
+def test_an_entry_on_a_channel_that_the_rank_has_not():
+    entries = log()
+    sent = entries[on_queue(entries, SENDS)[0]]
+    entries.append(dataclasses.replace(sent, queue="forward 1->6"))
+    assert "queue forward 1->6, place 0: the graph says nothing more" in only(differences(entries))
+
+
+@pytest.mark.parametrize("step", [2, -1])
+def test_an_entry_of_a_step_that_the_run_has_not(step):
+    entries = log()
+    entries.append(dataclasses.replace(entries[0], step=step))
+    assert f"step {step}, queue compute, place 0: the graph says nothing more" in only(differences(entries))
+
+
+def test_an_empty_log_differs_on_every_queue_of_every_step():
+    assert len(differences([])) == NUM_STEPS * len(expected_facts(GRAPH, RANK, "float32"))
+
+
+def test_collectives_carry_the_runs_dtype():
+    found = list(compare_log(GRAPH, RANK, log(), num_steps=NUM_STEPS, dtype="float64"))
+    assert [f.message.split(", ")[2] for f in found] == ["queue compute"] * NUM_STEPS
+
+
+def test_the_witness_names_both_operations():
+    entries = log()
+    del entries[on_queue(entries, SENDS)[0]]
+    (found,) = differences(entries)
+    assert [(op.rank, op.op) for op in found.witness.ops] == [(RANK, "0SEND_F0"), (RANK, "0SEND_F1")]

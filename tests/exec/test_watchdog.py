@@ -1,0 +1,346 @@
+"""Who is blamed, and what is said, when a rank dies, raises or hangs; ranks are fed by hand, no process is started."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.exec.watchdog import JobState
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op
+from pipeproof.specs.finding import OpsWitness
+from tests.plans import subject
+
+PP2 = subject()
+PP3 = subject(topology={"pp": 3})
+TP2 = subject(topology={"pp": 2, "tp": 2})
+
+
+class Feed:
+    """A job's state, its events in order of time."""
+
+    def __init__(self, one, *, ready=True):
+        self.graph, self.state, self.now_s = one.graph, JobState(one), 0.0
+        for rank in range(one.graph.num_ranks):
+            self.tell(rank, "setup", what="joining the world group")
+        if ready:
+            for rank in range(one.graph.num_ranks):
+                self.tell(rank, "ready", threads=1)
+
+    def tell(self, rank, kind, **content):
+        self.now_s += 1.0
+        self.state.handle(rank, {"kind": kind, **content}, self.now_s)
+
+    def at(self, rank, text, step=0):
+        op_id = next(i for i in self.graph.rank_ops(rank) if str(self.graph.ops[i]) == text)
+        self.tell(rank, "at", step=step, op=op_id)
+
+
+def test_what_was_heard_is_kept():
+    feed = Feed(PP2, ready=False)
+    assert not feed.state.all_ready
+    feed.tell(0, "ready", threads=1)
+    feed.tell(1, "ready", threads=2)
+    assert feed.state.all_ready
+    assert feed.state.threads == 2
+    feed.tell(0, "step", step=0)
+    assert [rank.steps_done for rank in feed.state.ranks] == [1, 0]
+    feed.tell(0, "finished")
+    assert not feed.state.all_finished
+    feed.tell(1, "finished")
+    assert feed.state.all_finished
+    assert feed.state.last_heard_s == feed.now_s == 7.0
+
+
+# --- deaths ---
+
+
+def test_death_names_rank_operation_peer_and_what_the_graph_expected():
+    feed = Feed(PP2)
+    feed.at(0, "WAIT(0RECV_B0)")
+    feed.at(1, "1F0", step=0)
+    found = feed.state.died(1, "was killed by SIGKILL")
+    assert found.code == "PP902"
+    assert found.message == (
+        "rank 1 (pp 1) was killed by SIGKILL, at 1F0 of step 0; the graph expects it to go on to 1SEND_B0, "
+        "which its peer rank 0 meets with 0RECV_B0; meanwhile rank 0 running at WAIT(0RECV_B0)"
+    )
+    assert isinstance(found.witness, OpsWitness)
+    assert [(op.rank, op.op) for op in found.witness.ops] == [(1, "1F0"), (0, "WAIT(0RECV_B0)")]
+    assert "--logs" in found.help
+
+
+def test_raise_carries_the_message():
+    feed = Feed(PP2)
+    feed.at(0, "0B1", step=3)
+    feed.tell(0, "error", message="ValueError: no such thing", at_ns=5)
+    found = feed.state.died(0, "raised")
+    assert "rank 0 (pp 0) raised: ValueError: no such thing, at 0B1 of step 3" in found.message
+    assert feed.state.ranks[0].error_ns == 5
+
+
+def test_death_at_a_wait_names_the_peer_and_its_counterpart():
+    feed = Feed(PP2)
+    feed.at(1, "WAIT(1RECV_F2)")
+    message = feed.state.died(1, "was killed by SIGSEGV").message
+    assert "the graph expects its peer rank 0 to issue 0SEND_F2" in message
+
+
+def test_death_in_a_collective_names_its_members():
+    feed = Feed(TP2)
+    feed.at(3, "1F0/0.ALL_REDUCE:tp")
+    message = feed.state.died(3, "raised").message
+    assert "rank 3 (pp 1, tp 1) raised" in message
+    assert "the graph expects ranks [2, 3] to join this tp collective" in message
+
+
+def test_death_after_the_last_transfer_expects_none():
+    feed = Feed(PP2)
+    feed.at(0, "0STEP", step=1)
+    assert "the graph expects no more transfers of it in this step" in feed.state.died(0, "raised").message
+
+
+def test_death_during_set_up_names_what_was_set_up():
+    feed = Feed(PP2, ready=False)
+    feed.tell(1, "setup", what="connecting forward 0->1")
+    found = feed.state.died(1, "ended with status 1")
+    assert found.message == (
+        "rank 1 (pp 1) ended with status 1, while connecting forward 0->1; "
+        "meanwhile rank 0 joining the world group"
+    )
+    assert found.witness is None
+
+
+def test_death_before_anything_was_heard():
+    state = JobState(PP2)
+    assert state.died(0, "ended with status 1").message == (
+        "rank 0 (pp 0) ended with status 1, while starting; of the other ranks nothing is known here"
+    )
+
+
+def test_death_of_the_only_rank():
+    state = JobState(subject(topology={"pp": 1}))
+    assert state.died(0, "raised").message == "rank 0 raised, while starting; it was the only rank"
+
+
+def test_finished_ranks_are_said_to_be():
+    feed = Feed(PP2)
+    feed.at(0, "0STEP", step=1)
+    feed.tell(0, "finished")
+    assert "meanwhile rank 0 finished at 0STEP" in feed.state.died(1, "raised").message
+
+
+# --- hangs ---
+
+
+def blamed(feed, **stopped):
+    found = feed.state.hung(60.0, **stopped)
+    assert found.code == "PP903"
+    assert "hangs: no rank has made progress for 60 s" in found.message
+    assert "--timeout" in found.help
+    return found.message
+
+
+def test_hang_in_compute_is_blamed_through_a_chain_of_waits():
+    feed = Feed(PP3)
+    feed.at(0, "WAIT(0RECV_B0)")
+    feed.at(1, "WAIT(1RECV_B0)")
+    feed.at(2, "2F0")
+    message = blamed(feed)
+    assert message.startswith("rank 2 (pp 2) hangs")
+    assert "it is at 2F0 of step 0; the graph expects it to go on to 2SEND_B0" in message
+    assert "meanwhile rank 0 running at WAIT(0RECV_B0), rank 1 running at WAIT(1RECV_B0)" in message
+
+
+def test_hang_of_the_first_stage_starves_the_others():
+    feed = Feed(PP3)
+    feed.at(2, "WAIT(2RECV_F1)")
+    feed.at(1, "WAIT(1RECV_F1)")
+    feed.at(0, "0F1")
+    assert blamed(feed).startswith("rank 0 (pp 0) hangs")
+
+
+def test_a_rank_that_waits_for_a_later_step_of_a_slow_one():
+    feed = Feed(PP2)
+    feed.at(0, "0STEP", step=0)
+    feed.at(1, "WAIT(1RECV_F0)", step=1)
+    message = blamed(feed)
+    assert message.startswith("rank 0 (pp 0) hangs")
+    assert "at 0STEP of step 0" in message
+
+
+def test_who_never_came_to_the_collective_is_blamed():
+    feed = Feed(TP2)
+    feed.at(0, "0F0/1.ALL_REDUCE:tp")
+    feed.at(1, "0F0/0.ALL_REDUCE:tp")
+    feed.at(1, "0F0")
+    for rank in (2, 3):
+        feed.at(rank, "WAIT(1RECV_F0)")
+    message = blamed(feed)
+    assert message.startswith("rank 1 (pp 0, tp 1) hangs")
+
+
+def test_a_hang_in_the_middle_of_a_chain_over_wait_and_collective():
+    """Rank 2 waits for its transfer from rank 0, rank 0 in a collective for rank 1, rank 1 computes."""
+    feed = Feed(TP2)
+    feed.at(0, "0F2/0.ALL_REDUCE:tp")
+    feed.at(2, "WAIT(1RECV_F2)")
+    feed.at(3, "WAIT(1RECV_F2)")
+    feed.at(1, "0F2")
+    assert blamed(feed).startswith("rank 1 (pp 0, tp 1) hangs")
+
+
+def test_a_collective_that_all_have_joined_is_named_with_its_members():
+    feed = Feed(TP2)
+    for rank in (0, 1):
+        feed.at(rank, "0F0/1.ALL_REDUCE:tp")
+    for rank in (2, 3):
+        feed.at(rank, "WAIT(1RECV_F0)")
+    message = blamed(feed)
+    assert message.startswith("rank 0 (pp 0, tp 0) hangs")
+    assert "at 0F0/1.ALL_REDUCE:tp of step 0; the graph expects ranks [0, 1] to join this tp collective" in message
+    assert "rank 1 running at 0F0/1.ALL_REDUCE:tp" in message
+
+
+def test_a_finished_rank_is_never_blamed():
+    feed = Feed(PP2)
+    feed.at(0, "0STEP", step=1)
+    feed.tell(0, "finished")
+    feed.at(1, "1B3", step=1)
+    message = blamed(feed)
+    assert message.startswith("rank 1 (pp 1) hangs")
+    assert "meanwhile rank 0 finished at 0STEP" in message
+
+
+def test_a_wait_whose_transfer_both_have_posted_hangs_itself():
+    feed = Feed(PP2)
+    feed.at(0, "0F1")
+    feed.at(1, "WAIT(1RECV_F0)")
+    feed.at(0, "WAIT(0RECV_B0)")
+    message = blamed(feed)  # 0 waits for 1SEND_B0, which comes after rank 1's wait for what 0 has sent
+    assert message.startswith("rank 1 (pp 1) hangs")
+    assert "the graph expects its peer rank 0 to issue 0SEND_F0" in message
+
+
+def test_a_stopped_process_is_blamed_whatever_the_others_wait_for():
+    feed = Feed(PP3)
+    feed.at(0, "WAIT(0RECV_B0)")
+    feed.at(1, "WAIT(1RECV_F0)")
+    feed.at(2, "2F0")
+    message = blamed(feed, stopped=1)
+    assert message.startswith("rank 1 (pp 1) hangs")
+    assert "its peer rank 0 to issue 0SEND_F0" in message
+
+
+def test_a_circle_ends_at_one_of_its_ranks():
+    """Both wait for their send before they post the receive that the other needs."""
+
+    def move_wait(rows, text):
+        wait = rows.pop(next(i for i, row in enumerate(rows) if row.op == parse_op(f"WAIT({text})")))
+        rows.insert(next(i for i, row in enumerate(rows) if row.op == parse_op(text)) + 1, wait)
+
+    rows = PP2.graph.rows()
+    move_wait(rows[0], "0SEND_F1")
+    move_wait(rows[1], "1SEND_B0")
+    feed = Feed(PP2.with_graph(build_graph(rows, PP2.graph.tensors, PP2.graph.groups)))
+    feed.at(0, "WAIT(0SEND_F1)")
+    feed.at(1, "WAIT(1SEND_B0)")
+    message = blamed(feed)
+    assert "WAIT(0SEND_F1)" in message
+    assert "WAIT(1SEND_B0)" in message
+
+
+def test_an_unmatched_transfer_hangs_its_own_rank():
+    rows = PP2.graph.rows()
+    rows[1] = [row for row in rows[1] if str(row.op) not in ("1RECV_F3", "WAIT(1RECV_F3)")]
+    feed = Feed(PP2.with_graph(build_graph(rows, PP2.graph.tensors, PP2.graph.groups)))
+    feed.tell(1, "finished")
+    feed.at(0, "WAIT(0SEND_F3)")
+    assert blamed(feed).startswith("rank 0 (pp 0) hangs")
+
+
+# --- hangs during set-up ---
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_who_is_a_phase_behind_is_blamed(late):
+    feed = Feed(PP3, ready=False)
+    for rank in range(3):
+        if rank != late:
+            feed.tell(rank, "setup", what="connecting forward 0->1")
+    message = blamed(feed)
+    assert message.startswith(f"rank {late} (pp {late}) hangs")
+    assert "it is while joining the world group" not in message
+    assert "joining the world group; meanwhile" in message
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_who_never_got_ready_is_blamed_though_others_run(late):
+    feed = Feed(PP3, ready=False)
+    for rank in range(3):
+        feed.tell(rank, "setup", what="connecting backward 2->1")
+    for rank in range(3):
+        if rank != late:
+            feed.tell(rank, "ready", threads=1)
+            feed.at(rank, f"{rank}F0" if rank == 0 else f"WAIT({rank}RECV_F0)")
+    if late != 0:
+        feed.at(0, "WAIT(0RECV_B0)")
+    assert blamed(feed).startswith(f"rank {late} (pp {late}) hangs")
+
+
+def test_a_rank_that_never_even_started_is_blamed():
+    state = JobState(PP2)
+    for rank in state.ranks:
+        rank.heard_s = 1.0  # as the launcher does when it has started them
+    state.handle(0, {"kind": "setup", "what": "joining the world group"}, 2.0)
+    assert state.hung(60.0).message.startswith("rank 1 (pp 1) hangs: no rank has made progress for 60 s; it is starting")
+
+
+def test_all_in_one_phase_blames_the_first():
+    feed = Feed(PP3, ready=False)
+    assert blamed(feed).startswith("rank 0 (pp 0) hangs")
+
+
+# --- in general ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_one_hanging_rank_among_honest_ones_is_found(data):
+    """All ranks run until none can move, but for one that stops before some host operation: that one is blamed."""
+    one = data.draw(st.sampled_from([PP2, PP3, TP2]))
+    graph = one.graph
+    guilty = data.draw(st.integers(0, graph.num_ranks - 1))
+    hosts = [
+        [i for i in graph.rank_ops(rank) if graph.ops[i].kind not in TRANSFER_KINDS]
+        for rank in range(graph.num_ranks)
+    ]
+    compute = [place for place, i in enumerate(hosts[guilty]) if str(graph.ops[i].kind) in ("F", "B", "STEP")]
+    stop_at = data.draw(st.sampled_from(compute))
+    feed, cursor = Feed(one), [0] * graph.num_ranks
+
+    def has_come(rank, op_id):
+        return cursor[rank] >= len(hosts[rank]) or hosts[rank][cursor[rank]] > op_id
+
+    def can_end(rank, op_id):
+        if rank == guilty and cursor[rank] == stop_at:
+            return False
+        if graph.waits_for[op_id] >= 0:
+            partner = graph.match_of[int(graph.waits_for[op_id])]
+            return has_come(int(graph.rank[partner]), partner)
+        members = feed.state._members(op_id)
+        return all(has_come(int(graph.rank[m]), m) or hosts[int(graph.rank[m])][cursor[int(graph.rank[m])]] == m for m in members)
+
+    for rank in range(graph.num_ranks):
+        feed.tell(rank, "at", step=0, op=hosts[rank][0])
+    moved = True
+    while moved:
+        moved = False
+        for rank in data.draw(st.permutations(range(graph.num_ranks))):
+            if cursor[rank] < len(hosts[rank]) and can_end(rank, hosts[rank][cursor[rank]]):
+                cursor[rank] += 1
+                moved = True
+                if cursor[rank] < len(hosts[rank]):
+                    feed.tell(rank, "at", step=0, op=hosts[rank][cursor[rank]])
+                else:
+                    feed.tell(rank, "finished")
+    assert feed.state.hung(60.0).message.startswith(one.coords_text(guilty) + " hangs")
