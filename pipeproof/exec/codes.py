@@ -44,8 +44,8 @@ MISMATCH = RuleDoc(
     severity="error",
     explanation=(
         "The same weights and data, run in one uncut process, give other bits for the loss or a gradient than "
-        "the distributed run (where tensor or data parallelism adds in another order, the reference adds in "
-        "that order too), or the distance to the plain uncut model is larger than rounding can make it."
+        "the distributed run. Where tensor or data parallelism adds in another order, the reference adds in that "
+        "order too, so that equal bits can be asked for."
     ),
     wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
     right="every MD5 equal",
@@ -81,4 +81,18 @@ WORLD_SIZE = RuleDoc(
     right="python -m paddle.distributed.launch --nproc_per_node 4 ..   # topology: {pp: 2, tp: 2}",
 )
 
-RUN_CODES = (LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE)
+BEYOND_BOUND = RuleDoc(
+    code="PP908",
+    title="a gradient is farther from the plain uncut model than rounding explains",
+    severity="error",
+    explanation=(
+        "Besides the reference that adds in the plan's order, each step is taken by the plain uncut model from the "
+        "same weights. The distance has a stated first-order bound, which presumes layers that do not amplify "
+        "relative errors. In the first step, from initial weights, going beyond it is an error; later, when "
+        "training may have made the model ill-conditioned, it is a warning."
+    ),
+    wrong="step 0, layer.0.attn.qkv.weight: 3e-2 from the uncut model, the bound is 5e-5",
+    right="step 0, layer.0.attn.qkv.weight: 4e-7 from the uncut model, the bound is 5e-5",
+)
+
+RUN_CODES = (LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND)

@@ -12,7 +12,7 @@ from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_
 from pipeproof.exec.launched import launched_rank, run_launched
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport
-from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, run
+from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, require_runnable, run
 from pipeproof.sim.trace import write_trace
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.specs.render import render_text
@@ -52,6 +52,7 @@ def run_command(
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
+    require_runnable(report, options)
     graph, num_steps = report.subject.graph, report.subject.plan.spec.run.steps
     if report.certificate is None and options.unsafe:
         render_text(report.findings, report.subject.source, console=console)
@@ -66,18 +67,17 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
             )
 
         def on_step(step: StepResult) -> None:
-            console.print(step_line(step, num_steps), soft_wrap=True)
+            console.print(step_line(step), soft_wrap=True)
 
         return run(report, options, on_progress, on_step)
 
 
 def _launched(rank: int, report: Report, options: RunOptions, console: Console) -> RunReport | None:
-    num_steps = report.subject.plan.spec.run.steps
     return run_launched(
         rank,
         report,
         options,
-        on_step=lambda step: console.print(step_line(step, num_steps), soft_wrap=True),
+        on_step=lambda step: console.print(step_line(step), soft_wrap=True),
         on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
     )
 

@@ -181,10 +181,10 @@ def _md5(array: np.ndarray) -> str:
 
 def max_rel_diff(ours: np.ndarray, reference: np.ndarray) -> float:
     """max|a - b| / max|b| in float64; 0 where both are zero, infinite where only the reference is or on NaN."""
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is infinitely far
+    with np.errstate(invalid="ignore"):  # inf - inf and inf / inf are NaN, and NaN is infinitely far
         difference = np.max(np.abs(ours.astype(np.float64) - reference.astype(np.float64)), initial=0.0)
-    scale = np.max(np.abs(reference.astype(np.float64)), initial=0.0)
-    if difference == 0.0:
-        return 0.0
-    ratio = difference / scale if scale > 0.0 else np.inf
+        scale = np.max(np.abs(reference.astype(np.float64)), initial=0.0)
+        if difference == 0.0:
+            return 0.0
+        ratio = difference / scale if scale > 0.0 else np.inf
     return float(ratio) if np.isfinite(ratio) else float("inf")

@@ -152,21 +152,18 @@ class Launcher:
             if ready:
                 on_progress()
             self._raise_if_dead()
-            self._raise_if_hung()
+            if not ready:  # after a pause of our own (a large step to compare) the events that came meanwhile go first
+                self._raise_if_hung()
         self._raise_if_dead()
 
     def _raise_if_hung(self) -> None:
-        """Judge the ranks by their own events; the reference, which they need not wait for, once they are done."""
+        """Judge the ranks by their own events; the reference, which they do not wait for, once they are done."""
+        heard = self._state.last_heard_s
+        if self._state.all_finished:
+            heard = max(heard, self._reference_heard_s)  # it may have been done long before the ranks
         patience = self._timeout_s if self._state.all_ready else max(self._timeout_s, START_UP_TIMEOUT_S)
-        if self._silence_s() <= patience:
-            return
-        self._drain()  # this process itself may have been stopped, or busy with a large step
-        if self._silence_s() > patience:
+        if time.monotonic() - heard > patience:
             raise WorkerFailedError(self._hang(patience))
-
-    def _silence_s(self) -> float:
-        heard = self._reference_heard_s if self._state.all_finished else self._state.last_heard_s
-        return time.monotonic() - heard
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.events, 1 << 16)

@@ -23,7 +23,7 @@ from pipeproof.exec.jobs import Job, dump_plan
 from pipeproof.exec.launch import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.reference import run_reference
 from pipeproof.exec.report import RunReport
-from pipeproof.exec.run import NotVerifiedError, RunOptions, StepCollector, finish_report, require_backend
+from pipeproof.exec.run import RunOptions, StepCollector, finish_report, require_runnable
 from pipeproof.exec.watchdog import JobState
 from pipeproof.exec.worker import EXIT_WORKER_FAILED, run_rank
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
@@ -50,12 +50,11 @@ def run_launched(
     Raises:
         NotVerifiedError: the plan has errors and ``options.unsafe`` is not set.
         BackendMissingError: the plan's backend is not installed.
-        PipeproofError: the launcher started another number of processes than the plan has ranks.
+        PipeproofError: the launcher started another number of processes than the plan has ranks, or the
+            planted failure of the options would never strike.
         WorkerFailedError: this rank failed, or the others did not come to their end.
     """
-    if report.certificate is None and not options.unsafe:
-        raise NotVerifiedError(*report.errors)
-    require_backend()
+    require_runnable(report, options)
     _require_world_size(report)
     state = JobState(report.subject)
     directory = _shared_directory()

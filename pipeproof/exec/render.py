@@ -11,13 +11,13 @@ from pipeproof.exec.report import RunReport
 from pipeproof.specs.render import render_text
 
 
-def step_line(step: StepResult, num_steps: int) -> str:
+def step_line(step: StepResult) -> str:
     """One step: its loss, the reference's, and how many gradients have the reference's bits."""
     equal = sum(gradient.bitwise for gradient in step.gradients)
     verdict = "bitwise equal" if step.loss_is_bitwise else "[red]differs[/]"
     colour = "green" if equal == len(step.gradients) else "red"
     return (
-        f"step {step.step + 1}/{num_steps}  loss {float(step.loss):.9f}  reference {float(step.reference_loss):.9f}  "
+        f"step {step.step}  loss {float(step.loss):.9f}  reference {float(step.reference_loss):.9f}  "
         f"{verdict}  gradients [{colour}]{equal}/{len(step.gradients)}[/] bitwise"
     )
 
@@ -28,7 +28,7 @@ _MOST_ROWS = 80
 
 def _gradient_table(step: StepResult) -> Table:
     """Every parameter's gradient in one step against the reference."""
-    shown, title = step.gradients, f"gradients of step {step.step + 1}"
+    shown, title = step.gradients, f"gradients of step {step.step}"
     if len(shown) > _MOST_ROWS:
         shown = tuple(g for g in shown if not g.bitwise)[:_MOST_ROWS]
         title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"

@@ -61,12 +61,10 @@ def run(
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
         BackendMissingError: the plan's backend is not installed.
+        PipeproofError: the planted failure of the options would never strike.
         WorkerFailedError: a worker died, raised or hung.
     """
-    if report.certificate is None and not options.unsafe:
-        raise NotVerifiedError(*report.errors)
-    require_backend()
-    _require_fault_op(report.subject, options.fault)
+    require_runnable(report, options)
     with job_directory(options.logs) as directory:
         job = Job(directory, dump_plan(report.subject.plan.spec), report.digest, options.fault)
         job.save()
@@ -86,12 +84,21 @@ def run(
         return finish_report(report, job, collector.results, state.threads)
 
 
-def require_backend() -> None:
-    """Refuse early and clearly when Paddle is not there.
+def require_runnable(report: Report, options: RunOptions) -> None:
+    """Refuse early and clearly what must not or cannot be run.
 
     Raises:
-        BackendMissingError: Paddle is not installed.
+        NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
+        BackendMissingError: the plan's backend is not installed.
+        PipeproofError: the planted failure of the options would never strike.
     """
+    if report.certificate is None and not options.unsafe:
+        raise NotVerifiedError(*report.errors)
+    _require_backend()
+    _require_fault_op(report.subject, options.fault)
+
+
+def _require_backend() -> None:
     if importlib.util.find_spec("paddle") is None:
         raise BackendMissingError(
             Finding(

@@ -100,7 +100,7 @@ class JobState:
             HUNG.code,
             Severity.ERROR,
             f"{self.subject.coords_text(rank)} hangs: no rank has made progress for {timeout_s:g} s; it is "
-            f"{self._where(rank)}; {self._others(rank)}",
+            f"{self._where(rank).removeprefix('while ')}; {self._others(rank)}",
             help="all ranks were stopped; `--timeout` sets the watchdog's time, `--logs DIR` keeps the output",
             witness=self._witness(rank),
         )

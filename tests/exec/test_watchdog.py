@@ -269,8 +269,7 @@ def test_who_is_a_phase_behind_is_blamed(late):
             feed.tell(rank, "setup", what="connecting forward 0->1")
     message = blamed(feed)
     assert message.startswith(f"rank {late} (pp {late}) hangs")
-    assert "it is while joining the world group" not in message
-    assert "joining the world group; meanwhile" in message
+    assert "it is joining the world group; meanwhile" in message
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -278,12 +277,11 @@ def test_who_never_got_ready_is_blamed_though_others_run(late):
     feed = Feed(PP3, ready=False)
     for rank in range(3):
         feed.tell(rank, "setup", what="connecting backward 2->1")
-    for rank in range(3):
-        if rank != late:
-            feed.tell(rank, "ready", threads=1)
-            feed.at(rank, f"{rank}F0" if rank == 0 else f"WAIT({rank}RECV_F0)")
-    if late != 0:
-        feed.at(0, "WAIT(0RECV_B0)")
+    stuck_at = {0: {1: "WAIT(1RECV_F0)", 2: "WAIT(2RECV_F0)"}, 1: {0: "WAIT(0RECV_B0)", 2: "WAIT(2RECV_F0)"}}
+    stuck_at[2] = {0: "WAIT(0RECV_B0)", 1: "WAIT(1RECV_B0)"}
+    for rank, op in stuck_at[late].items():
+        feed.tell(rank, "ready", threads=1)
+        feed.at(rank, op)
     assert blamed(feed).startswith(f"rank {late} (pp {late}) hangs")
 
 

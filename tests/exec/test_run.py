@@ -1,0 +1,283 @@
+"""Real processes: plans that must match the reference, plans that must not, and every way to fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeproof.exec.run import RunOptions, run
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify.check import check
+from tests.exec.processes import PATIENCE_S, REPOSITORY, Run
+from tests.plans import plan_dict
+
+pytestmark = pytest.mark.needs_paddle
+
+MATCHING = {
+    "pp4": {"topology": {"pp": 4}, "schedule": {"num_micro_batches": 8}, "run": {"steps": 5}},
+    "pp2_tp2_sp_full": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}},
+    "pp2_tp2_partial": {"topology": {"pp": 2, "tp": 2}, "transport": "partial"},
+    "pp2_dp2_in_another_order": {"topology": {"pp": 2, "dp": 2, "order": ["pp", "dp", "tp", "cp", "ep"]}},
+    "tp4": {"topology": {"pp": 1, "tp": 4}},
+    "gpipe_with_fewer_micro_batches_than_stages": {
+        "topology": {"pp": 3},
+        "schedule": {"kind": "gpipe", "num_micro_batches": 2},
+    },
+    "uneven_stages_float64": {
+        "stages": [["embed", "layer.0", "layer.1", "layer.2"], ["layer.3", "norm", "head"]],
+        "run": {"dtype": "float64"},
+    },
+    "sgd_bsh_mean_of_micro_batches": {
+        "model": {"activation_order": "bsh"},
+        "loss": {"normalization": "mean_of_micro_batches"},
+        "run": {"optimizer": "sgd", "learning_rate": 0.1},
+    },
+    "pp1": {"topology": {"pp": 1}},
+}
+
+
+@pytest.mark.parametrize("name", MATCHING)
+def test_matches_the_reference_bit_for_bit(name, tmp_path):
+    plan = plan_dict(**MATCHING[name])
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    report = ended.report
+    steps = plan.get("run", {}).get("steps", 2)
+    assert report["verified"]
+    assert report["log_matches_graph"]
+    assert report["threads"] == 1
+    assert report["accumulation"] == "in_order"
+    assert report["dtype"] == plan.get("run", {}).get("dtype", "float32")
+    assert [step["step"] for step in report["steps"]] == list(range(steps))
+    assert all(step["bitwise"] and step["loss"] == step["reference_loss"] for step in report["steps"])
+    assert len({step["loss"] for step in report["steps"]}) == steps  # it does learn
+    names = {gradient["name"] for gradient in report["gradients"]}
+    assert len(report["gradients"]) == steps * len(names) > 0
+    assert {name.split(".")[1] for name in names if name.startswith("layer.")} == {"0", "1", "2", "3"}
+    for gradient in report["gradients"]:
+        assert gradient["md5"] == gradient["reference_md5"]
+        assert gradient["max_rel_diff"] == 0.0
+        assert gradient["replicas_agree"]
+    topology = plan["topology"]
+    if topology.get("tp", 1) == topology.get("dp", 1) == 1:
+        assert report["parallel_bound"] == 0.0
+        assert all(step["uncut_loss"] == step["loss"] for step in report["steps"])
+    assert all(g["uncut_max_rel_diff"] <= report["parallel_bound"] for g in report["gradients"])
+    ranks = {span["rank"] for span in report["timeline"]}
+    assert ranks == set(range(topology.get("pp", 1) * topology.get("tp", 1) * topology.get("dp", 1)))
+    assert "matches: every loss and every gradient, bit for bit" in ended.output
+    assert "\x1b" not in ended.output
+
+
+# --- what must not match ---
+
+
+def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoils_upstream_gradients(tmp_path):
+    corrupt = {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}}
+    sound = Run(tmp_path / "full", plan_dict(**corrupt)).end()
+    ended = Run(
+        tmp_path / "partial", plan_dict(**corrupt, transport={"forward": "full", "backward": "partial"}), "--unsafe"
+    ).end()
+    assert sound.status == 0, sound.output
+    assert ended.status == 1, ended.output
+    report = ended.report
+    assert not report["verified"]
+    assert not report["passed"]
+    first, second = report["steps"]
+    assert first["loss_is_bitwise"]
+    assert not first["bitwise"]
+    assert first["loss"] == first["reference_loss"] == sound.report["steps"][0]["loss"]
+    assert not second["loss_is_bitwise"]
+    of_first_step = [g for g in report["gradients"] if g["step"] == 0]
+    differs = {stage: [g["md5"] != g["reference_md5"] for g in of_first_step if g["stage"] == stage] for stage in (0, 1)}
+    assert all(differs[0])
+    assert not any(differs[1])
+    assert len(differs[0]) > 10
+    assert {f["code"] for f in report["findings"]} == {"PP904", "PP905"}
+    assert report["log_matches_graph"]
+    assert "error[PP201]" in ended.output
+    assert f"{len(differs[0])} of {len(differs[0])} on stage 0, 0 of {len(differs[1])} on stage 1" in ended.output
+
+
+def test_a_plan_that_does_not_pass_is_not_run(tmp_path):
+    started = Run(
+        tmp_path, plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial")
+    )
+    ended = started.end()
+    assert ended.status == 1
+    assert ended.report is None
+    assert "error[PP201]" in ended.output
+    assert "not run: the plan does not pass check" in ended.output
+    assert "processes and a reference" not in ended.output
+
+
+WRONG_PARTITIONS = {
+    "dropped": [["embed", "layer.0", "layer.1"], ["layer.2", "norm", "head"]],
+    "doubled": [["embed", "layer.0", "layer.1"], ["layer.1", "layer.2", "layer.3", "norm", "head"]],
+    "swapped": [["embed", "layer.1", "layer.0"], ["layer.2", "layer.3", "norm", "head"]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTITIONS)
+def test_a_wrong_partition_fails_against_the_reference(name, tmp_path):
+    ended = Run(tmp_path, plan_dict(stages=WRONG_PARTITIONS[name], run={"steps": 1}), "--unsafe").end()
+    assert ended.status == 1, ended.output
+    (step,) = ended.report["steps"]
+    assert not step["loss_is_bitwise"]
+    assert step["loss"] != step["reference_loss"]
+    assert "PP904" in {f["code"] for f in ended.report["findings"]}
+    assert "does not match the reference" in ended.output
+
+
+# --- failures ---
+
+LONG = plan_dict(run={"steps": 100_000})
+
+
+def failed(ended, code):
+    """The message of a failed run, on one line."""
+    assert ended.status == 3, ended.output
+    assert ended.report is None
+    assert f"error[{code}]" in ended.output
+    return ended.output
+
+
+def test_a_worker_that_is_killed(tmp_path):
+    started = Run(tmp_path, LONG)
+    started.await_output("step 2/")
+    os.kill(started.worker(1), signal.SIGKILL)
+    message = failed(started.end(), "PP902")
+    assert "rank 1 (pp 1) was killed by SIGKILL, at " in message
+    assert "the graph expects" in message
+    assert "meanwhile rank 0 running at " in message
+
+
+def test_planted_raise(tmp_path):
+    message = failed(Run(tmp_path, LONG, "--inject", "1:1F2:raise").end(), "PP902")
+    assert "rank 1 (pp 1) raised: RuntimeError: planted failure at 1F2, at 1F2 of step 0" in message
+    assert "the graph expects it to go on to 1SEND_B2, which its peer rank 0 meets with 0RECV_B2" in message
+
+
+def test_planted_death_at_a_collective_keeps_the_logs(tmp_path):
+    plan = plan_dict(topology={"pp": 1, "tp": 2})
+    logs = tmp_path / "deep" / "logs"
+    message = failed(
+        Run(tmp_path, plan, "--inject", "1:0F1/0.ALL_REDUCE:tp:die", "--logs", str(logs)).end(), "PP902"
+    )
+    assert "rank 1 (tp 1) was killed by SIGKILL, at 0F1/0.ALL_REDUCE:tp of step 0" in message
+    assert "the graph expects ranks [0, 1] to join this tp collective" in message
+    assert sorted(path.name for path in logs.iterdir()) == ["rank0.out", "rank1.out", "reference.out"]
+
+
+def test_planted_hang(tmp_path):
+    message = failed(Run(tmp_path, LONG, "--inject", "1:1F1:hang", "--timeout", "5").end(), "PP903")
+    assert "rank 1 (pp 1) hangs: no rank has made progress for 5 s; it is at 1F1 of step 0" in message
+    assert "meanwhile rank 0 running at WAIT(0RECV_B" in message
+
+
+def test_a_worker_that_is_stopped(tmp_path):
+    started = Run(tmp_path, LONG, "--timeout", "5")
+    started.await_output("step 2/")
+    os.kill(started.worker(0), signal.SIGSTOP)
+    message = failed(started.end(), "PP903")
+    assert "rank 0 (pp 0) hangs: no rank has made progress for 5 s; it is at " in message
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_the_launcher_is_told_to_end(signum, status, tmp_path):
+    started = Run(tmp_path, LONG)
+    started.await_output("step 1/")
+    started.process.send_signal(signum)
+    ended = started.end()
+    assert ended.status == status, ended.output
+    if signum != signal.SIGKILL:
+        assert "all processes were stopped" in ended.output
+
+
+def test_interrupted_during_set_up(tmp_path):
+    started = Run(tmp_path, LONG)
+    started.await_output("2 processes and a reference")
+    started.process.send_signal(signal.SIGINT)
+    assert started.end().status == 130
+
+
+def test_the_launcher_killed_while_a_worker_hangs(tmp_path):
+    started = Run(tmp_path, LONG, "--inject", "1:1F1:hang")
+    started.await_output("2 processes and a reference")
+    time.sleep(5)  # by now it hangs, or is on its way there: both must end
+    started.process.kill()
+    assert started.end().status == -signal.SIGKILL
+
+
+def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_nobody():
+    """It reads no events meanwhile, but the ranks have sent some."""
+    report = check(plan_from_dict(plan_dict(topology={"pp": 1}, run={"steps": 3})))
+    slept = []
+
+    def on_step(step):
+        if not slept:
+            slept.append(step)
+            time.sleep(4.0)
+
+    assert run(report, RunOptions(timeout_s=3.0), lambda progress: None, on_step).passed
+
+
+# --- under another's launcher ---
+
+
+def launched(tmp_path, plan, num_processes):
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text("from pipeproof.cli import main\nmain()\n")
+    launcher = ("-m", "paddle.distributed.launch", "--nproc_per_node", str(num_processes))
+    return Run(tmp_path, plan, command=(*launcher, "--log_dir", str(tmp_path / "log"), str(wrapper)))
+
+
+def logs_of(tmp_path):
+    return "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
+
+
+def test_under_paddles_launcher(tmp_path):
+    started = launched(tmp_path, plan_dict(topology={"pp": 2, "tp": 2}), 4)
+    ended = started.end()
+    assert ended.status == 0, logs_of(tmp_path)
+    assert ended.report["passed"]
+    assert ended.report["log_matches_graph"]
+    assert len({span["rank"] for span in ended.report["timeline"]}) == 4
+    assert logs_of(tmp_path).count("matches: every loss and every gradient") == 1
+    assert "Traceback" not in logs_of(tmp_path)
+
+
+def test_under_paddles_launcher_with_another_number_of_processes(tmp_path):
+    ended = launched(tmp_path, plan_dict(topology={"pp": 4}), 2).end()
+    assert ended.status != 0
+    assert ended.report is None
+    assert "error[PP907]: the launcher started 2 processes, but the plan's topology has 4 ranks" in logs_of(tmp_path)
+    assert "--nproc_per_node 4" in logs_of(tmp_path)
+
+
+def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_path):
+    """Rank 1 alone: rank 0 never makes the directory in which they meet."""
+    started = subprocess.run(
+        [sys.executable, "-m", "pipeproof", "run", "--timeout", "1", str(REPOSITORY / "examples" / "gpt_pp4.yaml")],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "TMPDIR": str(tmp_path),
+            "PADDLE_TRAINER_ID": "1",
+            "PADDLE_TRAINERS_NUM": "4",
+        },
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert started.returncode == 3
+    assert "error[PP902]: rank 1 (pp 1) raised: TimeoutError: no ready within 1 s" in started.stdout
+    assert "of the other ranks nothing is known here" in started.stdout
+    assert "Traceback" not in started.stderr
+    assert list(tmp_path.iterdir()) == []
