@@ -147,7 +147,7 @@ def failed(ended, code):
 
 def test_a_worker_that_is_killed(tmp_path):
     started = Run(tmp_path, LONG)
-    started.await_output("step 2/")
+    started.await_output("step 1  ")
     os.kill(started.worker(1), signal.SIGKILL)
     message = failed(started.end(), "PP902")
     assert "rank 1 (pp 1) was killed by SIGKILL, at " in message
@@ -180,7 +180,7 @@ def test_planted_hang(tmp_path):
 
 def test_a_worker_that_is_stopped(tmp_path):
     started = Run(tmp_path, LONG, "--timeout", "5")
-    started.await_output("step 2/")
+    started.await_output("step 1  ")
     os.kill(started.worker(0), signal.SIGSTOP)
     message = failed(started.end(), "PP903")
     assert "rank 0 (pp 0) hangs: no rank has made progress for 5 s; it is at " in message
@@ -191,7 +191,7 @@ def test_a_worker_that_is_stopped(tmp_path):
 )
 def test_the_launcher_is_told_to_end(signum, status, tmp_path):
     started = Run(tmp_path, LONG)
-    started.await_output("step 1/")
+    started.await_output("step 0  ")
     started.process.send_signal(signum)
     ended = started.end()
     assert ended.status == status, ended.output

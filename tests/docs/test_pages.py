@@ -1,0 +1,142 @@
+"""What the pages say to type exists, their links lead somewhere, and their code runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeproof.cli import main
+from pipeproof.specs.load import load_plan
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*(ROOT / "docs").rglob("*.md")]
+)
+HAND_WRITTEN = [page for page in PAGES if page.parent.name != "rules"]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def slug(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXT[page]):
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        if not there.exists() or not there.is_relative_to(ROOT):
+            broken.append(target)
+        elif anchor and anchor not in {slug(h) for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)}:
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
+def test_files_that_are_named_exist(page):
+    """A path in code quotes is of the repository or of the package; a directory ends with a slash."""
+    spans = re.findall(r"`([^`\s]+)`", TEXT[page])
+    paths = [span for span in spans if re.fullmatch(r"[\w.]+(/[\w.]+)*(/|\.(py|md|yaml|json|toml))", span)]
+    missing = [path for path in paths if not any((base / path).exists() for base in PLACES)]
+    assert not missing
+
+
+PLACES = (ROOT, ROOT / "pipeproof", ROOT / "pipeproof" / "exec")
+
+
+def commands(page):
+    """Command lines of console blocks and of code quotes, without comments, prompts and redirections."""
+    lines = [
+        line.removeprefix("$ ")
+        for block in re.findall(r"```console\n(.*?)```", TEXT[page], re.DOTALL)
+        for line in block.splitlines()
+    ]
+    lines += [
+        span for span in re.findall(r"`([^`\n]+)`", TEXT[page]) if re.match(r"(\S*/)?(pipeproof|python|make) ", span)
+    ]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words:
+            words = words[: words.index(">")] if ">" in words else words
+            yield words[0].removeprefix(".venv/bin/"), words[1:]
+
+
+ALL_COMMANDS = sorted({(name, *arguments) for page in HAND_WRITTEN for name, arguments in commands(page)})
+
+
+def test_there_are_commands_to_look_at():
+    assert len(ALL_COMMANDS) > 20
+    assert {"make", "pipeproof", "python"} <= {name for name, *_ in ALL_COMMANDS}
+
+
+@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "pipeproof"], ids=" ".join)
+def test_pipeproof_commands_can_be_typed(command):
+    _, name, *arguments = command
+    assert name in main.commands
+    if arguments or f"pipeproof {name} " in " ".join(command) + " ":
+        arguments = arguments or ["PLAN"] * len(
+            [p for p in main.commands[name].params if p.param_type_name == "argument"]
+        )
+    main.commands[name].make_context(name, list(arguments))
+    for argument in arguments:
+        if argument.startswith("examples/"):
+            load_plan(ROOT / argument)
+
+
+@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "make"], ids=" ".join)
+def test_make_targets_exist(command):
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "python"], ids=" ".join)
+def test_python_commands_name_what_exists(command):
+    _, *arguments = command
+    if arguments[:2] == ["-m", "pytest"]:
+        paths = [argument for argument in arguments[2:] if "/" in argument or argument == "tests"]
+        assert paths or "-m" in arguments[2:]
+    else:
+        paths = arguments[:1]
+        assert paths[0].endswith(".py")
+    assert all((ROOT / path).exists() for path in paths)
+
+
+def test_no_other_kind_of_command_is_shown():
+    """So that a new kind cannot go unlooked at."""
+    assert {name for name, *_ in ALL_COMMANDS} <= {"make", "pipeproof", "python", "pre-commit"}
+
+
+PYTHON = "\n".join(re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "testing-your-plans.md"], re.DOTALL))
+
+
+@pytest.mark.parametrize("name", re.findall(r"^def (test_\w+)", PYTHON, re.MULTILINE))
+def test_the_code_of_the_testing_page_runs(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    namespace = {}
+    exec(compile(PYTHON, "testing-your-plans.md", "exec"), namespace)
+    namespace[name]()
+
+
+def test_the_plan_of_the_plan_page_loads(tmp_path):
+    (block,) = [
+        b for b in re.findall(r"```yaml\n(.*?)```", TEXT[ROOT / "docs" / "plan.md"], re.DOTALL) if "model:" in b
+    ]
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(block)
+    assert load_plan(plan).spec.stages == (("embed", "layer.0", "layer.1"), ("layer.2", "layer.3", "norm", "head"))
+
+
+def test_exit_statuses_are_those_of_the_command_line():
+    """The same numbers in both pages and in the command's help."""
+    help_text = main.get_help(main.make_context("pipeproof", ["check"], resilient_parsing=True))
+    for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
+        listed = re.findall(r"^\| (\d+)", TEXT[page], re.MULTILINE)
+        assert listed == ["0", "1", "2", "3", "130"]
+        assert all(re.search(rf"\b{status}\b", help_text) for status in listed)
