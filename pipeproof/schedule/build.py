@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
     COLLECTIVE_KINDS,
-    GATHER_KINDS,
-    RECV_KINDS,
     SEND_KINDS,
-    SLICE_KINDS,
     TRANSFER_KINDS,
     Op,
     OpKind,
@@ -37,14 +35,16 @@ def build_graph(
     return builder.finish()
 
 
+_COLUMNS = ("rank", "peer", "channel", "tensor", "start", "stop", "group", "position", "waits_for", "parent")
+
+
 class _Builder:
     def __init__(self, tensors: tuple[TensorSpec, ...], groups: tuple[Group, ...], num_ranks: int) -> None:
         self._tensors, self._groups, self._num_ranks = tensors, groups, num_ranks
         self._ops: list[Op] = []
         self._reductions: list[str] = []
         self._offsets = [0]
-        names = ("rank", "peer", "channel", "tensor", "start", "stop", "group", "position", "waits_for", "parent")
-        self._columns: dict[str, list[int]] = {name: [] for name in names}
+        self._values: list[tuple[int, ...]] = []
         self._channels: dict[Channel, int] = {}
         self._sends: list[list[int]] = []
         self._recvs: list[list[int]] = []
@@ -59,22 +59,19 @@ class _Builder:
             self._reductions.append(row.reduction)
             channel, position = self._place(rank, row, op_id, scope)
             waits_for, parent = scope.resolve(row.op)
-            values = (
-                rank, row.peer, channel, row.tensor, row.start, row.stop, row.group, position, waits_for, parent,
-            )  # fmt: skip
-            for column, value in zip(self._columns.values(), values, strict=True):
-                column.append(value)
+            self._values.append(
+                (rank, row.peer, channel, row.tensor, row.start, row.stop, row.group, position, waits_for, parent)
+            )
             self._link(row.op, op_id, channel, waits_for, scope)
         self._offsets.append(len(self._ops))
 
     def _check(self, rank: int, row: Row) -> None:
-        where = f"rank {rank}, {row.op}"
         if row.tensor >= len(self._tensors):
-            raise ValueError(f"{where}: tensor {row.tensor}, but the graph has {len(self._tensors)}")
+            raise ValueError(f"rank {rank}, {row.op}: tensor {row.tensor}, but the graph has {len(self._tensors)}")
         if row.group >= len(self._groups):
-            raise ValueError(f"{where}: group {row.group}, but the graph has {len(self._groups)}")
+            raise ValueError(f"rank {rank}, {row.op}: group {row.group}, but the graph has {len(self._groups)}")
         if row.op.kind in TRANSFER_KINDS and not 0 <= row.peer < self._num_ranks:
-            raise ValueError(f"{where}: peer {row.peer} is not a rank 0..{self._num_ranks - 1}")
+            raise ValueError(f"rank {rank}, {row.op}: peer {row.peer} is not a rank 0..{self._num_ranks - 1}")
 
     def _place(self, rank: int, row: Row, op_id: int, scope: _RankScope) -> tuple[int, int]:
         """(channel, FIFO position) of a transfer; (NONE, place on its group) of a collective."""
@@ -122,7 +119,9 @@ class _Builder:
             channels=tuple(self._channels),
             groups=self._groups,
             edges=edges,
-            **{name: np.array(values, dtype=np.int64) for name, values in self._columns.items()},
+            **dict(
+                zip(_COLUMNS, np.array(self._values, dtype=np.int64).reshape(-1, len(_COLUMNS)).T.copy(), strict=True)
+            ),
         )
 
 
@@ -159,38 +158,43 @@ class _RankScope:
             self._unwaited.setdefault(op, []).append(op_id)
         elif op.kind not in CHILD_KINDS:
             self._last_of[op] = op_id
-        reads, writes = _flows(op)
-        producers = [self._tensor_at[key] for key in reads if key in self._tensor_at]
-        for key in writes:
-            self._tensor_at[key] = op_id
-        return list(dict.fromkeys(producers))
+        producers = []
+        for name in _READS.get(op.kind, ()):
+            producer = self._tensor_at.get((name, op.stage, op.micro_batch))
+            if producer is not None and producer not in producers:
+                producers.append(producer)
+        for name in _WRITES.get(op.kind, ()):
+            self._tensor_at[name, op.stage, op.micro_batch] = op_id
+        return producers
 
 
-_TensorKey = tuple[str, int, int | None]
+_READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
+    {
+        OpKind.FORWARD: ("input",),
+        OpKind.BACKWARD: ("output_grad", "kept"),
+        OpKind.BACKWARD_INPUT: ("output_grad", "kept"),
+        OpKind.BACKWARD_WEIGHT: ("kept",),
+        OpKind.SLICE_FORWARD: ("output",),
+        OpKind.SEND_FORWARD: ("output",),
+        OpKind.GATHER_FORWARD: ("input",),
+        OpKind.SLICE_BACKWARD: ("input_grad",),
+        OpKind.SEND_BACKWARD: ("input_grad",),
+        OpKind.GATHER_BACKWARD: ("output_grad",),
+    }
+)
+"""What each kind reads of its stage and micro-batch; ``kept`` is what a forward keeps for its backward."""
 
-
-def _flows(op: Op) -> tuple[tuple[_TensorKey, ...], tuple[_TensorKey, ...]]:
-    """(tensors read, tensors written) by ``op`` among its stage's input, output and their gradients."""
-    stage, micro_batch = op.stage, op.micro_batch
-
-    def keys(*names: str) -> tuple[_TensorKey, ...]:
-        return tuple((name, stage, micro_batch) for name in names)
-
-    if op.kind is OpKind.FORWARD:
-        return keys("input"), keys("output", "kept")
-    if op.kind is OpKind.BACKWARD:
-        return keys("output_grad", "kept"), keys("input_grad")
-    if op.kind is OpKind.BACKWARD_INPUT:
-        return keys("output_grad", "kept"), keys("input_grad", "kept")
-    if op.kind is OpKind.BACKWARD_WEIGHT:
-        return keys("kept"), ()
-    outgoing, incoming = ("output", "input") if op.is_forward else ("input_grad", "output_grad")
-    if op.kind in SEND_KINDS:
-        return keys(outgoing), ()
-    if op.kind in SLICE_KINDS:
-        return keys(outgoing), keys(outgoing)
-    if op.kind in RECV_KINDS:
-        return (), keys(incoming)
-    if op.kind in GATHER_KINDS:
-        return keys(incoming), keys(incoming)
-    return (), ()
+_WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
+    {
+        OpKind.FORWARD: ("output", "kept"),
+        OpKind.BACKWARD: ("input_grad",),
+        OpKind.BACKWARD_INPUT: ("input_grad", "kept"),
+        OpKind.SLICE_FORWARD: ("output",),
+        OpKind.RECV_FORWARD: ("input",),
+        OpKind.GATHER_FORWARD: ("input",),
+        OpKind.SLICE_BACKWARD: ("input_grad",),
+        OpKind.RECV_BACKWARD: ("output_grad",),
+        OpKind.GATHER_BACKWARD: ("output_grad",),
+    }
+)
+"""What each kind writes of its stage and micro-batch."""

@@ -51,6 +51,8 @@ class OpKind(StrEnum):
     ALL_GATHER = "ALL_GATHER"
     REDUCE_SCATTER = "REDUCE_SCATTER"
 
+    __hash__ = str.__hash__  # the enum's own is Python code, and every operation of a graph is hashed
+
 
 COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
@@ -59,6 +61,12 @@ TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 SLICE_KINDS = frozenset({OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD})
 GATHER_KINDS = frozenset({OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD})
 CHILD_KINDS = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
+FORWARD_KINDS = frozenset(
+    {
+        OpKind.FORWARD, OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SLICE_FORWARD, OpKind.GATHER_FORWARD,
+    }
+)  # fmt: skip
+"""Kinds that belong to the forward direction."""
 COLLECTIVE_KINDS = GATHER_KINDS | CHILD_KINDS
 """Kinds that every member of a group must issue together."""
 
@@ -96,7 +104,7 @@ class Op:
     @property
     def is_forward(self) -> bool:
         """Whether this operation belongs to the forward direction."""
-        return self.kind is OpKind.FORWARD or self.kind.endswith("_F")
+        return self.kind in FORWARD_KINDS
 
 
 def wait_for(transfer: Op) -> Op:

@@ -88,7 +88,10 @@ class Run:
     def _await(self, condition):
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"left: {self._workers()} {self.leftovers()}; output\n{self.output}"
+            if time.monotonic() > deadline:
+                left = f"{self._workers()} {self.leftovers()}"
+                self._stop()
+                raise AssertionError(f"left: {left}; output\n{self.output}")
             time.sleep(0.05)
 
 

@@ -1,0 +1,143 @@
+"""The launcher's judgement and its clean-up, without starting a worker."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from pipeproof.exec import launch
+from pipeproof.exec.jobs import Job, dump_plan
+from pipeproof.exec.launch import (
+    Launcher,
+    TerminatedError,
+    WorkerFailedError,
+    job_directory,
+    terminate_raises,
+)
+from pipeproof.exec.watchdog import JobState
+from pipeproof.verify.certificate import plan_digest
+from tests.plans import subject
+
+NOW_S = 10_000.0
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """A launcher of two ranks with a timeout of 5 s that has started nothing; it is ``NOW_S``."""
+    one = subject()
+    job = Job(tmp_path, dump_plan(one.plan.spec), plan_digest(one))
+    monkeypatch.setattr(launch.time, "monotonic", lambda: NOW_S)
+    return Launcher(job, JobState(one), 5.0)
+
+
+def hear(launcher, ago_s, *, ready=True, finished=False):
+    for rank in range(2):
+        if ready:
+            launcher._state.handle(rank, {"kind": "ready", "threads": 1}, NOW_S - ago_s)
+        if finished:
+            launcher._state.handle(rank, {"kind": "finished"}, NOW_S - ago_s)
+        launcher._state.ranks[rank].heard_s = NOW_S - ago_s
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "ready", "hangs"), [(4.9, True, False), (5.1, True, True), (59.0, False, False), (61.0, False, True)]
+)
+def test_patience_is_the_timeout_and_longer_during_set_up(launcher, ago_s, ready, hangs):
+    hear(launcher, ago_s, ready=ready)
+    launcher._reference_heard_s = NOW_S
+    if hangs:
+        with pytest.raises(WorkerFailedError, match="PP903: rank 0"):
+            launcher._raise_if_hung()
+    else:
+        launcher._raise_if_hung()
+
+
+def test_a_reference_that_was_done_long_before_the_ranks_does_not_hang(launcher):
+    hear(launcher, 0.1, finished=True)
+    launcher._reference_heard_s = NOW_S - 3600.0
+    launcher._raise_if_hung()
+
+
+def test_ranks_that_wait_for_a_slow_reference_do_not_hang(launcher):
+    hear(launcher, 3600.0, finished=True)
+    launcher._reference_heard_s = NOW_S - 4.0
+    launcher._raise_if_hung()
+
+
+def test_a_reference_that_hangs_is_named(launcher):
+    hear(launcher, 3600.0, finished=True)
+    launcher._reference_heard_s = NOW_S - 6.0
+    with pytest.raises(WorkerFailedError, match="PP903: the reference process has finished no step for 5 s"):
+        launcher._raise_if_hung()
+
+
+def test_a_silent_reference_is_no_hang_while_the_ranks_move(launcher):
+    hear(launcher, 1.0)
+    launcher._reference_heard_s = NOW_S - 3600.0
+    launcher._raise_if_hung()
+
+
+# --- the job's directory ---
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_directory_is_removed_and_logs_are_kept(temporary):
+    logs = temporary / "a" / "logs"
+    with pytest.raises(KeyError), job_directory(logs) as directory:
+        (directory / "rank0.out").write_text("hello")
+        (directory / "rank0.step0.npz").write_text("large")
+        raise KeyError
+    assert not directory.exists()
+    assert [(path.name, path.read_text()) for path in logs.iterdir()] == [("rank0.out", "hello")]
+
+
+def test_the_directory_is_removed_though_logs_cannot_be_kept(temporary):
+    (temporary / "file").touch()
+    with pytest.raises(NotADirectoryError), job_directory(temporary / "file" / "logs") as directory:
+        assert directory.is_dir()
+    assert not directory.exists()
+
+
+def test_the_directory_is_private(temporary):
+    with job_directory(None) as directory:
+        assert directory.stat().st_mode & 0o077 == 0
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_become_exceptions_and_handlers_come_back(signum):
+    before = signal.getsignal(signum)
+    with pytest.raises(TerminatedError, match=signum.name) as caught, terminate_raises():
+        os.kill(os.getpid(), signum)
+        time.sleep(1.0)
+    assert caught.value.signum == signum
+    assert signal.getsignal(signum) is before
+
+
+def test_sigint_is_heard_though_a_shell_had_it_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminate_raises():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminate_raises():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
