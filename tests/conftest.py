@@ -3,8 +3,13 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 GOLDENS = Path(__file__).parent / "goldens"
+
+
+settings.register_profile("pipeproof", deadline=None)  # the machine may be busy; pytest-timeout catches a hang
+settings.load_profile("pipeproof")
 
 
 def pytest_addoption(parser):

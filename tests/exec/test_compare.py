@@ -16,8 +16,8 @@ from pipeproof.exec.compare import compare_step, max_rel_diff
 from pipeproof.exec.jobs import Job, dump_plan, load_step, save_step
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport, measured_timeline
-from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.load import plan_from_dict
 from pipeproof.verify.certificate import plan_digest
 from tests.exec.logs import faithful_log
 from tests.plans import plan_dict, subject
@@ -336,7 +336,11 @@ def test_json_of_a_run_that_diverged_is_json():
 
 @pytest.mark.parametrize(
     ("verified", "differs", "verdict"),
-    [(True, False, "matches: every loss"), (False, False, "matches, but was not verified"), (True, True, "does not match")],
+    [
+        (True, False, "matches: every loss"),
+        (False, False, "matches, but was not verified"),
+        (True, True, "does not match"),
+    ],
 )
 def test_the_verdict_is_the_last_line(verified, differs, verdict):
     ours = whole_of_one()

@@ -89,11 +89,16 @@ def temporary(tmp_path, monkeypatch):
 
 def test_the_directory_is_removed_and_logs_are_kept(temporary):
     logs = temporary / "a" / "logs"
-    with pytest.raises(KeyError), job_directory(logs) as directory:
-        (directory / "rank0.out").write_text("hello")
-        (directory / "rank0.step0.npz").write_text("large")
-        raise KeyError
-    assert not directory.exists()
+
+    def fail():
+        with job_directory(logs) as directory:
+            (directory / "rank0.out").write_text("hello")
+            (directory / "rank0.step0.npz").write_text("large")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [path.name for path in temporary.iterdir()] == ["a"]
     assert [(path.name, path.read_text()) for path in logs.iterdir()] == [("rank0.out", "hello")]
 
 
@@ -112,12 +117,18 @@ def test_the_directory_is_private(temporary):
 # --- signals ---
 
 
+def receive(signum):
+    """Get a signal while signals are exceptions."""
+    with terminate_raises():
+        os.kill(os.getpid(), signum)
+        time.sleep(1.0)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_become_exceptions_and_handlers_come_back(signum):
     before = signal.getsignal(signum)
-    with pytest.raises(TerminatedError, match=signum.name) as caught, terminate_raises():
-        os.kill(os.getpid(), signum)
-        time.sleep(1.0)
+    with pytest.raises(TerminatedError, match=signum.name) as caught:
+        receive(signum)
     assert caught.value.signum == signum
     assert signal.getsignal(signum) is before
 
@@ -125,9 +136,8 @@ def test_signals_become_exceptions_and_handlers_come_back(signum):
 def test_sigint_is_heard_though_a_shell_had_it_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with pytest.raises(KeyboardInterrupt), terminate_raises():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            receive(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -136,8 +146,6 @@ def test_sigint_is_heard_though_a_shell_had_it_ignored():
 def test_sighup_stays_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminate_raises():
-            os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.1)
+        receive(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)

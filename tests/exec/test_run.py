@@ -92,7 +92,9 @@ def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoi
     assert first["loss"] == first["reference_loss"] == sound.report["steps"][0]["loss"]
     assert not second["loss_is_bitwise"]
     of_first_step = [g for g in report["gradients"] if g["step"] == 0]
-    differs = {stage: [g["md5"] != g["reference_md5"] for g in of_first_step if g["stage"] == stage] for stage in (0, 1)}
+    differs = {
+        stage: [g["md5"] != g["reference_md5"] for g in of_first_step if g["stage"] == stage] for stage in (0, 1)
+    }
     assert all(differs[0])
     assert not any(differs[1])
     assert len(differs[0]) > 10
@@ -103,9 +105,7 @@ def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoi
 
 
 def test_a_plan_that_does_not_pass_is_not_run(tmp_path):
-    started = Run(
-        tmp_path, plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial")
-    )
+    started = Run(tmp_path, plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial"))
     ended = started.end()
     assert ended.status == 1
     assert ended.report is None
@@ -164,9 +164,7 @@ def test_planted_raise(tmp_path):
 def test_planted_death_at_a_collective_keeps_the_logs(tmp_path):
     plan = plan_dict(topology={"pp": 1, "tp": 2})
     logs = tmp_path / "deep" / "logs"
-    message = failed(
-        Run(tmp_path, plan, "--inject", "1:0F1/0.ALL_REDUCE:tp:die", "--logs", str(logs)).end(), "PP902"
-    )
+    message = failed(Run(tmp_path, plan, "--inject", "1:0F1/0.ALL_REDUCE:tp:die", "--logs", str(logs)).end(), "PP902")
     assert "rank 1 (tp 1) was killed by SIGKILL, at 0F1/0.ALL_REDUCE:tp of step 0" in message
     assert "the graph expects ranks [0, 1] to join this tp collective" in message
     assert sorted(path.name for path in logs.iterdir()) == ["rank0.out", "rank1.out", "reference.out"]

@@ -104,8 +104,7 @@ def test_death_during_set_up_names_what_was_set_up():
     feed.tell(1, "setup", what="connecting forward 0->1")
     found = feed.state.died(1, "ended with status 1")
     assert found.message == (
-        "rank 1 (pp 1) ended with status 1, while connecting forward 0->1; "
-        "meanwhile rank 0 joining the world group"
+        "rank 1 (pp 1) ended with status 1, while connecting forward 0->1; meanwhile rank 0 joining the world group"
     )
     assert found.witness is None
 
@@ -290,7 +289,8 @@ def test_a_rank_that_never_even_started_is_blamed():
     for rank in state.ranks:
         rank.heard_s = 1.0  # as the launcher does when it has started them
     state.handle(0, {"kind": "setup", "what": "joining the world group"}, 2.0)
-    assert state.hung(60.0).message.startswith("rank 1 (pp 1) hangs: no rank has made progress for 60 s; it is starting")
+    message = state.hung(60.0).message
+    assert message.startswith("rank 1 (pp 1) hangs: no rank has made progress for 60 s; it is starting")
 
 
 def test_all_in_one_phase_blames_the_first():
@@ -309,8 +309,7 @@ def test_one_hanging_rank_among_honest_ones_is_found(data):
     graph = one.graph
     guilty = data.draw(st.integers(0, graph.num_ranks - 1))
     hosts = [
-        [i for i in graph.rank_ops(rank) if graph.ops[i].kind not in TRANSFER_KINDS]
-        for rank in range(graph.num_ranks)
+        [i for i in graph.rank_ops(rank) if graph.ops[i].kind not in TRANSFER_KINDS] for rank in range(graph.num_ranks)
     ]
     compute = [place for place, i in enumerate(hosts[guilty]) if str(graph.ops[i].kind) in ("F", "B", "STEP")]
     stop_at = data.draw(st.sampled_from(compute))
@@ -319,14 +318,16 @@ def test_one_hanging_rank_among_honest_ones_is_found(data):
     def has_come(rank, op_id):
         return cursor[rank] >= len(hosts[rank]) or hosts[rank][cursor[rank]] > op_id
 
+    def is_at_or_past(rank, op_id):
+        return has_come(rank, op_id) or hosts[rank][cursor[rank]] == op_id
+
     def can_end(rank, op_id):
         if rank == guilty and cursor[rank] == stop_at:
             return False
         if graph.waits_for[op_id] >= 0:
             partner = graph.match_of[int(graph.waits_for[op_id])]
             return has_come(int(graph.rank[partner]), partner)
-        members = feed.state._members(op_id)
-        return all(has_come(int(graph.rank[m]), m) or hosts[int(graph.rank[m])][cursor[int(graph.rank[m])]] == m for m in members)
+        return all(is_at_or_past(int(graph.rank[member]), member) for member in feed.state._members(op_id))
 
     for rank in range(graph.num_ranks):
         feed.tell(rank, "at", step=0, op=hosts[rank][0])
