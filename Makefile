@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,11 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
+	$(BIN)/python docs/make_rules.py
+	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_pictures.py --run
 
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py

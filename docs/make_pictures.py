@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from pages import DOCS, ROOT
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
@@ -31,8 +30,8 @@ COMMANDS = {
 COLUMNS = 112
 """Width of the terminal; longer lines go on below, as in a terminal, in the middle of a word if need be."""
 
-SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-"""Rich's format without its links to fonts elsewhere: a picture loads nothing."""
+FONT_LINKS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+"""Rich's pictures link to fonts elsewhere; ours load nothing."""
 
 
 def output_of(name: str) -> str:
@@ -57,7 +56,8 @@ def picture(name: str, output: str) -> str:
     for line in Text.from_ansi(output).split("\n"):
         for piece in line.divide(range(COLUMNS, len(line), COLUMNS)):
             console.print(piece, no_wrap=True)
-    return console.export_svg(title="pipeproof", theme=MONOKAI, code_format=SVG_FORMAT, unique_id=f"pipeproof-{name}")
+    drawn = console.export_svg(title="pipeproof", theme=MONOKAI, unique_id=f"pipeproof-{name}")
+    return FONT_LINKS.sub("", drawn)
 
 
 def write(name: str) -> Path:

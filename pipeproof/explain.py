@@ -27,10 +27,11 @@ def find_doc(code: str) -> RuleDoc | None:
 
 def render_doc(doc: RuleDoc, console: Console) -> None:
     """Print one page: what it means, a wrong and a right example."""
-    from rich.syntax import Syntax
+    from rich.padding import Padding
+    from rich.text import Text
 
     console.print(f"[bold]{doc.code}[/] ({doc.severity}): {doc.title}\n")
     console.print(doc.explanation)
     for title, example in (("wrong", doc.wrong), ("right", doc.right)):
         console.print(f"\n[bold]{title}[/]")
-        console.print(Syntax(example, "yaml", background_color="default", padding=(0, 2)))
+        console.print(Padding(Text(example), (0, 2)))

@@ -63,12 +63,9 @@ class Row:
 
 
 _SAME_LENGTH = (
-    "The matching rules refuse sizes that differ in any case; what changes is how a violation would look "
-    "at run time."
+    "The matching rules refuse sizes that differ in any case; what changes is how a violation would look at run time."
 )
-_COMPOSED = (
-    "The adapter does not call it: it composes its collectives of pairwise all-gathers. Plans are unaffected."
-)
+_COMPOSED = "The adapter does not call it: it composes its collectives of pairwise all-gathers. Plans are unaffected."
 _NEEDED = "The adapter builds on it: no plan can run on this backend."
 
 
@@ -108,8 +105,7 @@ class BackendTable:
         Behaviour(
             "which posted transfers wait for each other: the adapter has, for each edge and direction, a "
             "two-rank group, one sending thread and one receiving thread",
-            "If edges share a queue, a receive posted early blocks the send behind it, and plans that "
-            "passed can hang.",
+            "If edges share a queue, a receive posted early blocks the send behind it, and plans that passed can hang.",
         ),
     ]
     isend_blocks_host: Annotated[
@@ -184,8 +180,7 @@ class BackendTable:
     max_group_size: Annotated[
         int,
         Behaviour(
-            "the largest group, the world apart, whose collectives can be relied on; larger ones are "
-            "composed of pairs",
+            "the largest group, the world apart, whose collectives can be relied on; larger ones are composed of pairs",
             "The adapter uses two-rank groups only; larger ones would only be faster.",
             probed=False,
         ),
@@ -222,10 +217,7 @@ def behaviours() -> dict[str, Behaviour]:
     hints = get_type_hints(BackendTable, include_extras=True)
     annotations = {f.name: get_args(hints[f.name]) for f in fields(BackendTable)}
     return {
-        name: about
-        for name, arguments in annotations.items()
-        for about in arguments
-        if isinstance(about, Behaviour)
+        name: about for name, arguments in annotations.items() for about in arguments if isinstance(about, Behaviour)
     }
 
 
@@ -263,8 +255,7 @@ _PADDLE_GLOO = BackendTable(
             "irecv_blocks_host": _MEASURED,
             "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED}",
             "tags": (
-                "paddle.distributed.send has no tag argument; inside, tags are a counter of a rank's calls "
-                "in a group"
+                "paddle.distributed.send has no tag argument; inside, tags are a counter of a rank's calls in a group"
             ),
             "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED}",
             "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED}",
@@ -299,6 +290,4 @@ def backend_table(backend: str, device: str) -> BackendTable:
         return _TABLES[backend, device]
     except KeyError:
         known = ", ".join(f"{b} on {d}" for b, d in _TABLES)
-        raise ValueError(
-            f"no backend table for {backend} on {device}; there are tables for {known}"
-        ) from None
+        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None

@@ -27,6 +27,7 @@ START_UP_TIMEOUT_S = 60.0
 """The watchdog's least patience until all ranks are ready: a framework's import on a busy machine is slow."""
 _POLL_S = 0.05
 
+
 class WorkerFailedError(PipeproofError):
     """A worker died, raised or hung; everything was stopped."""
 

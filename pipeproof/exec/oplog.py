@@ -105,9 +105,7 @@ def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:
     return [*host, *sorted(channels, key=lambda entry: entry.start_ns)]
 
 
-def _first_difference(
-    expected: list[_Fact], logged: list[_Fact]
-) -> tuple[int, _Fact | None, _Fact | None] | None:
+def _first_difference(expected: list[_Fact], logged: list[_Fact]) -> tuple[int, _Fact | None, _Fact | None] | None:
     for position in range(max(len(expected), len(logged))):
         wanted = expected[position] if position < len(expected) else None
         seen = logged[position] if position < len(logged) else None

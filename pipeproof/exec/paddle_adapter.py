@@ -57,9 +57,7 @@ class PaddleAdapter:
     child collective before it is carried out.
     """
 
-    def __init__(
-        self, plan: LoweredPlan, rank: int, world: PaddleWorld, enter: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, plan: LoweredPlan, rank: int, world: PaddleWorld, enter: Callable[[int, int], None]) -> None:
         self.rank = rank
         self._plan, self._world, self._enter = plan, world, enter
         self._coords = plan.mesh.coords(rank)
@@ -67,9 +65,7 @@ class PaddleAdapter:
             plan.graph.groups[index].axis: collectives for index, collectives in world.collectives.items()
         }
         self._children = _Children(self)
-        self._stage = PaddleStage(
-            plan.spec, plan.layers_of(self._coords["pp"]), self._coords["tp"], self._children
-        )
+        self._stage = PaddleStage(plan.spec, plan.layers_of(self._coords["pp"]), self._coords["tp"], self._children)
         self._optimizer = make_optimizer(plan.spec.run, self._stage.parameters)
         self._transfers: dict[int, Transfer] = {}
         self._tensors: dict[int, _Tensors] = {}
@@ -105,18 +101,14 @@ class PaddleAdapter:
             self._wait(instruction)
         else:
             self._compute(op)
-        entry = LogEntry(
-            self._step, HOST_QUEUE, str(op), start, time.monotonic_ns(), ranks, numel, dtype
-        )
+        entry = LogEntry(self._step, HOST_QUEUE, str(op), start, time.monotonic_ns(), ranks, numel, dtype)
         self.log.insert(place, entry)  # before the children that ran inside it
 
     def enter(self, op_id: int) -> None:
         """Say which operation is about to run."""
         self._enter(self._step, op_id)
 
-    def log_collective(
-        self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int
-    ) -> None:
+    def log_collective(self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int) -> None:
         """Write down a collective that just ended."""
         self.log.append(
             LogEntry(
@@ -175,9 +167,7 @@ class PaddleAdapter:
                     weight.grad.set_value(self._children.reduce_over(str(op.axis), weight.grad, "sum"))
 
     def _update(self) -> None:
-        self.outcome.gradients = {
-            name: weight.grad.numpy().copy() for name, weight in self._stage.parameters.items()
-        }
+        self.outcome.gradients = {name: weight.grad.numpy().copy() for name, weight in self._stage.parameters.items()}
         self._optimizer.step()
 
     def _post(self, instruction: Instruction) -> None:
@@ -268,9 +258,7 @@ class _Children:
 
     def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
         """Every TP rank's part, joined along ``dim``."""
-        return self._issue(
-            OpKind.ALL_GATHER, "tp", tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim)
-        )
+        return self._issue(OpKind.ALL_GATHER, "tp", tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim))
 
     def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
         """This TP rank's part along ``dim`` of the sum over TP, in TP rank order."""

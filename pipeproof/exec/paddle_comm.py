@@ -113,9 +113,7 @@ class PairwiseCollectives:
     taken in group order.
     """
 
-    def __init__(
-        self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]
-    ) -> None:
+    def __init__(self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]) -> None:
         self.ranks = group.ranks
         self._rank = rank
         self._pairs = pairs
@@ -171,9 +169,7 @@ def connect(
     by_channel = {channel: pair_group(str(channel), (channel.src, channel.dst)) for channel in channels}
     collectives: dict[int, PairwiseCollectives] = {}
     for index, group in enumerate(groups):
-        pairs = {
-            (a, b): pair_group(f"{group.axis} pair {a}, {b}", (a, b)) for a, b in combinations(group.ranks, 2)
-        }
+        pairs = {(a, b): pair_group(f"{group.axis} pair {a}, {b}", (a, b)) for a, b in combinations(group.ranks, 2)}
         if rank in group.ranks:
             collectives[index] = PairwiseCollectives(rank, group, pairs)
     return PaddleWorld(rank, PaddleChannels(rank, by_channel), collectives)

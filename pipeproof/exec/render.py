@@ -57,16 +57,14 @@ def render_run(report: RunReport, console: Console) -> None:
     console.print(_gradient_table(report.steps[-1]))
     spec = report.subject.plan.spec
     if report.parallel_bound:
-        console.print(
-            "reference: one process, adding in the order of tp and dp; distance to the plain uncut model at most "
-            f"{report.parallel_bound:.3g} (stated bound)"
-        )
+        console.print("reference: one process, adding in the order of tp and dp")
+        console.print(f"distance to the plain uncut model: stated bound {report.parallel_bound:.3g}")
     else:
         console.print("reference: one process, uncut model, micro-batch by micro-batch")
-    console.print(
-        f"{spec.run.dtype}, accumulation {report.accumulation}, {report.threads} compute thread per process; executed "
-        f"log {'equals' if not report.log_findings else '[red]differs from[/]'} the verified graph"
-    )
+    threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
+    console.print(f"{spec.run.dtype}, {threads}, accumulation {report.accumulation}")
+    verb = "equals" if not report.log_findings else "[red]differs from[/]"
+    console.print(f"executed log {verb} the verified graph")
     if report.passed:
         console.print("[bold green]matches[/]: every loss and every gradient, bit for bit")
     elif report.matches:

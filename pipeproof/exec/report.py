@@ -148,8 +148,7 @@ class RunReport:
 def _finite(result: dict[str, Any]) -> dict[str, Any]:
     """JSON has neither infinity nor NaN: a loss or distance that is not finite becomes null."""
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in result.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in result.items()
     }
 
 

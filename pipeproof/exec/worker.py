@@ -49,9 +49,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
 
     if rank > 0 and "PADDLE_MASTER" in os.environ:
         await_store(os.environ["PADDLE_MASTER"])
-    world = connect(
-        rank, plan.graph.channels, plan.graph.groups, lambda what: emit("setup", what=what)
-    )
+    world = connect(rank, plan.graph.channels, plan.graph.groups, lambda what: emit("setup", what=what))
     fault = _FaultPlan(job.fault, rank)
 
     def enter(step: int, op_id: int) -> None:

@@ -27,9 +27,7 @@ class Durations:
 
 def durations_of(graph: OpGraph, cost: CostSpec) -> Durations:
     """F, B, I and W take what ``cost`` says of their stage; everything else takes no time of its own."""
-    by_kind_and_stage = {
-        (op.kind, op.stage): compute_us(op, cost) for op in graph.ops if op.kind in COMPUTE_KINDS
-    }
+    by_kind_and_stage = {(op.kind, op.stage): compute_us(op, cost) for op in graph.ops if op.kind in COMPUTE_KINDS}
     times = (cost.p2p_latency_us, *by_kind_and_stage.values())
     ticks_per_us = lcm(*(time.denominator for time in times))
     scaled = {key: int(time * ticks_per_us) for key, time in by_kind_and_stage.items()}

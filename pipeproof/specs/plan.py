@@ -128,22 +128,16 @@ class ScheduleSpec(_Section):
     kind: Literal["gpipe", "1f1b"] = Field(
         description="gpipe: all forwards, then all backwards; 1f1b: one forward, one backward after warm-up."
     )
-    num_micro_batches: int = Field(
-        ge=1, le=10**6, description="Micro-batches per step and data-parallel rank."
-    )
+    num_micro_batches: int = Field(ge=1, le=10**6, description="Micro-batches per step and data-parallel rank.")
     micro_batch_size: int = Field(ge=1, le=10**6, description="Sequences in a micro-batch.")
-    num_chunks: int = Field(
-        default=1, ge=1, le=1, description="Stages per pipeline rank; only 1 in this release."
-    )
+    num_chunks: int = Field(default=1, ge=1, le=1, description="Stages per pipeline rank; only 1 in this release.")
     num_sequence_splits: int = Field(
         default=1, ge=1, le=1, description="Pieces into which a sequence is cut; only 1 in this release."
     )
     placement: Literal["loop"] = Field(
         default="loop", description="How stages are dealt to ranks; only loop in this release."
     )
-    variant: None = Field(
-        default=None, description="Which tool's variant of the schedule; none in this release."
-    )
+    variant: None = Field(default=None, description="Which tool's variant of the schedule; none in this release.")
 
 
 class LossSpec(_Section):
@@ -189,9 +183,7 @@ class TransportSpec(_Section):
         return {"forward": value, "backward": value}
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema of the mapping, or the plain string."""
         mapping = handler.resolve_ref_schema(handler(schema))
         description = mapping.pop("description")
@@ -216,12 +208,8 @@ class CostSpec(_Section):
     backward_us: TimeByStage | None = Field(
         default=None, description="Time of a backward; 200 where no backward time is given."
     )
-    backward_input_us: TimeByStage | None = Field(
-        default=None, description="The backward's input-gradient part."
-    )
-    backward_weight_us: TimeByStage | None = Field(
-        default=None, description="The backward's weight-gradient part."
-    )
+    backward_input_us: TimeByStage | None = Field(default=None, description="The backward's input-gradient part.")
+    backward_weight_us: TimeByStage | None = Field(default=None, description="The backward's weight-gradient part.")
     p2p_latency_us: Time = Field(
         default=Fraction(0),
         description="Time of a message between two ranks.",
@@ -257,13 +245,9 @@ def _at(times: StageTimes, stage: int) -> Fraction:
 class RunSpec(_Section):
     """How the plan is executed."""
 
-    backend: Literal["paddle"] = Field(
-        default="paddle", description="The framework that computes and communicates."
-    )
+    backend: Literal["paddle"] = Field(default="paddle", description="The framework that computes and communicates.")
     device: Literal["cpu"] = Field(default="cpu", description="Where it computes.")
-    dtype: Literal["float32", "float64"] = Field(
-        default="float32", description="Type of weights and activations."
-    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of weights and activations.")
     steps: int = Field(default=2, ge=1, le=10**9, description="Number of optimizer steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights and tokens.")
     optimizer: Literal["sgd", "adamw"] = Field(default="adamw", description="The optimizer.")
@@ -273,22 +257,15 @@ class RunSpec(_Section):
 class PlanSpec(_Section):
     """A whole plan."""
 
-    pipeproof: Annotated[Literal[1], BeforeValidator(_int_only)] = Field(
-        description="Version of the plan format."
-    )
+    pipeproof: Annotated[Literal[1], BeforeValidator(_int_only)] = Field(description="Version of the plan format.")
     model: ModelSpec = Field(description="The network.")
     topology: TopologySpec = Field(description="The device mesh.")
     schedule: ScheduleSpec = Field(description="The pipeline schedule.")
     stages: (
-        Annotated[
-            tuple[Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _FROM_LIST], ...], _FROM_LIST
-        ]
-        | None
+        Annotated[tuple[Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _FROM_LIST], ...], _FROM_LIST] | None
     ) = Field(default=None, description="Names of the layers of each global stage; without it, an even cut.")
     loss: LossSpec = Field(default_factory=LossSpec, description="The loss.")
-    transport: TransportSpec = Field(
-        default_factory=TransportSpec, description="Stage-to-stage communication."
-    )
+    transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
     run: RunSpec = Field(default_factory=RunSpec, description="Execution.")
 

@@ -73,9 +73,7 @@ def shortened(text: str) -> str:
 
 
 def _integer(value: Any) -> str:
-    return (
-        f"integer {shortened(str(value))}" if abs(value) < 10**100 else "an integer of more than 100 digits"
-    )
+    return f"integer {shortened(str(value))}" if abs(value) < 10**100 else "an integer of more than 100 digits"
 
 
 _FORMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (

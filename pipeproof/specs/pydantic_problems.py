@@ -169,11 +169,7 @@ def _field_of(path: KeyPath) -> Any:
     field = None
     for part in (part for part in path if isinstance(part, str)):
         field = model.model_fields.get(part)
-        if (
-            field is not None
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)
-        ):
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             model = field.annotation
     return field
 

@@ -88,9 +88,7 @@ def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> No
             printer.line((f"{margin}         {line}", ""))
 
 
-def _render_excerpt(
-    location: Location, source: SourceMap, printer: _Printer, margin: str, style: str
-) -> None:
+def _render_excerpt(location: Location, source: SourceMap, printer: _Printer, margin: str, style: str) -> None:
     printer.line((f"{margin} |", _FRAME))
     for number in range(max(1, location.line - 1), location.line + 1):
         gutter = f"{number:>{len(margin)}} | "
@@ -151,9 +149,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
         "severity": str(finding.severity),
         "message": finding.message,
         "location": (
-            {"file": location.file, "line": location.line, "column": location.column}
-            if location is not None
-            else None
+            {"file": location.file, "line": location.line, "column": location.column} if location is not None else None
         ),
         "help": finding.help,
         "witness": _witness_to_json(finding.witness) if finding.witness is not None else None,

@@ -112,9 +112,7 @@ def _stage_schema(*, positive: bool) -> dict[str, Any]:
 
 _SERIALIZER = PlainSerializer(_to_json, when_used="json")
 
-Time = Annotated[
-    Fraction, PlainValidator(_validate_one), _SERIALIZER, WithJsonSchema(_one_schema(positive=False))
-]
+Time = Annotated[Fraction, PlainValidator(_validate_one), _SERIALIZER, WithJsonSchema(_one_schema(positive=False))]
 """A time >= 0."""
 
 TimeByStage = Annotated[

@@ -184,9 +184,7 @@ class _Builder:
     def _count(self, num_nodes: int, event: TextEvent) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise refusal(
-                event.span, f"more than {MAX_NODES} values, with aliases counted as what they stand for"
-            )
+            raise refusal(event.span, f"more than {MAX_NODES} values, with aliases counted as what they stand for")
 
     def _scalar(self, event: TextEvent) -> object:
         """The value of a scalar by the core schema (YAML 1.2, chapter 10.3.2)."""

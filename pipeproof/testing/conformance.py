@@ -97,9 +97,7 @@ def _detail(observed: RowValue, outcomes: Outcomes) -> str:
     """What became of ranks that did not return, and values that a table has no name for."""
     values_matter = observed in ("wrong", "other", "converted")
     told = {
-        rank: _words(outcome)
-        for rank, outcome in enumerate(outcomes)
-        if outcome.kind != "returned" or values_matter
+        rank: _words(outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "returned" or values_matter
     }
     if len(told) == 2 and told[0] == told[1]:
         return f"both ranks {told[0]}"

@@ -40,9 +40,7 @@ def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[
         if source is not None:
             shape = graph.tensors[int(graph.tensor[send])].shape
             if source.shape != shape:
-                raise ValueError(
-                    f"{graph.ops[send]}: an array of shape {source.shape}, the graph says {shape}"
-                )
+                raise ValueError(f"{graph.ops[send]}: an array of shape {source.shape}, the graph says {shape}")
             received[receive] = source.reshape(-1)[int(graph.start[send]) : int(graph.stop[send])]
     gather_of = {
         source: target

@@ -64,9 +64,7 @@ def blocking_sends(end: Endpoint) -> list[list[int]] | list[int]:
     return began
 
 
-def _call_times(
-    end: Endpoint, early: int, call: Callable[[], Handle], counterpart: Callable[[], object]
-) -> list[int]:
+def _call_times(end: Endpoint, early: int, call: Callable[[], Handle], counterpart: Callable[[], object]) -> list[int]:
     """On rank ``early``: when each call came back. On the other, late: when its counterpart began."""
     times = []
     for _ in range(NUM_ATTEMPTS):

@@ -58,9 +58,7 @@ def _received(
 
 
 def _buffering(returned: list[list[int]], began: list[int]) -> RowValue:
-    num_ahead = max(
-        sum(time < receiver for time in times) for times, receiver in zip(returned, began, strict=True)
-    )
+    num_ahead = max(sum(time < receiver for time in times) for times, receiver in zip(returned, began, strict=True))
     return {0: "rendezvous", bodies.NUM_MESSAGES: "eager"}.get(num_ahead, "slots")
 
 

@@ -40,10 +40,7 @@ def _content(subject: Subject) -> dict[str, Any]:
     plan: LoweredPlan = subject.plan
     graph = plan.graph
     rows = [
-        [
-            [str(row.op), row.peer, row.tensor, row.start, row.stop, row.group, row.reduction]
-            for row in rank_rows
-        ]
+        [[str(row.op), row.peer, row.tensor, row.start, row.stop, row.group, row.reduction] for row in rank_rows]
         for rank_rows in graph.rows()
     ]
     return {

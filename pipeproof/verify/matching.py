@@ -179,8 +179,7 @@ def _check_layout(subject: Subject) -> Iterator[Finding]:
         if sent.placement != wanted.placement:
             yield finding(
                 LAYOUT,
-                f"the {sent.name} is {sent.placement} over tp, but the {wanted.name} is declared "
-                f"{wanted.placement}",
+                f"the {sent.name} is {sent.placement} over tp, but the {wanted.name} is declared {wanted.placement}",
                 help="declare the same layout on both sides, or add the reshard between them",
                 witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
             )

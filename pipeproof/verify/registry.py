@@ -12,4 +12,3 @@ RULES: tuple[Rule, ...] = (
     *matching.RULES,
     *deadlock.RULES,
 )
-

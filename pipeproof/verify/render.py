@@ -18,7 +18,8 @@ def render_report(report: Report, console: Console) -> None:
     held = ", ".join(
         f"stage {stage}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for stage, figure in peaks.items()
     )
-    console.print(f"in flight at most (micro-batches held, and the bytes of their boundary inputs): {held}")
+    console.print("in flight at most, micro-batches held and the bytes of their boundary inputs:")
+    console.print(f"  {held}", soft_wrap=True)
     size = f"{len(graph.ops)} operations on {graph.num_ranks} ranks"
     if report.errors:
         count = len(report.errors)

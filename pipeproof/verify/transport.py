@@ -68,9 +68,7 @@ def _loss(subject: Subject, delivery: Delivery) -> _Loss | None:
         length = segment.stop - segment.start
         if length and not _is_right(subject, segment, delivery.sender):
             lost.append(ElementRange(rank, segment.start, segment.stop, delivery.sender))
-            foreign.append(
-                ElementRange(rank, segment.source_start, segment.source_start + length, segment.source_rank)
-            )
+            foreign.append(ElementRange(rank, segment.source_start, segment.source_start + length, segment.source_rank))
         position = max(position, segment.stop)
     return _Loss(_merged(lost), _merged(foreign)) if lost else None
 

@@ -55,9 +55,7 @@ def longest_paths(plan):
                 after((one, "start"), (other, "end"))
     at = {}
     for event in nx.topological_sort(events):
-        at[event] = max(
-            (at[e] + events.edges[e, event]["delay"] for e in events.predecessors(event)), default=0
-        )
+        at[event] = max((at[e] + events.edges[e, event]["delay"] for e in events.predecessors(event)), default=0)
     return [(at[op_id, "start"], at[op_id, "end"]) for op_id in range(len(graph.ops))]
 
 

@@ -11,9 +11,7 @@ micro_batches = st.integers(1, 20)
 durations = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6))
 latencies = st.builds(Fraction, st.integers(0, 30), st.integers(1, 6))
 per_stage = ranks.flatmap(
-    lambda p: st.tuples(
-        st.lists(durations, min_size=p, max_size=p), st.lists(latencies, min_size=p, max_size=p)
-    )
+    lambda p: st.tuples(st.lists(durations, min_size=p, max_size=p), st.lists(latencies, min_size=p, max_size=p))
 )
 few = settings(max_examples=60, deadline=None)
 
@@ -99,9 +97,7 @@ def test_rendezvous_is_never_faster_and_without_latency_each_bound_holds(run, ti
 
 @pytest.mark.parametrize("p2p", ["async", "rendezvous"])
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(
-    "replicas", [{"tp": 2}, {"tp": 2, "transport": "partial"}, {"dp": 2}, {"tp": 2, "dp": 2}]
-)
+@pytest.mark.parametrize("replicas", [{"tp": 2}, {"tp": 2, "transport": "partial"}, {"dp": 2}, {"tp": 2, "dp": 2}])
 def test_replicas_change_nothing(run, kind, p2p, replicas):
     common = {"kind": kind, "p": 3, "m": 5, "tf": [1, 2, 1], "tb": [2, 1, 3], "c": Fraction(1, 3), "p2p": p2p}
     one, many = run(**common), run(**common, **replicas)

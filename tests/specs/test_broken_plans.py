@@ -63,8 +63,6 @@ def test_help(name):
 
 def test_messages_carry_the_numbers():
     messages = [f.message for f in refusal(BROKEN[0].with_name("tp_does_not_divide.yaml")).findings]
-    for message, size in zip(
-        messages, ("num_heads 4", "ffn_size 128", "vocab_size 256", "seq_length 32"), strict=True
-    ):
+    for message, size in zip(messages, ("num_heads 4", "ffn_size 128", "vocab_size 256", "seq_length 32"), strict=True):
         assert size in message
         assert "topology.tp 3" in message

@@ -88,9 +88,7 @@ def test_neutral_values_of_later_features_are_accepted():
 
 
 def test_sequence_parallel_without_tensor_parallel_is_accepted():
-    assert plan_from_dict(
-        example(model={"seq_length": 31}, topology={"tp": 1})
-    ).spec.topology.sequence_parallel
+    assert plan_from_dict(example(model={"seq_length": 31}, topology={"tp": 1})).spec.topology.sequence_parallel
 
 
 # Times
@@ -300,9 +298,7 @@ def mutations(draw):
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(text)))
         stop = start + draw(st.integers(0, 6))
-        junk = st.text(alphabet="abz_019 .:,-{}[]\"'&*!|>#%\n\t?~é\x00", max_size=4) | st.just(
-            text[start:stop] * 2
-        )
+        junk = st.text(alphabet="abz_019 .:,-{}[]\"'&*!|>#%\n\t?~é\x00", max_size=4) | st.just(text[start:stop] * 2)
         text = text[:start] + draw(junk) + text[stop:]
     return text
 

@@ -23,9 +23,7 @@ def test_the_rows_that_deadlock_rules_read() -> None:
 def test_every_field_but_name_and_sources_is_a_row() -> None:
     fields = [f.name for f in dataclasses.fields(BackendTable)]
     assert (
-        [row.key for row in TABLE.rows()]
-        == list(behaviours())
-        == [f for f in fields if f not in ("name", "sources")]
+        [row.key for row in TABLE.rows()] == list(behaviours()) == [f for f in fields if f not in ("name", "sources")]
     )
 
 
@@ -64,15 +62,11 @@ def test_a_row_without_a_source_and_a_source_without_a_row_are_refused(sources: 
 
 def test_an_unknown_row_is_refused_with_those_there_are() -> None:
     assert TABLE.value("max_group_size") == 2
-    with pytest.raises(
-        ValueError, match="no row is called 'name'; rows are send_completes, host_blocks_on_post"
-    ):
+    with pytest.raises(ValueError, match="no row is called 'name'; rows are send_completes, host_blocks_on_post"):
         TABLE.value("name")
 
 
 @pytest.mark.parametrize(("backend", "device"), [("paddle", "gpu"), ("torch", "cpu")])
 def test_an_unknown_backend_is_refused_with_those_there_are(backend: str, device: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"no backend table for {backend} on {device}; there are .* paddle on cpu"
-    ):
+    with pytest.raises(ValueError, match=f"no backend table for {backend} on {device}; there are .* paddle on cpu"):
         backend_table(backend, device)

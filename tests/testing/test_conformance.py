@@ -30,10 +30,7 @@ def values_of(key: str) -> list[RowValue]:
 
 
 OTHER_VALUES = [
-    (probe.key, value)
-    for probe in PROBES
-    for value in values_of(probe.key)
-    if value != TABLE.value(probe.key)
+    (probe.key, value) for probe in PROBES for value in values_of(probe.key) if value != TABLE.value(probe.key)
 ]
 FIRST_OTHER_VALUES = list(dict(reversed(OTHER_VALUES)).items())
 
@@ -69,9 +66,7 @@ def test_each_value_of_each_row_is_told_apart(key: str, value: RowValue) -> None
 # Where posting blocks, no two transfers of an edge are ever under way at once, so their order shows nothing.
 # The fake's other order is last in, first out; in a queue of several edges that would change what blocks.
 TABLES = st.fixed_dictionaries({probe.key: st.sampled_from(values_of(probe.key)) for probe in PROBES}).filter(
-    lambda rows: (
-        rows["matching"] == "fifo" or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
-    )
+    lambda rows: rows["matching"] == "fifo" or (not rows["host_blocks_on_post"] and rows["queue"] == "directed_edge")
 )
 
 

@@ -1,0 +1,49 @@
+"""Plan files, and a guard that tells when real work begins."""
+
+import json
+
+import pytest
+
+from tests.plans import plan_dict
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a plan of the given sections; its path."""
+
+    def write_plan(**sections):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(plan_dict(**sections)))
+        return path
+
+    return write_plan
+
+
+@pytest.fixture
+def good(write):
+    return write()
+
+
+@pytest.fixture
+def refused(write):
+    return write(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What was begun of the real work, in order: simulating and running are replaced and do nothing."""
+    import pipeproof.exec.command
+    import pipeproof.sim.simulate
+
+    begun = []
+
+    def fake(name):
+        def begin(*arguments, **keywords):
+            begun.append(name)
+            raise AssertionError(f"{name} was begun")
+
+        return begin
+
+    monkeypatch.setattr(pipeproof.sim.simulate, "simulate", fake("simulate"))
+    monkeypatch.setattr(pipeproof.exec.command, "run_command", fake("run"))
+    return begun

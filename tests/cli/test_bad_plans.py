@@ -1,0 +1,80 @@
+"""Plans that cannot be read or make no sense: every command refuses them with their place, status 2."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import BROKEN, invoke
+
+CODE = re.compile(r"^PP\d{3}$")
+
+
+def test_there_are_twenty_broken_plans():
+    assert len(BROKEN) >= 20
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [*(("check", path) for path in BROKEN), *((c, path) for c in ("simulate", "show", "run") for path in BROKEN[::6])],
+    ids=lambda value: value.stem if isinstance(value, Path) else value,
+)
+def test_a_broken_plan_is_refused_with_its_place(command, path, started):
+    result = invoke(command, path)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.search(r"^error\[PP\d{3}\]: ", result.stderr, re.MULTILINE)
+    assert re.search(rf"^ *--> {re.escape(str(path))}:\d+:\d+$", result.stderr, re.MULTILINE)
+    assert started == []
+
+
+@pytest.mark.parametrize("options", [("check", "--format", "json"), ("simulate", "--json")])
+@pytest.mark.parametrize("path", BROKEN[::5], ids=lambda path: path.stem)
+def test_a_broken_plan_as_json(options, path):
+    command, *rest = options
+    result = invoke(command, path, *rest)
+    assert result.exit_code == 2
+    assert result.stderr == ""
+    content = json.loads(result.stdout)
+    assert content["digest"] is None
+    assert content["findings"]
+    for finding in content["findings"]:
+        assert CODE.match(finding["code"])
+        assert finding["location"]["line"] >= 1
+
+
+def test_a_plan_that_is_not_there(tmp_path):
+    result = invoke("check", tmp_path / "no.yaml")
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr
+    assert "no.yaml" in result.stderr
+
+
+def test_a_plan_that_is_a_directory(tmp_path):
+    result = invoke("check", tmp_path)
+    assert result.exit_code == 2
+    assert f"cannot read `{tmp_path}`: is a directory" in result.stderr
+
+
+def test_a_plan_that_is_binary(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(bytes(range(256)) * 4)
+    result = invoke("check", path)
+    assert result.exit_code == 2
+    assert "error[PP10" in result.stderr
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "# nothing\n", "---\n"])
+def test_a_plan_that_is_empty(tmp_path, content):
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    result = invoke("check", path)
+    assert result.exit_code == 2
+    assert "error[PP105]" in result.stderr
+
+
+def test_layers_that_fit_no_stages_are_bad_input(write):
+    result = invoke("check", write(model={"num_layers": 1}, topology={"pp": 8}))
+    assert result.exit_code == 2
+    assert re.search(r"error\[PP\d{3}\]", result.stderr)

@@ -1,0 +1,108 @@
+"""Options that cannot be meant, and backends that are not there: refused before any work is done."""
+
+import os
+import sys
+
+import pytest
+
+from tests.cli.commands import REPOSITORY, invoke, process
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("simulate", "-o"), ("run", "--report"), ("run", "-o"), ("run", "--trace")]
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, option, good, tmp_path, started):
+    for output in (tmp_path / "no" / "such" / "file.json", tmp_path, good / "file.json"):
+        result = invoke(command, good, option, output)
+        assert result.exit_code == 2
+        assert str(output) in result.stderr
+        assert "Error: " in result.stderr
+        assert result.stdout == ""
+    assert started == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_an_output_in_a_directory_without_permission(good, tmp_path, started):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    result = invoke("run", good, "--report", closed / "report.json")
+    assert result.exit_code == 2
+    assert "is not writable" in result.stderr
+    assert started == []
+
+
+def test_an_output_that_fails_at_last_is_an_error_without_traceback(good):
+    """No look at the path beforehand can tell that nothing can be made below /proc."""
+    result = invoke("simulate", good, "-o", "/proc/trace.json")
+    assert result.exit_code == 2
+    assert "/proc/trace.json" in result.stderr
+
+
+def test_logs_below_a_file_are_refused_before_the_work(good, started):
+    result = invoke("run", good, "--logs", good / "logs")
+    assert result.exit_code == 2
+    assert str(good / "logs") in result.stderr
+    assert started == []
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "0.5", "nan", "soon", "1e400x"])
+def test_a_timeout_that_cannot_be_meant(timeout, good, started):
+    result = invoke("run", good, f"--timeout={timeout}")
+    assert result.exit_code == 2
+    assert "--timeout" in result.stderr
+    assert started == []
+
+
+@pytest.mark.parametrize("fault", ["", ":", "1", "1:0F2", "x:0F2:die", "1:0F2:melt", "1::die", "-1:0F2:die", "die"])
+def test_a_malformed_fault(fault, good, started):
+    result = invoke("run", good, f"--inject={fault}")
+    assert result.exit_code == 2
+    assert "is not RANK:OP:ACTION" in result.stderr
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("7:0F0:die", "rank 7 of 2 never runs 0F0"),
+        ("1:0F0:die", "rank 1 of 2 never runs 0F0"),
+        ("0:0F9:die", "rank 0 of 2 never runs 0F9"),
+        ("0:nonsense:die", "rank 0 of 2 never runs nonsense"),
+        ("0:0SEND_F0:die", "rank 0 of 2 never runs 0SEND_F0 (it only posts it; name the WAIT for it)"),
+    ],
+)
+def test_a_fault_that_would_never_strike(fault, message, good, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as if every backend were installed
+    result = invoke("run", good, "--inject", fault)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "0:0F0:die" in result.output
+    assert "processes" not in result.output
+
+
+def test_the_backend_is_missing(good, monkeypatch):
+    monkeypatch.setitem(sys.modules, "paddle", None)  # what Python makes of it: no such module
+    result = invoke("run", good)
+    assert result.exit_code == 2
+    assert "error[PP906]" in result.output
+    assert "pip install 'pipeproof[cpu]'" in result.output
+    assert "processes" not in result.output
+
+
+def test_the_backend_is_missing_in_a_process_of_its_own(good, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['paddle'] = None\n")
+    result = process("run", good, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert result.returncode == 2
+    assert "error[PP906]" in result.stdout
+    assert "pip install 'pipeproof[cpu]'" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_refused_plan_is_refused_before_the_backend_is_looked_for(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    result = invoke("run", refused)
+    assert result.exit_code == 1
+    assert "error[PP201]" in result.output
+    assert "--unsafe" in result.output
+    assert invoke("run", refused, "--unsafe").exit_code == 2
