@@ -26,6 +26,8 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.schedule.optable import NONE, Group, OpGraph, Row, TensorSpec
 from pipeproof.schedule.programs import Programs, add_transfers, add_update
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, describe_boundary
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer, describe_gpt
@@ -36,6 +38,26 @@ _CHILD_KIND = {
     CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
     CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
 }
+
+
+MAX_OPERATIONS = 5_000_000
+"""Most operations of a step, over all ranks: about a kilobyte of memory each."""
+
+_MOST_OPS_PER_STAGE = 15
+"""Operations of one micro-batch on one stage without its collectives: two computes, two of each kind of transfer
+with its wait, slice and gather, and one to spare for the step's end."""
+
+TOO_LARGE = RuleDoc(
+    code="PP116",
+    title="the plan has more operations than this release holds in memory",
+    severity="error",
+    explanation=(
+        "Every operation of every rank is a row of the op table. Replicas along dp and tp run the same programs, so "
+        "a plan with fewer of them has the same verdict."
+    ),
+    wrong="topology: {pp: 16, tp: 8, dp: 1024}",
+    right="topology: {pp: 16, tp: 8, dp: 2}",
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +95,12 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None) -> LoweredPlan:
     stages, to check and simulate what a model of one's own would send.
 
     Raises:
-        BadPlanError: the layers cannot be cut onto the stages.
+        BadPlanAtError: the layers cannot be cut onto the stages, or there are
+            more than ``MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
     layers = describe_gpt(plan)
+    _require_moderate_size(plan, mesh, layers)
     stages = stage_layers(plan)
     boundary = boundary or describe_boundary(plan)
     programs = plan_programs(plan, layers)
@@ -85,6 +109,25 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None) -> LoweredPlan:
     rows = [list(lowering.rank_rows(rank, programs)) for rank in range(mesh.num_ranks)]
     graph = build_graph(rows, lowering.tensors, lowering.groups)
     return LoweredPlan(plan, mesh, layers, stages, boundary, programs, graph)
+
+
+def _require_moderate_size(plan: PlanSpec, mesh: Mesh, layers: Sequence[Layer]) -> None:
+    """Refuse before the work begins what memory could not hold at its end."""
+    per_micro_batch = _MOST_OPS_PER_STAGE * plan.topology.pp
+    per_micro_batch += sum(len(layer.forward_collectives) + len(layer.backward_collectives) for layer in layers)
+    num_replicas = mesh.num_ranks // plan.topology.pp
+    most = num_replicas * plan.schedule.num_micro_batches * per_micro_batch
+    if most > MAX_OPERATIONS:
+        raise BadPlanAtError(
+            Finding(
+                TOO_LARGE.code,
+                Severity.ERROR,
+                f"{mesh.num_ranks} ranks and {plan.schedule.num_micro_batches} micro-batches make up to {most:,} "
+                f"operations in a step, more than the {MAX_OPERATIONS:,} that this release holds",
+                help="check the plan with fewer data-parallel ranks or micro-batches: replicas are alike",
+            ),
+            ("schedule", "num_micro_batches"),
+        )
 
 
 def plan_programs(plan: PlanSpec, layers: Sequence[Layer]) -> Programs:

@@ -131,7 +131,7 @@ class Launcher:
         output = self._job.directory / f"{name}.out"
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self._job.directory), str(write_end)],
+                [sys.executable, "-P", "-m", module, str(self._job.directory), str(write_end)],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -82,7 +82,7 @@ def _start(number: int, ports: list[int], stack: ExitStack) -> _Rank:
     connection = stack.enter_context(Connection(ours.detach()))
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -25,7 +25,8 @@ def rank_environment(rank: int, num_ranks: int, ports: list[int]) -> dict[str, s
     """The whole environment of one rank's process, by which Paddle finds its peers.
 
     ``ports[0]`` is rank 0's store, the others are the ranks' endpoints. The
-    process finds its modules where this one does.
+    process finds its modules where this one does, and with ``python -P`` only
+    there.
     """
     endpoints = [f"127.0.0.1:{port}" for port in ports[1:]]
     return {

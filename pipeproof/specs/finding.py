@@ -103,3 +103,11 @@ class PipeproofError(Exception):
 
 class BadPlanError(PipeproofError):
     """The plan cannot be read or makes no sense before any communication is looked at."""
+
+
+class BadPlanAtError(BadPlanError):
+    """A bad plan whose blame is known as a plan key: ``path``, which whoever has the file turns into a place."""
+
+    def __init__(self, finding: Finding, path: tuple[str | int, ...]) -> None:
+        super().__init__(finding)
+        self.path = path

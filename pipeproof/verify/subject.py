@@ -10,11 +10,10 @@ from pipeproof.comm.lower import LoweredPlan, lower
 from pipeproof.schedule.ops import Op
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding, Location, Severity, Witness, WitnessOp
+from pipeproof.specs.finding import BadPlanAtError, Finding, Location, Severity, Witness, WitnessOp
 from pipeproof.specs.load import LoadedPlan, PlanFileError
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.partition import BadPartitionError
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,12 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     """Lower a plan, with another boundary tensor if one is given, and find its backend's table.
 
     Raises:
-        PlanFileError: the layers cannot be put onto the stages.
+        PlanFileError: the layers cannot be put onto the stages, or the plan is too large.
     """
     run, source = loaded.spec.run, loaded.source
     try:
         lowered = lower(loaded.spec, boundary=boundary)
-    except BadPartitionError as error:
+    except BadPlanAtError as error:
         location = source.locate(error.path) if source is not None else None
         raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
     return Subject(lowered, backend_table(run.backend, run.device), source)

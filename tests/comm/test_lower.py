@@ -1,14 +1,16 @@
 """What lowering adds to the programs: peers, channels, slices, gathers and the collectives inside compute."""
 
+import json
 from collections import Counter
 
 import pytest
 
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, EdgeKind
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load import PlanFileError, load_plan, plan_from_dict
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.verify.certificate import plan_digest
+from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
 
 
@@ -130,6 +132,28 @@ def test_digest_is_the_same_on_every_machine(check_golden):
         }.items()
     ]
     check_golden("digests.txt", "".join(lines))
+
+
+def test_a_plan_too_large_for_memory_is_refused_at_once_and_at_its_place(tmp_path):
+    plan = tmp_path / "plan.json"
+    huge = plan_dict(model={"num_layers": 64}, topology={"pp": 64, "dp": 512}, schedule={"num_micro_batches": 4096})
+    plan.write_text(json.dumps(huge, indent=1))
+    with pytest.raises(PlanFileError) as caught:
+        make_subject(load_plan(plan))
+    (finding,) = caught.value.findings
+    assert finding.code == "PP116"
+    assert "32768 ranks and 4096 micro-batches" in finding.message
+    assert plan.read_text().splitlines()[finding.location.line - 1].strip().startswith('"num_micro_batches": 4096')
+
+
+def test_the_estimate_of_the_size_is_never_too_small():
+    for sections in ({}, {"topology": {"pp": 4, "tp": 4, "sequence_parallel": True}, "transport": "partial"}):
+        one = subject(**sections, schedule={"num_micro_batches": 8})
+        per_batch = 15 * one.plan.spec.topology.pp + sum(
+            len(layer.forward_collectives) + len(layer.backward_collectives) for layer in one.plan.layers
+        )
+        replicas = one.plan.mesh.num_ranks // one.plan.spec.topology.pp
+        assert len(one.graph.ops) <= replicas * 8 * per_batch
 
 
 @pytest.mark.parametrize(("order", "shape"), [("sbh", (8, 2, 16)), ("bsh", (2, 8, 16))])

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeproof.specs.finding import BadPlanAtError
 from pipeproof.specs.load import PlanFileError, load_plan, plan_from_dict
-from pipeproof.stages.describe.partition import BadPartitionError, stage_layers
+from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 
@@ -16,7 +17,7 @@ def layers_of(**sections):
 def test_the_even_cut_holds_every_layer_once_in_order(num_layers, pp):
     sections = {"model": {"num_layers": num_layers}, "topology": {"pp": pp}}
     if num_layers < pp:
-        with pytest.raises(BadPartitionError, match="PP110"):
+        with pytest.raises(BadPlanAtError, match="PP110"):
             layers_of(**sections)
         return
     stages = layers_of(**sections)

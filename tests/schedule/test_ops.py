@@ -55,8 +55,8 @@ def test_only_the_whole_string_is_an_operation(op, extra):
     "text",
     [
         "", "2F", "F0", "2f0", "02F0", "2F00", "2F-1", "2F0x", "2F0 ", "2SENDF1", "2SEND1", "WAIT(2F0)",
-        "WAIT(2SEND_F0", "WAIT(WAIT(2SEND_F0))", "2STEP0", "2REDUCE_GRAD", "2REDUCE_GRAD:xx", "2SEND_F0/0.ALL_REDUCE:tp",
-        "2F0/ALL_REDUCE:tp", "2F0/0.BROADCAST:tp", "²F0", "2F٣",
+        "WAIT(2SEND_F0", "WAIT(WAIT(2SEND_F0))", "2STEP0", "2REDUCE_GRAD", "2REDUCE_GRAD:xx",
+        "2SEND_F0/0.ALL_REDUCE:tp", "2F0/ALL_REDUCE:tp", "2F0/0.BROADCAST:tp", "²F0", "2F٣",
     ],
 )  # fmt: skip
 def test_malformed_text_is_refused_with_the_text(text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import BadPlanError, Finding, Severity
+from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 
 TOO_FEW_LAYERS = RuleDoc(
@@ -30,14 +30,6 @@ UNKNOWN_LAYER = RuleDoc(
 PARTITION_CODES = (TOO_FEW_LAYERS, UNKNOWN_LAYER)
 
 
-class BadPartitionError(BadPlanError):
-    """The layers cannot be put onto the stages; ``path`` is the plan key to blame."""
-
-    def __init__(self, finding: Finding, path: tuple[str | int, ...]) -> None:
-        super().__init__(finding)
-        self.path = path
-
-
 def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     """Layer names by global stage: as ``stages`` says, else an even cut of the transformer layers.
 
@@ -46,7 +38,7 @@ def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     layer each (the last stage has the head's work already).
 
     Raises:
-        BadPartitionError: PP110, fewer transformer layers than stages and no
+        BadPlanAtError: PP110, fewer transformer layers than stages and no
             ``stages``; PP111, ``stages`` names a layer that is not there.
     """
     if plan.stages is not None:
@@ -62,7 +54,7 @@ def _require_known(stages: tuple[tuple[str, ...], ...], num_layers: int) -> None
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean `{near[0]}`? " if near else ""
-                raise BadPartitionError(
+                raise BadPlanAtError(
                     Finding(
                         UNKNOWN_LAYER.code,
                         Severity.ERROR,
@@ -75,7 +67,7 @@ def _require_known(stages: tuple[tuple[str, ...], ...], num_layers: int) -> None
 
 def _even_cut(num_layers: int, num_stages: int) -> tuple[tuple[str, ...], ...]:
     if num_layers < num_stages:
-        raise BadPartitionError(
+        raise BadPlanAtError(
             Finding(
                 TOO_FEW_LAYERS.code,
                 Severity.ERROR,
