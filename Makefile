@@ -30,6 +30,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu]'
+	$(BIN)/python -m compileall -q pipeproof    # pip compiles what it installs, but not an editable package
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -223,6 +223,7 @@ def _not_collecting() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            gc.freeze()  # what was loaded stays: do not look through all of it either
             gc.enable()
 
 
