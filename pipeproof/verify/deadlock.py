@@ -11,7 +11,8 @@ follows:
   the done of a transfer, too;
 - both ends of a matched pair are done after both posts (rendezvous); an eager
   send is done once it is posted;
-- a collective is done, on every member, after the posts of all members;
+- a collective is done, on every member, after the posts of all members, and
+  never if one of them does not issue it;
 - a WAIT is done after the transfer that it waits for.
 
 The plan deadlocks if and only if these events have a cycle, or something that
@@ -97,17 +98,20 @@ def events_of(graph: OpGraph, backend: BackendTable) -> Events:
                 never.add(done(op_id))
             else:
                 follows[done(op_id)].append(done(target))
-    for members in _collectives(graph):
+    for members, group_size in _collectives(graph):
+        if len(members) < group_size:
+            never.update(map(done, members))
         for member in members:
             follows[done(member)] += [post(other) for other in members if other != member]
     return Events(tuple(map(tuple, follows)), frozenset(never))
 
 
-def _collectives(graph: OpGraph) -> Iterator[list[int]]:
-    """The members of each collective: the k-th calls of all ranks of a group."""
-    for sequences in group_sequences(graph):
+def _collectives(graph: OpGraph) -> Iterator[tuple[list[int], int]]:
+    """Each collective, that is the k-th calls of the ranks of a group, with the group's size."""
+    for group, sequences in zip(graph.groups, group_sequences(graph), strict=True):
         for position in range(max(map(len, sequences.values()), default=0)):
-            yield [calls[position] for calls in sequences.values() if position < len(calls)]
+            members = [calls[position] for calls in sequences.values() if position < len(calls)]
+            yield members, len(group.ranks)
 
 
 def stuck_events(events: Events) -> list[int]:
