@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof import __version__
+from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import BadPlanError, PipeproofError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from pipeproof.specs.load import LoadedPlan
     from pipeproof.specs.source import SourceMap
     from pipeproof.verify.check import Report
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WORKER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 _PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
 
@@ -58,7 +57,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
-            sys.exit(EXIT_INTERRUPTED)
+            sys.exit(ExitStatus.INTERRUPTED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -86,7 +85,7 @@ def check(plan: Path, form: str, strict: bool) -> None:
 
         render_report(report, _console())
     warned = strict and any(f.severity == "warning" for f in report.findings)
-    sys.exit(EXIT_FAILED if report.errors or warned else EXIT_OK)
+    sys.exit(ExitStatus.FAILED if report.errors or warned else ExitStatus.OK)
 
 
 @main.command()
@@ -252,12 +251,12 @@ def _refusing_bad_plans(*, as_json: bool = False) -> Iterator[None]:
         yield
     except PipeproofError as error:
         _show_findings(error, as_json)
-        sys.exit(EXIT_BAD_INPUT if isinstance(error, BadPlanError) else EXIT_FAILED)
+        sys.exit(ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED)
     except BrokenPipeError:
         raise  # whoever read our output has gone: click ends quietly
     except OSError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(ExitStatus.BAD_INPUT)
 
 
 def _show_findings(error: PipeproofError, as_json: bool) -> None:

@@ -13,12 +13,11 @@ from pipeproof.exec.launched import launched_rank, run_launched
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, require_runnable, run
+from pipeproof.exit_status import ExitStatus
 from pipeproof.sim.trace import write_trace
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.specs.render import render_text
 from pipeproof.verify.check import Report
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WORKER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def run_command(
@@ -32,7 +31,7 @@ def run_command(
             result = _run(report, options, console) if rank is None else _launched(rank, report, options, console)
     except KeyboardInterrupt:
         console.print("interrupted: all processes were stopped")
-        return EXIT_INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except TerminatedError as error:
         console.print(f"{error}: all processes were stopped")
         return 128 + error.signum
@@ -42,13 +41,13 @@ def run_command(
             console.print("not run: the plan does not pass check (`--unsafe` runs it all the same)")
         return _status(error)
     if result is None:  # another rank than 0 under a launcher of somebody else's
-        return EXIT_OK
+        return ExitStatus.OK
     render_run(result, console)
     if report_file is not None:
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     if trace is not None:
         write_trace(result.timeline, trace)
-    return EXIT_OK if result.passed else EXIT_FAILED
+    return ExitStatus.OK if result.passed else ExitStatus.FAILED
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
@@ -84,7 +83,7 @@ def _launched(rank: int, report: Report, options: RunOptions, console: Console) 
 
 def _status(error: PipeproofError) -> int:
     if isinstance(error, WorkerFailedError):
-        return EXIT_WORKER
+        return ExitStatus.WORKER_FAILED
     if isinstance(error, NotVerifiedError):
-        return EXIT_FAILED
-    return EXIT_BAD_INPUT
+        return ExitStatus.FAILED
+    return ExitStatus.BAD_INPUT

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pipeproof
 from pipeproof.comm.capabilities import BackendTable, Row, RowValue, backend_table
 from pipeproof.exec.paddle_pair import BackendStartError, paddle_pair
+from pipeproof.exit_status import ExitStatus
 from pipeproof.testing.conformance import RowResult, check_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-EXIT_CONFORMS, EXIT_DIFFERS, EXIT_NO_BACKEND = 0, 1, 2
 
 PROBE_TIMEOUT_S = 5.0
 """Ten times what the slowest probe takes on an idle machine: a loaded one must not look like a hang."""
@@ -43,8 +42,8 @@ class DoctorReport:
     def exit_status(self) -> int:
         """0 if every measured row holds, 1 if one differs, 2 if there is no backend to measure."""
         if not self.rows:
-            return EXIT_NO_BACKEND
-        return EXIT_CONFORMS if all(row.ok for row in self.rows) else EXIT_DIFFERS
+            return ExitStatus.BAD_INPUT
+        return ExitStatus.OK if all(row.ok for row in self.rows) else ExitStatus.FAILED
 
 
 def run_doctor(keys: Collection[str] | None = None) -> DoctorReport:

@@ -25,7 +25,8 @@ from pipeproof.exec.reference import run_reference
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import RunOptions, StepCollector, finish_report, require_runnable
 from pipeproof.exec.watchdog import JobState
-from pipeproof.exec.worker import EXIT_WORKER_FAILED, run_rank
+from pipeproof.exec.worker import run_rank
+from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.verify.check import Report
 
@@ -159,4 +160,4 @@ class _SelfWatch:
             if time.monotonic() - self._last > patience:
                 self._on_hang(self._state.hung(patience, self._rank))
                 shutil.rmtree(self._directory, ignore_errors=True)
-                os._exit(EXIT_WORKER_FAILED)
+                os._exit(ExitStatus.WORKER_FAILED)

@@ -129,7 +129,7 @@ class JobState:
                 return None
             other = int(graph.rank[partner])
             return other if self._is_before(other, state.step, partner) else None
-        for member in self._members(state.op_id):
+        for member in self.subject.graph.members_of(state.op_id):
             other = int(graph.rank[member])
             if other != rank and self._is_before(other, state.step, member):
                 return other
@@ -144,14 +144,6 @@ class JobState:
             r for r, other in enumerate(self.ranks) if other.phase != state.phase and other.heard_s < state.heard_s
         ]
         return min(behind, key=lambda r: self.ranks[r].heard_s) if behind else None
-
-    def _members(self, op_id: int) -> list[int]:
-        """A collective's op ids on all ranks of its group; empty for any other operation."""
-        graph = self.subject.graph
-        if graph.group[op_id] == NONE:
-            return []
-        same = (graph.group == graph.group[op_id]) & (graph.position == graph.position[op_id])
-        return [int(i) for i in same.nonzero()[0]]
 
     def _is_before(self, rank: int, step: int, op_id: int) -> bool:
         """Whether ``rank`` has not come past ``op_id`` of ``step`` yet."""
@@ -172,7 +164,7 @@ class JobState:
         if op.kind is OpKind.WAIT and op.target is not None:
             peer = int(graph.peer[int(graph.waits_for[op_id])])
             return f"the graph expects its peer rank {peer} to issue {partner_of(op.target)}"
-        members = self._members(op_id)
+        members = self.subject.graph.members_of(op_id)
         if members:
             group = graph.groups[int(graph.group[members[0]])]
             return f"the graph expects ranks {list(group.ranks)} to join this {group.axis} collective"

@@ -21,11 +21,10 @@ from pathlib import Path
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.rendezvous import await_store
+from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.subject import Subject, make_subject
-
-EXIT_WORKER_FAILED = 3
 
 Emit = Callable[..., None]
 """Tells the launcher one event: its kind, then its content by keyword."""
@@ -107,7 +106,7 @@ def end_with_launcher(directory: Path) -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
         shutil.rmtree(directory, ignore_errors=True)
-        os._exit(EXIT_WORKER_FAILED)
+        os._exit(ExitStatus.WORKER_FAILED)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
@@ -121,11 +120,11 @@ def main(arguments: list[str]) -> int:
         run_rank(Job.load(directory), int(os.environ["PADDLE_TRAINER_ID"]), events.send)
     except PipeproofError as error:
         events.send("error", message=str(error), at_ns=time.monotonic_ns())
-        return EXIT_WORKER_FAILED
+        return ExitStatus.WORKER_FAILED
     except Exception as error:  # noqa: BLE001 - whatever a framework raises: the launcher tells the person
         traceback.print_exc()
         events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
-        return EXIT_WORKER_FAILED
+        return ExitStatus.WORKER_FAILED
     return 0
 
 

@@ -163,6 +163,14 @@ class OpGraph:
             self.reductions[op_id],
         )
 
+    def members_of(self, op_id: int) -> list[int]:
+        """A collective's op ids on all ranks that issue it, in group order; empty for any other operation."""
+        if self.group[op_id] == NONE:
+            return []
+        same = (self.group == self.group[op_id]) & (self.position == self.position[op_id])
+        by_rank = {int(self.rank[i]): int(i) for i in same.nonzero()[0]}
+        return [by_rank[rank] for rank in self.groups[int(self.group[op_id])].ranks if rank in by_rank]
+
     @cached_property
     def match_of(self) -> dict[int, int]:
         """Send to recv and recv to send, by FIFO position on their channel."""

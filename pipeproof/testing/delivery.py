@@ -53,7 +53,7 @@ def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[
         tensor = graph.tensors[int(graph.tensor[receive])]
         buffer = np.zeros(tensor.numel, dtype=message.dtype)
         if receive in gather_of:
-            members = _members(graph, gather_of[receive])
+            members = graph.members_of(gather_of[receive])
             parts = [received[receive_of[member]] for member in members]
             joined = np.concatenate(parts)[: tensor.numel]
             buffer[: joined.size] = joined
@@ -62,10 +62,3 @@ def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[
             buffer[start : start + message.size] = message
         result[int(graph.rank[receive]), graph.ops[receive]] = buffer.reshape(tensor.shape)
     return result
-
-
-def _members(graph: OpGraph, gather: int) -> list[int]:
-    """The op ids of one gather on all ranks of its group, in group order."""
-    same = (graph.group == graph.group[gather]) & (graph.position == graph.position[gather])
-    by_rank = {int(graph.rank[i]): int(i) for i in same.nonzero()[0]}
-    return [by_rank[rank] for rank in graph.groups[int(graph.group[gather])].ranks]

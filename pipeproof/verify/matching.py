@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, Op, OpKind
-from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
+from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph, TensorSpec
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
 from pipeproof.verify.subject import Rule, Subject, finding
@@ -39,6 +39,12 @@ def channel_fifos(graph: OpGraph) -> list[tuple[list[int], list[int]]]:
         side = 0 if graph.ops[op_id].kind in SEND_KINDS else 1
         fifos[int(graph.channel[op_id])][side].append(op_id)
     return fifos
+
+
+def _matched_tensors(graph: OpGraph) -> Iterator[tuple[int, int, TensorSpec, TensorSpec]]:
+    """(send, receive, the sender's tensor, the receiver's tensor) of each matched pair."""
+    for send, receive in graph.edges[EdgeKind.MATCH].tolist():
+        yield send, receive, graph.tensors[int(graph.tensor[send])], graph.tensors[int(graph.tensor[receive])]
 
 
 UNMATCHED = RuleDoc(
@@ -116,8 +122,7 @@ SIZE = RuleDoc(
 
 def _check_size(subject: Subject) -> Iterator[Finding]:
     graph = subject.graph
-    for send, receive in graph.edges[EdgeKind.MATCH].tolist():
-        sent, wanted = graph.tensors[int(graph.tensor[send])], graph.tensors[int(graph.tensor[receive])]
+    for send, receive, sent, wanted in _matched_tensors(graph):
         num_sent = int(graph.stop[send] - graph.start[send])
         num_wanted = int(graph.stop[receive] - graph.start[receive])
         same_form = (sent.shape, sent.dims) == (wanted.shape, wanted.dims)
@@ -147,8 +152,7 @@ DTYPE = RuleDoc(
 
 def _check_dtype(subject: Subject) -> Iterator[Finding]:
     graph = subject.graph
-    for send, receive in graph.edges[EdgeKind.MATCH].tolist():
-        sent, wanted = graph.tensors[int(graph.tensor[send])], graph.tensors[int(graph.tensor[receive])]
+    for send, receive, sent, wanted in _matched_tensors(graph):
         if sent.dtype != wanted.dtype:
             yield finding(
                 DTYPE,
@@ -174,8 +178,7 @@ LAYOUT = RuleDoc(
 
 def _check_layout(subject: Subject) -> Iterator[Finding]:
     graph = subject.graph
-    for send, receive in graph.edges[EdgeKind.MATCH].tolist():
-        sent, wanted = graph.tensors[int(graph.tensor[send])], graph.tensors[int(graph.tensor[receive])]
+    for send, receive, sent, wanted in _matched_tensors(graph):
         if sent.placement != wanted.placement:
             yield finding(
                 LAYOUT,

@@ -11,6 +11,7 @@ from pipeproof.schedule.optable import TensorSpec
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import ElementRange, Finding, RangesWitness
 from pipeproof.specs.layout import PlacementKind
+from pipeproof.verify.memory import ITEM_BYTES
 from pipeproof.verify.provenance import Delivery, Segment, deliveries
 from pipeproof.verify.subject import Rule, Subject, finding
 
@@ -154,8 +155,7 @@ def _mend(subject: Subject, direction: str, tensor: TensorSpec) -> str | None:
     transport, topology = subject.plan.spec.transport, subject.plan.spec.topology
     if getattr(transport, direction) != Transport.PARTIAL:
         return None
-    item_bytes = {"float32": 4, "float64": 8}[tensor.dtype]
-    full = tensor.numel * item_bytes
+    full = tensor.numel * ITEM_BYTES[tensor.dtype]
     return (
         f"set `transport.{direction}: full`. Each rank then sends {full} bytes per micro-batch instead of "
         f"{full // topology.tp} (and the all-gather over {topology.tp} TP ranks goes away)"

@@ -327,7 +327,7 @@ def test_one_hanging_rank_among_honest_ones_is_found(data):
         if graph.waits_for[op_id] >= 0:
             partner = graph.match_of[int(graph.waits_for[op_id])]
             return has_come(int(graph.rank[partner]), partner)
-        return all(is_at_or_past(int(graph.rank[member]), member) for member in feed.state._members(op_id))
+        return all(is_at_or_past(int(graph.rank[member]), member) for member in graph.members_of(op_id))
 
     for rank in range(graph.num_ranks):
         feed.tell(rank, "at", step=0, op=hosts[rank][0])

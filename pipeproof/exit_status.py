@@ -1,0 +1,20 @@
+"""What the exit statuses of the commands mean; a signal ``n`` that ends one gives 128 + n."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """The exit status of every ``pipeproof`` command."""
+
+    OK = 0
+    """Clean: no error found, the run matches."""
+    FAILED = 1
+    """Errors found, or a run that does not match its reference."""
+    BAD_INPUT = 2
+    """Bad input, or a backend that is not installed."""
+    WORKER_FAILED = 3
+    """A worker died or hung."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
