@@ -27,7 +27,7 @@ COMMANDS = {
 }
 """The picture's name and the command that it shows."""
 
-COLUMNS = 112
+COLUMNS = 120
 """Width of the terminal; longer lines go on below, as in a terminal, in the middle of a word if need be."""
 
 FONT_LINKS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)

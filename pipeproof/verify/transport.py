@@ -115,15 +115,13 @@ def _lossy_finding(
     first = min(by_batch)
     losses = by_batch[first]
     tensor = graph.tensors[int(graph.tensor[losses[0][0]])]
-    what = "activation" if forward else "gradient"
-    batches = sorted(by_batch)
-    which = f"micro-batch {first}" if len(batches) == 1 else f"all {len(batches)} affected micro-batches"
+    which = f"micro-batch {first}" if len(by_batch) == 1 else f"each of {len(by_batch)} micro-batches"
     num_lost = sum(r.stop - r.start for _, loss in losses for r in loss.lost)
     num_all = tensor.numel * len(losses)
     return finding(
         LOSSY,
         f"boundary {source}->{sink}, {direction}: `{getattr(subject.plan.spec.transport, direction)}` delivers "
-        f"{num_lost} of {num_all} elements of the {what} wrongly, in {which}",
+        f"{num_lost} of {num_all} elements wrongly in {which}",
         location=subject.locate("transport", direction),
         help=_mend(subject, direction, tensor),
         witness=RangesWitness(
@@ -157,8 +155,8 @@ def _mend(subject: Subject, direction: str, tensor: TensorSpec) -> str | None:
         return None
     full = tensor.numel * ITEM_BYTES[tensor.dtype]
     return (
-        f"set `transport.{direction}: full`. Each rank then sends {full} bytes per micro-batch instead of "
-        f"{full // topology.tp} (and the all-gather over {topology.tp} TP ranks goes away)"
+        f"set `transport.{direction}: full`: {full} bytes per rank and micro-batch on the wire, not "
+        f"{full // topology.tp}, and no all-gather"
     )
 
 

@@ -80,7 +80,9 @@ def test_there_are_commands_to_look_at():
 def test_pipeproof_commands_can_be_typed(command):
     _, name, *arguments = command
     wanted = [parameter for parameter in main.commands[name].params if parameter.param_type_name == "argument"]
-    main.commands[name].make_context(name, list(arguments) or ["PLAN"] * len(wanted))
+    # with its parent, as on the command line: a command keeps what its first context told it of options
+    parent = main.make_context("pipeproof", [name], resilient_parsing=True)
+    main.commands[name].make_context(name, list(arguments) or ["PLAN"] * len(wanted), parent=parent)
     for argument in arguments:
         if argument.startswith("examples/"):
             load_plan(ROOT / argument)
