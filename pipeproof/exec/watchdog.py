@@ -129,7 +129,7 @@ class JobState:
                 return None
             other = int(graph.rank[partner])
             return other if self._is_before(other, state.step, partner) else None
-        for member in self.subject.graph.members_of(state.op_id):
+        for member in graph.members_of(state.op_id):
             other = int(graph.rank[member])
             if other != rank and self._is_before(other, state.step, member):
                 return other
@@ -164,7 +164,7 @@ class JobState:
         if op.kind is OpKind.WAIT and op.target is not None:
             peer = int(graph.peer[int(graph.waits_for[op_id])])
             return f"the graph expects its peer rank {peer} to issue {partner_of(op.target)}"
-        members = self.subject.graph.members_of(op_id)
+        members = graph.members_of(op_id)
         if members:
             group = graph.groups[int(graph.group[members[0]])]
             return f"the graph expects ranks {list(group.ranks)} to join this {group.axis} collective"

@@ -22,7 +22,7 @@ from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.rendezvous import await_store
 from pipeproof.exit_status import ExitStatus
-from pipeproof.specs.finding import PipeproofError
+from pipeproof.schedule.ops import Op
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.subject import Subject, make_subject
 
@@ -34,8 +34,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     """Run every step of one rank's program; leaves step files and the op log in the job's directory.
 
     Raises:
-        PipeproofError: the plan that this process derives is not the one that was verified.
-        RuntimeError: a peer died, or the backend failed.
+        RuntimeError: the plan that this process derives is not the one that was verified, a peer died, or the
+            backend failed.
     """
     subject = make_subject(job.loaded_plan())
     _require_same_plan(subject, job.digest)
@@ -53,7 +53,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
 
     def enter(step: int, op_id: int) -> None:
         emit("at", step=step, op=op_id)
-        fault.strike(str(plan.graph.ops[op_id]))
+        fault.strike(plan.graph.ops[op_id])
 
     adapter = PaddleAdapter(plan, rank, world, enter)
     machine = RankMachine(plan.graph, rank)
@@ -88,8 +88,8 @@ class _FaultPlan:
     def __init__(self, fault: Fault | None, rank: int) -> None:
         self._fault = fault if fault is not None and fault.rank == rank else None
 
-    def strike(self, op: str) -> None:
-        if self._fault is None or op != self._fault.op:
+    def strike(self, op: Op) -> None:
+        if self._fault is None or str(op) != self._fault.op:
             return
         if self._fault.action == "raise":
             raise RuntimeError(f"planted failure at {op}")
@@ -118,9 +118,6 @@ def main(arguments: list[str]) -> int:
     end_with_launcher(directory)
     try:
         run_rank(Job.load(directory), int(os.environ["PADDLE_TRAINER_ID"]), events.send)
-    except PipeproofError as error:
-        events.send("error", message=str(error), at_ns=time.monotonic_ns())
-        return ExitStatus.WORKER_FAILED
     except Exception as error:  # noqa: BLE001 - whatever a framework raises: the launcher tells the person
         traceback.print_exc()
         events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeproof.schedule.ops import GATHER_KINDS, RECV_KINDS
-from pipeproof.schedule.optable import NONE, EdgeKind, IntColumn, OpGraph
+from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Tables:
         self._graph = graph
         self._gather_of: dict[int, int] = {}
         self._receive_of: dict[int, int] = {}
-        for source, target in _pairs(graph.edges[EdgeKind.DATA]):
+        for source, target in graph.edges[EdgeKind.DATA].tolist():
             if graph.ops[target].kind in GATHER_KINDS and graph.ops[source].kind in RECV_KINDS:
                 self._gather_of[source] = target
                 self._receive_of[target] = source
@@ -103,7 +103,3 @@ class _Tables:
         length = min(int(graph.stop[receive]) - start, int(graph.stop[send]) - source_start)
         if length > 0:
             yield Segment(start, start + length, int(graph.rank[send]), source_start)
-
-
-def _pairs(edges: IntColumn) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for a, b in edges.tolist()]
