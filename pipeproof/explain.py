@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeproof.comm.lower import TOO_LARGE
+from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
 from pipeproof.sim.errors import UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def all_docs() -> tuple[RuleDoc, ...]:
     """The documentation of every code that any command can report, in the order of the codes."""
-    docs = [*PLAN_FILE_CODES, *PARTITION_CODES, TOO_LARGE, *(rule.doc for rule in RULES), UNFINISHED, *RUN_CODES]
+    docs = [*PLAN_FILE_CODES, *PARTITION_CODES, *LOWERING_CODES, *(rule.doc for rule in RULES), UNFINISHED, *RUN_CODES]
     return tuple(sorted(docs, key=lambda doc: doc.code))
 
 

@@ -1,47 +1,48 @@
 """Lowering: from per-rank programs of a pipeline to the op graph of every global rank.
 
-Three things are added to the programs: the peer and channel of each transfer,
-the slices and gathers of the ``partial`` transport, and below each compute
-operation the tensor-parallel collectives that it will really issue.
+Four things are added to the programs: each transfer with its peer and the
+wait for it, the slices and gathers of the ``partial`` transport, below each
+compute operation the collectives that it will really issue, and at the end
+the gradient reductions and the optimizer.
+
+- A receive is posted just before the wait for it, and the wait stands just
+  before the operation that uses the tensor (an earlier receive spins on a GPU
+  and slows the compute beside it).
+- A send is posted right after its producer and never blocks it. A forward
+  send is waited for before the backward of its micro-batch, which frees the
+  activation; backward sends, and all sends of a program without backwards,
+  are waited for at the end of the step.
+- No transfer is made between two stages of one rank.
+
+Replicas along every axis but ``pp`` run the same programs on the same shapes.
+A large plan is therefore lowered for one of them only (*folded*): each rank
+of its graph stands for all that share its ``pp`` coordinate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.comm.transport import Transport, effective_transport, slice_range
-from pipeproof.schedule import GENERATORS
-from pipeproof.schedule.build import build_graph
-from pipeproof.schedule.ops import (
-    COMPUTE_KINDS,
-    RECV_KINDS,
-    SEND_KINDS,
-    TRANSFER_KINDS,
-    Op,
-    OpKind,
-    child_of,
-)
-from pipeproof.schedule.optable import NONE, Group, OpGraph, Row, TensorSpec
-from pipeproof.schedule.programs import Programs, add_transfers, add_update
+from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
+from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
+from pipeproof.schedule.blocks import Blocks
+from pipeproof.schedule.optable import Group, OpGraph
+from pipeproof.schedule.programs import Programs
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, describe_boundary
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer, describe_gpt
+from pipeproof.stages.describe.layers import Layer, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
 
-_CHILD_KIND = {
-    CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
-    CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
-    CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
-}
-
+FOLD_ABOVE = 100_000
+"""Operations of all ranks above which replicas are lowered and checked once."""
 
 MAX_OPERATIONS = 5_000_000
-"""Most operations of a step, over all ranks: about a kilobyte of memory each."""
+"""Most operations of a step, replicas counted once: about 400 bytes of memory each."""
 
 _MOST_OPS_PER_STAGE = 15
 """Operations of one micro-batch on one stage without its collectives: two computes, two of each kind of transfer
@@ -52,17 +53,34 @@ TOO_LARGE = RuleDoc(
     title="the plan has more operations than this release holds in memory",
     severity="error",
     explanation=(
-        "Every operation of every rank is a row of the op table. Replicas along dp and tp run the same programs, so "
-        "a plan with fewer of them has the same verdict."
+        "Every operation of a step is a row of the op table. Replicas along tp, cp, ep and dp run the same programs "
+        "and are counted once; what counts is the number of stages, micro-batches and collectives inside layers."
     ),
-    wrong="topology: {pp: 16, tp: 8, dp: 1024}",
-    right="topology: {pp: 16, tp: 8, dp: 2}",
+    wrong="schedule: {num_micro_batches: 1000000}",
+    right="schedule: {num_micro_batches: 8}",
 )
+UNFIT_SCHEDULE = RuleDoc(
+    code="PP140",
+    title="the schedule does not exist for these sizes",
+    severity="error",
+    explanation=(
+        "Some schedules need a number of micro-batches that fits the number of ranks: interleaved 1F1B takes as "
+        "many micro-batches at a time through each chunk as there are ranks."
+    ),
+    wrong="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 3}",
+    right="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 4}",
+)
+LOWERING_CODES = (TOO_LARGE, UNFIT_SCHEDULE)
 
 
 @dataclass(frozen=True)
 class LoweredPlan:
-    """A plan with everything that is derived from it: one object for rules, simulator and executor."""
+    """A plan with everything that is derived from it: one object for rules, simulator and executor.
+
+    ``programs`` hold the compute operations of each pipeline rank; ``graph``
+    everything. ``canonical`` is the graph that the digest is of: folded,
+    whether ``graph`` is or not.
+    """
 
     spec: PlanSpec
     mesh: Mesh
@@ -71,6 +89,17 @@ class LoweredPlan:
     boundary: Boundary
     programs: Programs
     graph: OpGraph
+    canonical: OpGraph
+
+    @property
+    def folded(self) -> bool:
+        """Whether the ranks of ``graph`` stand for more than themselves."""
+        return self.graph.num_ranks < self.mesh.num_ranks
+
+    @cached_property
+    def rank_of_stage(self) -> Mapping[int, int]:
+        """The pipeline rank that computes each stage."""
+        return {op.stage: rank for rank, program in enumerate(self.programs) for op in program}
 
     @cached_property
     def layer_by_name(self) -> Mapping[str, Layer]:
@@ -80,6 +109,17 @@ class LoweredPlan:
     def layers_of(self, stage: int) -> tuple[Layer, ...]:
         """The described layers of one stage, in execution order."""
         return tuple(self.layer_by_name[name] for name in self.stages[stage])
+
+    def with_graph(self, graph: OpGraph) -> LoweredPlan:
+        """The same plan with another graph in place of the one that was lowered."""
+        own = self.graph
+        if (graph.tensors, graph.groups) == (own.tensors, own.groups) and graph.columns.equals(own.columns):
+            return replace(self, graph=graph)
+        return replace(self, graph=graph, canonical=graph)
+
+    def unfolded(self) -> LoweredPlan:
+        """The same plan with a graph in which every rank stands for itself."""
+        return replace(self, graph=_graph(self, folded=False)) if self.folded else self
 
 
 def mesh_of(plan: PlanSpec) -> Mesh:
@@ -95,147 +135,83 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None) -> LoweredPlan:
     stages, to check and simulate what a model of one's own would send.
 
     Raises:
-        BadPlanAtError: the layers cannot be cut onto the stages, or there are
-            more than ``MAX_OPERATIONS``.
+        BadPlanAtError: the layers cannot be cut onto the stages, the schedule
+            does not exist for these sizes, or there are more than
+            ``MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
     layers = describe_gpt(plan)
-    _require_moderate_size(plan, mesh, layers)
+    _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
-    boundary = boundary or describe_boundary(plan)
-    programs = plan_programs(plan, layers)
-    by_name = {layer.name: layer for layer in layers}
-    lowering = _Lowering(plan, mesh, boundary, [tuple(by_name[n] for n in names) for names in stages])
-    rows = [list(lowering.rank_rows(rank, programs)) for rank in range(mesh.num_ranks)]
-    graph = build_graph(rows, lowering.tensors, lowering.groups)
-    return LoweredPlan(plan, mesh, layers, stages, boundary, programs, graph)
-
-
-def _require_moderate_size(plan: PlanSpec, mesh: Mesh, layers: Sequence[Layer]) -> None:
-    """Refuse before the work begins what memory could not hold at its end."""
-    per_micro_batch = _MOST_OPS_PER_STAGE * plan.topology.pp
-    per_micro_batch += sum(len(layer.forward_collectives) + len(layer.backward_collectives) for layer in layers)
+    programs = plan_programs(plan)
+    nothing = OpGraph(Blocks().expand(), (), ())
+    lowered = LoweredPlan(plan, mesh, layers, stages, boundary or describe_boundary(plan), programs, nothing, nothing)
+    canonical = _graph(lowered, folded=True)
+    lowered = replace(lowered, graph=canonical, canonical=canonical)
     num_replicas = mesh.num_ranks // plan.topology.pp
-    most = num_replicas * plan.schedule.num_micro_batches * per_micro_batch
+    return lowered if canonical.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
+
+
+def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
+    """Refuse before the work begins what memory could not hold at its end."""
+    per_micro_batch = _MOST_OPS_PER_STAGE * plan.num_stages
+    per_micro_batch += sum(len(layer.forward_collectives) + len(layer.backward_collectives) for layer in layers)
+    most = plan.schedule.num_micro_batches * per_micro_batch
     if most > MAX_OPERATIONS:
         raise BadPlanAtError(
             Finding(
                 TOO_LARGE.code,
                 Severity.ERROR,
-                f"{mesh.num_ranks} ranks and {plan.schedule.num_micro_batches} micro-batches make up to {most:,} "
+                f"{plan.num_stages} stages and {plan.schedule.num_micro_batches} micro-batches make up to {most:,} "
                 f"operations in a step, more than the {MAX_OPERATIONS:,} that this release holds",
-                help="check the plan with fewer data-parallel ranks or micro-batches: replicas are alike",
+                help="check the plan with fewer micro-batches: after warm-up a schedule repeats itself",
             ),
             ("schedule", "num_micro_batches"),
         )
 
 
-def plan_programs(plan: PlanSpec, layers: Sequence[Layer]) -> Programs:
-    """The plan's programs, one per pipeline rank, with transfers, gradient reductions and optimizer."""
-    compute = GENERATORS[plan.schedule.kind](plan.topology.pp, plan.schedule.num_micro_batches)
-    partial_axes = {axis for layer in layers for p in layer.parameters for axis in p.partial_over}
-    reduce_axes: list[str] = [axis for axis in ("tp", "cp") if axis in partial_axes]
-    if plan.topology.dp > 1:
-        reduce_axes.append("dp")
-    return add_update(add_transfers(compute), reduce_axes)
+def plan_programs(plan: PlanSpec) -> Programs:
+    """The compute programs of the plan's schedule, one per pipeline rank."""
+    schedule, num_ranks = plan.schedule, plan.topology.pp
+    try:
+        if schedule.kind in CHUNKED_GENERATORS:
+            return CHUNKED_GENERATORS[schedule.kind](num_ranks, schedule.num_micro_batches, schedule.num_chunks)
+        return GENERATORS[schedule.kind](num_ranks, schedule.num_micro_batches)
+    except ValueError as error:
+        raise BadPlanAtError(
+            Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error)), ("schedule", "num_micro_batches")
+        ) from error
 
 
-class _Lowering:
-    """The plan's tensors and groups, and the rows of one rank after another."""
+def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:
+    """The op graph of one representative per pipeline rank, or of every global rank."""
+    mesh = plan.mesh
+    axes = [axis for axis in _GROUP_AXES if mesh.size(axis) > 1]
+    if folded:
+        num_pp = mesh.size("pp")
+        ranks = [mesh.rank({axis: pp if axis == "pp" else 0 for axis in mesh.axes}) for pp in range(num_pp)]
+        groups = tuple(Group(axis, (pp,), copies=mesh.size(axis)) for axis in axes for pp in range(num_pp))
+    else:
+        ranks = list(range(mesh.num_ranks))
+        groups = tuple(group for axis in axes for group in mesh.groups(axis))
+    tensors = tensors_of(plan.boundary, len(plan.stages))
+    group_of = {(group.axis, rank): i for i, group in enumerate(groups) for rank in group.ranks}
+    reduce_axes = _reduce_axes(plan)
+    blocks = Blocks()
+    for graph_rank, rank in enumerate(ranks):
+        rows = RankBlocks(
+            plan, mesh.coords(rank), tensors, {axis: group_of[axis, graph_rank] for axis in axes}, folded=folded
+        )
+        rows.write(blocks, reduce_axes)
+    return OpGraph(blocks.expand(), tensors.specs, groups, tuple(ranks))
 
-    def __init__(self, plan: PlanSpec, mesh: Mesh, boundary: Boundary, stages: Sequence[tuple[Layer, ...]]) -> None:
-        self._mesh, self._stages = mesh, stages
-        self._num_tp = plan.topology.tp
-        self._declared = {True: plan.transport.forward, False: plan.transport.backward}
-        self.tensors: list[TensorSpec] = []
-        self._tensor_index: dict[tuple[str, int], int] = {}
-        for stage in range(len(stages)):
-            self._add_tensors(stage, boundary)
-        self.groups: list[Group] = [
-            group for axis in ("tp", "cp", "ep", "dp") if mesh.size(axis) > 1 for group in mesh.groups(axis)
-        ]
-        self._group_of = {(g.axis, rank): i for i, g in enumerate(self.groups) for rank in g.ranks}
 
-    def _add_tensors(self, stage: int, boundary: Boundary) -> None:
-        placements = {
-            "input": boundary.tp,
-            "output": boundary.tp,
-            "input_grad": boundary.grad_placement(),
-            "output_grad": boundary.grad_placement(),
-        }
-        has_side = {"input": stage > 0, "output": stage + 1 < len(self._stages)}
-        for name, placement in placements.items():
-            if has_side[name.removesuffix("_grad")]:
-                self._tensor_index[name, stage] = len(self.tensors)
-                label = f"{name.replace('_', ' ')} of stage {stage}"
-                self.tensors.append(
-                    TensorSpec(label, boundary.local_shape, boundary.dtype, str(placement), boundary.dims)
-                )
+_GROUP_AXES = ("tp", "cp", "ep", "dp")
+"""The order in which groups are made."""
 
-    def rank_rows(self, rank: int, programs: Programs) -> Iterator[Row]:
-        coords = self._mesh.coords(rank)
-        for op in programs[coords["pp"]]:
-            if op.kind in TRANSFER_KINDS:
-                yield from self._transfer(op, coords)
-            elif op.kind is OpKind.WAIT and op.target is not None and op.target.kind in RECV_KINDS:
-                yield Row(op)
-                yield from self._gather(op.target, rank)
-            else:
-                yield Row(op)
-                yield from self._children(op, rank)
 
-    def _message(self, op: Op) -> tuple[int, int, Transport]:
-        """(tensor index, its local element count, effective transport) of a transfer."""
-        incoming = op.kind in RECV_KINDS
-        side = ("input" if incoming else "output") if op.is_forward else ("output" if incoming else "input")
-        tensor = self._tensor_index[side if op.is_forward else f"{side}_grad", op.stage]
-        numel = self.tensors[tensor].numel
-        return tensor, numel, effective_transport(self._declared[op.is_forward], numel, self._num_tp)
-
-    def _transfer(self, op: Op, coords: Mapping[str, int]) -> Iterator[Row]:
-        tensor, numel, transport = self._message(op)
-        step = 1 if (op.kind in SEND_KINDS) == op.is_forward else -1
-        peer = self._mesh.rank({**coords, "pp": coords["pp"] + step})
-        start, stop = 0, numel
-        if transport is Transport.PARTIAL:
-            start, stop = slice_range(numel, self._num_tp, coords["tp"])
-            if op.kind in SEND_KINDS:
-                kind = OpKind.SLICE_FORWARD if op.is_forward else OpKind.SLICE_BACKWARD
-                yield Row(Op(kind, op.stage, op.micro_batch), NONE, tensor, start, stop)
-        yield Row(op, peer, tensor, start, stop)
-
-    def _gather(self, receive: Op, rank: int) -> Iterator[Row]:
-        tensor, numel, transport = self._message(receive)
-        if transport is Transport.PARTIAL:
-            start, stop = slice_range(numel, self._num_tp, self._mesh.coords(rank)["tp"])
-            kind = OpKind.GATHER_FORWARD if receive.is_forward else OpKind.GATHER_BACKWARD
-            op = Op(kind, receive.stage, receive.micro_batch)
-            yield Row(op, NONE, tensor, start, stop, self._group_of["tp", rank])
-
-    def _children(self, op: Op, rank: int) -> Iterator[Row]:
-        for index, collective in enumerate(self._collectives(op)):
-            group = self._group_of[collective.axis, rank]
-            child = child_of(op, index, _CHILD_KIND[collective.kind], collective.axis)
-            yield Row(child, stop=collective.numel, group=group, reduction=collective.reduction)
-
-    def _collectives(self, op: Op) -> Iterator[Collective]:
-        layers = self._stages[op.stage]
-        if op.kind is OpKind.FORWARD:
-            for layer in layers:
-                yield from layer.forward_collectives
-        elif op.kind in COMPUTE_KINDS and op.kind is not OpKind.BACKWARD_WEIGHT:
-            for layer in reversed(layers):
-                yield from layer.backward_collectives
-        elif op.kind is OpKind.REDUCE_GRAD:
-            assert op.axis is not None
-            yield from self._reductions(layers, op.axis)
-
-    def _reductions(self, layers: Sequence[Layer], axis: str) -> Iterator[Collective]:
-        """One all-reduce per parameter: over dp all of them, else those whose gradient is partial there."""
-        for layer in layers:
-            for parameter in layer.parameters:
-                if axis == "dp" or axis in parameter.partial_over:
-                    numel = 1
-                    for size in parameter.tp.local_shape(parameter.shape, self._num_tp):
-                        numel *= size
-                    yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)
+def _reduce_axes(plan: LoweredPlan) -> tuple[str, ...]:
+    """Axes over which gradients are reduced, in order: first where they are partial, then the data axes."""
+    partial = {axis for layer in plan.layers for parameter in layer.parameters for axis in parameter.partial_over}
+    data = {axis for axis in DATA_AXES if plan.mesh.size(axis) > 1}
+    return tuple(axis for axis in _GROUP_AXES if axis in partial | data)

@@ -2,31 +2,39 @@
 
 An operation is what one rank does once: compute, send, receive, wait, take
 part in a collective. Its text form is PyTorch's pipeline IR where the two
-overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``) and extends it:
+overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 
 EBNF::
 
-    op         = compute | transfer | transport | wait | child | reduce | step ;
+    op         = compute | transfer | transport | collective | child | reduce | scale | stage_op | wait | free ;
     compute    = stage , ( "F" | "B" | "I" | "W" ) , micro_batch ;
-    transfer   = stage , ( "SEND" | "RECV" ) , direction , micro_batch ;
+    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , micro_batch ;
     transport  = stage , ( "SLICE" | "GATHER" ) , direction , micro_batch ;
     direction  = "_F" | "_B" ;
-    wait       = "WAIT(" , transfer , ")" ;
-    reduce     = stage , "REDUCE_GRAD:" , axis ;
-    step       = stage , "STEP" ;
-    child      = ( compute | reduce ) , "/" , index , "." , collective , ":" , axis ;
-    collective = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" ;
+    collective = stage , what , [ micro_batch ] , ":" , axis ;
+    child      = ( compute | reduce ) , "/" , index , "." , what , ":" , axis ;
+    what       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
+    reduce     = stage , "REDUCE_GRAD" , [ ":" , axis ] ;
+    scale      = stage , "SCALE_GRAD" , [ micro_batch ] ;
+    stage_op   = stage , ( "STEP" | "UNSHARD" | "RESHARD" ) ;
+    wait       = "WAIT(" , target , ")" ;
+    free       = "FREE(" , target , ")" ;
+    target     = ? any op but a wait or a free ? ;
     axis       = "pp" | "dp" | "tp" | "cp" | "ep" ;
     stage = micro_batch = index = "0" | nonzero digit , { digit } ;
 
+A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
+``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class OpKind(StrEnum):
@@ -40,35 +48,62 @@ class OpKind(StrEnum):
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
+    SEND_META_FORWARD = "SEND_META_F"
+    RECV_META_FORWARD = "RECV_META_F"
+    SEND_META_BACKWARD = "SEND_META_B"
+    RECV_META_BACKWARD = "RECV_META_B"
     SLICE_FORWARD = "SLICE_F"
     SLICE_BACKWARD = "SLICE_B"
     GATHER_FORWARD = "GATHER_F"
     GATHER_BACKWARD = "GATHER_B"
     WAIT = "WAIT"
+    FREE = "FREE"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    SCALE_GRAD = "SCALE_GRAD"
     STEP = "STEP"
     ALL_REDUCE = "ALL_REDUCE"
     ALL_GATHER = "ALL_GATHER"
     REDUCE_SCATTER = "REDUCE_SCATTER"
+    ALL_TO_ALL = "ALL_TO_ALL"
+    BROADCAST = "BROADCAST"
+    BARRIER = "BARRIER"
 
     __hash__ = str.__hash__  # the enum's own is Python code, and every operation of a graph is hashed
 
 
+KINDS: tuple[OpKind, ...] = tuple(OpKind)
+"""All kinds; a kind's place here is its code in the op table."""
+KIND_CODE: Mapping[OpKind, int] = MappingProxyType({kind: code for code, kind in enumerate(KINDS)})
+
 COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
-SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
-RECV_KINDS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
+META_KINDS = frozenset(
+    {OpKind.SEND_META_FORWARD, OpKind.RECV_META_FORWARD, OpKind.SEND_META_BACKWARD, OpKind.RECV_META_BACKWARD}
+)
+SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD, OpKind.SEND_META_FORWARD, OpKind.SEND_META_BACKWARD})
+RECV_KINDS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD, OpKind.RECV_META_FORWARD, OpKind.RECV_META_BACKWARD})
 TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 SLICE_KINDS = frozenset({OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD})
 GATHER_KINDS = frozenset({OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD})
-CHILD_KINDS = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
+CHILD_KINDS = frozenset(
+    {
+        OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL, OpKind.BROADCAST,
+        OpKind.BARRIER,
+    }
+)  # fmt: skip
+"""Collectives by name: mostly below a compute operation or a reduction, but they may stand alone."""
 FORWARD_KINDS = frozenset(
     {
         OpKind.FORWARD, OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SLICE_FORWARD, OpKind.GATHER_FORWARD,
+        OpKind.SEND_META_FORWARD, OpKind.RECV_META_FORWARD,
     }
 )  # fmt: skip
 """Kinds that belong to the forward direction."""
 COLLECTIVE_KINDS = GATHER_KINDS | CHILD_KINDS
 """Kinds that every member of a group must issue together."""
+TARGET_KINDS = frozenset({OpKind.WAIT, OpKind.FREE})
+"""Kinds that are about another operation of their rank."""
 
 AXES = ("pp", "dp", "tp", "cp", "ep")
 
@@ -77,10 +112,10 @@ AXES = ("pp", "dp", "tp", "cp", "ep")
 class Op:
     """One operation of one rank's program.
 
-    ``micro_batch`` is None for ``STEP`` and ``REDUCE_GRAD``. ``target`` is the
-    transfer that a ``WAIT`` waits for, or the parent of a child collective;
-    ``index`` is the child's place among its parent's collectives; ``axis`` the
-    mesh axis of a reduction or child collective.
+    ``micro_batch`` is None for operations of a whole step. ``target`` is what
+    a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
+    collective; ``index`` is the child's place among its parent's collectives;
+    ``axis`` the mesh axis of a reduction or collective.
     """
 
     kind: OpKind
@@ -91,15 +126,13 @@ class Op:
     axis: str | None = None
 
     def __str__(self) -> str:
-        if self.kind is OpKind.WAIT:
-            return f"WAIT({self.target})"
-        if self.kind in CHILD_KINDS:
+        if self.kind in TARGET_KINDS:
+            return f"{self.kind}({self.target})"
+        if self.kind in CHILD_KINDS and self.target is not None:
             return f"{self.target}/{self.index}.{self.kind}:{self.axis}"
-        if self.kind is OpKind.REDUCE_GRAD:
-            return f"{self.stage}{self.kind}:{self.axis}"
-        if self.kind is OpKind.STEP:
-            return f"{self.stage}{self.kind}"
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+        micro_batch = "" if self.micro_batch is None else self.micro_batch
+        axis = "" if self.axis is None else f":{self.axis}"
+        return f"{self.stage}{self.kind}{micro_batch}{axis}"
 
     @property
     def is_forward(self) -> bool:
@@ -107,9 +140,14 @@ class Op:
         return self.kind in FORWARD_KINDS
 
 
-def wait_for(transfer: Op) -> Op:
-    """The operation that blocks its rank until ``transfer`` is done."""
-    return Op(OpKind.WAIT, transfer.stage, transfer.micro_batch, target=transfer)
+def wait_for(target: Op) -> Op:
+    """The operation that blocks its queue until ``target`` is done."""
+    return Op(OpKind.WAIT, target.stage, target.micro_batch, target=target)
+
+
+def free_of(target: Op) -> Op:
+    """The operation that gives back the memory that ``target`` reads or writes."""
+    return Op(OpKind.FREE, target.stage, target.micro_batch, target=target)
 
 
 def child_of(parent: Op, index: int, kind: OpKind, axis: str) -> Op:
@@ -117,14 +155,22 @@ def child_of(parent: Op, index: int, kind: OpKind, axis: str) -> Op:
     return Op(kind, parent.stage, parent.micro_batch, target=parent, index=index, axis=axis)
 
 
+def _names(kinds: frozenset[OpKind]) -> str:
+    """A pattern for the kinds' marks; longer marks first, for one may begin another."""
+    return "|".join(sorted((str(kind) for kind in kinds), key=lambda name: (-len(name), name)))
+
+
 _NUMBER = r"(0|[1-9]\d*)"
+_AXIS = rf"({'|'.join(AXES)})"
 _INDEXED = re.compile(
-    rf"{_NUMBER}(SEND_F|SEND_B|RECV_F|RECV_B|SLICE_F|SLICE_B|GATHER_F|GATHER_B|F|B|I|W){_NUMBER}", re.ASCII
+    rf"{_NUMBER}({_names(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)}){_NUMBER}", re.ASCII
 )
-_REDUCE = re.compile(rf"{_NUMBER}REDUCE_GRAD:({'|'.join(AXES)})", re.ASCII)
-_STEP = re.compile(rf"{_NUMBER}STEP", re.ASCII)
-_WAIT = re.compile(r"WAIT\(([^()]*)\)")
-_CHILD = re.compile(rf"([^/]*)/{_NUMBER}\.(ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER):({'|'.join(AXES)})", re.ASCII)
+_COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
+_REDUCE = re.compile(rf"{_NUMBER}REDUCE_GRAD(?::{_AXIS})?", re.ASCII)
+_SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)
+_STAGE_OP = re.compile(rf"{_NUMBER}(STEP|UNSHARD|RESHARD)", re.ASCII)
+_TARGETED = re.compile(r"(WAIT|FREE)\(([^()]*)\)")
+_CHILD = re.compile(rf"([^/]*)/{_NUMBER}\.({_names(CHILD_KINDS)}):{_AXIS}", re.ASCII)
 
 
 def parse_op(text: str) -> Op:
@@ -135,15 +181,16 @@ def parse_op(text: str) -> Op:
     """
     if match := _INDEXED.fullmatch(text):
         return Op(OpKind(match[2]), int(match[1]), int(match[3]))
+    if match := _COLLECTIVE.fullmatch(text):
+        return Op(OpKind(match[2]), int(match[1]), None if match[3] is None else int(match[3]), axis=match[4])
     if match := _REDUCE.fullmatch(text):
         return Op(OpKind.REDUCE_GRAD, int(match[1]), axis=match[2])
-    if match := _STEP.fullmatch(text):
-        return Op(OpKind.STEP, int(match[1]))
-    if match := _WAIT.fullmatch(text):
-        target = parse_op(match[1])
-        if target.kind not in TRANSFER_KINDS:
-            raise ValueError(f"{text!r}: WAIT takes a SEND or RECV, not {target}")
-        return wait_for(target)
+    if match := _SCALE.fullmatch(text):
+        return Op(OpKind.SCALE_GRAD, int(match[1]), None if match[2] is None else int(match[2]))
+    if match := _STAGE_OP.fullmatch(text):
+        return Op(OpKind(match[2]), int(match[1]))
+    if match := _TARGETED.fullmatch(text):
+        return (wait_for if match[1] == "WAIT" else free_of)(parse_op(match[2]))
     if match := _CHILD.fullmatch(text):
         parent = parse_op(match[1])
         if parent.kind not in COMPUTE_KINDS and parent.kind is not OpKind.REDUCE_GRAD:

@@ -3,31 +3,61 @@
 This is the one object that is verified, simulated and executed. Op ids are
 row numbers; the rows of a rank are contiguous and in host program order, that
 is the order in which the rank's process comes to them. Transfers are posted
-there and run on a queue of their own (one per rank and channel); everything
-else runs on the rank's compute queue and blocks it.
+there and run on a queue of their own (one per rank and channel end);
+everything else runs on the rank's compute queue and blocks it, unless its row
+names another queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeproof.schedule.ops import Op
+from pipeproof.schedule.columns import (
+    COMPUTE_QUEUE,
+    HOST_QUEUE,
+    NONE,
+    Columns,
+    IntColumn,
+    Row,
+    op_from_columns,
+    rank_column,
+)
+from pipeproof.schedule.derive import (
+    BoolColumn,
+    chain_edges,
+    channel_columns,
+    data_edges,
+    is_kind,
+    match_column,
+    packed,
+    parent_column,
+    position_column,
+    sorted_edges,
+    waits_for_column,
+)
+from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
 
 if TYPE_CHECKING:
     import networkx as nx
 
-IntColumn = NDArray[np.int64]
-
-NONE = -1
-"""In an integer column: this row has no such thing."""
+__all__ = [
+    "NONE",
+    "Accesses",
+    "Channel",
+    "EdgeKind",
+    "Group",
+    "IntColumn",
+    "OpGraph",
+    "Row",
+    "TensorSpec",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +94,29 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of one communicator along one mesh axis, in group order."""
+    """The ranks of one communicator along one mesh axis, in group order.
+
+    Where a rank of the graph stands for many that run the same program, each
+    of ``ranks`` stands for ``copies`` members of the group.
+    """
 
     axis: str
     ranks: tuple[int, ...]
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks) * self.copies
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row before it has an id. Users and tests write, drop, double and swap these.
+@dataclass(frozen=True, eq=False)
+class Accesses:
+    """What rows say of buffers, one entry per name: op id, index into ``OpGraph.buffers``, READ | WRITE | FREE."""
 
-    ``peer`` is the other rank of a transfer; ``tensor`` indexes the graph's
-    tensors; ``start`` and ``stop`` are the half-open range of that tensor's
-    flattened elements that the operation reads (send, slice, gather) or
-    writes (recv), or 0 and the element count that a child collective puts in;
-    ``group`` indexes the graph's groups.
-    """
-
-    op: Op
-    peer: int = NONE
-    tensor: int = NONE
-    start: int = 0
-    stop: int = 0
-    group: int = NONE
-    reduction: str = ""
+    op: IntColumn
+    buffer: IntColumn
+    mode: IntColumn
 
 
 class EdgeKind(StrEnum):
@@ -96,52 +125,159 @@ class EdgeKind(StrEnum):
     HOST = "host"
     """Next on the rank's compute queue."""
     POST = "post"
-    """A transfer is posted after the host operation before it."""
+    """A transfer is posted after the compute-queue operation before it."""
     QUEUE = "queue"
-    """Next on the same transfer queue."""
+    """Next on the same transfer queue, or on the same queue of another name."""
     MATCH = "match"
     """The k-th send of a channel to its k-th recv."""
     WAIT = "wait"
-    """A transfer to the wait for it."""
+    """An operation to the wait for it."""
     DATA = "data"
     """Producer to consumer of a tensor within a rank."""
 
 
-@dataclass(frozen=True, eq=False)
-class OpGraph:
-    """All operations of one training step as columns, with edges by kind.
+class _Ops(Sequence[Op]):
+    """The operations by id, each made when it is first asked for."""
 
-    Columns have one entry per op id. ``peer``, ``channel``, ``tensor``,
-    ``group``, ``waits_for`` (op id that a WAIT waits for) and ``parent`` (op id
-    that a child collective belongs to) are ``NONE`` where they do not apply.
-    ``position`` counts a transfer's place in its channel, and a collective's
-    place among those that its rank issues on its group.
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._made: dict[int, Op] = dict(columns.unusual)
+
+    def __len__(self) -> int:
+        return self._columns.num_rows
+
+    @overload
+    def __getitem__(self, op_id: int) -> Op: ...
+    @overload
+    def __getitem__(self, op_id: slice) -> list[Op]: ...
+    def __getitem__(self, op_id: int | slice) -> Op | list[Op]:
+        if isinstance(op_id, slice):
+            return [self[i] for i in range(*op_id.indices(len(self)))]
+        op = self._made.get(op_id)
+        if op is None:
+            op = self._made[op_id] = self._make(int(op_id))
+        return op
+
+    def __iter__(self) -> Iterator[Op]:
+        return (self[i] for i in range(len(self)))
+
+    def _make(self, op_id: int) -> Op:
+        if not 0 <= op_id < len(self):
+            raise IndexError(op_id)
+        values = self._columns.values
+        return op_from_columns(
+            *(int(values[name][op_id]) for name in ("kind", "stage", "micro_batch", "target_kind", "index", "axis"))
+        )
+
+
+class _Edges(Mapping[EdgeKind, IntColumn]):
+    """Edges by kind, each kind computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[EdgeKind], IntColumn]) -> None:
+        self._compute = compute
+        self._known: dict[EdgeKind, IntColumn] = {}
+
+    def __getitem__(self, kind: EdgeKind) -> IntColumn:
+        if kind not in self._known:
+            self._known[kind] = self._compute(kind)
+        return self._known[kind]
+
+    def __iter__(self) -> Iterator[EdgeKind]:
+        return iter(EdgeKind)
+
+    def __len__(self) -> int:
+        return len(EdgeKind)
+
+
+class OpGraph:
+    """All operations of one training step as columns, with edges by kind. Frozen: nothing changes it.
+
+    Columns are int64 arrays with one entry per op id: ``kind`` (a place in
+    ``ops.KINDS``), ``stage``, ``micro_batch``, ``rank``, ``peer``,
+    ``channel``, ``tensor``, ``start``, ``stop``, ``shift``, ``group``,
+    ``reduction``, ``queue``, ``batch``, ``scale``, ``origin`` as ``Row`` has
+    them, and what follows from the rows:
+
+    - ``position``: a transfer's place in its channel, a collective's among
+      those that its rank issues on its group;
+    - ``match``: the op id of a transfer's other end;
+    - ``waits_for``: the op id that a WAIT waits for;
+    - ``parent``: the op id that a child collective belongs to.
+
+    ``NONE`` stands where there is no such thing. ``offsets[r] : offsets[r + 1]``
+    are the op ids of rank r. ``global_rank[r]`` is the rank of the mesh that
+    rank r of this graph is, or stands for.
     """
 
-    ops: tuple[Op, ...]
-    reductions: tuple[str, ...]
-    rank: IntColumn
-    peer: IntColumn
-    channel: IntColumn
-    tensor: IntColumn
-    start: IntColumn
-    stop: IntColumn
-    group: IntColumn
-    position: IntColumn
-    waits_for: IntColumn
-    parent: IntColumn
-    offsets: IntColumn
-    """``offsets[r] : offsets[r + 1]`` are the op ids of rank r."""
-    tensors: tuple[TensorSpec, ...]
-    channels: tuple[Channel, ...]
-    groups: tuple[Group, ...]
-    edges: Mapping[EdgeKind, IntColumn]
-    """Arrays of shape [num_edges, 2] of (source, target) op ids."""
+    def __init__(
+        self,
+        columns: Columns,
+        tensors: tuple[TensorSpec, ...],
+        groups: tuple[Group, ...],
+        global_rank: tuple[int, ...] | None = None,
+    ) -> None:
+        values = columns.values
+        self.columns = columns
+        self.tensors, self.groups = tensors, groups
+        self.offsets = columns.offsets
+        self.rank = rank_column(columns.offsets)
+        self.global_rank = tuple(range(self.num_ranks)) if global_rank is None else global_rank
+        self.kind, self.stage, self.micro_batch = values["kind"], values["stage"], values["micro_batch"]
+        self.axis, self.target_kind, self.index = values["axis"], values["target_kind"], values["index"]
+        self.peer, self.tensor, self.group = values["peer"], values["tensor"], values["group"]
+        self.start, self.stop, self.shift = values["start"], values["stop"], values["shift"]
+        self.reduction, self.scale = values["reduction"], values["scale"]
+        self.batch, self.origin = values["batch"], values["origin"]
+        default = np.where(self.is_kind(TRANSFER_KINDS), NONE, COMPUTE_QUEUE)
+        self.queue = np.where(values["queue"] == NONE, default, values["queue"])
+        self.channel, ends = channel_columns(columns, self.rank)
+        self.channels = tuple(Channel(columns.communicators[c], src, dst) for c, src, dst in ends)
+        self.position = position_column(columns, self.rank, self.channel)
+        self.match = match_column(self.kind, self.channel, self.position)
+        self.waits_for = waits_for_column(columns, self.rank)
+        self.parent = parent_column(columns, self.rank)
+        self.ops: Sequence[Op] = _Ops(columns)
+        self.edges: Mapping[EdgeKind, IntColumn] = _Edges(self._edges_of)
 
     @property
     def num_ranks(self) -> int:
-        """Number of global ranks."""
+        """Number of ranks in this graph."""
         return len(self.offsets) - 1
+
+    @property
+    def num_ops(self) -> int:
+        """Number of operations over all ranks."""
+        return self.columns.num_rows
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """Names by the values of the ``queue`` column."""
+        return self.columns.queues
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Factors by the values of the ``scale`` column."""
+        return self.columns.scales
+
+    @property
+    def reduction_names(self) -> tuple[str, ...]:
+        """Names by the values of the ``reduction`` column."""
+        return self.columns.reductions
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that rows name; a name is of one rank."""
+        return self.columns.buffers
+
+    @cached_property
+    def accesses(self) -> Accesses:
+        """What rows say of buffers; empty where all is as the kinds imply."""
+        op, buffer, mode = self.columns.accesses.T
+        return Accesses(op, buffer, mode)
+
+    def is_kind(self, kinds: frozenset[OpKind]) -> BoolColumn:
+        """Which operations are of one of ``kinds``."""
+        return is_kind(self.kind, kinds)
 
     def rank_ops(self, rank: int) -> range:
         """Op ids of ``rank`` in host program order."""
@@ -153,15 +289,33 @@ class OpGraph:
 
     def row(self, op_id: int) -> Row:
         """One row in the form that people edit."""
+        queue, communicator = (int(self.columns.values[name][op_id]) for name in ("queue", "communicator"))
         return Row(
-            self.ops[op_id],
-            int(self.peer[op_id]),
-            int(self.tensor[op_id]),
-            int(self.start[op_id]),
-            int(self.stop[op_id]),
-            int(self.group[op_id]),
-            self.reductions[op_id],
+            op=self.ops[op_id],
+            peer=int(self.peer[op_id]),
+            tensor=int(self.tensor[op_id]),
+            start=int(self.start[op_id]),
+            stop=int(self.stop[op_id]),
+            group=int(self.group[op_id]),
+            reduction=self.reduction_names[int(self.reduction[op_id])],
+            shift=int(self.shift[op_id]),
+            communicator="" if communicator == NONE else self.columns.communicators[communicator],
+            queue="" if queue == NONE else self.queues[queue],
+            batch=int(self.batch[op_id]),
+            scale=self.scales[int(self.scale[op_id])],
+            origin=int(self.origin[op_id]),
+            **self._names_of(op_id),
         )
+
+    def _names_of(self, op_id: int) -> dict[str, tuple[str, ...]]:
+        """The buffers that a row reads, writes and frees."""
+        if not len(self.columns.accesses):
+            return {}
+        mine = self.columns.accesses[self.accesses.op == op_id]
+        return {
+            name: tuple(self.buffers[b] for _, b, m in mine.tolist() if m == mode)
+            for mode, name in enumerate(("reads", "writes", "frees"))
+        }
 
     def members_of(self, op_id: int) -> list[int]:
         """A collective's op ids on all ranks that issue it, in group order; empty for any other operation."""
@@ -173,9 +327,35 @@ class OpGraph:
 
     @cached_property
     def match_of(self) -> dict[int, int]:
-        """Send to recv and recv to send, by FIFO position on their channel."""
-        pairs = self.edges[EdgeKind.MATCH]
-        return {int(a): int(b) for a, b in (*pairs, *pairs[:, ::-1])}
+        """Send to recv and recv to send, as a dict for code that walks a small graph; see ``match``."""
+        matched = np.flatnonzero(self.match != NONE)
+        return dict(zip(matched.tolist(), self.match[matched].tolist(), strict=True))
+
+    def _edges_of(self, kind: EdgeKind) -> IntColumn:
+        by_default = self.queue == NONE
+        on_compute = (self.queue == COMPUTE_QUEUE) | (self.queue == HOST_QUEUE)
+        match kind:
+            case EdgeKind.HOST:
+                rows = np.flatnonzero(on_compute)
+                return chain_edges(rows, self.rank[rows])
+            case EdgeKind.POST:
+                last = np.maximum.accumulate(np.where(on_compute, np.arange(self.num_ops), NONE))
+                rows = np.flatnonzero(by_default)
+                rows = rows[last[rows] >= self.offsets[self.rank[rows]]]
+                return sorted_edges(last[rows], rows)
+            case EdgeKind.QUEUE:
+                rows = np.flatnonzero(~on_compute)
+                side = self.is_kind(SEND_KINDS)[rows].astype(np.int64)
+                own = np.where(by_default[rows], self.channel[rows] * 2 + side, NONE)
+                return chain_edges(rows, packed(self.rank[rows], self.queue[rows], own))
+            case EdgeKind.MATCH:
+                sends = np.flatnonzero(self.is_kind(SEND_KINDS) & (self.match != NONE))
+                return sorted_edges(sends, self.match[sends])
+            case EdgeKind.WAIT:
+                waits = np.flatnonzero(self.waits_for != NONE)
+                return sorted_edges(self.waits_for[waits], waits)
+            case EdgeKind.DATA:
+                return data_edges(self.kind, self.rank, self.stage, self.micro_batch)
 
     @cached_property
     def nx(self) -> nx.DiGraph[int]:

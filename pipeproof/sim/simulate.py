@@ -47,7 +47,7 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None) -> Simul
     refuse_unfinished(graph, outcome)
     timeline = Timeline(
         spans=spans_of(graph, durations, outcome),
-        ranks=tuple(lowered.mesh.coords(rank) for rank in range(graph.num_ranks)),
+        ranks=tuple(lowered.mesh.coords(rank) for rank in graph.global_rank),
         matches=tuple((send, receive) for send, receive in graph.edges[EdgeKind.MATCH].tolist()),
     )
     return Simulation(timeline, figures_of(timeline), timeline.makespan_us, spec.cost.p2p, send_completes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeproof.specs.problems import Problem, listed
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, TopologySpec
+    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, ScheduleSpec, TopologySpec
 
 
 def check_model(model: ModelSpec) -> list[Problem]:
@@ -106,9 +106,21 @@ def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Prob
     return problems
 
 
+def check_chunks(schedule: ScheduleSpec) -> list[Problem]:
+    """PP106: several stages on a rank, if and only if the schedule takes turns between them."""
+    interleaved = schedule.kind == "interleaved"
+    if interleaved == (schedule.num_chunks > 1):
+        return []
+    if interleaved:
+        message = "`schedule.kind: interleaved` takes turns between the stages of a rank, and `num_chunks` is 1"
+        return [Problem("PP106", ("kind",), message, help="set num_chunks to 2 or more, or use kind: 1f1b")]
+    message = f"`schedule.num_chunks` is {schedule.num_chunks}, and `{schedule.kind}` has one stage on each rank"
+    return [Problem("PP106", ("num_chunks",), message, help="use kind: interleaved, or remove num_chunks")]
+
+
 def check_lengths(plan: PlanSpec) -> list[Problem]:
     """PP109: lists by global stage have one entry per stage."""
-    num_stages = plan.topology.pp
+    num_stages = plan.num_stages
     lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
     for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us"):
         lists["cost", name] = getattr(plan.cost, name)
@@ -121,12 +133,17 @@ def check_lengths(plan: PlanSpec) -> list[Problem]:
                 Problem(
                     "PP109",
                     path,
-                    f"`{'.'.join(path)}` has {entries}, and topology.pp {num_stages} makes {num_stages} "
-                    f"stage{'s' if num_stages > 1 else ''}",
+                    f"`{'.'.join(path)}` has {entries}, and {_stage_count(plan)}",
                     help=f"give {num_stages}, or {one_time}",
                 )
             )
     return problems
+
+
+def _stage_count(plan: PlanSpec) -> str:
+    pp, num_chunks = plan.topology.pp, plan.schedule.num_chunks
+    factors = f"topology.pp {pp}" if num_chunks == 1 else f"topology.pp {pp} x schedule.num_chunks {num_chunks}"
+    return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
 
 
 def _multiples(size: int, unit: int) -> str:

@@ -48,7 +48,7 @@ class Later:
 
 
 _LATER_SCHEDULES = (
-    "interleaved", "eager_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min",
+    "eager_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min",
     "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "custom", "file", "optimal",
 )  # fmt: skip
 
@@ -59,11 +59,8 @@ LATER: tuple[Later, ...] = (
     Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
     Later("model", "moe", _anything, "mixture of experts", "remove the key"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
-    Later("topology", "cp", _more_than_one, "context parallelism", "use 1"),
-    Later("topology", "ep", _more_than_one, "expert parallelism", "use 1"),
-    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "more schedules", "use gpipe or 1f1b"),
+    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "more schedules", "use gpipe, 1f1b or interleaved"),
     Later("schedule", "variant", _other_than(""), "variants of schedules", "remove the key"),
-    Later("schedule", "num_chunks", _more_than_one, "several stages per rank", "use 1"),
     Later("schedule", "num_sequence_splits", _more_than_one, "sequence splits", "use 1"),
     Later("schedule", "placement", _list_or("v"), "other placements of stages", "use loop"),
     Later("transport", "connections", _other_than("warm"), "other ways to open connections", "use warm"),

@@ -24,7 +24,14 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from pipeproof.specs.checks import check_cost, check_lengths, check_model, check_order, check_tensor_parallel
+from pipeproof.specs.checks import (
+    check_chunks,
+    check_cost,
+    check_lengths,
+    check_model,
+    check_order,
+    check_tensor_parallel,
+)
 from pipeproof.specs.problems import Problem, describe_value, nearest_name, problems_error
 from pipeproof.specs.times import PositiveTimeByStage, StageTimes, Time, TimeByStage
 
@@ -98,8 +105,13 @@ class TopologySpec(_Section):
     pp: int = Field(default=1, ge=1, le=2**16, description="Pipeline-parallel ranks.")
     tp: int = Field(default=1, ge=1, le=2**16, description="Tensor-parallel ranks.")
     dp: int = Field(default=1, ge=1, le=2**16, description="Data-parallel ranks.")
-    cp: int = Field(default=1, ge=1, le=1, description="Context-parallel ranks; only 1 in this release.")
-    ep: int = Field(default=1, ge=1, le=1, description="Expert-parallel ranks; only 1 in this release.")
+    cp: int = Field(default=1, ge=1, le=2**16, description="Context-parallel ranks, which share each sequence.")
+    ep: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Expert-parallel ranks; each has micro-batches of its own, as dp ranks do.",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="Whether activations between blocks are cut along the sequence over the TP ranks "
@@ -125,12 +137,15 @@ class TopologySpec(_Section):
 class ScheduleSpec(_Section):
     """The order in which each pipeline rank works on its micro-batches."""
 
-    kind: Literal["gpipe", "1f1b"] = Field(
-        description="gpipe: all forwards, then all backwards; 1f1b: one forward, one backward after warm-up."
+    kind: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        description="gpipe: all forwards, then all backwards; 1f1b: one forward, one backward after warm-up; "
+        "interleaved: 1f1b over several stages on each rank."
     )
     num_micro_batches: int = Field(ge=1, le=10**6, description="Micro-batches per step and data-parallel rank.")
     micro_batch_size: int = Field(ge=1, le=10**6, description="Sequences in a micro-batch.")
-    num_chunks: int = Field(default=1, ge=1, le=1, description="Stages per pipeline rank; only 1 in this release.")
+    num_chunks: int = Field(
+        default=1, ge=1, le=2**16, description="Stages per pipeline rank; more than 1 with interleaved only."
+    )
     num_sequence_splits: int = Field(
         default=1, ge=1, le=1, description="Pieces into which a sequence is cut; only 1 in this release."
     )
@@ -138,6 +153,11 @@ class ScheduleSpec(_Section):
         default="loop", description="How stages are dealt to ranks; only loop in this release."
     )
     variant: None = Field(default=None, description="Which tool's variant of the schedule; none in this release.")
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        _refuse(check_chunks(self))
+        return self
 
 
 class LossSpec(_Section):
@@ -268,6 +288,11 @@ class PlanSpec(_Section):
     transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
     run: RunSpec = Field(default_factory=RunSpec, description="Execution.")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all pipeline ranks."""
+        return self.topology.pp * self.schedule.num_chunks
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.schedule.columns import COLUMN_NAMES
+from pipeproof.schedule.ops import KINDS
+from pipeproof.schedule.optable import OpGraph
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 1
+RULE_SET_VERSION = 2
 """Raised whenever a rule is added or begins to judge differently."""
 
 
@@ -31,28 +38,41 @@ def plan_digest(subject: Subject) -> str:
     paths are not in it. The bytes are canonical, so that the digest is the
     same in every run and on every machine.
     """
+    graph = subject.graph if subject.lowered is None else subject.lowered.canonical
     sha = hashlib.sha256()
-    sha.update(json.dumps(_content(subject), sort_keys=True, separators=(",", ":")).encode())
+    sha.update(json.dumps(_content(subject, graph), sort_keys=True, separators=(",", ":")).encode())
+    for column in (graph.offsets, graph.columns.accesses, *_columns(graph)):
+        sha.update(column.astype("<i8", copy=False).tobytes())
     return sha.hexdigest()
 
 
-def _content(subject: Subject) -> dict[str, Any]:
-    plan: LoweredPlan = subject.plan
-    graph = plan.graph
-    rows = [
-        [[str(row.op), row.peer, row.tensor, row.start, row.stop, row.group, row.reduction] for row in rank_rows]
-        for rank_rows in graph.rows()
-    ]
+def _columns(graph: OpGraph) -> Iterator[NDArray[np.int64]]:
+    """The columns that rows fill; where a row was read from does not change what it is."""
+    return (graph.columns.values[name] for name in COLUMN_NAMES if name != "origin")
+
+
+def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
+    """All but the columns: tables of the graph, the plan around it, the backend."""
+    columns = graph.columns
     return {
         "rule_set": RULE_SET_VERSION,
-        "rows": rows,
+        "kinds": KINDS,
+        "num_rows": columns.num_rows,
+        "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],
+        "unusual": {str(op_id): str(op) for op_id, op in columns.unusual.items()},
         "tensors": [asdict(tensor) for tensor in graph.tensors],
-        "channels": [asdict(channel) for channel in graph.channels],
         "groups": [asdict(group) for group in graph.groups],
+        "global_rank": graph.global_rank,
+        "plan": None if subject.lowered is None else _plan_content(subject.lowered),
+        "backend": {"name": subject.backend.name, **subject.backend.values()},
+    }
+
+
+def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
+    return {
         "mesh": asdict(plan.mesh),
         "model": plan.spec.model.model_dump(mode="json"),
         "layers": [asdict(layer) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
-        "backend": {"name": subject.backend.name, **subject.backend.values()},
     }

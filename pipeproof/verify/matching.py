@@ -217,7 +217,11 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
     def call(op_id: int | None) -> tuple[object, ...] | None:
         if op_id is None:
             return None
-        return graph.ops[op_id], int(graph.stop[op_id] - graph.start[op_id]), graph.reductions[op_id]
+        return (
+            graph.ops[op_id],
+            int(graph.stop[op_id] - graph.start[op_id]),
+            graph.reduction_names[int(graph.reduction[op_id])],
+        )
 
     for group, sequences in zip(graph.groups, group_sequences(graph), strict=True):
         leader = group.ranks[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable, backend_table
 from pipeproof.comm.lower import LoweredPlan, lower
-from pipeproof.schedule.ops import Op
+from pipeproof.schedule.ops import COMPUTE_KINDS, Op
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Location, Severity, Witness, WitnessOp
@@ -18,20 +21,61 @@ from pipeproof.stages.describe.boundary import Boundary
 
 @dataclass(frozen=True)
 class Subject:
-    """Everything that a rule may read. ``source`` is None for plans made in Python."""
+    """Everything that a rule may read.
 
-    plan: LoweredPlan
+    ``lowered`` is the plan that the graph comes from, None for a graph that
+    was made in Python and is judged alone. ``source`` is None for plans made
+    in Python. ``origins`` are the places of rows that were read from a file,
+    by the graph's ``origin`` column.
+    """
+
+    graph: OpGraph
     backend: BackendTable
+    lowered: LoweredPlan | None = None
     source: SourceMap | None = None
+    origins: tuple[Location, ...] = ()
 
     @property
-    def graph(self) -> OpGraph:
-        """The op graph under judgement."""
-        return self.plan.graph
+    def plan(self) -> LoweredPlan:
+        """The plan that the graph comes from; for rules that need one."""
+        assert self.lowered is not None, "a rule that needs a plan was run on a graph alone"
+        return self.lowered
 
     def with_graph(self, graph: OpGraph) -> Subject:
         """The same subject with another graph, as mutation tests and users' own graphs need it."""
-        return replace(self, plan=replace(self.plan, graph=graph))
+        lowered = None if self.lowered is None else self.lowered.with_graph(graph)
+        return replace(self, graph=graph, lowered=lowered)
+
+    def unfolded(self) -> Subject:
+        """The same subject with every rank standing for itself, as processes run it."""
+        if self.lowered is None or not self.lowered.folded:
+            return self
+        lowered = self.lowered.unfolded()
+        return replace(self, graph=lowered.graph, lowered=lowered)
+
+    @cached_property
+    def stage_owners(self) -> Mapping[int, tuple[int, ...]]:
+        """The graph's ranks that compute each stage: as the plan places it, else those that do."""
+        graph = self.graph
+        owners: dict[int, list[int]] = {}
+        if self.lowered is not None:
+            rank_of_stage = self.lowered.rank_of_stage
+            pp_of = [self.lowered.mesh.coords(rank)["pp"] for rank in graph.global_rank]
+            by_pp: dict[int, list[int]] = {}
+            for rank, pp in enumerate(pp_of):
+                by_pp.setdefault(pp, []).append(rank)
+            return {stage: tuple(by_pp.get(pp, ())) for stage, pp in sorted(rank_of_stage.items())}
+        rows = graph.is_kind(COMPUTE_KINDS)
+        for stage, rank in np.unique(np.stack([graph.stage[rows], graph.rank[rows]], axis=1), axis=0).tolist():
+            owners.setdefault(stage, []).append(rank)
+        return {stage: tuple(ranks) for stage, ranks in owners.items()}
+
+    @cached_property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step: as the plan says, else one more than the largest that is computed."""
+        if self.lowered is not None:
+            return self.lowered.spec.schedule.num_micro_batches
+        return int(self.graph.micro_batch[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
 
     def locate(self, *path: str | int) -> Location | None:
         """The place of a plan key, or of its nearest parent that the file has."""
@@ -39,13 +83,22 @@ class Subject:
 
     def coords_text(self, rank: int) -> str:
         """``rank 5 (pp 2, tp 1)``: a rank with its coordinates on the axes that have more than one rank."""
-        coords = self.plan.mesh.coords(rank)
-        parts = [f"{axis} {coords[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep") if self.plan.mesh.size(axis) > 1]
-        return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
+        if self.lowered is None:
+            return f"rank {rank}"
+        mesh, global_rank = self.lowered.mesh, self.graph.global_rank[rank]
+        coords = mesh.coords(global_rank)
+        folded = self.lowered.folded
+        shown = [
+            axis for axis in ("pp", "dp", "tp", "cp", "ep") if mesh.size(axis) > 1 and (axis == "pp" or not folded)
+        ]
+        parts = [f"{axis} {coords[axis]}" for axis in shown]
+        if folded:
+            parts.append(f"and {mesh.num_ranks // mesh.size('pp') - 1} more alike")
+        return f"rank {global_rank} ({', '.join(parts)})" if parts else f"rank {global_rank}"
 
     def witness_op(self, op_id: int) -> WitnessOp:
         """One operation of the graph as a witness shows it."""
-        return WitnessOp(int(self.graph.rank[op_id]), str(self.graph.ops[op_id]), op_id)
+        return WitnessOp(self.graph.global_rank[int(self.graph.rank[op_id])], str(self.graph.ops[op_id]), op_id)
 
 
 def missing_op(rank: int, op: Op) -> WitnessOp:
@@ -65,15 +118,29 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     except BadPlanAtError as error:
         location = source.locate(error.path) if source is not None else None
         raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
-    return Subject(lowered, backend_table(run.backend, run.device), source)
+    return Subject(lowered.graph, backend_table(run.backend, run.device), lowered, source)
+
+
+def graph_subject(
+    graph: OpGraph, *, backend: BackendTable | None = None, origins: tuple[Location, ...] = ()
+) -> Subject:
+    """A graph made in Python or read from a file, to be judged alone: by every rule that needs no plan.
+
+    ``backend`` is whose promises hold, the default backend's without it.
+    """
+    return Subject(graph, backend or backend_table("paddle", "cpu"), origins=origins)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A stable code with its documentation and the function that finds its violations."""
+    """A stable code with its documentation and the function that finds its violations.
+
+    A rule that ``needs_plan`` is not run on a graph alone.
+    """
 
     doc: RuleDoc
     check: Callable[[Subject], Iterator[Finding]]
+    needs_plan: bool = False
 
 
 def finding(

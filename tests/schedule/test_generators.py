@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule import GENERATORS
-from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.schedule.programs import add_transfers, add_update
+from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
+from pipeproof.schedule.ops import OpKind
 
 GOLDENS = json.loads((Path(__file__).parent / "fleet_schedules.json").read_text())
 
@@ -48,23 +47,21 @@ def test_1f1b_never_holds_more_than_its_warm_up_and_one(size):
         assert peak == min(num_micro_batches, num_ranks - rank)
 
 
-@given(kinds, sizes)
-def test_every_send_has_its_receive_and_every_transfer_one_later_wait(kind, size):
-    programs = add_transfers(GENERATORS[kind](*size))
-    sends = [op for program in programs for op in program if op.kind in SEND_KINDS]
-    receives = [op for program in programs for op in program if op.kind in RECV_KINDS]
-    step = {OpKind.SEND_FORWARD: 1, OpKind.SEND_BACKWARD: -1}
-    assert sorted((op.kind[-1], op.stage + step[op.kind], op.micro_batch) for op in sends) == sorted(
-        (op.kind[-1], op.stage, op.micro_batch) for op in receives
-    )
-    for program in programs:
-        for place, op in enumerate(program):
-            if op.kind in SEND_KINDS | RECV_KINDS:
-                waits = [i for i, other in enumerate(program) if other.kind is OpKind.WAIT and other.target == op]
-                assert len(waits) == 1
-                assert waits[0] > place
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 4))
+def test_interleaved_runs_every_chunk_in_order_and_forward_before_backward(num_ranks, rounds, num_chunks):
+    num_micro_batches = rounds * num_ranks
+    programs = CHUNKED_GENERATORS["interleaved"](num_ranks, num_micro_batches, num_chunks)
+    for rank, program in enumerate(programs):
+        for stage in range(rank, num_ranks * num_chunks, num_ranks):
+            forwards = [op.micro_batch for op in program if op.stage == stage and op.kind is OpKind.FORWARD]
+            backwards = [op.micro_batch for op in program if op.stage == stage and op.kind is OpKind.BACKWARD]
+            assert forwards == backwards == list(range(num_micro_batches))
+        warmup = next(i for i, op in enumerate(program) if op.kind is OpKind.BACKWARD) - 1
+        assert warmup == min(
+            2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks, num_micro_batches * num_chunks - 1
+        )
 
 
-def test_update_comes_last_with_reductions_in_the_order_given():
-    (program,) = add_update(GENERATORS["gpipe"](1, 1), ["tp", "dp"])
-    assert [str(op) for op in program] == ["0F0", "0B0", "0REDUCE_GRAD:tp", "0REDUCE_GRAD:dp", "0STEP"]
+def test_interleaved_names_the_nearest_numbers_that_fit():
+    with pytest.raises(ValueError, match="10 does not divide by that; use 8 or 12"):
+        CHUNKED_GENERATORS["interleaved"](4, 10, 2)

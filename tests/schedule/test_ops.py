@@ -14,6 +14,7 @@ from pipeproof.schedule.ops import (
     Op,
     OpKind,
     child_of,
+    free_of,
     parse_op,
     wait_for,
 )
@@ -22,16 +23,22 @@ numbers = st.integers(0, 10**6)
 indexed = st.builds(
     Op, st.sampled_from(sorted(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)), numbers, numbers
 )
-transfers = st.builds(Op, st.sampled_from(sorted(TRANSFER_KINDS)), numbers, numbers)
-reductions = st.builds(lambda s, a: Op(OpKind.REDUCE_GRAD, s, axis=a), numbers, st.sampled_from(AXES))
+maybe = st.none() | numbers
+axes = st.sampled_from(AXES)
+reductions = st.builds(lambda s, a: Op(OpKind.REDUCE_GRAD, s, axis=a), numbers, st.none() | axes)
+collectives = st.builds(
+    lambda kind, s, m, a: Op(kind, s, m, axis=a), st.sampled_from(sorted(CHILD_KINDS)), numbers, maybe, axes
+)
 parents = st.one_of(st.builds(Op, st.sampled_from(sorted(COMPUTE_KINDS)), numbers, numbers), reductions)
-ops = st.one_of(
+targets = st.one_of(
     indexed,
     reductions,
-    st.builds(lambda s: Op(OpKind.STEP, s), numbers),
-    st.builds(wait_for, transfers),
-    st.builds(child_of, parents, numbers, st.sampled_from(sorted(CHILD_KINDS)), st.sampled_from(AXES)),
+    collectives,
+    st.builds(Op, st.sampled_from([OpKind.STEP, OpKind.UNSHARD, OpKind.RESHARD]), numbers),
+    st.builds(Op, st.just(OpKind.SCALE_GRAD), numbers, maybe),
+    st.builds(child_of, parents, numbers, st.sampled_from(sorted(CHILD_KINDS)), axes),
 )
+ops = st.one_of(targets, st.builds(wait_for, targets), st.builds(free_of, targets))
 
 
 @given(ops)
@@ -54,9 +61,9 @@ def test_only_the_whole_string_is_an_operation(op, extra):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "2F", "F0", "2f0", "02F0", "2F00", "2F-1", "2F0x", "2F0 ", "2SENDF1", "2SEND1", "WAIT(2F0)",
-        "WAIT(2SEND_F0", "WAIT(WAIT(2SEND_F0))", "2STEP0", "2REDUCE_GRAD", "2REDUCE_GRAD:xx",
-        "2SEND_F0/0.ALL_REDUCE:tp", "2F0/ALL_REDUCE:tp", "2F0/0.BROADCAST:tp", "²F0", "2F٣",
+        "", "2F", "F0", "2f0", "02F0", "2F00", "2F-1", "2F0x", "2F0 ", "2SENDF1", "2SEND1", "WAIT()",
+        "WAIT(2SEND_F0", "WAIT(WAIT(2SEND_F0))", "FREE(WAIT(2SEND_F0))", "2STEP0", "2REDUCE_GRAD:", "2REDUCE_GRAD:xx",
+        "2SEND_F0/0.ALL_REDUCE:tp", "2F0/ALL_REDUCE:tp", "2F0/0.GATHER:tp", "2BARRIER", "2META_F0", "²F0", "2F٣",
     ],
 )  # fmt: skip
 def test_malformed_text_is_refused_with_the_text(text):

@@ -44,7 +44,7 @@ def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     if plan.stages is not None:
         _require_known(plan.stages, plan.model.num_layers)
         return plan.stages
-    return _even_cut(plan.model.num_layers, plan.topology.pp)
+    return _even_cut(plan.model.num_layers, plan.num_stages)
 
 
 def _require_known(stages: tuple[tuple[str, ...], ...], num_layers: int) -> None:

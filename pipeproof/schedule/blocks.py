@@ -1,0 +1,69 @@
+"""Blocks: short runs of rows that a program repeats, once per micro-batch, written out as columns.
+
+What stands around a forward of stage 3 (its receive, the wait, the
+collectives inside it, its send) is the same for every micro-batch. A *block*
+is that run of rows, written once; a program is a sequence of (block,
+micro-batch). Expanding it is indexing, so a plan of a million operations costs
+as many Python steps as it has distinct blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeproof.schedule.columns import NONE, Columns, IntColumn, Row, columns_of
+
+ANY = -2
+"""As the micro-batch of a row in a block: that of the place where the block is used."""
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The distinct blocks of all ranks, and the program of each rank as uses of them."""
+
+    _rows: list[Row] = field(default_factory=list)
+    _first: list[int] = field(default_factory=lambda: [0])
+    _block: list[int] = field(default_factory=list)
+    _micro_batch: list[int] = field(default_factory=list)
+    _origin: list[int] = field(default_factory=list)
+    _programs: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, rows: Sequence[Row]) -> int:
+        """A new block; the number to use it by."""
+        self._rows += rows
+        self._first.append(len(self._rows))
+        return len(self._first) - 2
+
+    def use(self, block: int, micro_batch: int = NONE, origin: int = NONE) -> None:
+        """Append one use of a block to the program of the present rank."""
+        self._block.append(block)
+        self._micro_batch.append(micro_batch)
+        self._origin.append(origin)
+
+    def end_rank(self) -> None:
+        """What is used from here on belongs to the next rank."""
+        self._programs.append(len(self._block))
+
+    def expand(self) -> Columns:
+        """The rows of all ranks as columns. Linear in rows, without Python work per row."""
+        template = columns_of([self._rows])
+        first = np.array(self._first, dtype=np.int64)
+        block = np.array(self._block, dtype=np.int64)
+        length = np.diff(first)[block]
+        ends = np.concatenate([[0], np.cumsum(length)])
+        rows = np.arange(ends[-1]) + np.repeat(first[block] - ends[:-1], length)
+        written = template.values["micro_batch"][rows]
+        here = self._per_row(self._micro_batch, length)
+        return template.take(
+            rows,
+            ends[np.array(self._programs, dtype=np.int64)],
+            micro_batch=np.where(written == ANY, here, written),
+            origin=self._per_row(self._origin, length),
+        )
+
+    @staticmethod
+    def _per_row(values: list[int], length: IntColumn) -> IntColumn:
+        return np.repeat(np.array(values, dtype=np.int64), length)

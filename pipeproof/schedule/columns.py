@@ -1,0 +1,242 @@
+"""The op table before anything is derived from it: rows as people write them, and the same rows as columns.
+
+A row says what one operation of one rank is. Columns are numpy arrays with
+one entry per row, all int64: a name stands in a table of its own and its
+place there in the column. Templates of rows are repeated by indexing
+(``Columns.take``), which is how a large plan is lowered without a Python
+object per operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeproof.schedule.ops import AXES, KIND_CODE, KINDS, TARGET_KINDS, Op, OpKind
+
+IntColumn = NDArray[np.int64]
+
+NONE = -1
+"""In an integer column: this row has no such thing."""
+
+COMPUTE_QUEUE, HOST_QUEUE = 0, 1
+QUEUES = ("compute", "host")
+"""The queues that every rank has: where it computes, which is also the order in which its host issues, and the host
+itself. Any other name is one more queue (a CUDA stream) of the rank that uses it."""
+
+REDUCTIONS = ("", "sum", "max", "avg", "overwrite")
+"""Known reductions, first in every table, so that equal rows make equal columns."""
+
+COMMUNICATORS = ("forward", "backward")
+"""The communicators of transfers that name none: one for each direction."""
+
+READ, WRITE, FREE = 0, 1, 2
+"""What an access does to its buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row before it has an id. Users and tests write, drop, double and swap these.
+
+    ``peer`` is the other rank of a transfer; ``tensor`` indexes the graph's
+    tensors; ``start`` and ``stop`` are the half-open range of that tensor's
+    flattened elements that the operation reads (send, slice, gather) or
+    writes (recv), or 0 and the element count that a collective puts in;
+    ``group`` indexes the graph's groups.
+
+    ``reduction`` is ``sum``, ``max`` or ``avg``; on a backward ``overwrite``
+    says that the gradient is written, not added. ``scale`` is a factor in
+    symbols (``1/dp``, ``2/3``). ``shift`` is by how many elements the range
+    moves from one TP rank to the next, in a graph whose ranks stand for many.
+
+    ``queue`` is where the operation runs, ``""`` for the default: a transfer
+    has a queue of its own per rank and channel end and is posted by the
+    compute queue, everything else runs on ``compute``. Operations on a queue
+    of another name have no order to the compute queue except through WAITs. A
+    WAIT on ``host`` holds everything that the rank issues after it. Rows of a
+    rank with the same ``batch`` are one call: one entry of their queue, with
+    no order among them.
+
+    ``reads``, ``writes`` and ``frees`` name buffers of the rank; without any,
+    what the kind of the operation implies holds. ``origin`` is the place of
+    the row in the file that it was read from, as an index kept by whoever read it.
+    """
+
+    op: Op
+    peer: int = NONE
+    tensor: int = NONE
+    start: int = 0
+    stop: int = 0
+    group: int = NONE
+    reduction: str = ""
+    shift: int = 0
+    communicator: str = ""
+    queue: str = ""
+    batch: int = NONE
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+    scale: str = ""
+    origin: int = NONE
+
+
+class NameTable:
+    """Names by the order in which they are first asked for."""
+
+    def __init__(self, *names: str) -> None:
+        self._codes = {name: code for code, name in enumerate(names)}
+
+    def code(self, name: str) -> int:
+        """The place of ``name``, which is added if it is new."""
+        return self._codes.setdefault(name, len(self._codes))
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in order of their codes."""
+        return tuple(self._codes)
+
+
+COLUMN_NAMES = (
+    "kind", "stage", "micro_batch", "target_kind", "index", "axis", "peer", "tensor", "start", "stop", "shift",
+    "group", "reduction", "communicator", "queue", "batch", "scale", "origin",
+)  # fmt: skip
+"""The columns that a row fills, in canonical order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Rows of all ranks as arrays by column name; ``offsets[r] : offsets[r + 1]`` are those of rank r.
+
+    ``accesses`` has shape [n, 3]: row, buffer, READ | WRITE | FREE.
+    ``unusual`` holds the operations that the columns cannot express (a wait
+    for a child collective).
+    """
+
+    values: Mapping[str, IntColumn]
+    offsets: IntColumn
+    accesses: IntColumn
+    reductions: tuple[str, ...]
+    communicators: tuple[str, ...]
+    queues: tuple[str, ...]
+    scales: tuple[str, ...]
+    buffers: tuple[str, ...]
+    unusual: Mapping[int, Op] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows over all ranks."""
+        return int(self.offsets[-1])
+
+    def equals(self, other: Columns) -> bool:
+        """Whether both hold the same rows, wherever these were read from."""
+        return (
+            np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self.accesses, other.accesses)
+            and all(
+                np.array_equal(column, other.values[name]) for name, column in self.values.items() if name != "origin"
+            )
+            and (self.reductions, self.communicators, self.queues, self.scales, self.buffers, self.unusual)
+            == (other.reductions, other.communicators, other.queues, other.scales, other.buffers, other.unusual)
+        )
+
+    def take(self, rows: IntColumn, offsets: IntColumn, **changed: IntColumn) -> Columns:
+        """The columns of ``rows`` (indices into these, repeats allowed), in new ranks, with some columns replaced.
+
+        Raises:
+            ValueError: these rows have accesses or operations that are not in columns.
+        """
+        if len(self.accesses) or self.unusual:
+            raise ValueError("rows with buffers of their own, or waits for child collectives, cannot be repeated")
+        values = {name: changed[name] if name in changed else column[rows] for name, column in self.values.items()}
+        return replace(self, values=values, offsets=offsets)
+
+
+def columns_of(rows_by_rank: Sequence[Iterable[Row]]) -> Columns:
+    """Rows of each rank as columns."""
+    reductions, communicators = NameTable(*REDUCTIONS), NameTable(*COMMUNICATORS)
+    queues, scales, buffers = NameTable(*QUEUES), NameTable(""), NameTable()
+    values: list[tuple[int, ...]] = []
+    accesses: list[tuple[int, int, int]] = []
+    unusual: dict[int, Op] = {}
+    offsets = [0]
+    for rows in rows_by_rank:
+        for row in rows:
+            op = row.op
+            if not _fits_columns(op):
+                unusual[len(values)] = op
+            for mode, names in ((READ, row.reads), (WRITE, row.writes), (FREE, row.frees)):
+                accesses += [(len(values), buffers.code(name), mode) for name in names]
+            values.append(
+                (
+                    KIND_CODE[op.kind],
+                    op.stage,
+                    NONE if op.micro_batch is None else op.micro_batch,
+                    NONE if op.target is None else KIND_CODE[op.target.kind],
+                    NONE if op.index is None else op.index,
+                    _axis_code(op),
+                    row.peer,
+                    row.tensor,
+                    row.start,
+                    row.stop,
+                    row.shift,
+                    row.group,
+                    reductions.code(row.reduction),
+                    communicators.code(row.communicator) if row.communicator else NONE,
+                    queues.code(row.queue) if row.queue else NONE,
+                    row.batch,
+                    scales.code(row.scale),
+                    row.origin,
+                )
+            )
+        offsets.append(len(values))
+    table = np.array(values, dtype=np.int64).reshape(-1, len(COLUMN_NAMES))
+    return Columns(
+        values={name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(COLUMN_NAMES)},
+        offsets=np.array(offsets, dtype=np.int64),
+        accesses=np.array(accesses, dtype=np.int64).reshape(-1, 3),
+        reductions=reductions.names(),
+        communicators=communicators.names(),
+        queues=queues.names(),
+        scales=scales.names(),
+        buffers=buffers.names(),
+        unusual=unusual,
+    )
+
+
+def _axis_code(op: Op) -> int:
+    """The axis of the operation, or of what it waits for or frees."""
+    named = op.target if op.kind in TARGET_KINDS and op.target is not None else op
+    return NONE if named.axis is None else AXES.index(named.axis)
+
+
+def _fits_columns(op: Op) -> bool:
+    """Whether ``op_from_columns`` gives the operation back."""
+    target = op.target
+    if target is None:
+        return True
+    if op.kind in TARGET_KINDS:
+        return target.target is None
+    return target.axis is None or target.axis == op.axis
+
+
+def op_from_columns(kind: int, stage: int, micro_batch: int, target_kind: int, index: int, axis: int) -> Op:
+    """The operation of one row."""
+    op_kind = KINDS[kind]
+    batch = None if micro_batch == NONE else micro_batch
+    axis_name = None if axis == NONE else AXES[axis]
+    if target_kind == NONE:
+        return Op(op_kind, stage, batch, axis=axis_name)
+    parent_kind = KINDS[target_kind]
+    if op_kind in TARGET_KINDS:
+        return Op(op_kind, stage, batch, target=Op(parent_kind, stage, batch, axis=axis_name))
+    parent = Op(parent_kind, stage, batch, axis=axis_name if parent_kind is OpKind.REDUCE_GRAD else None)
+    return Op(op_kind, stage, batch, target=parent, index=index, axis=axis_name)
+
+
+def rank_column(offsets: IntColumn) -> IntColumn:
+    """The rank of each row."""
+    lengths = np.array([stop - start for start, stop in pairwise(offsets.tolist())], dtype=np.int64)
+    return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)

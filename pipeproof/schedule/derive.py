@@ -1,0 +1,285 @@
+"""What follows from the columns of an op table: channels, FIFO positions, matches, waits, parents, edges.
+
+Everything is computed on whole columns; Python loops run only over channels,
+and over operations whose waits are out of order. Nothing is judged here: an
+unmatched transfer has no match, a wait for what is not under way waits for
+``NONE``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeproof.schedule.columns import NONE, Columns, IntColumn
+from pipeproof.schedule.ops import (
+    CHILD_KINDS,
+    COLLECTIVE_KINDS,
+    COMPUTE_KINDS,
+    FORWARD_KINDS,
+    KIND_CODE,
+    KINDS,
+    SEND_KINDS,
+    TRANSFER_KINDS,
+    OpKind,
+)
+
+BoolColumn = NDArray[np.bool_]
+
+
+def is_kind(kind: IntColumn, kinds: frozenset[OpKind]) -> BoolColumn:
+    """Which entries of a kind column are of one of ``kinds``."""
+    table = np.array([k in kinds for k in KINDS])
+    return table[kind]
+
+
+def packed(*columns: IntColumn) -> IntColumn:
+    """One integer per row that is equal exactly where all ``columns`` (each >= ``NONE``) are equal.
+
+    Raises:
+        OverflowError: the columns hold too many values for 63 bits.
+    """
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    room = 1
+    for column in columns:
+        size = int(column.max(initial=NONE)) + 2
+        room *= size
+        if room >= 2**63:
+            raise OverflowError("operations are numbered too high for this table")
+        key = key * size + (column + 1)
+    return key
+
+
+def place_in_group(key: IntColumn) -> IntColumn:
+    """For each row, how many rows before it have the same key."""
+    order = np.argsort(key, kind="stable")
+    place = np.empty(len(key), dtype=np.int64)
+    place[order] = np.arange(len(key)) - _group_starts(key[order])
+    return place
+
+
+def _group_starts(ordered: IntColumn) -> IntColumn:
+    """For each entry of a sorted column, where its run of equal entries begins."""
+    begins = np.ones(len(ordered), dtype=bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    return np.maximum.accumulate(np.where(begins, np.arange(len(ordered)), 0)) if len(ordered) else ordered
+
+
+def channel_columns(columns: Columns, rank: IntColumn) -> tuple[IntColumn, list[tuple[int, int, int]]]:
+    """(channel of each row, (communicator, src, dst) of each channel), channels by first appearance."""
+    kind, peer = columns.values["kind"], columns.values["peer"]
+    rows = np.flatnonzero(is_kind(kind, TRANSFER_KINDS))
+    channel = np.full(len(kind), NONE, dtype=np.int64)
+    sends = is_kind(kind[rows], SEND_KINDS)
+    src, dst = np.where(sends, rank[rows], peer[rows]), np.where(sends, peer[rows], rank[rows])
+    declared = columns.values["communicator"][rows]
+    communicator = np.where(declared == NONE, np.where(is_kind(kind[rows], FORWARD_KINDS), 0, 1), declared)
+    _, first, inverse = np.unique(packed(communicator, src, dst), return_index=True, return_inverse=True)
+    by_appearance = np.argsort(first, kind="stable")
+    number = np.empty(len(first), dtype=np.int64)
+    number[by_appearance] = np.arange(len(first))
+    channel[rows] = number[inverse]
+    where = first[by_appearance]
+    ends = np.stack([communicator[where], src[where], dst[where]], axis=1) if len(where) else np.empty((0, 3))
+    return channel, [(int(c), int(s), int(d)) for c, s, d in ends.tolist()]
+
+
+def position_column(columns: Columns, rank: IntColumn, channel: IntColumn) -> IntColumn:
+    """The place of a transfer among the sends or receives of its channel, of a collective on its group and rank."""
+    kind = columns.values["kind"]
+    position = np.full(len(kind), NONE, dtype=np.int64)
+    transfers = np.flatnonzero(channel != NONE)
+    position[transfers] = place_in_group(channel[transfers] * 2 + is_kind(kind[transfers], SEND_KINDS))
+    calls = np.flatnonzero(is_kind(kind, COLLECTIVE_KINDS))
+    position[calls] = place_in_group(packed(rank[calls], columns.values["group"][calls]))
+    return position
+
+
+def match_column(kind: IntColumn, channel: IntColumn, position: IntColumn) -> IntColumn:
+    """The other end of each transfer: the k-th send of a channel meets its k-th receive."""
+    match = np.full(len(kind), NONE, dtype=np.int64)
+    transfers = np.flatnonzero(channel != NONE)
+    key = packed(channel[transfers], position[transfers])
+    is_send = is_kind(kind[transfers], SEND_KINDS)
+    sends, recvs = transfers[is_send], transfers[~is_send]
+    _, left, right = np.intersect1d(key[is_send], key[~is_send], assume_unique=True, return_indices=True)
+    match[sends[left]], match[recvs[right]] = recvs[right], sends[left]
+    return match
+
+
+def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
+    """The row that each WAIT waits for: the earliest of its target's name that is under way and not waited for."""
+    values = columns.values
+    waits_for = np.full(len(rank), NONE, dtype=np.int64)
+    waits = np.flatnonzero(values["kind"] == KIND_CODE[OpKind.WAIT])
+    usual = waits[~np.isin(waits, list(columns.unusual))] if columns.unusual else waits
+    if len(usual):
+        wanted = np.zeros(len(KINDS), dtype=bool)
+        wanted[values["target_kind"][usual]] = True
+        targets = np.flatnonzero(wanted[values["kind"]] & (values["target_kind"] == NONE))
+        both = np.concatenate([usual, targets])
+        named = np.concatenate([values["target_kind"][usual], values["kind"][targets]])
+        key = packed(rank[both], values["stage"][both], values["micro_batch"][both], named, values["axis"][both])
+        _pair_waits(key[: len(usual)], usual, key[len(usual) :], targets, waits_for)
+    for wait in sorted(columns.unusual):
+        _find_unusual(columns, wait, waits_for)
+    return waits_for
+
+
+def _pair_waits(
+    wait_key: IntColumn, waits: IntColumn, target_key: IntColumn, targets: IntColumn, waits_for: IntColumn
+) -> None:
+    """The k-th wait of a name takes its k-th target where that comes first; names out of order are walked."""
+    wait_id, target_id = _numbered(wait_key, target_key)
+    _, left, right = np.intersect1d(wait_id, target_id, assume_unique=True, return_indices=True)
+    in_order = targets[right] < waits[left]
+    paired = np.zeros(len(waits), dtype=bool)
+    paired[left[in_order]] = True
+    waits_for[waits[left[in_order]]] = targets[right[in_order]]
+    for key in np.unique(wait_key[~paired]).tolist():
+        mine, theirs = waits[wait_key == key].tolist(), targets[target_key == key].tolist()
+        waits_for[mine] = _walked(mine, theirs)
+
+
+def _numbered(wait_key: IntColumn, target_key: IntColumn) -> tuple[IntColumn, IntColumn]:
+    """Keys with the place among equal keys worked in, by one numbering for waits and targets."""
+    places = place_in_group(wait_key), place_in_group(target_key)
+    both = packed(np.concatenate([wait_key, target_key]), np.concatenate(places))
+    return both[: len(wait_key)], both[len(wait_key) :]
+
+
+def _walked(waits: list[int], targets: list[int]) -> list[int]:
+    """What waits of one name wait for, in program order: a wait before its target takes nothing."""
+    result = []
+    pending: list[int] = []
+    for wait in waits:
+        while targets and targets[0] < wait:
+            pending.append(targets.pop(0))
+        result.append(pending.pop(0) if pending else NONE)
+    return result
+
+
+def _find_unusual(columns: Columns, wait: int, waits_for: IntColumn) -> None:
+    """A wait for a child collective: the last such child before it on its rank."""
+    op = columns.unusual[wait]
+    if op.kind is not OpKind.WAIT or op.target is None or op.target.target is None:
+        return
+    child, values = op.target, columns.values
+    first = int(columns.offsets[np.searchsorted(columns.offsets, wait, side="right") - 1])
+    before = slice(first, wait)
+    same = (
+        (values["kind"][before] == KIND_CODE[child.kind])
+        & (values["stage"][before] == child.stage)
+        & (values["micro_batch"][before] == (NONE if child.micro_batch is None else child.micro_batch))
+        & (values["target_kind"][before] == KIND_CODE[op.target.target.kind])
+        & (values["index"][before] == child.index)
+    )
+    found = np.flatnonzero(same)
+    waits_for[wait] = first + int(found[-1]) if len(found) else NONE
+
+
+def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
+    """The compute or reduction that each child collective belongs to: the last of that name before it."""
+    values = columns.values
+    parent = np.full(len(rank), NONE, dtype=np.int64)
+    children = np.flatnonzero(is_kind(values["kind"], CHILD_KINDS) & (values["target_kind"] != NONE))
+    if not len(children):
+        return parent
+    owns = is_kind(values["kind"], COMPUTE_KINDS | {OpKind.REDUCE_GRAD})
+    last = np.maximum.accumulate(np.where(owns, np.arange(len(rank)), NONE))
+    candidate = last[children]
+    fits = (candidate != NONE) & (rank[candidate] == rank[children])
+    for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("micro_batch", "micro_batch")):
+        fits &= values[name][children] == values[of_parent][candidate]
+    reduces = values["target_kind"][children] == KIND_CODE[OpKind.REDUCE_GRAD]
+    own_axis = values["axis"][candidate]
+    fits &= ~reduces | (own_axis == values["axis"][children]) | (own_axis == NONE)
+    parent[children[fits]] = candidate[fits]
+    for child in children[~fits].tolist():
+        parent[child] = _last_parent(columns, child, int(columns.offsets[rank[child]]), np.flatnonzero(owns))
+    return parent
+
+
+def _last_parent(columns: Columns, child: int, first: int, owners: IntColumn) -> int:
+    values = columns.values
+    mine = owners[(owners >= first) & (owners < child)]
+    same = (
+        (values["kind"][mine] == values["target_kind"][child])
+        & (values["stage"][mine] == values["stage"][child])
+        & (values["micro_batch"][mine] == values["micro_batch"][child])
+    )
+    found = mine[same]
+    return int(found[-1]) if len(found) else NONE
+
+
+READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
+    {
+        OpKind.FORWARD: ("input",),
+        OpKind.BACKWARD: ("output_grad", "kept"),
+        OpKind.BACKWARD_INPUT: ("output_grad", "kept"),
+        OpKind.BACKWARD_WEIGHT: ("kept",),
+        OpKind.SLICE_FORWARD: ("output",),
+        OpKind.SEND_FORWARD: ("output",),
+        OpKind.GATHER_FORWARD: ("input",),
+        OpKind.SLICE_BACKWARD: ("input_grad",),
+        OpKind.SEND_BACKWARD: ("input_grad",),
+        OpKind.GATHER_BACKWARD: ("output_grad",),
+    }
+)
+"""What each kind reads of its stage and micro-batch; ``kept`` is what a forward keeps for its backward."""
+
+WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
+    {
+        OpKind.FORWARD: ("output", "kept"),
+        OpKind.BACKWARD: ("input_grad",),
+        OpKind.BACKWARD_INPUT: ("input_grad", "kept"),
+        OpKind.SLICE_FORWARD: ("output",),
+        OpKind.RECV_FORWARD: ("input",),
+        OpKind.GATHER_FORWARD: ("input",),
+        OpKind.SLICE_BACKWARD: ("input_grad",),
+        OpKind.RECV_BACKWARD: ("output_grad",),
+        OpKind.GATHER_BACKWARD: ("output_grad",),
+    }
+)
+"""What each kind writes of its stage and micro-batch."""
+
+TENSOR_NAMES = ("input", "output", "input_grad", "output_grad", "kept")
+
+
+def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, micro_batch: IntColumn) -> IntColumn:
+    """Producer to consumer within a rank: the last writer of each tensor before each reader, shape [n, 2]."""
+    parts = [
+        (rows, name, writes)
+        for writes, table in ((0, READS), (1, WRITES))
+        for op_kind, names in table.items()
+        for rows in [np.flatnonzero(kind == KIND_CODE[op_kind])]
+        for name in names
+    ]
+    row = np.concatenate([rows for rows, _, _ in parts])
+    name = np.concatenate([np.full(len(rows), TENSOR_NAMES.index(name)) for rows, name, _ in parts])
+    writes = np.concatenate([np.full(len(rows), flag) for rows, _, flag in parts])
+    key = packed(rank[row], name, stage[row], micro_batch[row])
+    order = np.lexsort((writes, row, key))  # an operation reads before it writes
+    row, key, writes = row[order], key[order], writes[order]
+    last = np.maximum.accumulate(np.where(writes == 1, np.arange(len(row)), NONE)) if len(row) else row
+    readers = np.flatnonzero((writes == 0) & (last != NONE))
+    readers = readers[last[readers] >= _group_starts(key)[readers]]
+    return sorted_edges(row[last[readers]], row[readers])
+
+
+def sorted_edges(source: IntColumn, target: IntColumn) -> IntColumn:
+    """Edges by source, then target, each once; shape [n, 2]."""
+    if not len(source):
+        return np.empty((0, 2), dtype=np.int64)
+    return np.unique(np.stack([source, target], axis=1), axis=0)
+
+
+def chain_edges(rows: IntColumn, key: IntColumn) -> IntColumn:
+    """From each row to the next row with the same key; shape [n, 2]."""
+    order = np.argsort(key, kind="stable")
+    rows, key = rows[order], key[order]
+    same = key[1:] == key[:-1]
+    return sorted_edges(rows[:-1][same], rows[1:][same])
