@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError
     from pipeproof.specs.load import load_plan, plan_from_dict
     from pipeproof.specs.plan import PlanSpec
-    from pipeproof.verify.check import check
+    from pipeproof.verify.check import check, check_graph
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "PlanSpec",
     "__version__",
     "check",
+    "check_graph",
     "load_plan",
     "lower",
     "plan_from_dict",
@@ -43,6 +44,7 @@ _HOMES = {
     "PipeproofError": "specs.finding",
     "PlanSpec": "specs.plan",
     "check": "verify.check",
+    "check_graph": "verify.check",
     "load_plan": "specs.load",
     "lower": "comm.lower",
     "plan_from_dict": "specs.load",

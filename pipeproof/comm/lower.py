@@ -30,7 +30,7 @@ from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.optable import Group, OpGraph
-from pipeproof.schedule.programs import Programs
+from pipeproof.schedule.programs import Programs, stages_of
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
@@ -100,6 +100,15 @@ class LoweredPlan:
     def rank_of_stage(self) -> Mapping[int, int]:
         """The pipeline rank that computes each stage."""
         return {op.stage: rank for rank, program in enumerate(self.programs) for op in program}
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages that a global rank computes, in order of their numbers."""
+        return stages_of(self.programs)[self.mesh.coords(rank)["pp"]]
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The global ranks that compute a stage, in order."""
+        pp = self.rank_of_stage[stage]
+        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] == pp)
 
     @cached_property
     def layer_by_name(self) -> Mapping[str, Layer]:

@@ -18,7 +18,7 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
     for column in ("stage", "ranks", "layers", "parameters"):
         stages.add_column(column)
     for stage, names in enumerate(plan.stages):
-        ranks = [r for r in range(plan.mesh.num_ranks) if plan.mesh.coords(r)["pp"] == stage]
+        ranks = plan.ranks_of_stage(stage)
         numel = sum(prod(p.shape) for layer in plan.layers_of(stage) for p in layer.parameters)
         stages.add_row(str(stage), ", ".join(map(str, ranks)), ", ".join(names), f"{numel:,}")
     console.print(stages)
@@ -39,8 +39,7 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
         console.print(groups)
     console.print("programs (transfers, waits and collectives: `--rank N`)")
     for rank, program in enumerate(plan.programs):
-        compute = [str(op) for op in program if str(op.kind) in "FBIW"]
-        console.print(f"  pp {rank}: {' '.join(compute)}", soft_wrap=True)
+        console.print(f"  pp {rank}: {' '.join(map(str, program))}", soft_wrap=True)
 
 
 def render_program(plan: LoweredPlan, rank: int, console: Console) -> None:

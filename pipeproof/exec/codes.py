@@ -95,4 +95,18 @@ BEYOND_BOUND = RuleDoc(
     right="step 0, layer.0.attn.qkv.weight: 4e-7 from the uncut model, the bound is 5e-5",
 )
 
-RUN_CODES = (LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND)
+NOT_CARRIED_OUT = RuleDoc(
+    code="PP909",
+    title="the plan asks for what the executor does not carry out yet",
+    severity="error",
+    explanation=(
+        "Such a plan is checked and simulated like any other; running it would train something else than it says, "
+        "so it is refused."
+    ),
+    wrong="pipeproof run plan.yaml   # topology: {pp: 2, cp: 2}",
+    right="pipeproof check plan.yaml",
+)
+
+RUN_CODES = (
+    LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_CARRIED_OUT,
+)  # fmt: skip

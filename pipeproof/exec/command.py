@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ def run_command(
 ) -> int:
     """Run a checked plan, print what happens, write the files that were asked for; the exit status."""
     source = report.subject.source
+    report = replace(report, subject=report.subject.unfolded())  # every process is a rank of its own
     rank = launched_rank()
     try:
         with terminate_raises():

@@ -99,7 +99,7 @@ def compare_step(
     """Gather each rank's shards and losses and hold them against both references."""
     results = []
     for stage in range(len(plan.stages)):
-        holders = [r for r in range(plan.mesh.num_ranks) if plan.mesh.coords(r)["pp"] == stage]
+        holders = plan.ranks_of_stage(stage)
         for layer in plan.layers_of(stage):
             for parameter in layer.parameters:
                 shards = {rank: ranks[rank][1][parameter.name] for rank in holders}
@@ -111,7 +111,7 @@ def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]
     """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank."""
     losses = []
     for dp in range(plan.mesh.size("dp")):
-        coords = {**plan.mesh.coords(0), "dp": dp, "pp": len(plan.stages) - 1}
+        coords = {**plan.mesh.coords(0), "dp": dp, "pp": plan.rank_of_stage[len(plan.stages) - 1]}
         loss = ranks[plan.mesh.rank(coords)][0]
         assert loss is not None
         losses.append(loss)

@@ -51,7 +51,7 @@ class StepOutcome:
 
 
 class PaddleAdapter:
-    """One rank: its stage, its tensors, its optimizer and its communication.
+    """One rank: its stages, their tensors and optimizers, and its communication.
 
     ``enter`` is called with the step and id of each host operation and each
     child collective before it is carried out.
@@ -65,10 +65,15 @@ class PaddleAdapter:
             plan.graph.groups[index].axis: collectives for index, collectives in world.collectives.items()
         }
         self._children = _Children(self)
-        self._stage = PaddleStage(plan.spec, plan.layers_of(self._coords["pp"]), self._coords["tp"], self._children)
-        self._optimizer = make_optimizer(plan.spec.run, self._stage.parameters)
+        self._stages = {
+            stage: PaddleStage(plan.spec, plan.layers_of(stage), self._coords["tp"], self._children)
+            for stage in plan.stages_of_rank(rank)
+        }
+        self._optimizers = {
+            number: make_optimizer(plan.spec.run, stage.parameters) for number, stage in self._stages.items()
+        }
         self._transfers: dict[int, Transfer] = {}
-        self._tensors: dict[int, _Tensors] = {}
+        self._tensors: dict[tuple[int, int], _Tensors] = {}
         self._step = -1
         self.log: list[LogEntry] = []
         self.outcome = StepOutcome()
@@ -79,7 +84,8 @@ class PaddleAdapter:
         self._tensors.clear()
         self._transfers.clear()
         self.outcome = StepOutcome()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad()
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do what one instruction says; a transfer is posted, everything else is finished on return."""
@@ -135,7 +141,7 @@ class PaddleAdapter:
         elif op.kind is OpKind.REDUCE_GRAD:
             self._reduce_grad(op)
         elif op.kind is OpKind.STEP:
-            self._update()
+            self._update(op.stage)
         else:
             raise ValueError(f"the Paddle adapter cannot carry out {op}")
 
@@ -145,7 +151,9 @@ class PaddleAdapter:
         batch = micro_batch(self._plan.spec, self._step, data)
         if tensors.input is not None:
             tensors.input.stop_gradient = False
-        tensors.output = self._stage.forward(tensors.input, batch, step=self._step, index=data)
+        tensors.output = self._stages[op.stage].forward(tensors.input, batch, step=self._step, index=data)
+        if op.stage + 1 in self._stages:  # nothing is sent to a stage of the same rank
+            self._at(op.stage + 1, op).input = tensors.output.detach()
         if op.stage == len(self._plan.stages) - 1:
             loss = tensors.output.detach().numpy()[()]
             total = self.outcome.loss
@@ -157,18 +165,21 @@ class PaddleAdapter:
         paddle.autograd.backward([tensors.output], [tensors.output_grad])
         if tensors.input is not None:
             tensors.input_grad = tensors.input.grad
+        if op.stage - 1 in self._stages:
+            self._at(op.stage - 1, op).output_grad = tensors.input_grad
         tensors.input = tensors.output = tensors.output_grad = None
 
     def _reduce_grad(self, op: Op) -> None:
         for layer in self._plan.layers_of(op.stage):
             for parameter in layer.parameters:
                 if op.axis == "dp" or op.axis in parameter.partial_over:
-                    weight = self._stage.parameters[parameter.name]
+                    weight = self._stages[op.stage].parameters[parameter.name]
                     weight.grad.set_value(self._children.reduce_over(str(op.axis), weight.grad, "sum"))
 
-    def _update(self) -> None:
-        self.outcome.gradients = {name: weight.grad.numpy().copy() for name, weight in self._stage.parameters.items()}
-        self._optimizer.step()
+    def _update(self, stage: int) -> None:
+        for name, weight in self._stages[stage].parameters.items():
+            self.outcome.gradients[name] = weight.grad.numpy().copy()
+        self._optimizers[stage].step()
 
     def _post(self, instruction: Instruction) -> None:
         op, row = instruction.op, instruction.row
@@ -234,7 +245,11 @@ class PaddleAdapter:
         return collectives.ranks, numel, dtype
 
     def _of(self, op: Op) -> _Tensors:
-        return self._tensors.setdefault(_index(op), _Tensors())
+        return self._at(op.stage, op)
+
+    def _at(self, stage: int, op: Op) -> _Tensors:
+        """The tensors of an operation's micro-batch on a stage of this rank."""
+        return self._tensors.setdefault((stage, _index(op)), _Tensors())
 
 
 class _Children:

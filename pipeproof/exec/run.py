@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof.exec.codes import BACKEND_MISSING
+from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
 from pipeproof.exec.launch import Launcher, job_directory
@@ -90,12 +90,29 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
         BackendMissingError: the plan's backend is not installed.
-        PipeproofError: the planted failure of the options would never strike.
+        PipeproofError: the plan asks for what is not carried out yet, or the planted failure of the options would
+            never strike.
     """
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
+    _require_carried_out(report.subject)
     _require_backend()
     _require_fault_op(report.subject, options.fault)
+
+
+def _require_carried_out(subject: Subject) -> None:
+    spec = subject.plan.spec
+    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
+        if getattr(spec.topology, axis) > 1:
+            raise PipeproofError(
+                Finding(
+                    NOT_CARRIED_OUT.code,
+                    Severity.ERROR,
+                    f"the plan has {axis} {getattr(spec.topology, axis)}, and {what} is checked but not run yet",
+                    location=subject.locate("topology", axis),
+                    help=f"set topology.{axis} to 1 to run the plan",
+                )
+            )
 
 
 def _require_backend() -> None:

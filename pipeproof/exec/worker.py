@@ -37,7 +37,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         RuntimeError: the plan that this process derives is not the one that was verified, a peer died, or the
             backend failed.
     """
-    subject = make_subject(job.loaded_plan())
+    subject = make_subject(job.loaded_plan()).unfolded()
     _require_same_plan(subject, job.digest)
     plan = subject.plan
     from pipeproof.stages.paddle.runtime import num_math_threads, start_paddle

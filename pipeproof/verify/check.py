@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeproof.specs.finding import Finding, Severity
+from pipeproof.comm.capabilities import BackendTable
+from pipeproof.schedule.optable import OpGraph
+from pipeproof.specs.finding import Finding, Location, Severity
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.certificate import RULE_SET_VERSION, Certificate, plan_digest
 from pipeproof.verify.memory import InFlight, in_flight
 from pipeproof.verify.registry import RULES
-from pipeproof.verify.subject import Subject, make_subject
+from pipeproof.verify.subject import Subject, graph_subject, make_subject
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ def check(plan: LoadedPlan) -> Report:
 
 
 def check_subject(subject: Subject) -> Report:
-    """Judge a subject by every rule, findings in the order of the rule codes."""
-    findings = tuple(finding for rule in RULES for finding in rule.check(subject))
+    """Judge a subject by every rule that applies to it, findings in the order of the rule codes."""
+    rules = [rule for rule in RULES if subject.lowered is not None or not rule.needs_plan]
+    findings = tuple(subject.placed(finding) for rule in rules for finding in rule.check(subject))
     return Report(subject, plan_digest(subject), findings, in_flight(subject))
+
+
+def check_graph(graph: OpGraph, *, backend: BackendTable | None = None, origins: tuple[Location, ...] = ()) -> Report:
+    """Judge a graph made in Python, such as a log of a runtime of one's own, by every rule that needs no plan.
+
+    ``backend`` is whose promises hold (Paddle's gloo without it); ``origins``
+    the places of rows by the graph's ``origin`` column, for the findings.
+    """
+    return check_subject(graph_subject(graph, backend=backend, origins=origins))

@@ -11,9 +11,18 @@ import numpy as np
 from pipeproof.comm.capabilities import BackendTable, backend_table
 from pipeproof.comm.lower import LoweredPlan, lower
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op
-from pipeproof.schedule.optable import OpGraph
+from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import BadPlanAtError, Finding, Location, Severity, Witness, WitnessOp
+from pipeproof.specs.finding import (
+    BadPlanAtError,
+    CycleWitness,
+    Finding,
+    Location,
+    OpsWitness,
+    Severity,
+    Witness,
+    WitnessOp,
+)
 from pipeproof.specs.load import LoadedPlan, PlanFileError
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
@@ -80,6 +89,15 @@ class Subject:
     def locate(self, *path: str | int) -> Location | None:
         """The place of a plan key, or of its nearest parent that the file has."""
         return self.source.locate(path) if self.source is not None else None
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding at the file place of the first operation of its witness that was read from a file."""
+        witness = finding.witness
+        if not self.origins or not isinstance(witness, CycleWitness | OpsWitness):
+            return finding
+        ops = [op.op_id for op in witness.ops if op.op_id is not None]
+        origins = [int(self.graph.origin[op_id]) for op_id in ops if self.graph.origin[op_id] != NONE]
+        return replace(finding, location=self.origins[origins[0]]) if origins else finding
 
     def coords_text(self, rank: int) -> str:
         """``rank 5 (pp 2, tp 1)``: a rank with its coordinates on the axes that have more than one rank."""

@@ -22,6 +22,9 @@ MATCHING = {
     "pp2_tp2_partial": {"topology": {"pp": 2, "tp": 2}, "transport": "partial"},
     "pp2_dp2_in_another_order": {"topology": {"pp": 2, "dp": 2, "order": ["pp", "dp", "tp", "cp", "ep"]}},
     "tp4": {"topology": {"pp": 1, "tp": 4}},
+    "interleaved_two_stages_on_each_rank": {
+        "schedule": {"kind": "interleaved", "num_chunks": 2}, "topology": {"pp": 2, "tp": 2, "sequence_parallel": True},
+    },
     "gpipe_with_fewer_micro_batches_than_stages": {
         "topology": {"pp": 3},
         "schedule": {"kind": "gpipe", "num_micro_batches": 2},
@@ -36,7 +39,7 @@ MATCHING = {
         "run": {"optimizer": "sgd", "learning_rate": 0.1},
     },
     "pp1": {"topology": {"pp": 1}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MATCHING)
@@ -103,6 +106,13 @@ def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoi
     assert report["log_matches_graph"]
     assert "error[PP201]" in ended.output
     assert f"{len(differs[0])} of {len(differs[0])} on stage 0, 0 of {len(differs[1])} on stage 1" in ended.output
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_what_is_checked_but_not_run_yet_is_refused_by_name(axis, tmp_path):
+    ended = Run(tmp_path, plan_dict(topology={"pp": 2, axis: 2})).end()
+    assert ended.status == 2
+    assert f"error[PP909]: the plan has {axis} 2" in ended.output
 
 
 def test_a_plan_that_does_not_pass_is_not_run(tmp_path):
