@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-torch lint docs bench clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
 	$(BIN)/python -m pytest -n 2
+
+test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
+	$(BIN)/python -c 'import torch'
+	$(BIN)/python -m pytest -n 2 -m needs_torch
 
 lint: $(VENV)/.dev           ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -24,6 +28,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
+	$(BIN)/python benchmarks/check.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +40,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	touch $@
+
+$(VENV)/.torch: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
 	touch $@
 
 clean:

@@ -1,5 +1,9 @@
-"""Goldens: files under ``tests/goldens`` that a test's text must equal; ``--update-golden`` rewrites them."""
+"""Goldens: files under ``tests/goldens`` that a test's text must equal; ``--update-golden`` rewrites them.
 
+Tests that ask PyTorch itself are skipped where it is not installed; ``make test-torch`` installs and runs them.
+"""
+
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,14 @@ settings.load_profile("pipeproof")
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("torch") is None:
+        skip = pytest.mark.skip(reason="PyTorch is not installed; `make test-torch` installs it and runs this")
+        for item in items:
+            if item.get_closest_marker("needs_torch"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
