@@ -25,22 +25,22 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Prog
             f"interleaved 1F1B takes {num_ranks} micro-batches at a time through each chunk, and "
             f"{num_micro_batches} does not divide by that; use {near}"
         )
-    return tuple(_rank_program(rank, num_ranks, num_micro_batches, num_chunks) for rank in range(num_ranks))
+    turns = [
+        (chunk, first + place)
+        for first in range(0, num_micro_batches, num_ranks)
+        for chunk in range(num_chunks)
+        for place in range(num_ranks)
+    ]
+    return tuple(_rank_program(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks))
 
 
-def _rank_program(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> Program:
-    total = num_micro_batches * num_chunks
-    num_warmup = min(2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks, total)
-
-    def op(kind: OpKind, turn: int) -> Op:
-        group, within = divmod(turn, num_ranks * num_chunks)
-        chunk, place = divmod(within, num_ranks)
-        if kind is OpKind.BACKWARD:
-            chunk = num_chunks - 1 - chunk
-        return Op(kind, chunk * num_ranks + rank, group * num_ranks + place)
-
-    program = [op(OpKind.FORWARD, turn) for turn in range(num_warmup)]
-    for turn in range(num_warmup, total):
-        program += [op(OpKind.FORWARD, turn), op(OpKind.BACKWARD, turn - num_warmup)]
-    program += [op(OpKind.BACKWARD, turn) for turn in range(total - num_warmup, total)]
-    return tuple(program)
+def _rank_program(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> Program:
+    """Forwards take ``turns`` (chunk, micro-batch) in order; backwards too, through the chunks from the last."""
+    num_warmup = min(2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks, len(turns))
+    last = (num_chunks - 1) * num_ranks + rank
+    forwards = [Op(OpKind.FORWARD, chunk * num_ranks + rank, batch) for chunk, batch in turns]
+    backwards = [Op(OpKind.BACKWARD, last - chunk * num_ranks, batch) for chunk, batch in turns]
+    program = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+        program += [forward, backward]
+    return tuple(program + backwards[len(turns) - num_warmup :])

@@ -60,7 +60,8 @@ def check_subject(subject: Subject) -> Report:
     """Judge a subject by every rule that applies to it, findings in the order of the rule codes."""
     rules = [rule for rule in RULES if subject.lowered is not None or not rule.needs_plan]
     findings = tuple(subject.placed(finding) for rule in rules for finding in rule.check(subject))
-    return Report(subject, plan_digest(subject), findings, in_flight(subject))
+    held = in_flight(subject) if subject.lowered is not None else ()
+    return Report(subject, plan_digest(subject), findings, held)
 
 
 def check_graph(graph: OpGraph, *, backend: BackendTable | None = None, origins: tuple[Location, ...] = ()) -> Report:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
+
+import numpy as np
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.subject import Subject
 
 ITEM_BYTES = {"float32": 4, "float64": 8}
+
+_TAKES = frozenset({OpKind.FORWARD})
+_GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +33,12 @@ class InFlight:
 
 def in_flight(subject: Subject) -> tuple[InFlight, ...]:
     """Per rank: held from the start of F to the end of B (of W, where backward is split)."""
-    numel = prod(subject.plan.boundary.local_shape)
-    item_bytes = ITEM_BYTES[subject.plan.boundary.dtype]
-    result = []
-    for rank in range(subject.graph.num_ranks):
-        live = peak = 0
-        for op_id in subject.graph.rank_ops(rank):
-            kind = subject.graph.ops[op_id].kind
-            if kind is OpKind.FORWARD:
-                live += 1
-                peak = max(peak, live)
-            elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-                live -= 1
-        result.append(InFlight(rank, peak, peak * numel * item_bytes))
-    return tuple(result)
+    graph = subject.graph
+    item_bytes = prod(subject.plan.boundary.local_shape) * ITEM_BYTES[subject.plan.boundary.dtype]
+    change = graph.is_kind(_TAKES).astype(np.int64) - graph.is_kind(_GIVES_BACK)
+    held = np.cumsum(change)
+    peaks = []
+    for start, stop in pairwise(graph.offsets.tolist()):
+        before = int(held[start - 1]) if start else 0
+        peaks.append(max(int(held[start:stop].max(initial=before)) - before, 0))
+    return tuple(InFlight(rank, peak, peak * item_bytes) for rank, peak in enumerate(peaks))
