@@ -81,6 +81,16 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
+            "a zero-bubble schedule that PyTorch wrote, with its communication, checked as it stands",
+            ("check", "examples/gpt_pp2_zbv_torch.yaml"),
+            0,
+        ),
+        Scene(
+            "a schedule written by hand: every send, receive and wait in a text",
+            ("check", "examples/gpt_pp2_text.yaml"),
+            0,
+        ),
+        Scene(
             "the bug in the backward direction only, run all the same",
             (
                 "run",

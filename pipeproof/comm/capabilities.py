@@ -22,8 +22,8 @@ RowValue = str | bool | int
 SendCompletes = Literal["rendezvous", "eager", "slots"]
 """When a send is done: with its receive; at once; at once while a slot of a bounded buffer is free."""
 
-Queue = Literal["directed_edge", "pair"]
-"""Which transfers wait for each other: those of one (edge, direction), or all between two ranks."""
+Queue = Literal["directed_edge", "pair", "communicator", "direction", "rank", "device"]
+"""Which transfers of a rank wait for each other; ``pipeproof.verify.deadlock.models`` says what each name means."""
 
 LongerMessage = Literal["abort", "error", "hang", "truncate", "other"]
 """What comes of a message longer than its buffer.
@@ -291,3 +291,15 @@ def backend_table(backend: str, device: str) -> BackendTable:
     except KeyError:
         known = ", ".join(f"{b} on {d}" for b, d in _TABLES)
         raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
+
+
+def table_named(name: str) -> BackendTable:
+    """The table of a name such as ``paddle-gloo``, for programs without a plan.
+
+    Raises:
+        ValueError: no such table; the message lists those there are.
+    """
+    by_name = {table.name: table for table in _TABLES.values()}
+    if name not in by_name:
+        raise ValueError(f"no backend {name!r}; there are tables for {', '.join(sorted(by_name))}")
+    return by_name[name]

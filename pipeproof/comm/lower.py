@@ -29,12 +29,21 @@ from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
 from pipeproof.schedule.blocks import Blocks
-from pipeproof.schedule.optable import Group, OpGraph
+from pipeproof.schedule.columns import Columns, columns_of
+from pipeproof.schedule.foreign import ForeignSchedule
+from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
 from pipeproof.schedule.programs import Programs, stages_of
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import Boundary, describe_boundary
+from pipeproof.stages.describe.boundary import (
+    Boundary,
+    Edge,
+    MicroBatchSize,
+    describe_boundaries,
+    describe_boundary,
+    micro_batch_sizes,
+)
 from pipeproof.stages.describe.layers import Layer, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
 
@@ -77,9 +86,11 @@ LOWERING_CODES = (TOO_LARGE, UNFIT_SCHEDULE)
 class LoweredPlan:
     """A plan with everything that is derived from it: one object for rules, simulator and executor.
 
-    ``programs`` hold the compute operations of each pipeline rank; ``graph``
-    everything. ``canonical`` is the graph that the digest is of: folded,
-    whether ``graph`` is or not.
+    ``boundary`` is the activation of the model; ``edges`` has what crosses
+    between each two stages. ``programs`` hold the compute operations of each
+    pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
+    digest is of: folded, whether ``graph`` is or not. ``foreign`` is the
+    schedule where it was not generated.
     """
 
     spec: PlanSpec
@@ -87,14 +98,26 @@ class LoweredPlan:
     layers: tuple[Layer, ...]
     stages: tuple[tuple[str, ...], ...]
     boundary: Boundary
+    edges: tuple[Edge, ...]
     programs: Programs
     graph: OpGraph
     canonical: OpGraph
+    foreign: ForeignSchedule | None = None
 
     @property
     def folded(self) -> bool:
         """Whether the ranks of ``graph`` stand for more than themselves."""
         return self.graph.num_ranks < self.mesh.num_ranks
+
+    @cached_property
+    def sizes(self) -> tuple[MicroBatchSize, ...]:
+        """The distinct sizes of micro-batches."""
+        return micro_batch_sizes(self.spec)[0]
+
+    @cached_property
+    def size_of_micro_batch(self) -> tuple[int, ...]:
+        """Which of ``sizes`` each micro-batch has; empty where there is one for all."""
+        return micro_batch_sizes(self.spec)[1]
 
     @cached_property
     def rank_of_stage(self) -> Mapping[int, int]:
@@ -137,11 +160,12 @@ def mesh_of(plan: PlanSpec) -> Mesh:
     return Mesh(topology.order, tuple(getattr(topology, axis) for axis in topology.order))
 
 
-def lower(plan: PlanSpec, *, boundary: Boundary | None = None) -> LoweredPlan:
+def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignSchedule | None = None) -> LoweredPlan:
     """Derive layers, stages, programs and the op graph of a plan. Linear in operations.
 
-    ``boundary`` puts another tensor in place of the model's own between the
+    ``boundary`` puts another tensor in place of what crosses between the
     stages, to check and simulate what a model of one's own would send.
+    ``foreign`` is the schedule where the plan names one that is not generated.
 
     Raises:
         BadPlanAtError: the layers cannot be cut onto the stages, the schedule
@@ -152,12 +176,14 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None) -> LoweredPlan:
     layers = describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
-    programs = plan_programs(plan)
+    programs = foreign.programs if foreign is not None else plan_programs(plan)
+    edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
+    own = boundary or describe_boundary(plan)
     nothing = OpGraph(Blocks().expand(), (), ())
-    lowered = LoweredPlan(plan, mesh, layers, stages, boundary or describe_boundary(plan), programs, nothing, nothing)
+    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, programs, nothing, nothing, foreign)
     canonical = _graph(lowered, folded=True)
     lowered = replace(lowered, graph=canonical, canonical=canonical)
-    num_replicas = mesh.num_ranks // plan.topology.pp
+    num_replicas = mesh.num_ranks // canonical.num_ranks
     return lowered if canonical.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
 
 
@@ -193,26 +219,51 @@ def plan_programs(plan: PlanSpec) -> Programs:
 
 
 def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:
-    """The op graph of one representative per pipeline rank, or of every global rank."""
+    """The op graph of every global rank, or with replicas along the folded axes counted once."""
     mesh = plan.mesh
+    fold = _fold_axes(plan) if folded else ()
+    ranks = [rank for rank in range(mesh.num_ranks) if all(mesh.coords(rank)[axis] == 0 for axis in fold)]
+    graph_rank = {rank: place for place, rank in enumerate(ranks)}
     axes = [axis for axis in _GROUP_AXES if mesh.size(axis) > 1]
-    if folded:
-        num_pp = mesh.size("pp")
-        ranks = [mesh.rank({axis: pp if axis == "pp" else 0 for axis in mesh.axes}) for pp in range(num_pp)]
-        groups = tuple(Group(axis, (pp,), copies=mesh.size(axis)) for axis in axes for pp in range(num_pp))
-    else:
-        ranks = list(range(mesh.num_ranks))
-        groups = tuple(group for axis in axes for group in mesh.groups(axis))
-    tensors = tensors_of(plan.boundary, len(plan.stages))
+    groups = tuple(
+        Group(axis, members, copies=mesh.size(axis) if axis in fold else 1)
+        for axis in axes
+        for group in mesh.groups(axis)
+        if (members := tuple(graph_rank[rank] for rank in group.ranks if rank in graph_rank))
+    )
     group_of = {(group.axis, rank): i for i, group in enumerate(groups) for rank in group.ranks}
+    columns, tensors = _columns(plan, ranks, graph_rank, axes, group_of, fold_tp="tp" in fold)
+    return OpGraph(columns, tensors, groups, tuple(ranks))
+
+
+def _columns(
+    plan: LoweredPlan,
+    ranks: Sequence[int],
+    graph_rank: Mapping[int, int],
+    axes: Sequence[str],
+    group_of: Mapping[tuple[str, int], int],
+    *,
+    fold_tp: bool,
+) -> tuple[Columns, tuple[TensorSpec, ...]]:
+    tensors = tensors_of(plan.edges)
     reduce_axes = _reduce_axes(plan)
-    blocks = Blocks()
-    for graph_rank, rank in enumerate(ranks):
-        rows = RankBlocks(
-            plan, mesh.coords(rank), tensors, {axis: group_of[axis, graph_rank] for axis in axes}, folded=folded
-        )
-        rows.write(blocks, reduce_axes)
-    return OpGraph(blocks.expand(), tensors.specs, groups, tuple(ranks))
+    blocks, given = Blocks(), []
+    for rank in ranks:
+        coords = plan.mesh.coords(rank)
+        groups = {axis: group_of[axis, graph_rank[rank]] for axis in axes}
+        lowering = RankBlocks(plan, coords, tensors, groups, graph_rank, fold_tp=fold_tp)
+        foreign = plan.foreign
+        if foreign is not None and not foreign.computes_only:
+            given.append(list(lowering.given(foreign.rows[coords["pp"]], reduce_axes)))
+            continue
+        lowering.write(blocks, None if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
+    return (columns_of(given) if given else blocks.expand()), tensors.specs
+
+
+def _fold_axes(plan: LoweredPlan) -> tuple[str, ...]:
+    """Axes along which all ranks do alike: where a boundary changes its layout, TP ranks do not."""
+    varies = any(boundary.changes_layout for edge in plan.edges for members in edge.variants for boundary in members)
+    return tuple(axis for axis in plan.mesh.axes if axis != "pp" and not (axis == "tp" and varies))
 
 
 _GROUP_AXES = ("tp", "cp", "ep", "dp")

@@ -1,18 +1,30 @@
-"""The blocks of one rank: what it does around each forward and backward of a stage, and at the end of the step."""
+"""The rows of one rank: what it does around each forward and backward of a stage, and at the end of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
-from pipeproof.schedule.blocks import ANY, Blocks
+from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.ops import Op, OpKind, child_of, wait_for
+from pipeproof.schedule.ops import (
+    COMPUTE_KINDS,
+    META_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    TRANSFER_KINDS,
+    Op,
+    OpKind,
+    child_of,
+    free_of,
+    wait_for,
+)
 from pipeproof.schedule.optable import TensorSpec
-from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer
 
 if TYPE_CHECKING:
@@ -25,39 +37,60 @@ _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
     CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
     CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
 }
 
 
 @dataclass(frozen=True)
 class BoundaryTensors:
-    """The tensors at the stages' ends, and where each stands among them by (``input_grad``, stage)."""
+    """The tensors at the stages' ends, and where each stands among them by (``input_grad``, stage, variant, member)."""
 
     specs: tuple[TensorSpec, ...]
-    index: Mapping[tuple[str, int], int]
+    index: Mapping[tuple[str, int, int, int], int]
 
 
-def tensors_of(boundary: Boundary, num_stages: int) -> BoundaryTensors:
-    """Input and output of each stage that has one, with their gradients."""
-    placements = {
-        "input": boundary.tp,
-        "output": boundary.tp,
-        "input_grad": boundary.grad_placement(),
-        "output_grad": boundary.grad_placement(),
-    }
+def tensors_of(edges: Sequence[Edge]) -> BoundaryTensors:
+    """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches."""
     specs: list[TensorSpec] = []
-    index: dict[tuple[str, int], int] = {}
-    for stage in range(num_stages):
-        has_side = {"input": stage > 0, "output": stage + 1 < num_stages}
-        for name, placement in placements.items():
-            if has_side[name.removesuffix("_grad")]:
-                index[name, stage] = len(specs)
-                label = f"{name.replace('_', ' ')} of stage {stage}"
-                specs.append(TensorSpec(label, boundary.local_shape, boundary.dtype, str(placement), boundary.dims))
+    index: dict[tuple[str, int, int, int], int] = {}
+    for stage in range(len(edges) + 1):
+        for side in ("input", "output"):
+            edge = stage - 1 if side == "input" else stage
+            if not 0 <= edge < len(edges):
+                continue
+            for variant, members in enumerate(edges[edge].variants):
+                for place, member in enumerate(members):
+                    for gradient in (False, True) if member.has_gradient else (False,):
+                        name = f"{side}_grad" if gradient else side
+                        index[name, stage, variant, place] = len(specs)
+                        specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
     return BoundaryTensors(tuple(specs), index)
 
 
+def _tensor(name: str, boundary: Boundary, side: str, gradient: bool) -> TensorSpec:
+    at_sender = side == "output"
+    placement = boundary.placement(at_sender=at_sender, gradient=gradient)
+    shape = boundary.local_shape_at(at_sender=at_sender)
+    return TensorSpec(name, shape, boundary.dtype, str(placement), boundary.dims, boundary.member)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What one send or receive of an operation carries: a range of a tensor, to or from a TP rank of the other side."""
+
+    tensor: int
+    start: int
+    stop: int
+    peer_tp: int
+    transport: Transport
+
+
 class RankBlocks:
-    """Writes the program of the rank at ``coords`` as blocks; ``groups`` are its own by axis."""
+    """Writes the program of the rank at ``coords``; ``groups`` are its own by axis, ``graph_rank`` finds peers.
+
+    With ``fold_tp`` the rank stands for all its TP ranks, and ranges move by
+    their ``shift`` from one to the next.
+    """
 
     def __init__(
         self,
@@ -65,127 +98,239 @@ class RankBlocks:
         coords: Mapping[str, int],
         tensors: BoundaryTensors,
         groups: Mapping[str, int],
+        graph_rank: Mapping[int, int],
         *,
-        folded: bool,
+        fold_tp: bool,
     ) -> None:
         self._plan, self._coords, self._tensors, self._groups = plan, coords, tensors, groups
-        self._folded = folded
+        self._graph_rank, self._fold_tp = graph_rank, fold_tp
         self._num_tp = plan.mesh.size("tp")
         self._declared = {True: plan.spec.transport.forward, False: plan.spec.transport.backward}
         self._program = plan.programs[coords["pp"]]
-        self._forward_only = all(op.kind is OpKind.FORWARD for op in self._program)
 
-    def write(self, blocks: Blocks, reduce_axes: Sequence[str]) -> None:
-        """Append the rank's whole program."""
-        block_of: dict[tuple[OpKind, int], int] = {}
-        wait_of: dict[tuple[OpKind, int], int] = {}
-        late = OpKind.FORWARD if self._forward_only else OpKind.BACKWARD
-        waits: list[tuple[int, int]] = []
-        for op in self._program:
-            key = op.kind, op.stage
-            assert op.micro_batch is not None
-            if key not in block_of:
-                block_of[key] = blocks.add(list(self._compute(*key)))
-                late_send = self._send_of(*key)
-                if late_send is not None and (late_send.kind is OpKind.SEND_FORWARD) == (late is OpKind.FORWARD):
-                    wait_of[key] = blocks.add([Row(wait_for(late_send))])
-            blocks.use(block_of[key], op.micro_batch)
-            if key in wait_of:
-                waits.append((wait_of[key], op.micro_batch))
-        for block, micro_batch in waits:
-            blocks.use(block, micro_batch)
+    @cached_property
+    def _forward_only(self) -> bool:
+        return all(op.kind is OpKind.FORWARD for op in self._program)
+
+    def write(self, blocks: Blocks, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
+        """Append the rank's whole program around its computations.
+
+        ``rows`` are the computations where they come from a file, with their
+        places; two in one batch overlap.
+        """
+        writer = _Writer(self, blocks)
+        if rows is None:
+            for op in self._program:
+                writer.use_one(op)
+        else:
+            for computations in _overlapping(rows):
+                writer.use(computations)
+        writer.wait_for_sends()
         if not self._forward_only:
             for stage in sorted({op.stage for op in self._program}):
-                blocks.use(blocks.add(list(self._update(stage, reduce_axes))))
+                blocks.use(blocks.add(list(self.update(stage, reduce_axes))))
         blocks.end_rank()
 
-    def _compute(self, kind: OpKind, stage: int) -> Iterator[Row]:
-        op = Op(kind, stage, ANY)
-        forward = kind is OpKind.FORWARD
-        if kind is not OpKind.BACKWARD_WEIGHT:  # which reads what F and I kept, and hands nothing on
-            source = stage - 1 if forward else stage + 1
-            if self._crosses(stage, source):
-                receive = Op(OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD, stage, ANY)
-                yield self._transfer(receive, source)
-                yield Row(wait_for(receive))
-                yield from self._gather(receive)
-                if not forward:
-                    yield Row(wait_for(Op(OpKind.SEND_FORWARD, stage, ANY)))
-        yield Row(op)
-        yield from self._children(op, self._collectives(kind, stage))
-        send = self._send_of(kind, stage)
-        if send is not None:
-            yield from self._slice(send)
-            yield self._transfer(send, stage + 1 if forward else stage - 1)
+    def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
+        """The rows of a program that has its own communication, with what it leaves open filled in.
 
-    def _send_of(self, kind: OpKind, stage: int) -> Op | None:
+        That is the tensors and ranges of its transfers, slices and gathers
+        where the transport has them, the collectives below computations, and
+        reductions and the optimizer where the program has no STEP.
+        """
+        has_step = False
+        for row in rows:
+            op, has_step = row.op, has_step or row.op.kind is OpKind.STEP
+            about = op.target if op.kind is OpKind.WAIT and op.target is not None else op
+            if about.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
+                yield from self._given_transfer(row, about)
+            elif op.kind is OpKind.REDUCE_GRAD and op.axis is None and reduce_axes:
+                yield from self._reduce(op.stage, reduce_axes)
+            else:
+                yield self._to_graph(row)
+                if op.kind in COMPUTE_KINDS:
+                    yield from self._children(op, self.variant(op.micro_batch))
+        if not has_step and not self._forward_only:
+            for stage in sorted({op.stage for op in self._program}):
+                reduced = any(r.op.kind is OpKind.REDUCE_GRAD and r.op.stage == stage for r in rows)
+                yield from self.update(stage, () if reduced else reduce_axes)
+
+    def _to_graph(self, row: Row) -> Row:
+        """A row whose peer is a pipeline rank, with the graph's rank in its place."""
+        return row if row.peer == NONE else replace(row, peer=self._peer(row.peer, self._coords["tp"]))
+
+    def _given_transfer(self, row: Row, transfer: Op) -> Iterator[Row]:
+        variant = self.variant(transfer.micro_batch)
+        messages = self._messages(transfer, variant)
+        if row.op.kind is OpKind.WAIT:
+            yield from [row] * len(messages)
+            yield from self._gather(transfer, variant)
+            return
+        yield from self._slice(transfer, variant)
+        for message in messages:
+            yield replace(self._row(transfer, message, row.peer), communicator=row.communicator, queue=row.queue,
+                          batch=row.batch, origin=row.origin)  # fmt: skip
+
+    def before(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+        """What a computation waits for: its input, and the send that reads what it will free."""
+        forward = kind is OpKind.FORWARD
+        source = stage - 1 if forward else stage + 1
+        if kind is OpKind.BACKWARD_WEIGHT or not self._crosses(stage, source):
+            return  # a W reads what F and I kept
+        receive = Op(OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD, stage, batch)
+        messages = self._messages(receive, variant)
+        for message in messages:
+            yield self._row(receive, message, self._plan.rank_of_stage[source])
+        for _ in messages:
+            yield Row(wait_for(receive))
+        yield from self._gather(receive, variant)
+        if not forward:
+            yield from self.wait(Op(OpKind.SEND_FORWARD, stage, batch), variant)
+
+    def compute(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+        """A computation with the collectives inside it; which pair it belongs to is for its use to say."""
+        op = Op(kind, stage, batch)
+        yield Row(op, batch=ANY)
+        yield from self._children(op, variant)
+
+    def after(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+        """Handing on what a computation made."""
+        send = self.send_of(kind, stage, batch)
+        if send is not None:
+            yield from self._slice(send, variant)
+            neighbour = stage + 1 if send.is_forward else stage - 1
+            for message in self._messages(send, variant):
+                yield self._row(send, message, self._plan.rank_of_stage[neighbour])
+            yield from self._release(send, variant, "after_post")
+
+    def wait(self, send: Op, variant: int) -> Iterator[Row]:
+        """Waiting until a send has been taken."""
+        for _ in self._messages(send, variant):
+            yield Row(wait_for(send))
+        yield from self._release(send, variant, "after_wait")
+
+    def send_of(self, kind: OpKind, stage: int, batch: int) -> Op | None:
         """The send that hands on what a computation makes; None where nothing leaves the rank."""
         if kind is OpKind.FORWARD:
-            return Op(OpKind.SEND_FORWARD, stage, ANY) if self._crosses(stage, stage + 1) else None
+            return Op(OpKind.SEND_FORWARD, stage, batch) if self._crosses(stage, stage + 1) else None
         if kind is OpKind.BACKWARD_WEIGHT or not self._crosses(stage, stage - 1):
             return None
-        return Op(OpKind.SEND_BACKWARD, stage, ANY)
+        return Op(OpKind.SEND_BACKWARD, stage, batch)
+
+    def waits_late(self, send: Op) -> bool:
+        """Whether a send is waited for at the end of the step: where no backward of its own comes to wait for it."""
+        return self._forward_only or not send.is_forward
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether micro-batches have more than one size."""
+        return bool(self._plan.size_of_micro_batch)
+
+    def variant(self, micro_batch: int | None) -> int:
+        """Which size of micro-batch this one has."""
+        by_micro_batch = self._plan.size_of_micro_batch
+        return by_micro_batch[micro_batch] if by_micro_batch and micro_batch is not None else 0
+
+    def _release(self, send: Op, variant: int, when: str) -> Iterator[Row]:
+        """Give back the output that a forward send sends, or that its slices are of, if this is when the plan says."""
+        if send.is_forward and self._plan.spec.buffers.release_output == when:
+            sliced = any(message.transport is Transport.PARTIAL for message in self._messages(send, variant))
+            yield Row(free_of(Op(OpKind.SLICE_FORWARD, send.stage, send.micro_batch) if sliced else send))
 
     def _crosses(self, stage: int, neighbour: int) -> bool:
         rank_of_stage = self._plan.rank_of_stage
         return neighbour in rank_of_stage and rank_of_stage[neighbour] != rank_of_stage[stage]
 
-    def _message(self, op: Op) -> tuple[int, int, Transport]:
-        """(tensor index, its local element count, effective transport) of a transfer."""
-        incoming = op.kind in (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
+    def _messages(self, op: Op, variant: int) -> list[_Message]:
+        """What a transfer of this rank really sends or receives: each tensor of the boundary, in order."""
+        incoming = op.kind in RECV_KINDS
         side = "input" if incoming == op.is_forward else "output"
-        tensor = self._tensors.index[side if op.is_forward else f"{side}_grad", op.stage]
-        numel = self._tensors.specs[tensor].numel
-        return tensor, numel, effective_transport(self._declared[op.is_forward], numel, self._num_tp)
+        name = side if op.is_forward else f"{side}_grad"
+        edge = op.stage - 1 if side == "input" else op.stage
+        if not 0 <= edge < len(self._plan.edges):
+            return []  # a program that is wrong: the first stage receives, the last sends on
+        found: list[_Message] = []
+        for place, boundary in enumerate(self._plan.edges[edge].variants[variant]):
+            if not op.is_forward and not boundary.has_gradient:
+                continue
+            tensor = self._tensors.index[name, op.stage, variant, place]
+            if boundary.changes_layout:
+                found += self._reshard(tensor, boundary, op, incoming)
+            else:
+                found.append(self._whole_or_slice(tensor, op))
+        return found
 
-    def _share(self, op: Op) -> tuple[int, int, int, int]:
-        """(tensor, start, stop, shift) of what a transfer carries."""
-        tensor, numel, transport = self._message(op)
-        if transport is Transport.FULL:
-            return tensor, 0, numel, 0
-        start, stop = slice_range(numel, self._num_tp, self._coords["tp"])
-        return tensor, start, stop, stop - start if self._folded else 0
+    def _whole_or_slice(self, tensor: int, op: Op) -> _Message:
+        numel, tp = self._tensors.specs[tensor].numel, self._coords["tp"]
+        transport = effective_transport(self._declared[op.is_forward], numel, self._num_tp)
+        start, stop = slice_range(numel, self._num_tp, tp) if transport is Transport.PARTIAL else (0, numel)
+        return _Message(tensor, start, stop, tp, transport)
 
-    def _transfer(self, op: Op, neighbour: int) -> Row:
-        tensor, start, stop, shift = self._share(op)
-        pp = self._plan.rank_of_stage[neighbour]
-        peer = pp if self._folded else self._plan.mesh.rank({**self._coords, "pp": pp})
-        return Row(op, peer, tensor, start, stop, shift=shift)
+    def _reshard(self, tensor: int, boundary: Boundary, op: Op, incoming: bool) -> Iterator[_Message]:
+        tp = self._coords["tp"]
+        for sender, receiver, send_start, recv_start, length in boundary.reshard(gradient=not op.is_forward):
+            if (receiver if incoming else sender) == tp:
+                start = recv_start if incoming else send_start
+                yield _Message(tensor, start, start + length, sender if incoming else receiver, Transport.FULL)
 
-    def _slice(self, send: Op) -> Iterator[Row]:
-        if self._message(send)[2] is Transport.PARTIAL:
-            tensor, start, stop, shift = self._share(send)
-            kind = OpKind.SLICE_FORWARD if send.is_forward else OpKind.SLICE_BACKWARD
-            yield Row(Op(kind, send.stage, ANY), NONE, tensor, start, stop, shift=shift)
+    def _row(self, op: Op, message: _Message, pp: int) -> Row:
+        peer = self._peer(pp, message.peer_tp)
+        return Row(op, peer, message.tensor, message.start, message.stop, shift=self._shift(message))
 
-    def _gather(self, receive: Op) -> Iterator[Row]:
-        if self._message(receive)[2] is Transport.PARTIAL:
-            tensor, start, stop, shift = self._share(receive)
-            kind = OpKind.GATHER_FORWARD if receive.is_forward else OpKind.GATHER_BACKWARD
-            yield Row(Op(kind, receive.stage, ANY), NONE, tensor, start, stop, self._groups["tp"], shift=shift)
+    def _peer(self, pp: int, tp: int) -> int:
+        return self._graph_rank[self._plan.mesh.rank({**self._coords, "pp": pp, "tp": tp})]
 
-    def _children(self, parent: Op, collectives: Iterator[Collective]) -> Iterator[Row]:
+    def _shift(self, message: _Message) -> int:
+        slices = self._fold_tp and message.transport is Transport.PARTIAL
+        return message.stop - message.start if slices else 0
+
+    def _slice(self, op: Op, variant: int) -> Iterator[Row]:
+        if op.kind in SEND_KINDS:
+            kind = OpKind.SLICE_FORWARD if op.is_forward else OpKind.SLICE_BACKWARD
+            yield from self._cut(kind, op, variant, NONE)
+
+    def _gather(self, op: Op, variant: int) -> Iterator[Row]:
+        if op.kind in RECV_KINDS:
+            kind = OpKind.GATHER_FORWARD if op.is_forward else OpKind.GATHER_BACKWARD
+            yield from self._cut(kind, op, variant, self._groups.get("tp", NONE))
+
+    def _cut(self, kind: OpKind, transfer: Op, variant: int, group: int) -> Iterator[Row]:
+        """A slice or gather for each tensor that the transfer carries in parts."""
+        for m in self._messages(transfer, variant):
+            if m.transport is Transport.PARTIAL:
+                op = Op(kind, transfer.stage, transfer.micro_batch)
+                yield Row(op, NONE, m.tensor, m.start, m.stop, group, shift=self._shift(m))
+
+    def _children(self, op: Op, variant: int) -> Iterator[Row]:
+        """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
+        full, own = self._plan.sizes[0].num_tokens, self._plan.sizes[variant].num_tokens
+        layers = self._plan.layers_of(op.stage)
+        if op.kind is OpKind.FORWARD:
+            collectives = [c for layer in layers for c in layer.forward_collectives]
+        elif op.kind is OpKind.BACKWARD_WEIGHT:
+            collectives = []
+        else:
+            collectives = [c for layer in reversed(layers) for c in layer.backward_collectives]
+        scaled = (replace(c, numel=c.numel * own // full) if own != full else c for c in collectives)
+        yield from self._issued(op, scaled)
+
+    def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):
             child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
             group = self._groups[collective.axis]
             yield Row(child, stop=collective.numel, group=group, reduction=collective.reduction)
 
-    def _collectives(self, kind: OpKind, stage: int) -> Iterator[Collective]:
-        layers = self._plan.layers_of(stage)
-        if kind is OpKind.FORWARD:
-            for layer in layers:
-                yield from layer.forward_collectives
-        elif kind is not OpKind.BACKWARD_WEIGHT:
-            for layer in reversed(layers):
-                yield from layer.backward_collectives
+    def update(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
+        """The end of the step for one stage: gradient reductions in the order of ``reduce_axes``, the optimizer."""
+        yield from self._reduce(stage, reduce_axes)
+        yield Row(Op(OpKind.STEP, stage))
 
-    def _update(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
+    def _reduce(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
         layers = self._plan.layers_of(stage)
         for axis in reduce_axes:
             reduce = Op(OpKind.REDUCE_GRAD, stage, axis=axis)
             yield Row(reduce)
-            yield from self._children(reduce, self._reductions(layers, axis))
-        yield Row(Op(OpKind.STEP, stage))
+            yield from self._issued(reduce, self._reductions(layers, axis))
 
     def _reductions(self, layers: Sequence[Layer], axis: str) -> Iterator[Collective]:
         """One all-reduce per parameter: over a data axis all of them, else those whose gradient is partial there."""
@@ -194,3 +339,77 @@ class RankBlocks:
                 if axis in DATA_AXES or axis in parameter.partial_over:
                     numel = prod(parameter.tp.local_shape(parameter.shape, self._num_tp))
                     yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)
+
+
+def _overlapping(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Computations one by one, those that overlap in twos."""
+    pair: list[Row] = []
+    for row in rows:
+        pair.append(row)
+        if row.batch == NONE or len(pair) > 1:
+            yield pair
+            pair = []
+
+
+_Key = tuple[OpKind, int, int]
+"""Kind, stage and size of micro-batch of a computation."""
+
+
+class _Writer:
+    """Uses the blocks of one rank, each written when it is first used."""
+
+    def __init__(self, rank: RankBlocks, blocks: Blocks) -> None:
+        self._rank, self._blocks = rank, blocks
+        self._sizes_differ = rank.sizes_differ
+        self._single: dict[_Key, tuple[int, int | None]] = {}
+        self._pairs: dict[tuple[_Key, ...], int] = {}
+        self._waits: dict[_Key, int | None] = {}
+        self._late: list[tuple[int, int, int]] = []
+
+    def use_one(self, op: Op, origin: int = NONE) -> None:
+        """One computation, with all that stands around it."""
+        batch = op.micro_batch or 0
+        key = op.kind, op.stage, self._rank.variant(batch) if self._sizes_differ else 0
+        blocks = self._single.get(key)
+        if blocks is None:
+            blocks = self._single[key] = self._blocks.add(list(self._rows([key]))), self._wait_block(key)
+        block, wait = blocks
+        self._blocks.use(block, batch, origin)
+        if wait is not None:
+            self._late.append((wait, batch, origin))
+
+    def use(self, rows: Sequence[Row]) -> None:
+        """One computation, or two that overlap."""
+        if len(rows) == 1:
+            self.use_one(rows[0].op, rows[0].origin)
+            return
+        first, second = rows
+        batches = [row.op.micro_batch or 0 for row in rows]
+        keys = [(r.op.kind, r.op.stage, self._rank.variant(b)) for r, b in zip(rows, batches, strict=True)]
+        block = self._pairs.get(tuple(keys))
+        if block is None:
+            block = self._pairs[tuple(keys)] = self._blocks.add(list(self._rows(keys)))
+        self._blocks.use(block, batches[0], first.origin, other=batches[1], batch=first.batch)
+        for key, row, batch in zip(keys, (first, second), batches, strict=True):
+            wait = self._wait_block(key)
+            if wait is not None:
+                self._late.append((wait, batch, row.origin))
+
+    def wait_for_sends(self) -> None:
+        """The waits that stand at the end of the step, in the order of the sends."""
+        for block, micro_batch, origin in self._late:
+            self._blocks.use(block, micro_batch, origin)
+
+    def _rows(self, keys: Sequence[_Key]) -> Iterator[Row]:
+        for part in (self._rank.before, self._rank.compute, self._rank.after):
+            for (kind, stage, variant), batch in zip(keys, (ANY, ANY_OTHER), strict=False):
+                yield from part(kind, stage, batch, variant)
+
+    def _wait_block(self, key: _Key) -> int | None:
+        if key not in self._waits:
+            kind, stage, variant = key
+            send = self._rank.send_of(kind, stage, ANY)
+            late = send is not None and self._rank.waits_late(send)
+            rows = list(self._rank.wait(send, variant)) if send is not None and late else []
+            self._waits[key] = self._blocks.add(rows) if rows else None
+        return self._waits[key]

@@ -16,8 +16,9 @@ import numpy as np
 
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, Row, columns_of
 
-ANY = -2
-"""As the micro-batch of a row in a block: that of the place where the block is used."""
+ANY, ANY_OTHER = -2, -3
+"""As the micro-batch of a row in a block: that, or the second, of the place where the block is used. ``ANY`` as a
+row's batch is that of the place, too."""
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Blocks:
     _first: list[int] = field(default_factory=lambda: [0])
     _block: list[int] = field(default_factory=list)
     _micro_batch: list[int] = field(default_factory=list)
+    _other: list[int] = field(default_factory=list)
+    _batch: list[int] = field(default_factory=list)
     _origin: list[int] = field(default_factory=list)
     _programs: list[int] = field(default_factory=lambda: [0])
 
@@ -37,10 +40,14 @@ class Blocks:
         self._first.append(len(self._rows))
         return len(self._first) - 2
 
-    def use(self, block: int, micro_batch: int = NONE, origin: int = NONE) -> None:
-        """Append one use of a block to the program of the present rank."""
+    def use(
+        self, block: int, micro_batch: int = NONE, origin: int = NONE, *, other: int = NONE, batch: int = NONE
+    ) -> None:
+        """Append one use of a block to the program of the present rank; ``other`` is its second micro-batch."""
         self._block.append(block)
         self._micro_batch.append(micro_batch)
+        self._other.append(other)
+        self._batch.append(batch)
         self._origin.append(origin)
 
     def end_rank(self) -> None:
@@ -56,11 +63,15 @@ class Blocks:
         ends = np.concatenate([[0], np.cumsum(length)])
         rows = np.arange(ends[-1]) + np.repeat(first[block] - ends[:-1], length)
         written = template.values["micro_batch"][rows]
-        here = self._per_row(self._micro_batch, length)
+        micro_batch = np.where(written == ANY, self._per_row(self._micro_batch, length), written)
+        if (template.values["micro_batch"] == ANY_OTHER).any():
+            micro_batch = np.where(written == ANY_OTHER, self._per_row(self._other, length), micro_batch)
+        batch = template.values["batch"][rows]
         return template.take(
             rows,
             ends[np.array(self._programs, dtype=np.int64)],
-            micro_batch=np.where(written == ANY, here, written),
+            micro_batch=micro_batch,
+            batch=np.where(batch == ANY, self._per_row(self._batch, length), batch),
             origin=self._per_row(self._origin, length),
         )
 

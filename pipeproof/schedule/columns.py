@@ -61,8 +61,8 @@ class Row:
     rank with the same ``batch`` are one call: one entry of their queue, with
     no order among them.
 
-    ``reads``, ``writes`` and ``frees`` name buffers of the rank; without any,
-    what the kind of the operation implies holds. ``origin`` is the place of
+    ``reads``, ``writes`` and ``frees`` name buffers of the rank (``name@1`` of
+    rank 1), beside those that the kind of the operation implies. ``origin`` is the place of
     the row in the file that it was read from, as an index kept by whoever read it.
     """
 

@@ -111,7 +111,12 @@ def match_column(kind: IntColumn, channel: IntColumn, position: IntColumn) -> In
 
 
 def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
-    """The row that each WAIT waits for: the earliest of its target's name that is under way and not waited for."""
+    """The row that each WAIT waits for.
+
+    A transfer is a request that one wait finishes: of those under way by the
+    target's name, the earliest not waited for. Anything else may be waited for
+    by several queues: the last of the target's name before the wait.
+    """
     values = columns.values
     waits_for = np.full(len(rank), NONE, dtype=np.int64)
     waits = np.flatnonzero(values["kind"] == KIND_CODE[OpKind.WAIT])
@@ -123,10 +128,27 @@ def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
         both = np.concatenate([usual, targets])
         named = np.concatenate([values["target_kind"][usual], values["kind"][targets]])
         key = packed(rank[both], values["stage"][both], values["micro_batch"][both], named, values["axis"][both])
-        _pair_waits(key[: len(usual)], usual, key[len(usual) :], targets, waits_for)
+        wait_key, target_key = key[: len(usual)], key[len(usual) :]
+        finishes = is_kind(values["target_kind"][usual], TRANSFER_KINDS)
+        if finishes.all():
+            _pair_waits(wait_key, usual, target_key, targets, waits_for)
+        else:
+            _pair_waits(wait_key[finishes], usual[finishes], target_key, targets, waits_for)
+            _last_before(wait_key[~finishes], usual[~finishes], target_key, targets, waits_for)
     for wait in sorted(columns.unusual):
         _find_unusual(columns, wait, waits_for)
     return waits_for
+
+
+def _last_before(
+    wait_key: IntColumn, waits: IntColumn, target_key: IntColumn, targets: IntColumn, waits_for: IntColumn
+) -> None:
+    order = np.lexsort((targets, target_key))
+    for key in np.unique(wait_key).tolist():
+        named = targets[order][slice(*np.searchsorted(target_key[order], [key, key + 1]))]
+        mine = waits[wait_key == key]
+        place = np.searchsorted(named, mine) - 1
+        waits_for[mine[place >= 0]] = named[place[place >= 0]]
 
 
 def _pair_waits(

@@ -65,7 +65,9 @@ class TensorSpec:
     """A tensor as one rank holds it: what crosses a stage boundary, on one of its sides.
 
     ``shape`` is local, in elements; ``placement`` is over the ``tp`` axis in
-    its text form; ``dims`` names the dims (``sbh``).
+    its text form; ``dims`` names the dims (``sbh``). ``member`` tells apart
+    the tensors that cross a boundary together (``mask`` beside ``hidden``).
+    ``strides`` are in elements; None is C order without holes.
     """
 
     name: str
@@ -73,6 +75,8 @@ class TensorSpec:
     dtype: str
     placement: str
     dims: str
+    member: str = ""
+    strides: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -359,12 +363,18 @@ class OpGraph:
 
     @cached_property
     def nx(self) -> nx.DiGraph[int]:
-        """The networkx graph over op ids: nodes carry ``rank`` and ``op``, edges a tuple ``kinds``."""
+        """The networkx graph over op ids: nodes carry ``rank`` and ``op``, edges a tuple ``kinds``.
+
+        The node of a transfer also carries its ``channel``, that of a
+        collective its ``group``, as places in the graph's tables.
+        """
         import networkx as nx
 
         graph: nx.DiGraph[int] = nx.DiGraph()
         for op_id, op in enumerate(self.ops):
-            graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op))
+            meets = {"channel": int(self.channel[op_id]), "group": int(self.group[op_id])}
+            known = {name: index for name, index in meets.items() if index != NONE}
+            graph.add_node(op_id, rank=int(self.rank[op_id]), op=str(op), **known)
         kinds: dict[tuple[int, int], list[str]] = {}
         for kind, pairs in self.edges.items():
             for source, target in pairs.tolist():

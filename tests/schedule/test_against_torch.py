@@ -6,7 +6,9 @@ from pipeproof.schedule import CHUNKED_GENERATORS
 
 
 @pytest.mark.needs_torch
-@pytest.mark.parametrize(("num_ranks", "num_chunks", "num_micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "num_micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9)]
+)
 def test_interleaved_is_pytorchs_where_micro_batches_divide_by_ranks(num_ranks, num_chunks, num_micro_batches):
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 

@@ -1,0 +1,61 @@
+"""Lowering a plan as it was loaded: the schedule that it names is read beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.schedule.foreign import ForeignSchedule, custom_schedule, load_schedule_file
+from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.specs.finding import BadPlanAtError, BadPlanError
+from pipeproof.specs.load import LoadedPlan, PlanFileError
+from pipeproof.stages.describe.boundary import Boundary
+
+
+def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> LoweredPlan:
+    """Lower a plan with its own schedule, if it names one; ``boundary`` as for ``lower``.
+
+    Raises:
+        PlanFileError: the schedule cannot be read or does not fit, the layers
+            cannot be put onto the stages, or the plan is too large.
+    """
+    source = loaded.source
+    try:
+        return lower(loaded.spec, boundary=boundary, foreign=own_schedule(loaded))
+    except BadPlanAtError as error:
+        location = source.locate(error.path) if source is not None else None
+        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
+    except BadPlanError as error:
+        raise PlanFileError(*error.findings, source=source) from error
+
+
+def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
+    """The schedule that a plan reads from a file or writes out; None where one is generated.
+
+    Raises:
+        ScheduleFileError: it cannot be read, or is not for the sizes of the plan.
+    """
+    spec, source = loaded.spec, loaded.source
+    schedule = spec.schedule
+    placed = schedule.placement if not isinstance(schedule.placement, str) else None
+    expected = Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed)
+    if schedule.programs is not None:
+        if source is None:
+            return custom_schedule(schedule.programs, expected)
+        places = [
+            [source.locate(("schedule", "programs", rank, index)) for index in range(len(program))]
+            for rank, program in enumerate(schedule.programs)
+        ]
+        ends = [source.locate(("schedule", "programs", rank)) for rank in range(len(schedule.programs))]
+        return custom_schedule(schedule.programs, expected, places=places, ends=ends)
+    if schedule.path is None:
+        return None
+    return load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
+
+
+def schedule_path(loaded: LoadedPlan) -> Path:
+    """Where the schedule file of a plan is: beside the plan file, or for a plan made in Python where the process is."""
+    assert loaded.spec.schedule.path is not None
+    beside = Path() if loaded.source is None else Path(loaded.source.file).parent
+    return beside / loaded.spec.schedule.path

@@ -1,0 +1,114 @@
+"""What PyTorch's runtime does with the actions of a schedule with communication, as rows.
+
+``_PipelineScheduleRuntime._step_microbatches`` of torch 2.13
+(``torch/distributed/pipelining/schedules.py``) takes the actions of a rank one
+by one:
+
+- SEND and RECV post their tensors and go on. Each action goes through
+  ``_batch_p2p`` alone, which posts sends alone and receives alone one after
+  another without a group call: no two transfers are in one batch. All of them
+  use the group of the pipeline, both directions alike: one channel from each
+  rank to each other.
+- F waits for its RECV_F just before it runs, B and I for their RECV_B, unless
+  the neighbouring stage is on the same rank, which hands the tensor over.
+- UNSHARD begins to gather a stage's weights beside the computation; what next
+  computes on the stage waits for it. Where the stage was given up by RESHARD
+  before, the gathering waits for that
+  (``_reshard_after_forward_event`` in ``torch/distributed/fsdp``).
+- At the end of the step all sends are waited for, the last one first.
+
+The two actions of an overlapped pair are one row each, in one batch: both
+inputs are waited for before the pair, as whoever runs them side by side must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind, wait_for
+
+COMMUNICATOR = "pp"
+"""The communicator of all transfers: that of the pipeline's group."""
+
+WEIGHTS_QUEUE = "unshard"
+"""The queue on which sharded weights are gathered."""
+
+PAIR = 2
+"""Computations that overlap with each other."""
+
+
+@dataclass
+class _Rank:
+    """What a rank has under way."""
+
+    stages: Collection[int]
+    num_stages: int
+    sends: list[Row] = field(default_factory=list)
+    gathering: set[int] = field(default_factory=set)
+    given_up: dict[int, int] = field(default_factory=dict)
+    """Stages whose weights were given up, with the origin of that."""
+
+
+def runtime_rows(actions: Sequence[Row], stages: Collection[int], num_stages: int) -> Iterator[Row]:
+    """The rows of a rank that holds ``stages``, from one row for each action; transfers have no peer yet."""
+    rank = _Rank(stages, num_stages)
+    pair: list[Row] = []
+    for row in actions:
+        if row.op.kind not in COMPUTE_KINDS:
+            yield from _other(row, rank)
+            continue
+        pair.append(row)
+        if row.batch == NONE or len(pair) == PAIR:
+            for computation in pair:
+                yield from _waits_before(computation, rank)
+            yield from pair
+            pair.clear()
+    for send in reversed(rank.sends):
+        yield Row(wait_for(send.op), origin=send.origin)
+    for stage, origin in rank.given_up.items():
+        yield _wait_before_gathering(stage, origin)
+
+
+def _waits_before(row: Row, rank: _Rank) -> Iterator[Row]:
+    stage = row.op.stage
+    if stage in rank.gathering:
+        rank.gathering.remove(stage)
+        yield Row(wait_for(Op(OpKind.UNSHARD, stage)), origin=row.origin)
+    receive = _input_of(row.op, rank)
+    if receive is not None:
+        yield Row(wait_for(receive), origin=row.origin)
+
+
+def _input_of(op: Op, rank: _Rank) -> Op | None:
+    """The receive that brings what a computation needs; None where the rank has it, or nothing comes."""
+    if op.kind is OpKind.FORWARD:
+        kind, source = OpKind.RECV_FORWARD, op.stage - 1
+    elif op.kind is OpKind.BACKWARD_WEIGHT:
+        return None
+    else:
+        kind, source = OpKind.RECV_BACKWARD, op.stage + 1
+    comes = 0 <= source < rank.num_stages and source not in rank.stages
+    return Op(kind, op.stage, op.micro_batch) if comes else None
+
+
+def _other(action: Row, rank: _Rank) -> Iterator[Row]:
+    kind, stage = action.op.kind, action.op.stage
+    if kind in TRANSFER_KINDS:
+        action = replace(action, communicator=COMMUNICATOR)
+        if kind in SEND_KINDS:
+            rank.sends.append(action)
+    elif kind is OpKind.UNSHARD:
+        action = replace(action, queue=WEIGHTS_QUEUE)
+        if stage in rank.given_up:
+            yield _wait_before_gathering(stage, rank.given_up.pop(stage))
+        rank.gathering.add(stage)
+    elif kind is OpKind.RESHARD:
+        rank.given_up[stage] = action.origin
+    yield action
+
+
+def _wait_before_gathering(stage: int, origin: int) -> Row:
+    """Holds later gathering, that of the next step too, until the weights were given up."""
+    return Row(wait_for(Op(OpKind.RESHARD, stage)), queue=WEIGHTS_QUEUE, origin=origin)
