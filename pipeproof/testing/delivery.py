@@ -11,14 +11,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeproof.schedule.ops import GATHER_KINDS, RECV_KINDS, Op
-from pipeproof.schedule.optable import EdgeKind, OpGraph
+from pipeproof.schedule.ops import SEND_KINDS, Op
+from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
+from pipeproof.verify.provenance import gathers_of_receives
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[int, Op], Array]:
     """What each receiver holds once its message has come and, where there is one, its gather is done.
+
+    For graphs in which one tensor crosses each boundary, in one message; for
+    others see ``deliver_rows``.
 
     Args:
         graph: the messages to carry.
@@ -34,31 +38,50 @@ def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[
     Raises:
         ValueError: an array has another shape than the graph's tensor.
     """
+    sends = np.flatnonzero(graph.is_kind(SEND_KINDS)).tolist()
+    by_row = {i: held[key] for i in sends if (key := (int(graph.rank[i]), graph.ops[i])) in held}
+    return {(int(graph.rank[i]), graph.ops[i]): array for i, array in deliver_rows(graph, by_row).items()}
+
+
+def deliver_rows(graph: OpGraph, held: Mapping[int, Array]) -> dict[int, Array]:
+    """What each receiver holds in the end, by op id: ``held`` by id of the SEND, the result by id of the RECV.
+
+    Receives of one rank into the same tensor of the same micro-batch fill one
+    array between them.
+
+    Raises:
+        ValueError: an array has another shape than the graph's tensor.
+    """
     received: dict[int, Array] = {}
     for send, receive in graph.edges[EdgeKind.MATCH].tolist():
-        source = held.get((int(graph.rank[send]), graph.ops[send]))
-        if source is not None:
+        if send in held:
             shape = graph.tensors[int(graph.tensor[send])].shape
-            if source.shape != shape:
-                raise ValueError(f"{graph.ops[send]}: an array of shape {source.shape}, the graph says {shape}")
-            received[receive] = source.reshape(-1)[int(graph.start[send]) : int(graph.stop[send])]
-    gather_of = {
-        source: target
-        for source, target in graph.edges[EdgeKind.DATA].tolist()
-        if graph.ops[source].kind in RECV_KINDS and graph.ops[target].kind in GATHER_KINDS
+            if held[send].shape != shape:
+                raise ValueError(f"{graph.ops[send]}: an array of shape {held[send].shape}, the graph says {shape}")
+            received[receive] = held[send].reshape(-1)[int(graph.start[send]) : int(graph.stop[send])]
+    buffers: dict[tuple[int, Op, int], Array] = {}
+    for receive, message in sorted(received.items()):
+        tensor, start = graph.tensors[int(graph.tensor[receive])], int(graph.start[receive])
+        buffer = buffers.setdefault(_place(graph, receive), np.zeros(tensor.numel, dtype=message.dtype))
+        buffer[start : start + message.size] = message[: int(graph.stop[receive]) - start]
+    gather_of = gathers_of_receives(graph)
+    parts = {
+        int(gather_of[receive]): buffers[_place(graph, receive)][
+            int(graph.start[gather_of[receive]]) : int(graph.stop[gather_of[receive]])
+        ]
+        for receive in received
+        if gather_of[receive] != NONE
     }
-    receive_of = {gather: receive for receive, gather in gather_of.items()}
     result = {}
-    for receive, message in received.items():
-        tensor = graph.tensors[int(graph.tensor[receive])]
-        buffer = np.zeros(tensor.numel, dtype=message.dtype)
-        if receive in gather_of:
-            members = graph.members_of(gather_of[receive])
-            parts = [received[receive_of[member]] for member in members]
-            joined = np.concatenate(parts)[: tensor.numel]
-            buffer[: joined.size] = joined
-        else:
-            start = int(graph.start[receive])
-            buffer[start : start + message.size] = message
-        result[int(graph.rank[receive]), graph.ops[receive]] = buffer.reshape(tensor.shape)
+    for receive in received:
+        tensor, whole = graph.tensors[int(graph.tensor[receive])], buffers[_place(graph, receive)]
+        if gather_of[receive] != NONE:
+            joined = np.concatenate([parts[m] for m in graph.members_of(int(gather_of[receive])) if m in parts])
+            whole = np.zeros(tensor.numel, dtype=joined.dtype)
+            whole[: joined.size] = joined[: tensor.numel]
+        result[receive] = whole.reshape(tensor.shape)
     return result
+
+
+def _place(graph: OpGraph, receive: int) -> tuple[int, Op, int]:
+    return int(graph.rank[receive]), graph.ops[receive], int(graph.tensor[receive])

@@ -1,0 +1,44 @@
+"""How far a send may run ahead of its receives: which receive must be over before a send is done, as columns."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from pipeproof.schedule.columns import NONE, IntColumn
+from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.schedule.optable import OpGraph, TensorSpec
+from pipeproof.verify.deadlock.models import ChannelModel
+
+
+def message_bytes(graph: OpGraph) -> IntColumn:
+    """Bytes that each row's range holds in its tensor; 0 where a row has none."""
+    sizes = np.array([*map(_item_bytes, graph.tensors), 0], dtype=np.int64)
+    return (graph.stop - graph.start) * sizes[graph.tensor]  # NONE is the last place
+
+
+def _item_bytes(tensor: TensorSpec) -> int:
+    """Bytes of one element, by the bits that a dtype's name ends with (``bfloat16``); one without takes 1."""
+    bits = re.search(r"\d+$", tensor.dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+def awaited_receives(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
+    """(sends, the receive that must be over before each is done) under slots or an eager buffer.
+
+    Sends that wait for no receive, or for one that is missing, are left out.
+    """
+    sends = np.flatnonzero(graph.is_kind(SEND_KINDS))
+    sends = sends[np.argsort(graph.channel[sends], kind="stable")]  # of one rank, so FIFO order within a channel
+    if model.completes == "slots":
+        earlier = np.arange(len(sends)) - model.slots
+    elif model.eager_bytes is None:
+        return sends[:0], sends[:0]
+    else:  # the last j for which messages j..k take more bytes than there is room for
+        before = np.concatenate([[0], np.cumsum(message_bytes(graph)[sends])])
+        earlier = np.searchsorted(before, before[1:] - model.eager_bytes, side="left") - 1
+    there = earlier >= 0
+    there[there] = graph.channel[sends[earlier[there]]] == graph.channel[sends[there]]
+    receive = graph.match[sends[earlier[there]]]
+    return sends[there][receive != NONE], receive[receive != NONE]

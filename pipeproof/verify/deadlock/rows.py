@@ -1,0 +1,97 @@
+"""The rows of a graph that can block, as columns: what the waits under every model are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.derive import BoolColumn, is_kind, packed
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.optable import OpGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Transfers, collectives over a group, WAITs, what they wait for, and members of batches; compute has no part.
+
+    ``op`` are op ids in order; the other columns have an entry for each of
+    them. ``place`` is the op id of the last member of the row's batch, its
+    own without one. ``here`` says of every operation of the graph whether it
+    is among the rows.
+    """
+
+    graph: OpGraph
+    op: IntColumn
+    here: BoolColumn
+    rank: IntColumn
+    place: IntColumn
+    is_transfer: BoolColumn
+    is_send: BoolColumn
+    is_call: BoolColumn
+    is_wait: BoolColumn
+    by_default: BoolColumn
+    """On the default queue of a transfer."""
+    on_host: BoolColumn
+    named: BoolColumn
+    """On a queue of another name."""
+    batched: BoolColumn
+
+
+def rows_of(graph: OpGraph, first: int | None = None) -> Rows:
+    """The rows that take part; with ``first``, among that many rows of each rank."""
+    among = _beginnings(graph, first)
+    kind, group = graph.kind[among], graph.group[among]
+    transfer, wait = is_kind(kind, TRANSFER_KINDS), is_kind(kind, frozenset({OpKind.WAIT}))
+    call = is_kind(kind, COLLECTIVE_KINDS) & (group != NONE)
+    here = np.zeros(graph.num_ops, dtype=bool)
+    here[among] = transfer | call | wait | (graph.batch[among] != NONE)
+    target = graph.waits_for[among[wait]]
+    here[target[target != NONE]] = True
+    chosen = here[among]
+    op, queue = among[chosen], graph.queue[among[chosen]]
+    return Rows(
+        graph=graph,
+        op=op,
+        here=here,
+        rank=graph.rank[op],
+        place=_places(graph, op),
+        is_transfer=transfer[chosen],
+        is_send=is_kind(kind[chosen], SEND_KINDS),
+        is_call=call[chosen],
+        is_wait=wait[chosen],
+        by_default=queue == NONE,
+        on_host=queue == HOST_QUEUE,
+        named=(queue != NONE) & (queue != COMPUTE_QUEUE) & (queue != HOST_QUEUE),
+        batched=graph.batch[op] != NONE,
+    )
+
+
+def _beginnings(graph: OpGraph, first: int | None) -> IntColumn:
+    """Op ids of the first rows of each rank, but for batches that go on behind them; with None, of all."""
+    if first is None:
+        return np.arange(graph.num_ops)
+    starts, stops = graph.offsets[:-1], graph.offsets[1:]
+    among = np.concatenate([np.arange(a, min(a + first, b)) for a, b in zip(starts, stops, strict=True)])
+    inside = np.zeros(graph.num_ops, dtype=bool)
+    inside[among] = True
+    in_batch = graph.batch != NONE
+    cut = np.flatnonzero(in_batch & ~inside)
+    if not len(cut):
+        return among
+    key = packed(graph.rank, graph.batch)
+    goes_on = in_batch[among] & np.isin(key[among], key[cut])
+    return np.asarray(among[~goes_on])
+
+
+def _places(graph: OpGraph, op: IntColumn) -> IntColumn:
+    members = np.flatnonzero(graph.batch[op] != NONE)
+    if not len(members):
+        return op
+    place, rows = op.copy(), op[members]
+    _, number = np.unique(packed(graph.rank[rows], graph.batch[rows]), return_inverse=True)
+    last = np.zeros(int(number.max()) + 1, dtype=np.int64)
+    np.maximum.at(last, number, rows)
+    place[members] = last[number]
+    return place

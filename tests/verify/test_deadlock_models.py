@@ -1,0 +1,147 @@
+"""The table of channel models, and how cycles are drawn and named."""
+
+from itertools import pairwise, product
+from typing import get_args
+
+import pytest
+
+from pipeproof.comm.capabilities import Queue, backend_table
+from pipeproof.specs.finding import CycleWitness, OpsWitness, ProgramExcerpt, WitnessOp
+from pipeproof.specs.render_cycle import cycle_drawing
+from pipeproof.verify.deadlock.buffering import message_bytes
+from pipeproof.verify.deadlock.classify import Judge, cycle_of, deadlocks
+from pipeproof.verify.deadlock.models import MODELS, QUEUES, ChannelModel, declared_model
+from pipeproof.verify.deadlock.rules import models_text
+from pipeproof.verify.deadlock.witness import chain_text, cycle_witness, ranks_text
+from tests.plans import subject
+from tests.verify.programs import program, tensor
+
+
+def test_the_table_holds_every_queue_with_every_completion_strictest_first():
+    assert set(QUEUES) == set(get_args(Queue))
+    assert {(m.queue, m.completes) for m in MODELS} == set(product(QUEUES, ("rendezvous", "slots", "eager")))
+    for place, model in enumerate(MODELS):
+        assert not any(later.covers(model) for later in MODELS[place + 1 :])
+    assert all(MODELS[0].covers(model) for model in MODELS)
+
+
+def test_what_covers_what():
+    rank = ChannelModel("rank")
+    assert rank.covers(ChannelModel("pair"))
+    assert not ChannelModel("pair").covers(ChannelModel("direction"))
+    assert ChannelModel("pair", "slots", slots=1).covers(ChannelModel("pair", "slots", slots=2))
+    assert not ChannelModel("pair", "slots", slots=2).covers(ChannelModel("pair", "slots", slots=1))
+    assert not ChannelModel("pair", "slots", slots=1).covers(ChannelModel("pair", "eager", eager_bytes=8))
+    assert ChannelModel("pair", "slots", slots=1).covers(ChannelModel("pair", "eager"))
+    assert ChannelModel("pair", "eager", eager_bytes=8).covers(ChannelModel("pair", "eager", eager_bytes=9))
+    assert not ChannelModel("pair", "eager").covers(ChannelModel("pair", "eager", eager_bytes=9))
+    assert ChannelModel("rank", connections="lazy").covers(rank)
+    assert not rank.covers(ChannelModel("rank", connections="lazy"))
+    assert ChannelModel("rank", host_blocks=True).covers(rank)
+    assert not rank.covers(ChannelModel("rank", host_blocks=True))
+
+
+def test_the_declared_model_is_the_backends_table():
+    assert declared_model(backend_table("paddle", "cpu")) == ChannelModel("directed_edge", "rendezvous")
+    assert declared_model(backend_table("paddle", "cpu"), "lazy").connections == "lazy"
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (ChannelModel("rank"), "one FIFO per rank at rendezvous"),
+        (ChannelModel("directed_edge", "slots", slots=2), "one FIFO per directed edge with 2 slots"),
+        (ChannelModel("pair", "eager"), "one FIFO per pair eager"),
+        (
+            ChannelModel("pair", "eager", eager_bytes=2**20, connections="lazy", host_blocks=True),
+            "one FIFO per pair eager up to 1 MiB, connections opened at first use, posts hold the host",
+        ),
+    ],
+)
+def test_models_in_words(model, text):
+    assert str(model) == text
+
+
+def test_models_with_the_same_completions_stand_together():
+    failing = [
+        ChannelModel("device"),
+        ChannelModel("device", "slots", slots=1),
+        ChannelModel("rank"),
+        ChannelModel("rank", "slots", slots=1),
+        ChannelModel("pair"),
+    ]
+    assert models_text(failing) == (
+        "one FIFO per device or rank at rendezvous or with 1 slot; one FIFO per pair at rendezvous"
+    )
+
+
+def test_bytes_of_messages():
+    graph = program(
+        "0SEND_F0{peer=1 tensor=0 range=2..7} 0SEND_F1{peer=1 tensor=1 range=0..3} 0SEND_F2{peer=1}",
+        "",
+        tensors=[tensor(dtype="bfloat16"), tensor(dtype="float64")],
+    ).graph
+    assert message_bytes(graph).tolist() == [10, 24, 0]
+
+
+def test_a_large_graph_is_judged_and_its_short_cycle_found(monkeypatch):
+    """The large paths (a first part, components, few rows for the witness) say what the small ones do."""
+    graph = subject(topology={"pp": 4}, schedule={"num_micro_batches": 16}).graph
+    declared = ChannelModel("directed_edge")
+    small = Judge(graph).verdict(declared), cycle_of(graph, MODELS[0])
+    monkeypatch.setattr("pipeproof.verify.deadlock.classify._SEARCHED_WHOLE", 32)
+    monkeypatch.setattr("pipeproof.verify.deadlock.cycles._LARGE", 0)
+    assert Judge(graph).verdict(declared) == small[0]
+    assert not deadlocks(graph, declared)
+    large = cycle_of(graph, MODELS[0])
+    assert len(large) == len(small[1])
+    assert large[0] < graph.num_ops
+
+
+def ring(size):
+    """Ranks in a ring, each of which sends to the next and waits before it receives from the one before."""
+    return program(
+        *(
+            f"{r}SEND_F0{{peer={(r + 1) % size}}} WAIT({r}SEND_F0) {r}RECV_F0{{peer={(r - 1) % size}}} WAIT({r}RECV_F0)"
+            for r in range(size)
+        )
+    )
+
+
+def test_a_long_cycle_is_named_by_its_ends_and_drawn_in_part():
+    one = ring(9)
+    ops = cycle_of(one.graph, ChannelModel("directed_edge"))
+    assert len(ops) == 27  # a send, its wait and a receive on each rank
+    assert ranks_text(one, ops) == "9 ranks"
+    text = chain_text(one, ops)
+    assert text.count("waits for") == 6
+    assert "... 22 more ..." in text
+    drawn = list(cycle_drawing(cycle_witness(one, ops)))
+    assert drawn[-1] == "and 3 more ranks"
+    assert len(drawn) == 13
+
+
+def test_each_operation_of_the_witness_waits_for_the_next():
+    one = ring(2)
+    names = [(op.rank, op.op) for op in cycle_witness(one, cycle_of(one.graph, ChannelModel("pair"))).ops]
+    for (rank, op), (next_rank, next_op) in pairwise([*names, names[0]]):
+        same_rank = rank == next_rank
+        meets = op.startswith(f"{rank}SEND") and next_op.startswith(f"{next_rank}RECV")
+        assert same_rank or meets, (op, next_op)
+
+
+def test_the_drawing_puts_numbers_below_operations_and_dots_for_what_is_left_out():
+    witness = CycleWitness(
+        (WitnessOp(0, "0SEND_F1"), WitnessOp(10, "1SEND_B0")),
+        (
+            ProgramExcerpt(0, ("..", "0F1", "0SEND_F1", "0RECV_B0"), (0, 0, 1, 0)),
+            ProgramExcerpt(10, ("1SEND_B0", ".."), (2, 0)),
+        ),
+    )
+    assert list(cycle_drawing(witness)) == [
+        "rank 0:  .. 0F1 0SEND_F1 0RECV_B0",
+        "                ^1",
+        "rank 10: 1SEND_B0 ..",
+        "         ^2",
+    ]
+    assert list(cycle_drawing(OpsWitness(()))) == list(cycle_drawing(CycleWitness(()))) == []
