@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.codes import ExampleKind, RuleDoc
 
 LOG_DIFFERS = RuleDoc(
     code="PP901",
@@ -15,6 +15,7 @@ LOG_DIFFERS = RuleDoc(
     ),
     wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",
     right="graph: 1RECV_F0 1F0      log: 1RECV_F0 1F0",
+    kind=ExampleKind.OUTCOME,
 )
 DIED = RuleDoc(
     code="PP902",
@@ -26,6 +27,7 @@ DIED = RuleDoc(
     ),
     wrong="rank 1 was killed by SIGKILL at 0F2",
     right="every rank comes to the end of its program",
+    kind=ExampleKind.OUTCOME,
 )
 HUNG = RuleDoc(
     code="PP903",
@@ -37,6 +39,7 @@ HUNG = RuleDoc(
     ),
     wrong="rank 1 has been at 0F2 for 60 s",
     right="every operation ends within the watchdog's time (`--timeout`)",
+    kind=ExampleKind.OUTCOME,
 )
 MISMATCH = RuleDoc(
     code="PP904",
@@ -49,6 +52,7 @@ MISMATCH = RuleDoc(
     ),
     wrong="layer.0.attn.qkv.weight: md5 1f0c.. against the reference's 9ab2..",
     right="every MD5 equal",
+    kind=ExampleKind.OUTCOME,
 )
 UNVERIFIED = RuleDoc(
     code="PP905",
@@ -60,6 +64,7 @@ UNVERIFIED = RuleDoc(
     ),
     wrong="pipeproof run --unsafe PLAN",
     right="pipeproof run PLAN",
+    kind=ExampleKind.COMMAND,
 )
 BACKEND_MISSING = RuleDoc(
     code="PP906",
@@ -68,6 +73,7 @@ BACKEND_MISSING = RuleDoc(
     explanation="The framework that `run.backend` names cannot be imported by the Python that runs pipeproof.",
     wrong="pip install pipeproof",
     right="pip install 'pipeproof[cpu]'",
+    kind=ExampleKind.COMMAND,
 )
 WORLD_SIZE = RuleDoc(
     code="PP907",
@@ -79,6 +85,7 @@ WORLD_SIZE = RuleDoc(
     ),
     wrong="python -m paddle.distributed.launch --nproc_per_node 2 ..   # topology: {pp: 2, tp: 2}",
     right="python -m paddle.distributed.launch --nproc_per_node 4 ..   # topology: {pp: 2, tp: 2}",
+    kind=ExampleKind.COMMAND,
 )
 
 BEYOND_BOUND = RuleDoc(
@@ -93,6 +100,7 @@ BEYOND_BOUND = RuleDoc(
     ),
     wrong="step 0, layer.0.attn.qkv.weight: 3e-2 from the uncut model, the bound is 5e-5",
     right="step 0, layer.0.attn.qkv.weight: 4e-7 from the uncut model, the bound is 5e-5",
+    kind=ExampleKind.OUTCOME,
 )
 
 NOT_CARRIED_OUT = RuleDoc(
@@ -105,6 +113,7 @@ NOT_CARRIED_OUT = RuleDoc(
     ),
     wrong="pipeproof run plan.yaml   # topology: {pp: 2, cp: 2}",
     right="pipeproof check plan.yaml",
+    kind=ExampleKind.COMMAND,
 )
 
 RUN_CODES = (

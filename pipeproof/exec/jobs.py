@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from pipeproof.comm.loaded import schedule_path
 from pipeproof.specs.load import LoadedPlan, plan_from_dict
-from pipeproof.specs.plan import PlanSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,12 @@ class Job:
         return self.directory / f"rank{rank}.log.json"
 
 
-def dump_plan(spec: PlanSpec) -> dict[str, Any]:
-    """A plan as JSON data that loads to an equal plan."""
-    return spec.model_dump(mode="json")
+def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
+    """A plan as JSON data that loads to an equal plan, wherever the process that loads it is."""
+    content = loaded.spec.model_dump(mode="json")
+    if loaded.spec.schedule.path is not None:
+        content["schedule"]["path"] = str(schedule_path(loaded).resolve())
+    return content
 
 
 Loss: TypeAlias = "np.floating[Any]"

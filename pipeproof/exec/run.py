@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
@@ -16,8 +18,10 @@ from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
-from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.columns import NONE, QUEUES
+from pipeproof.schedule.ops import COMPUTE_KINDS, GATHER_KINDS, META_KINDS, SLICE_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
+from pipeproof.specs.plan import BuffersSpec
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
 from pipeproof.verify.subject import Subject
@@ -66,7 +70,7 @@ def run(
     """
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
-        job = Job(directory, dump_plan(report.subject.plan.spec), report.digest, options.fault)
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault)
         job.save()
         collector = StepCollector(job, report.subject)
         state = JobState(report.subject)
@@ -100,17 +104,45 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     _require_fault_op(report.subject, options.fault)
 
 
+_CARRIED_OUT = (
+    TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
+    | {OpKind.FORWARD, OpKind.BACKWARD, OpKind.WAIT, OpKind.REDUCE_GRAD, OpKind.STEP}
+    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER}
+)  # fmt: skip
+"""Kinds of operations that the adapter knows."""
+
+
 def _require_carried_out(subject: Subject) -> None:
-    spec = subject.plan.spec
-    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-        if getattr(spec.topology, axis) > 1:
+    spec, graph = subject.plan.spec, subject.graph
+    unknown = np.flatnonzero(~graph.is_kind(_CARRIED_OUT))
+    refusals: list[tuple[bool, tuple[str, ...], str]] = [
+        (spec.topology.cp > 1, ("topology", "cp"), f"the plan has cp {spec.topology.cp}"),
+        (spec.topology.ep > 1, ("topology", "ep"), f"the plan has ep {spec.topology.ep}"),
+        (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
+        (len(subject.plan.sizes) > 1, ("schedule",), "micro-batches differ in size"),
+        *(
+            (
+                getattr(spec.buffers, key) != field.default,
+                ("buffers", key),
+                f"the plan has buffers.{key} {getattr(spec.buffers, key)}",
+            )
+            for key, field in BuffersSpec.model_fields.items()
+        ),
+        (len(graph.queues) > len(QUEUES), ("schedule",), f"operations run on queue {graph.queues[-1]}"),
+        (bool((graph.batch != NONE).any()), ("schedule",), "operations overlap, or are issued in batches"),
+    ]
+    if len(unknown):
+        first = int(unknown[0])
+        refusals.append((True, ("schedule",), f"rank {int(graph.rank[first])} runs {graph.ops[first]}"))
+    for wanted, path, fact in refusals:
+        if wanted:
             raise PipeproofError(
                 Finding(
                     NOT_CARRIED_OUT.code,
                     Severity.ERROR,
-                    f"the plan has {axis} {getattr(spec.topology, axis)}, and {what} is checked but not run yet",
-                    location=subject.locate("topology", axis),
-                    help=f"set topology.{axis} to 1 to run the plan",
+                    f"{fact}, which is checked and simulated but not run yet",
+                    location=subject.locate(*path),
+                    help="`pipeproof check` and `pipeproof simulate` take the plan as it is",
                 )
             )
 

@@ -9,7 +9,7 @@ from pipeproof.exec.codes import DIED, HUNG
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
-from pipeproof.verify.matching import partner_of
+from pipeproof.verify.pairs import partner_of
 from pipeproof.verify.subject import Subject
 
 

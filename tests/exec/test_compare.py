@@ -17,7 +17,7 @@ from pipeproof.exec.jobs import Job, dump_plan, load_step, save_step
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.specs.layout import PlacementKind
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import plan_digest
 from tests.exec.logs import faithful_log
 from tests.plans import plan_dict, subject
@@ -269,7 +269,7 @@ def test_workers_derive_the_very_plan(tp, order, forward, learning_rate, transpo
         transport=transport,
     )
     plan = plan_from_dict(data)
-    sent = json.loads(json.dumps(dump_plan(plan.spec)))
+    sent = json.loads(json.dumps(dump_plan(LoadedPlan(plan.spec))))
     assert plan_from_dict(sent).spec == plan.spec
 
 
@@ -277,7 +277,7 @@ def test_a_saved_job_is_read_back(tmp_path):
     from pipeproof.exec.jobs import Fault
 
     one = subject()
-    job = Job(tmp_path, dump_plan(one.plan.spec), plan_digest(one), Fault(1, "1F0", "die"))
+    job = Job(tmp_path, dump_plan(one.loaded), plan_digest(one), Fault(1, "1F0", "die"))
     job.save()
     assert Job.load(tmp_path) == job
 

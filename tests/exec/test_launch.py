@@ -26,7 +26,7 @@ NOW_S = 10_000.0
 def launcher(tmp_path, monkeypatch):
     """A launcher of two ranks with a timeout of 5 s that has started nothing; it is ``NOW_S``."""
     one = subject()
-    job = Job(tmp_path, dump_plan(one.plan.spec), plan_digest(one))
+    job = Job(tmp_path, dump_plan(one.loaded), plan_digest(one))
     monkeypatch.setattr(launch.time, "monotonic", lambda: NOW_S)
     return Launcher(job, JobState(one), 5.0)
 

@@ -115,6 +115,14 @@ def test_what_is_checked_but_not_run_yet_is_refused_by_name(axis, tmp_path):
     assert f"error[PP909]: the plan has {axis} 2" in ended.output
 
 
+@pytest.mark.parametrize("buffers", [{"receive_slots": 9}, {"send_slots": 9}, {"release_output": "after_wait"}])
+def test_memory_that_the_executor_does_not_manage_is_refused_by_name(buffers, tmp_path):
+    ended = Run(tmp_path, plan_dict(buffers=buffers)).end()
+    assert ended.status == 2
+    (key,) = buffers
+    assert f"error[PP909]: the plan has buffers.{key} {buffers[key]}" in ended.output
+
+
 def test_a_plan_that_does_not_pass_is_not_run(tmp_path):
     started = Run(tmp_path, plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial"))
     ended = started.end()

@@ -1,0 +1,189 @@
+"""Buffers: each mutant is killed by exactly its rule with all rules on, and the correct program near it passes."""
+
+import pytest
+
+from pipeproof.verify.check import check_subject
+from pipeproof.verify.lifetime import RULES
+from pipeproof.verify.program import program_subject
+
+SENDER = "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)"
+TAKER = "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
+
+GATHERS = (
+    "0ALL_GATHER0:tp{{group=0 writes=s@0+s@1}} 0F0{{reads=s}} {between}0ALL_GATHER1:tp{{group=0 writes=s@0+s@1}} "
+    "0F1{{reads=s}} 0BARRIER:tp{{group=0}}"
+)
+
+
+def text_of(*ranks, groups=()):
+    return "\n".join([*(f"group {g}" for g in groups), *(f"rank {i}: {text}" for i, text in enumerate(ranks))])
+
+
+def findings(text):
+    return [finding for finding in check_subject(program_subject(text)).findings if finding.severity == "error"]
+
+
+def codes(text):
+    return {finding.code for finding in findings(text)}
+
+
+CASES = {
+    "I13, buffer overwritten between isend and wait": (
+        {"PP501"},
+        text_of("0F0{writes=x} 0SEND_F0{peer=1 reads=x} 0F1{writes=x} WAIT(0SEND_F0) 0SEND_F1{peer=1 reads=x} "
+                "WAIT(0SEND_F1)", TAKER),
+        text_of("0F0{writes=x} 0SEND_F0{peer=1 reads=x} WAIT(0SEND_F0) 0F1{writes=x} 0SEND_F1{peer=1 reads=x} "
+                "WAIT(0SEND_F1)", TAKER),
+    ),
+    "a receive into the buffer that is being sent on": (
+        {"PP501"},
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)",
+                "1RECV_F0{peer=0 writes=x} WAIT(1RECV_F0) 1F0{reads=x writes=x} 1SEND_F0{peer=2 reads=x} "
+                "1RECV_F1{peer=0 writes=x} WAIT(1SEND_F0) WAIT(1RECV_F1) 1F1{reads=x writes=x} "
+                "1SEND_F1{peer=2 reads=x} WAIT(1SEND_F1)",
+                "2RECV_F0{peer=1} WAIT(2RECV_F0) 2F0 2RECV_F1{peer=1} WAIT(2RECV_F1) 2F1"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)",
+                "1RECV_F0{peer=0 writes=x} WAIT(1RECV_F0) 1F0{reads=x writes=x} 1SEND_F0{peer=2 reads=x} "
+                "WAIT(1SEND_F0) 1RECV_F1{peer=0 writes=x} WAIT(1RECV_F1) 1F1{reads=x writes=x} "
+                "1SEND_F1{peer=2 reads=x} WAIT(1SEND_F1)",
+                "2RECV_F0{peer=1} WAIT(2RECV_F0) 2F0 2RECV_F1{peer=1} WAIT(2RECV_F1) 2F1"),
+    ),
+    "a tensor is used before the wait for its receive": (
+        {"PP502"},
+        text_of(SENDER, "1RECV_F0{peer=0} 1F0 WAIT(1RECV_F0) 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"),
+        text_of(SENDER, TAKER),
+    ),
+    "double buffering with both receives under way": (
+        {"PP502"},
+        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F0) "
+                "1F0{reads=r[1]} WAIT(1RECV_F1) 1F1{reads=r[0]}"),
+        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F0) "
+                "1F0{reads=r[0]} WAIT(1RECV_F1) 1F1{reads=r[1]}"),
+    ),
+    "I10, the output is freed as soon as it is posted": (
+        {"PP503"},
+        text_of("0F0 0SEND_F0{peer=1} FREE(0SEND_F0) WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) FREE(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+    ),
+    "I10, the output is freed before it is sent": (
+        {"PP503"},
+        text_of("0F0 FREE(0SEND_F0) 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) FREE(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+    ),
+    "I10, a tensor that the backward captured is freed": (
+        {"PP503"}, text_of("0F0 FREE(0F0) 0B0"), text_of("0F0 0B0 FREE(0F0)"),
+    ),
+    "I11, freed and allocated anew without what was in it": (
+        {"PP503"},
+        text_of("0F0{writes=act frees=act} 0B0{reads=act}"),
+        text_of("0F0{writes=act} 0B0{reads=act frees=act}"),
+    ),
+    "the same memory is freed twice": (
+        {"PP503"}, text_of("0F0{writes=x} FREE(0F0) FREE(0F0)"), text_of("0F0{writes=x} FREE(0F0)"),
+    ),
+    "I3, freed on one queue while another reads (no record_stream)": (
+        {"PP503"},
+        text_of("0F0 0B0{writes=g} WAIT(0B0){queue=c} 0REDUCE_SCATTER:dp{queue=c reads=g group=0} 0STEP{frees=g} "
+                "WAIT(0REDUCE_SCATTER:dp)", groups=["dp: 0"]),
+        text_of("0F0 0B0{writes=g} WAIT(0B0){queue=c} 0REDUCE_SCATTER:dp{queue=c reads=g group=0} "
+                "WAIT(0REDUCE_SCATTER:dp) 0STEP{frees=g}", groups=["dp: 0"]),
+    ),
+    "resharded weights are used": (
+        {"PP503"}, text_of("0UNSHARD 0F0 0RESHARD 0B0"), text_of("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD"),
+    ),
+    "I11, the send's handle is kept": (
+        {"PP505"},
+        text_of("0F0 0SEND_F0{peer=1}", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+    ),
+    "G2, a sum begins with what the memory held": (
+        {"PP506"},
+        text_of("0F0 0B0{reads=g writes=g} 0F1 0B1{reads=g writes=g}"),
+        text_of("0F0 0B0{writes=g} 0F1 0B1{reads=g writes=g}"),
+    ),
+    "an output is sent before it is computed": (
+        {"PP506"},
+        text_of("0SEND_F0{peer=1} WAIT(0SEND_F0) 0F0", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+    ),
+    "a stage computes before its receive is posted": (
+        {"PP506"},
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1F0 1RECV_F0{peer=0} WAIT(1RECV_F0)"),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
+    ),
+    "I4, the wait holds another queue than the reader's": (
+        {"PP507"},
+        text_of("0F0 0B0{writes=g} WAIT(0B0){queue=other} 0ALL_REDUCE:dp{queue=c reads=g group=0} WAIT(0ALL_REDUCE:dp)",
+                groups=["dp: 0"]),
+        text_of("0F0 0B0{writes=g} WAIT(0B0){queue=c} 0ALL_REDUCE:dp{queue=c reads=g group=0} WAIT(0ALL_REDUCE:dp)",
+                groups=["dp: 0"]),
+    ),
+    "I5, an operation outside of the side queue": (
+        {"PP507"},
+        text_of("0F0{queue=side writes=lse} 0F1{reads=lse writes=lse} WAIT(0F0) 0F2{reads=lse} "
+                "WAIT(0F2){queue=side}"),
+        text_of("0F0{queue=side writes=lse} 0F1{queue=side reads=lse writes=lse} WAIT(0F1) 0F2{reads=lse} "
+                "WAIT(0F2){queue=side}"),
+    ),
+    "I6, nothing waits for the reduction before the optimizer": (
+        {"PP507"},
+        text_of("0F0 0B0 WAIT(0B0){queue=c} 0REDUCE_GRAD:dp{queue=c} 0STEP WAIT(0REDUCE_GRAD:dp)"),
+        text_of("0F0 0B0 WAIT(0B0){queue=c} 0REDUCE_GRAD:dp{queue=c} WAIT(0REDUCE_GRAD:dp) 0STEP"),
+    ),
+    "I3, no wait in the other direction": (
+        {"PP507"},
+        text_of("0F0 0F1 0B0{writes=g} WAIT(0B0){queue=c} 0ALL_REDUCE0:dp{queue=c reads=g group=0} 0B1{writes=g} "
+                "WAIT(0B1){queue=c} 0ALL_REDUCE1:dp{queue=c reads=g group=0} WAIT(0ALL_REDUCE1:dp)",
+                groups=["dp: 0"]),
+        text_of("0F0 0F1 0B0{writes=g} WAIT(0B0){queue=c} 0ALL_REDUCE0:dp{queue=c reads=g group=0} "
+                "WAIT(0ALL_REDUCE0:dp) 0B1{writes=g} WAIT(0B1){queue=c} 0ALL_REDUCE1:dp{queue=c reads=g group=0} "
+                "WAIT(0ALL_REDUCE1:dp)", groups=["dp: 0"]),
+    ),
+    "I9, all-gathers into symmetric memory without a barrier": (
+        {"PP507"},
+        text_of(*[GATHERS.format(between="")] * 2, groups=["tp: 0 1"]),
+        text_of(*[GATHERS.format(between="0BARRIER:tp{group=0} ")] * 2, groups=["tp: 0 1"]),
+    ),
+    "members of one batch write one buffer": (
+        {"PP507"}, text_of("0F0{batch=0 writes=x} 0F1{batch=0 writes=x}"), text_of("0F0{writes=x} 0F1{writes=x}"),
+    ),
+    "I12, the buffer of a receive is the activation of the step before": (
+        {"PP508"},
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)",
+                "1RECV_F0{peer=0 writes=r} WAIT(1RECV_F0) 1F0 WAIT(1F0){queue=w} "
+                "1ALL_REDUCE:dp{queue=w reads=r group=0}", groups=["dp: 1"]),
+        text_of("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)",
+                "1RECV_F0{peer=0 writes=r} WAIT(1RECV_F0) 1F0 WAIT(1F0){queue=w} "
+                "1ALL_REDUCE:dp{queue=w reads=r group=0} WAIT(1ALL_REDUCE:dp)", groups=["dp: 1"]),
+    ),
+    "I6, the last reduction runs into the next step": (
+        {"PP508"},
+        text_of("0F0 0B0 WAIT(0B0){queue=c} 0SCALE_GRAD{queue=c}"),
+        text_of("0F0 0B0 WAIT(0B0){queue=c} 0SCALE_GRAD{queue=c} WAIT(0SCALE_GRAD)"),
+    ),
+    "I3, the index of a double buffer does not move": (
+        {"PP509"},
+        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[0]} WAIT(1RECV_F1) "
+                "1F0{reads=r[0]} 1F1{reads=r[0]}"),
+        text_of(SENDER, "1RECV_F0{peer=0 writes=r[0]} WAIT(1RECV_F0) 1RECV_F1{peer=0 writes=r[1]} WAIT(1RECV_F1) "
+                "1F0{reads=r[0]} 1F1{reads=r[1]}"),
+    ),
+}  # fmt: skip
+"""What is wrong, the codes that it brings, the program, and the correct one near it."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mutant_is_killed_by_exactly_its_rule(name):
+    expected, wrong, _ = CASES[name]
+    assert codes(wrong) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_correct_program_near_it_passes(name):
+    _, _, right = CASES[name]
+    assert codes(right) == set()
+
+
+def test_every_rule_has_a_mutant_that_it_alone_kills():
+    alone = {code for expected, _, _ in CASES.values() if len(expected) == 1 for code in expected}
+    assert alone == {rule.doc.code for rule in RULES} - {"PP504"}  # of pools, in test_lifetime_slots.py

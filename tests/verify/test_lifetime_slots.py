@@ -1,0 +1,132 @@
+"""Pools of slots: the smallest number is enough, one less is not; generated plans have no finding."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import parse_op, wait_for
+from pipeproof.schedule.optable import Row
+from pipeproof.verify.check import check_subject
+from pipeproof.verify.lifetime import RULES
+from pipeproof.verify.lifetime.slots import smallest_slots
+from tests.plans import subject
+
+
+def lifetime_codes(one):
+    return {finding.code for rule in RULES for finding in rule.check(one)}
+
+
+def error_codes(one):
+    return {finding.code for finding in check_subject(one).errors}
+
+
+@st.composite
+def plans(draw):
+    kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    pp = draw(st.integers(2, 4))
+    num_chunks = 2 if kind == "interleaved" else 1
+    return {
+        "model": {"num_layers": pp * num_chunks},
+        "topology": {"pp": pp, "tp": draw(st.sampled_from([1, 2])), "sequence_parallel": draw(st.booleans())},
+        "schedule": {
+            "kind": kind,
+            "num_micro_batches": pp * draw(st.integers(1, 3)) if kind == "interleaved" else draw(st.integers(1, 9)),
+            "num_chunks": num_chunks,
+        },
+        "transport": draw(st.sampled_from(["full", "partial"])),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.sampled_from(["after_backward", "after_wait"]))
+def test_generated_plans_have_no_finding(plan, release):
+    assert lifetime_codes(subject(**plan, buffers={"release_output": release})) == set()
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.sampled_from([("receive_slots", True), ("send_slots", False)]), st.integers(0, 3))
+def test_the_smallest_number_is_enough_and_one_less_is_not(plan, pool, more):
+    key, incoming = pool
+    enough = smallest_slots(subject(**plan), incoming=incoming)
+    assert lifetime_codes(subject(**plan, buffers={key: enough + more})) == set()
+    assume(enough > 1)
+    assert lifetime_codes(subject(**plan, buffers={key: enough - 1})) == {"PP504"}
+
+
+def test_1f1b_holds_as_many_inputs_as_it_has_micro_batches_in_flight():
+    one = subject(topology={"pp": 4}, schedule={"num_micro_batches": 8})
+    assert smallest_slots(one, incoming=True) == 3  # rank 1 of 4
+    assert smallest_slots(one, incoming=False) == 8  # backward sends are waited for at the end of the step
+
+
+def test_a_gathered_slice_frees_its_slot_at_once():
+    one = subject(topology={"pp": 4, "tp": 2}, schedule={"num_micro_batches": 8}, transport="partial")
+    assert smallest_slots(one, incoming=True) == 1
+
+
+def test_too_few_slots_name_the_owner_the_holder_and_the_smallest_number():
+    one = subject(topology={"pp": 4}, schedule={"num_micro_batches": 8}, buffers={"receive_slots": 2})
+    (found,) = check_subject(one).errors
+    assert found.code == "PP504"
+    assert "1RECV_F2 takes slot 0 of 2, which 1RECV_F0 holds until 1B0 is done with it" in found.message
+    assert "needs 3 slots" in found.message
+    assert found.help == "receive_slots: 3 is the smallest number that is enough for every channel"
+    assert [op.op for op in found.witness.ops] == ["1RECV_F0", "1B0", "1RECV_F2"]
+
+
+def test_four_pools_are_named_and_one_number_is_given_for_all():
+    one = subject(
+        model={"num_layers": 8},
+        topology={"pp": 8},
+        schedule={"num_micro_batches": 16},
+        buffers={"receive_slots": 1},
+    )
+    found = check_subject(one).errors
+    assert [finding.message.split(": ")[1].split()[0] for finding in found] == [
+        f"{stage}RECV_F1" for stage in range(1, 5)
+    ]
+    assert {finding.help.split()[1] for finding in found} == {"7"}
+
+
+def test_a_send_holds_its_slot_until_its_wait():
+    one = subject(topology={"pp": 2}, schedule={"num_micro_batches": 4}, buffers={"send_slots": 3})
+    (found,) = check_subject(one).errors
+    assert "1SEND_B3 takes slot 0 of 3, which 1SEND_B0 holds until WAIT(1SEND_B0) says that it is done" in found.message
+
+
+def with_backward_on_side_queue(*, wait_at):
+    """Stage 1 of 2 runs 1B0 on a queue of its own; the compute queue waits for it ``wait_at`` operations later."""
+    base = subject(schedule={"kind": "gpipe", "num_micro_batches": 4}, buffers={"receive_slots": 4})
+    rows = base.graph.rows()
+    at = next(i for i, row in enumerate(rows[1]) if row.op == parse_op("1B0"))
+    rows[1][at : at + 1] = [
+        Row(wait_for(parse_op("1F0")), queue="side"),
+        Row(parse_op("1B0"), queue="side"),
+    ]
+    if wait_at is not None:
+        rows[1].insert(at + 2 + wait_at, Row(wait_for(parse_op("1B0"))))
+    return base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+
+
+def test_a_holder_on_another_queue_lets_go_where_it_is_waited_for():
+    one = with_backward_on_side_queue(wait_at=0)
+    assert lifetime_codes(one) == set()
+    assert smallest_slots(one, incoming=True) == 4
+
+
+def test_no_number_of_slots_helps_against_a_holder_that_reaches_into_the_next_step():
+    one = with_backward_on_side_queue(wait_at=None)
+    (found,) = next(rule for rule in RULES if rule.doc.code == "PP504").check(one)
+    assert "1RECV_F0 takes slot 0 of 4 in the next step, which 1RECV_F0 holds until 1B0 is done" in found.message
+    assert found.help == "wait for 1B0 at the end of the step"
+
+
+@pytest.mark.parametrize("release", ["after_wait", "after_post"])
+@pytest.mark.parametrize("transport", ["full", "partial"])
+def test_an_output_may_be_released_after_the_wait_but_not_after_the_post(release, transport):
+    one = subject(topology={"pp": 3, "tp": 2}, transport=transport, buffers={"release_output": release})
+    frees = [str(op) for op in one.graph.ops if op.kind == "FREE"]
+    assert len(frees) == 2 * 2 * 4  # on two stages, two tp ranks, four micro-batches
+    assert frees[0] == ("FREE(0SEND_F0)" if transport == "full" else "FREE(0SLICE_F0)")
+    assert error_codes(one) == (set() if release == "after_wait" else {"PP503"})
