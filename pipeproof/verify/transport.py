@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import prod
+
+import numpy as np
 
 from pipeproof.comm.transport import Transport, effective_transport
-from pipeproof.schedule.optable import TensorSpec
+from pipeproof.schedule.ops import FORWARD_KINDS
+from pipeproof.schedule.optable import NONE, IntColumn, TensorSpec
 from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import ElementRange, Finding, RangesWitness
-from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.finding import Finding, RangesWitness
+from pipeproof.verify.delivered import Layouts, Loss, places_of
 from pipeproof.verify.memory import ITEM_BYTES
-from pipeproof.verify.provenance import Delivery, Segment, deliveries
+from pipeproof.verify.provenance import DATA_SENDS, Events, events
 from pipeproof.verify.subject import Rule, Subject, finding
 
 LOSSY = RuleDoc(
@@ -25,138 +26,96 @@ LOSSY = RuleDoc(
         "promises. The classic case is Paddle Fleet's `enable_partial_send_recv` (on by default) together with "
         "sequence parallelism: each TP rank sends its 1/n of the flattened tensor and the receivers gather the "
         "slices as if all ranks had held the same tensor, but under sequence parallelism each holds another part "
-        "of the sequence. Shapes fit, nothing hangs, the loss looks plausible, and every gradient is wrong."
+        "of the sequence. Shapes fit, nothing hangs, the loss looks plausible, and every gradient is wrong. The two "
+        "sides may declare different layouts, if the messages between them bring every element to its place."
     ),
     wrong="topology: {pp: 2, tp: 2, sequence_parallel: true}\ntransport: partial",
     right="topology: {pp: 2, tp: 2, sequence_parallel: true}\ntransport: full",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """The damage at one receiver: ranges of its counterpart's tensor, and what lies there instead."""
-
-    lost: tuple[ElementRange, ...]
-    foreign: tuple[ElementRange, ...]
-
-
 def _check_lossy(subject: Subject) -> Iterator[Finding]:
+    """Look into one event of each kind; only where that one is damaged, into all of the first micro-batch."""
     graph = subject.graph
-    damaged: dict[tuple[int, int, bool], dict[int, list[tuple[int, _Loss]]]] = {}
-    for delivery in deliveries(graph):
-        loss = _loss(subject, delivery)
-        if loss is None:
-            continue
-        op = graph.ops[delivery.receive]
-        source = graph.ops[graph.match_of[delivery.receive]].stage
-        by_batch = damaged.setdefault((source, op.stage, op.is_forward), {})
-        by_batch.setdefault(op.micro_batch or 0, []).append((delivery.receive, loss))
-    for (source, sink, forward), by_batch in sorted(damaged.items(), key=lambda item: not item[0][2]):
-        yield _lossy_finding(subject, source, sink, forward, by_batch)
+    places = places_of(subject)
+    layouts = Layouts(subject, places)
+    found = events(graph, places)
+    kinds, first = np.unique(found.classes, return_index=True)
+    damaged = [
+        kind
+        for kind, event in zip(kinds.tolist(), first.tolist(), strict=True)
+        if kind != NONE and any(layouts.loss(delivery) for delivery in found.deliveries(event, places))
+    ]
+    if not damaged:
+        return
+    bad = np.flatnonzero(np.isin(found.classes, damaged))
+    receive = _first_receives(found, bad)
+    edge = np.stack(
+        [
+            ~graph.is_kind(FORWARD_KINDS)[receive],
+            graph.stage[graph.match[receive]],
+            graph.stage[receive],
+        ],
+        axis=1,
+    )
+    for key in np.unique(edge, axis=0).tolist():
+        here = (edge == key).all(axis=1)
+        batches = np.unique(graph.micro_batch[receive[here]])
+        in_first = here & (graph.micro_batch[receive] == batches[0])
+        all_losses = [
+            (int(graph.match[delivery.receive]), loss)
+            for event in bad[in_first].tolist()
+            for delivery in found.deliveries(event, places)
+            if (loss := layouts.loss(delivery)) is not None
+        ]
+        backward, source, sink = key
+        yield _lossy_finding(subject, source, sink, not backward, batches, all_losses)
 
 
-def _loss(subject: Subject, delivery: Delivery) -> _Loss | None:
-    """Compare what arrived with what must be there; None when every element is right."""
-    graph, receive = subject.graph, delivery.receive
-    rank = int(graph.rank[receive])
-    tensor = graph.tensors[int(graph.tensor[receive])]
-    lost: list[ElementRange] = []
-    foreign: list[ElementRange] = []
-    position = 0
-    for segment in (*delivery.segments, Segment(tensor.numel, tensor.numel, delivery.sender, tensor.numel)):
-        if segment.start > position:  # never written
-            lost.append(ElementRange(rank, position, segment.start, delivery.sender))
-        length = segment.stop - segment.start
-        if length and not _is_right(subject, segment, delivery.sender):
-            lost.append(ElementRange(rank, segment.start, segment.stop, delivery.sender))
-            foreign.append(ElementRange(rank, segment.source_start, segment.source_start + length, segment.source_rank))
-        position = max(position, segment.stop)
-    return _Loss(_merged(lost), _merged(foreign)) if lost else None
-
-
-def _is_right(subject: Subject, segment: Segment, counterpart: int) -> bool:
-    """Whether the segment's elements equal those at the same positions of the counterpart's tensor."""
-    if segment.source_start != segment.start:
-        return False
-    return segment.source_rank == counterpart or _hold_equal_values(subject, segment.source_rank, counterpart)
-
-
-def _hold_equal_values(subject: Subject, one: int, other: int) -> bool:
-    """Whether two ranks hold the same boundary tensor: TP peers, and the layout says equal."""
-    if not subject.plan.boundary.tp.holds_equal_values:
-        return False
-    ours, theirs = subject.plan.mesh.coords(one), subject.plan.mesh.coords(other)
-    return all(ours[axis] == theirs[axis] for axis in ours if axis != "tp")
-
-
-def _merged(ranges: list[ElementRange]) -> tuple[ElementRange, ...]:
-    merged: list[ElementRange] = []
-    for item in ranges:
-        if merged and (merged[-1].rank, merged[-1].source_rank, merged[-1].stop) == (
-            item.rank,
-            item.source_rank,
-            item.start,
-        ):
-            merged[-1] = ElementRange(item.rank, merged[-1].start, item.stop, item.source_rank)
-        else:
-            merged.append(item)
-    return tuple(merged)
+def _first_receives(found: Events, chosen: IntColumn) -> IntColumn:
+    """For each of the chosen events, one of its receives."""
+    latest = np.maximum.reduceat(found.receive, found.offsets[:-1])
+    return latest[chosen]
 
 
 def _lossy_finding(
-    subject: Subject,
-    source: int,
-    sink: int,
-    forward: bool,
-    by_batch: dict[int, list[tuple[int, _Loss]]],
+    subject: Subject, source: int, sink: int, forward: bool, batches: IntColumn, losses: list[tuple[int, Loss]]
 ) -> Finding:
-    graph = subject.graph
     direction = "forward" if forward else "backward"
-    first = min(by_batch)
-    losses = by_batch[first]
-    tensor = graph.tensors[int(graph.tensor[losses[0][0]])]
-    which = f"micro-batch {first}" if len(by_batch) == 1 else f"each of {len(by_batch)} micro-batches"
+    which = f"micro-batch {int(batches[0])}" if len(batches) == 1 else f"each of {len(batches)} micro-batches"
     num_lost = sum(r.stop - r.start for _, loss in losses for r in loss.lost)
-    num_all = tensor.numel * len(losses)
+    num_all = sum(loss.num_elements for _, loss in losses)
+    graph = subject.graph
+    send = losses[0][0]
+    tensor, wanted = (graph.tensors[int(graph.tensor[i])] for i in (send, graph.match[send]))
+    member = f" of `{tensor.member}`" if tensor.member else ""
+    changes_layout = tensor.placement != wanted.placement
+    if subject.lowered is None:
+        transport = "the messages deliver"
+    elif changes_layout:
+        transport = f"the messages from {tensor.placement} to {wanted.placement} deliver"
+    else:
+        transport = f"`{getattr(subject.lowered.spec.transport, direction)}` delivers"
     return finding(
         LOSSY,
-        f"boundary {source}->{sink}, {direction}: `{getattr(subject.plan.spec.transport, direction)}` delivers "
-        f"{num_lost} of {num_all} elements wrongly in {which}",
-        location=subject.locate("transport", direction),
-        help=_mend(subject, direction, tensor),
+        f"boundary {source}->{sink}, {direction}: {transport} {num_lost} of {num_all} elements{member} "
+        f"wrongly in {which}",
+        location=subject.locate("boundaries") if changes_layout else subject.locate("transport", direction),
+        help=None if changes_layout else _mend(subject, direction, tensor),
         witness=RangesWitness(
-            tuple(_covering(subject, tensor, r) for _, loss in losses for r in loss.lost),
-            tuple(_covering(subject, tensor, r) for _, loss in losses for r in loss.foreign),
+            tuple(item for _, loss in losses for item in loss.lost),
+            tuple(item for _, loss in losses for item in loss.foreign),
         ),
     )
 
 
-def _covering(subject: Subject, tensor: TensorSpec, item: ElementRange) -> ElementRange:
-    """The range with its first and last element in global coordinates: ``s 8 b 0 h 0 .. s 15 b 1 h 63``."""
-    first = _global_index(subject, tensor, item.source_rank, item.start)
-    last = _global_index(subject, tensor, item.source_rank, item.stop - 1)
-    return replace(item, covers=f"{first} .. {last}")
-
-
-def _global_index(subject: Subject, tensor: TensorSpec, rank: int, flat: int) -> str:
-    index = []
-    for dim in range(len(tensor.shape)):
-        inner = prod(tensor.shape[dim + 1 :])
-        index.append(flat // inner % tensor.shape[dim])
-    placement = subject.plan.boundary.tp
-    if placement.kind is PlacementKind.SHARDED and placement.dim is not None:
-        index[placement.dim] += subject.plan.mesh.coords(rank)["tp"] * tensor.shape[placement.dim]
-    return " ".join(f"{d} {i}" for d, i in zip(tensor.dims, index, strict=True))
-
-
 def _mend(subject: Subject, direction: str, tensor: TensorSpec) -> str | None:
-    transport, topology = subject.plan.spec.transport, subject.plan.spec.topology
-    if getattr(transport, direction) != Transport.PARTIAL:
+    if subject.lowered is None or getattr(subject.lowered.spec.transport, direction) != Transport.PARTIAL:
         return None
-    full = tensor.numel * ITEM_BYTES[tensor.dtype]
+    full, num_tp = tensor.numel * ITEM_BYTES[tensor.dtype], subject.lowered.spec.topology.tp
     return (
         f"set `transport.{direction}: full`: {full} bytes per rank and micro-batch on the wire, not "
-        f"{full // topology.tp}, and no all-gather"
+        f"{full // num_tp}, and no all-gather"
     )
 
 
@@ -169,32 +128,40 @@ FULL_INSTEAD = RuleDoc(
         "degree; otherwise it sends the full tensor and says nothing. That is correct, but saves no bytes. The "
         "same holds without tensor parallelism."
     ),
-    wrong="transport: partial with 15 elements over tp 2",
-    right="transport: full",
+    wrong="topology: {pp: 2, tp: 1}\ntransport: partial",
+    right="topology: {pp: 2, tp: 1}\ntransport: full",
 )
 
 
 def _check_full_instead(subject: Subject) -> Iterator[Finding]:
-    spec = subject.plan.spec
+    graph, spec = subject.graph, subject.plan.spec
     if spec.topology.pp == 1:
         return
-    numel = prod(subject.plan.boundary.local_shape)
-    for direction in ("forward", "backward"):
+    num_tp = spec.topology.tp
+    for direction, forward in (("forward", True), ("backward", False)):
         declared = getattr(spec.transport, direction)
         if declared != Transport.PARTIAL:
             continue
-        if effective_transport(declared, numel, spec.topology.tp) is Transport.FULL:
+        rows = graph.is_kind(DATA_SENDS) & (graph.is_kind(FORWARD_KINDS) == forward) & (graph.tensor != NONE)
+        tensors = [graph.tensors[t] for t in np.unique(graph.tensor[rows]).tolist()]
+        whole = [t for t in tensors if effective_transport(declared, t.numel, num_tp) is Transport.FULL]
+        forms = {(t.member, t.numel): t for t in whole}
+        for (member, numel), _ in sorted(forms.items()):
+            of = f"`{member}`" if member else "a boundary tensor"
             why = (
                 "topology.tp is 1"
-                if spec.topology.tp == 1
-                else f"the {numel} local elements of a boundary tensor do not divide by topology.tp {spec.topology.tp}"
+                if num_tp == 1
+                else f"the {numel} local elements of {of} do not divide by topology.tp {num_tp}"
             )
+            all_whole = len(whole) == len(tensors)
             yield finding(
                 FULL_INSTEAD,
                 f"{direction}: `partial` is declared, but {why}, so each rank sends its full tensor, as Fleet does",
                 location=subject.locate("transport", direction),
-                help=f"say `transport.{direction}: full`, which is what happens",
+                help=f"say `transport.{direction}: full`, which is what happens" if all_whole else None,
             )
+            if num_tp == 1:
+                break
 
 
-RULES = (Rule(LOSSY, _check_lossy), Rule(FULL_INSTEAD, _check_full_instead))
+RULES = (Rule(LOSSY, _check_lossy), Rule(FULL_INSTEAD, _check_full_instead, needs_plan=True))

@@ -15,6 +15,7 @@ from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, VARYING, shar
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.testing.delivery import deliver
+from pipeproof.verify import provenance
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.provenance import deliveries
 from pipeproof.verify.subject import make_subject
@@ -188,7 +189,7 @@ def test_partial_of_elements_that_do_not_divide_is_a_full_send_and_is_said(numel
 
 
 def test_partial_without_tensor_parallelism_is_said_too():
-    notes = check_subject(subject(topology={"pp": 2, "tp": 1}, transport="partial")).findings
+    notes = check_subject(subject(schedule={"kind": "gpipe"}, transport="partial")).findings
     assert {(f.code, str(f.severity)) for f in notes} == {("PP202", "note")}
     assert "topology.tp is 1" in notes[0].message
 
@@ -205,3 +206,43 @@ def test_the_table_of_preserved_layouts_is_the_lemma():
     for placement in (REPLICATED, INVARIANT, PARTIAL, VARYING, sharded(0)):
         assert placement.kind in PRESERVES[Transport.FULL]
         assert (placement.kind in PRESERVES[Transport.PARTIAL]) == placement.holds_equal_values
+
+
+def test_one_damaged_micro_batch_among_right_ones_is_found_and_named():
+    base = subject(topology={"pp": 2, "tp": 2}, transport={"forward": "partial"})
+    rows = base.graph.rows()
+    place = next(i for i, row in enumerate(rows[1]) if str(row.op) == "0SEND_F2")
+    rows[1][place] = dataclasses.replace(rows[1][place], start=0, stop=128)
+    wrong = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+    (found,) = RULES[0].check(wrong)
+    assert "`partial` delivers 256 of 512 elements wrongly in micro-batch 2" in found.message
+    assert {(r.rank, r.start, r.stop) for r in found.witness.lost} == {(2, 128, 256), (3, 128, 256)}
+    assert {(r.source_rank, r.start, r.stop) for r in found.witness.foreign} == {(1, 0, 128)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_verdict_does_not_rest_on_the_hash(monkeypatch, sequence_parallel):
+    """Events with one hash are compared column by column: with a hash that is always 0 nothing changes."""
+    one = subject(topology={"pp": 3, "tp": 2, "sequence_parallel": sequence_parallel}, transport="partial")
+    one = one.with_graph(with_swapped_slices(one.graph))
+    expected = list(RULES[0].check(one))
+    assert expected
+    monkeypatch.setattr(provenance, "_mixed", lambda key, column: np.zeros_like(key))
+    assert list(RULES[0].check(one)) == expected
+
+
+def test_a_message_that_never_comes_is_for_another_rule():
+    base = subject(schedule={"num_micro_batches": 1})
+    rows = base.graph.rows()
+    rows[0] = [row for row in rows[0] if str(row.op) != "0SEND_F0"]
+    assert list(RULES[0].check(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))) == []
+
+
+def test_a_gather_that_a_member_received_nothing_for_lacks_its_part():
+    base = subject(topology={"pp": 2, "tp": 2}, schedule={"num_micro_batches": 1}, transport={"forward": "partial"})
+    rows = base.graph.rows()
+    for rank, texts in ((1, ("0SEND_F0",)), (3, ("1RECV_F0", "WAIT(1RECV_F0)"))):
+        rows[rank] = [row for row in rows[rank] if str(row.op) not in texts]
+    (found,) = RULES[0].check(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))
+    assert [(r.rank, r.source_rank, r.start, r.stop) for r in found.witness.lost] == [(2, 0, 128, 256)]
+    assert found.witness.foreign == ()

@@ -1,19 +1,25 @@
-"""The tensor that crosses every stage boundary of the plan's model."""
+"""The tensors that cross stage boundaries, edge by edge and micro-batch by micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeproof.specs.layout import INVARIANT, Placement, sharded
-from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.boundary_checks import CUT, is_float
+from pipeproof.specs.layout import INVARIANT, REPLICATED, Placement, sharded
+from pipeproof.specs.plan import BoundarySpec, PlanSpec
+from pipeproof.stages.describe.reshard import Message, reshard_messages
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Global shape of one micro-batch's activation between two layers, and how it lies over TP.
+    """One tensor between two stages: its shape over all TP ranks, and how it lies over them on either side.
 
-    ``dims`` names the dims in order (``sbh`` or ``bsh``); the gradient has the
-    same shape and the dual placement.
+    ``dims`` names the dims in order (``sbh`` or ``bsh``). ``tp`` is the layout
+    at the sender, ``receiver_tp`` that at the receiver where it is another
+    one. The gradient has the same shape and on each side the dual placement;
+    with ``has_gradient`` False (ids, masks) nothing comes back. ``member`` is
+    the name that tells it from others of the same edge, empty for a model's
+    only one.
     """
 
     dims: str
@@ -21,21 +27,141 @@ class Boundary:
     tp: Placement
     dtype: str
     num_tp_ranks: int
+    member: str = ""
+    receiver_tp: Placement | None = None
+    has_gradient: bool = True
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape that one rank holds."""
+        """Shape that one rank of the sending stage holds."""
         return self.tp.local_shape(self.shape, self.num_tp_ranks)
 
+    def placement(self, *, at_sender: bool, gradient: bool) -> Placement:
+        """How the tensor, or its gradient, lies over TP on the stage before the edge, or after it."""
+        own = self.tp if at_sender or self.receiver_tp is None else self.receiver_tp
+        return own.dual if gradient else own
+
+    def local_shape_at(self, *, at_sender: bool) -> tuple[int, ...]:
+        """Shape that one rank of the stage before the edge holds, or after it; of the gradient too."""
+        return self.placement(at_sender=at_sender, gradient=False).local_shape(self.shape, self.num_tp_ranks)
+
     def grad_placement(self) -> Placement:
-        """How the gradient of the boundary tensor lies over TP."""
+        """How the gradient of the boundary tensor lies over TP at the sender."""
         return self.tp.dual
+
+    @property
+    def changes_layout(self) -> bool:
+        """Whether the two sides differ, so that the messages of ``reshard`` take the place of a transport."""
+        return self.receiver_tp is not None and self.receiver_tp != self.tp and self.num_tp_ranks > 1
+
+    def reshard(self, *, gradient: bool) -> tuple[Message, ...]:
+        """The messages that bring it from the sender's layout to the receiver's, or its gradient back.
+
+        In each message ``sender`` is a TP rank of the stage that sends: the
+        one before the edge, for a gradient the one after it.
+
+        Raises:
+            ValueError: messages alone cannot do it (addends of a complete gradient).
+        """
+        ends = [self.placement(at_sender=at_sender, gradient=gradient) for at_sender in (True, False)]
+        source, sink = reversed(ends) if gradient else ends
+        return reshard_messages(self.shape, source, self.num_tp_ranks, sink, self.num_tp_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSize:
+    """Tokens in a sequence, over all context-parallel ranks, and sequences, of one kind of micro-batch."""
+
+    seq_length: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.seq_length * self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What crosses between two neighbouring stages: a tuple of tensors, in one of a few variants.
+
+    ``variants`` are the distinct tuples; ``by_micro_batch`` says which of them
+    each micro-batch has, and is empty where there is one for all.
+    """
+
+    variants: tuple[tuple[Boundary, ...], ...]
+    by_micro_batch: tuple[int, ...] = ()
+
+    def members(self, micro_batch: int) -> tuple[Boundary, ...]:
+        """The tensors of one micro-batch, in the order in which they are sent."""
+        return self.variants[self.by_micro_batch[micro_batch] if self.by_micro_batch else 0]
 
 
 def describe_boundary(plan: PlanSpec) -> Boundary:
-    """The boundary of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism."""
+    """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
+
+    Of one context-parallel rank, in a micro-batch of full size.
+    """
+    return _activation(plan, MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size))
+
+
+def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
+    """What crosses each edge of the plan: edge e lies between stages e and e + 1."""
+    sizes, by_micro_batch = micro_batch_sizes(plan)
+    own = tuple((_activation(plan, size),) for size in sizes)
+    edges = []
+    for edge in range(plan.num_stages - 1):
+        entries = [entry for entry in plan.boundaries if entry.edge in (None, edge)]
+        variants = own if not entries else tuple(tuple(_declared(plan, e, size) for e in entries) for size in sizes)
+        edges.append(Edge(variants, by_micro_batch))
+    return tuple(edges)
+
+
+def micro_batch_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
+    """The distinct sizes of the plan's micro-batches, and which of them each has (empty: all have the only one)."""
+    schedule = plan.schedule
+    last = schedule.last_micro_batch_size
+    if schedule.seq_lengths is None and last is None:
+        return (MicroBatchSize(plan.model.seq_length, schedule.micro_batch_size),), ()
+    num_micro_batches = schedule.num_micro_batches
+    lengths = schedule.seq_lengths or (plan.model.seq_length,) * num_micro_batches
+    rows = [schedule.micro_batch_size] * (num_micro_batches - 1) + [last or schedule.micro_batch_size]
+    number: dict[MicroBatchSize, int] = {}
+    sizes = [MicroBatchSize(*size) for size in zip(lengths, rows, strict=True)]
+    by_micro_batch = tuple(number.setdefault(size, len(number)) for size in sizes)
+    return tuple(number), by_micro_batch
+
+
+def _activation(plan: PlanSpec, size: MicroBatchSize) -> Boundary:
     dims = plan.model.activation_order
-    sizes = {"s": plan.model.seq_length, "b": plan.schedule.micro_batch_size, "h": plan.model.hidden_size}
     sequence_parallel = plan.topology.sequence_parallel and plan.topology.tp > 1
     placement = sharded(dims.index("s")) if sequence_parallel else INVARIANT
-    return Boundary(dims, tuple(sizes[d] for d in dims), placement, plan.run.dtype, plan.topology.tp)
+    return Boundary(dims, _shape(plan, dims, size), placement, plan.run.dtype, plan.topology.tp)
+
+
+def _declared(plan: PlanSpec, entry: BoundarySpec, size: MicroBatchSize) -> Boundary:
+    dtype = entry.dtype or plan.run.dtype
+    return Boundary(
+        entry.dims,
+        entry.shape if entry.shape is not None else _shape(plan, entry.dims, size),
+        _placement(plan, entry.tp, entry.dims),
+        dtype,
+        plan.topology.tp,
+        entry.name,
+        None if entry.receiver_tp is None else _placement(plan, entry.receiver_tp, entry.dims),
+        is_float(dtype) if entry.gradient is None else entry.gradient,
+    )
+
+
+def _shape(plan: PlanSpec, dims: str, size: MicroBatchSize) -> tuple[int, ...]:
+    sizes = {"s": size.seq_length // plan.topology.cp, "b": size.num_rows, "h": plan.model.hidden_size}
+    return tuple(sizes[dim] for dim in dims)
+
+
+def _placement(plan: PlanSpec, text: str, dims: str) -> Placement:
+    if plan.topology.tp == 1:
+        return INVARIANT  # of one rank all layouts are the same
+    match = CUT.fullmatch(text)
+    if match is not None:
+        return sharded(dims.index(match[1]))
+    return INVARIANT if text == "invariant" else REPLICATED

@@ -1,5 +1,8 @@
 """The GPT as a list of layers: parameters, their placement over TP, and the collectives they issue.
 
+Written by hand, so that it can be read beside the adapters; ``typed_gpt``
+derives the same from the types of the operations, and a rule compares them.
+
 No framework: the shapes, names and orders here are what the adapters must
 build and issue, and what the rules reason about.
 
@@ -14,6 +17,7 @@ from enum import StrEnum
 
 from pipeproof.specs.layout import INVARIANT, Placement, sharded
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize
 
 
 class CollectiveKind(StrEnum):
@@ -22,6 +26,7 @@ class CollectiveKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,8 @@ class Parameter:
 
     ``partial_over`` names the axes over which each rank holds only an addend
     of its gradient after backward: a reduction before the optimizer is owed
-    (norm weights under sequence parallelism see only their rank's tokens).
+    (norm weights under sequence parallelism, and every weight under context
+    parallelism, see only their rank's tokens).
     ``init_std`` is None for weights that start as ones.
     """
 
@@ -66,28 +72,34 @@ class Layer:
     backward_collectives: tuple[Collective, ...] = field(default=())
 
 
-def describe_gpt(plan: PlanSpec) -> tuple[Layer, ...]:
+def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:
     """The layers of the plan's GPT in execution order: ``embed``, ``layer.0`` .., ``norm``, ``head``.
 
     The block is pre-norm: RMSNorm, rotary attention, RMSNorm, SwiGLU MLP, no
     biases. Column-parallel weights are cut on their output dim and row-parallel
     ones on their input dim (Megatron-LM, arXiv:1909.08053); with sequence
     parallelism the all-reduces become all-gather / reduce-scatter pairs
-    (arXiv:2205.05198). The fused ``qkv`` weight is head-major: for each head
+    (arXiv:2205.05198). With context parallelism each rank has its part of every
+    sequence and gathers the keys and values of all (arXiv:2407.21783, section
+    3.3.2). The fused ``qkv`` weight is head-major: for each head
     its q, k and v columns, so that a cut over TP takes whole heads.
+
+    Collectives count the elements of a micro-batch of ``size``, of the plan's
+    full one without it.
     """
-    return _GptDescriber(plan).layers()
+    return _GptDescriber(plan, size or MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)).layers()
 
 
 class _GptDescriber:
-    def __init__(self, plan: PlanSpec) -> None:
+    def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
         model, topology = plan.model, plan.topology
         self.num_layers = model.num_layers
         self.hidden, self.ffn, self.vocab = model.hidden_size, model.ffn_size, model.vocab_size
-        self.tp = topology.tp
+        self.tp, self.cp = topology.tp, topology.cp
         self.sp = topology.sequence_parallel and self.tp > 1
-        self.tokens = model.seq_length * plan.schedule.micro_batch_size
-        self.norm_partial_over = ("tp",) if self.sp else ()
+        self.tokens = size.seq_length * size.num_rows // self.cp  # of one context-parallel rank
+        self.partial_over = ("cp",) if self.cp > 1 else ()  # every weight sees its rank's tokens only
+        self.norm_partial_over = (("tp",) if self.sp else ()) + self.partial_over
 
     def layers(self) -> tuple[Layer, ...]:
         blocks = [self._block(f"layer.{i}") for i in range(self.num_layers)]
@@ -95,7 +107,7 @@ class _GptDescriber:
         return (self._embed(), *blocks, norm, self._head())
 
     def _weight(self, name: str, shape: tuple[int, int], shard_dim: int) -> Parameter:
-        return Parameter(name, shape, sharded(shard_dim), init_std=0.02)
+        return Parameter(name, shape, sharded(shard_dim), self.partial_over, init_std=0.02)
 
     def _norm(self, name: str) -> Parameter:
         return Parameter(name, (self.hidden,), INVARIANT, partial_over=self.norm_partial_over)
@@ -125,6 +137,14 @@ class _GptDescriber:
             return (self._full(CollectiveKind.REDUCE_SCATTER, label),), (self._shard(f"{label}.grad"),)
         return (self._full(CollectiveKind.ALL_REDUCE, label),), ()
 
+    def _share_keys(self, label: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+        """(forward, backward) of giving every context-parallel rank the keys and values of the whole sequence."""
+        if self.cp == 1:
+            return (), ()
+        numel = 2 * self.tokens * self.hidden // self.tp
+        gather = Collective(CollectiveKind.ALL_GATHER, "cp", numel, label)
+        return (gather,), (Collective(CollectiveKind.REDUCE_SCATTER, "cp", numel * self.cp, f"{label}.grad"),)
+
     def _embed(self) -> Layer:
         forward, backward = self._leave("embed.out")
         weight = self._weight("embed.weight", (self.vocab, self.hidden), 0)
@@ -132,6 +152,7 @@ class _GptDescriber:
 
     def _block(self, name: str) -> Layer:
         attn_in, attn_out = self._enter(f"{name}.attn.in"), self._leave(f"{name}.attn.out")
+        keys = self._share_keys(f"{name}.attn.kv")
         mlp_in, mlp_out = self._enter(f"{name}.mlp.in"), self._leave(f"{name}.mlp.out")
         parameters = (
             self._norm(f"{name}.attn_norm.weight"),
@@ -142,8 +163,8 @@ class _GptDescriber:
             self._weight(f"{name}.mlp.up.weight", (self.hidden, self.ffn), 1),
             self._weight(f"{name}.mlp.down.weight", (self.ffn, self.hidden), 0),
         )
-        forward = attn_in[0] + attn_out[0] + mlp_in[0] + mlp_out[0]
-        backward = mlp_out[1] + mlp_in[1] + attn_out[1] + attn_in[1]
+        forward = attn_in[0] + keys[0] + attn_out[0] + mlp_in[0] + mlp_out[0]
+        backward = mlp_out[1] + mlp_in[1] + attn_out[1] + keys[1] + attn_in[1]
         return Layer(name, parameters, forward, backward)
 
     def _head(self) -> Layer:

@@ -16,16 +16,16 @@ TOO_FEW_LAYERS = RuleDoc(
         "Without `stages` the transformer layers are cut evenly, at least one to a stage. With fewer layers than "
         "stages, some stage would be empty."
     ),
-    wrong="model: {num_layers: 2, ..}\ntopology: {pp: 4}",
-    right="model: {num_layers: 4, ..}\ntopology: {pp: 4}",
+    wrong="model: {num_layers: 2}\ntopology: {pp: 4}",
+    right="model: {num_layers: 4}\ntopology: {pp: 4}",
 )
 UNKNOWN_LAYER = RuleDoc(
     code="PP111",
     title="`stages` names a layer that the model does not have",
     severity="error",
     explanation="The layers of a GPT are `embed`, `layer.0` to `layer.(num_layers - 1)`, `norm` and `head`.",
-    wrong="stages: [[embed, layer0], [layer.1, norm, head]]",
-    right="stages: [[embed, layer.0], [layer.1, norm, head]]",
+    wrong="model: {num_layers: 2}\nstages: [[embed, layer0], [layer.1, norm, head]]",
+    right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
 )
 PARTITION_CODES = (TOO_FEW_LAYERS, UNKNOWN_LAYER)
 

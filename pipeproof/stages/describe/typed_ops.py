@@ -1,0 +1,298 @@
+"""Typed op programs: what a layer computes, with the type of every value over every mesh axis.
+
+A program is written with a ``ProgramBuilder``: inputs and parameters with
+their types, then operations on named values. Dims go by name and have one
+size per program, so ``matmul`` over ``h`` contracts the dim ``h`` of both
+operands, and a cut along ``s`` is ``S(s)``. Nothing is judged while a program
+is written: ``derive_types`` does that.
+
+Layout changes are operations of their own; no operation changes a layout on
+the side. A parameter that is not cut may be used by any operand's side: where
+the other operands differ over an axis, its gradient is an addend per rank
+there, and a reduction before the optimizer is owed (``partial_over``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeproof.stages.describe.typed_values import AxisType, Value, axis_type, cut
+
+
+class TypedKind(StrEnum):
+    """What an operation of a typed program is."""
+
+    ADD = "add"
+    """Sum of the operands, broadcast by dim names."""
+    MULTIPLY = "multiply"
+    """Product of the operands, summed over the dims ``over``: a matmul, a scale, a plain sum."""
+    APPLY = "apply"
+    """Any other function, element by element but for the dims ``over``, along which it mixes: norm, softmax."""
+    MAX = "max"
+    """The largest along ``over``; no gradient."""
+    PICK = "pick"
+    """Entries of a table at given places along ``over``, zero for places on other ranks: embedding, target logit."""
+    RESHAPE = "reshape"
+    """One dim split into ``over`` (major, minor), or two merged into one."""
+    SELECT = "select"
+    """A range of one dim, under a new name."""
+    DISPATCH = "dispatch"
+    """Tokens into the slots of their experts."""
+    COMBINE = "combine"
+    """Slots back to tokens, weighted."""
+    DETACH = "detach"
+    """The same value without a gradient."""
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    CUT = "cut"
+    """Each rank keeps its part of what all hold."""
+    RELABEL = "relabel"
+    """The same local values under another type; I to R is the way into a parallel region."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedOp:
+    """One operation; ``output`` is the value it makes, whose types its operands decide.
+
+    ``over`` are the dims that it sums over, mixes along, splits or merges.
+    ``axis`` and ``target`` are the mesh axis of a layout change and the type
+    that it makes; ``reduction`` is that of an all-reduce.
+    """
+
+    kind: TypedKind
+    inputs: tuple[str, ...]
+    output: Value
+    over: tuple[str, ...] = ()
+    axis: str = ""
+    target: AxisType | None = None
+    reduction: str = "sum"
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, which is that of its value."""
+        return self.output.name
+
+
+@dataclass(frozen=True, slots=True)
+class TypedParameter:
+    """A weight as a program uses it: cut, or equal on all ranks of an axis.
+
+    ``reduced_over`` are the axes over which its gradient is summed before the
+    optimizer.
+    """
+
+    value: Value
+    reduced_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TypedProgram:
+    """A layer as typed operations; ``mesh`` are the sizes of the axes, ``sizes`` those of the dims, global.
+
+    Where several axes cut one dim, the first axis of ``mesh`` cuts finest: its
+    ranks share what one rank of the next axis would hold.
+    ``results`` are the values that it hands on, with the types that whoever
+    takes them relies on.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    sizes: Mapping[str, int]
+    inputs: tuple[Value, ...]
+    parameters: tuple[TypedParameter, ...]
+    ops: tuple[TypedOp, ...]
+    results: tuple[Value, ...]
+
+
+class ProgramBuilder:
+    """Writes a ``TypedProgram``; every method but ``result`` and ``build`` returns the name of the value it makes.
+
+    Raises:
+        ValueError: (any method) a name is taken, a value or dim unknown, a type no type.
+    """
+
+    def __init__(self, name: str, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+        self._name, self._mesh, self._sizes = name, dict(mesh), dict(sizes)
+        self._values: dict[str, Value] = {}
+        self._inputs: list[Value] = []
+        self._parameters: list[TypedParameter] = []
+        self._ops: list[TypedOp] = []
+        self._results: list[Value] = []
+
+    def input(self, name: str, dims: str, **types: str) -> str:
+        """A value that comes from outside: dims separated by spaces, types by axis (``tp="S(s)"``)."""
+        self._inputs.append(self._value(name, dims.split(), types))
+        return name
+
+    def constant(self, name: str, dims: str, **types: str) -> str:
+        """A value from outside that no gradient flows to: token ids, a mask, positions."""
+        self._inputs.append(self._value(name, dims.split(), types, differentiable=False))
+        return name
+
+    def parameter(self, name: str, dims: str, *, reduced_over: Sequence[str] = (), **types: str) -> str:
+        """A weight; over axes without a type every rank holds all of it."""
+        value = self._value(name, dims.split(), types)
+        self._parameters.append(TypedParameter(value, tuple(reduced_over)))
+        return name
+
+    def add(self, name: str, *operands: str) -> str:
+        """The sum of the operands; a dim that an operand lacks is broadcast."""
+        return self._op(TypedKind.ADD, name, operands, self._joined(operands))
+
+    def multiply(self, name: str, *operands: str, over: str = "") -> str:
+        """The product of the operands, summed over the dims ``over``: ``multiply("y", "x", "w", over="h")``."""
+        dims = [dim for dim in self._joined(operands) if dim not in over.split()]
+        return self._op(TypedKind.MULTIPLY, name, operands, dims, over=over.split())
+
+    def apply(self, name: str, *operands: str, along: str = "", drop: str = "") -> str:
+        """A function that is not linear, mixing along the dims ``along``; of them it removes ``drop``."""
+        dims = [dim for dim in self._joined(operands) if dim not in drop.split()]
+        return self._op(TypedKind.APPLY, name, operands, dims, over=[*along.split(), *drop.split()])
+
+    def maximum(self, name: str, operand: str, over: str) -> str:
+        """The largest along ``over``, as a constant."""
+        dims = [dim for dim in self._joined([operand]) if dim != over]
+        return self._op(TypedKind.MAX, name, [operand], dims, over=[over], differentiable=False)
+
+    def pick(self, name: str, table: str, places: str, over: str) -> str:
+        """``table`` at ``places`` along ``over``; where a rank lacks the place, zero."""
+        dims = [dim for dim in self._joined([places, table]) if dim != over]
+        return self._op(TypedKind.PICK, name, [table, places], dims, over=[over])
+
+    def split(self, name: str, operand: str, dim: str, into: str) -> str:
+        """``dim`` as two dims, major first: ``split("heads", "x", "c", "a e")``."""
+        major, minor = into.split()
+        if self._size(major) * self._size(minor) != self._size(dim):
+            raise ValueError(f"{name}: {major} times {minor} is not the size of {dim}")
+        dims = [part for d in self._value_of(operand).dims for part in ((major, minor) if d == dim else (d,))]
+        return self._op(TypedKind.RESHAPE, name, [operand], dims, over=[dim, major, minor])
+
+    def merge(self, name: str, operand: str, dims: str, into: str) -> str:
+        """Two neighbouring dims as one: ``merge("x", "heads", "a d", "h")``."""
+        major, minor = dims.split()
+        if self._size(major) * self._size(minor) != self._size(into):
+            raise ValueError(f"{name}: {major} times {minor} is not the size of {into}")
+        kept = [into if d == major else d for d in self._value_of(operand).dims if d != minor]
+        return self._op(TypedKind.RESHAPE, name, [operand], kept, over=[major, minor, into])
+
+    def select(self, name: str, operand: str, dim: str, into: str) -> str:
+        """A range of ``dim``, or the whole of it, under the name ``into``."""
+        dims = [into if d == dim else d for d in self._value_of(operand).dims]
+        return self._op(TypedKind.SELECT, name, [operand], dims, over=[dim, into])
+
+    def dispatch(self, name: str, tokens: str, experts: str, *, dim: str, into: str) -> str:
+        """Tokens (along ``dim``) into expert slots ``into`` (expert dim, slot dim), as the expert ids say."""
+        dims = [part for d in self._value_of(tokens).dims for part in (into.split() if d == dim else (d,))]
+        return self._op(TypedKind.DISPATCH, name, [tokens, experts], dims, over=[dim, *into.split()])
+
+    def combine(self, name: str, slots: str, experts: str, weights: str, *, slot_dims: str, dim: str) -> str:
+        """Slots (``slot_dims``: expert dim, slot dim) back to tokens along ``dim``, times the routing weights."""
+        expert_dim, slot_dim = slot_dims.split()
+        dims = [dim if d == slot_dim else d for d in self._value_of(slots).dims if d != expert_dim]
+        return self._op(
+            TypedKind.COMBINE, name, [slots, experts, weights], dims, over=[expert_dim, slot_dim, dim]
+        )  # fmt: skip
+
+    def detach(self, name: str, operand: str) -> str:
+        """The value as a constant: no gradient flows through it."""
+        return self._op(
+            TypedKind.DETACH, name, [operand], self._value_of(operand).dims, differentiable=False
+        )  # fmt: skip
+
+    def all_reduce(self, name: str, operand: str, axis: str, *, to: str = "I", reduction: str = "sum") -> str:
+        """The sum of the ranks' addends on each rank; ``max`` takes any values of a constant."""
+        return self._change(TypedKind.ALL_REDUCE, name, operand, axis, axis_type(to), reduction)
+
+    def all_gather(self, name: str, operand: str, axis: str, *, to: str = "R") -> str:
+        """All ranks' parts on each rank."""
+        return self._change(TypedKind.ALL_GATHER, name, operand, axis, axis_type(to))
+
+    def reduce_scatter(self, name: str, operand: str, axis: str, dim: str) -> str:
+        """Each rank's part along ``dim`` of the sum of the ranks' addends."""
+        return self._change(TypedKind.REDUCE_SCATTER, name, operand, axis, cut(dim))
+
+    def all_to_all(self, name: str, operand: str, axis: str, dim: str) -> str:
+        """From a cut along one dim to a cut along ``dim``."""
+        return self._change(TypedKind.ALL_TO_ALL, name, operand, axis, cut(dim))
+
+    def cut(self, name: str, operand: str, axis: str, dim: str) -> str:
+        """Each rank's part along ``dim`` of what all hold."""
+        return self._change(TypedKind.CUT, name, operand, axis, cut(dim))
+
+    def relabel(self, name: str, operand: str, axis: str, *, to: str = "R") -> str:
+        """The same local values as another type: I to R is right and sums the gradients, most others are not."""
+        return self._change(TypedKind.RELABEL, name, operand, axis, axis_type(to))
+
+    def result(self, name: str, **types: str) -> None:
+        """The value ``name`` is handed on, and taken to lie as ``types`` say (invariant over other axes)."""
+        value = self._value_of(name)
+        declared = {axis: axis_type(text) for axis, text in types.items()}
+        self._results.append(Value(name, value.dims, declared, value.differentiable))
+
+    def build(self) -> TypedProgram:
+        """The program as written so far."""
+        return TypedProgram(
+            self._name,
+            dict(self._mesh),
+            dict(self._sizes),
+            tuple(self._inputs),
+            tuple(self._parameters),
+            tuple(self._ops),
+            tuple(self._results),
+        )
+
+    def _change(
+        self, kind: TypedKind, name: str, operand: str, axis: str, target: AxisType, reduction: str = "sum"
+    ) -> str:
+        value = self._value_of(operand)
+        if target.is_cut and target.dim not in value.dims:
+            raise ValueError(f"{name}: {operand} has no dim {target.dim}")
+        output = self._value(name, value.dims, {}, differentiable=value.differentiable and reduction == "sum")
+        self._ops.append(TypedOp(kind, (operand,), output, axis=axis, target=target, reduction=reduction))
+        return name
+
+    def _op(
+        self,
+        kind: TypedKind,
+        name: str,
+        inputs: Sequence[str],
+        dims: Sequence[str],
+        *,
+        over: Sequence[str] = (),
+        differentiable: bool = True,
+    ) -> str:
+        flows = differentiable and any(self._value_of(operand).differentiable for operand in inputs)
+        output = self._value(name, dims, {}, differentiable=flows)
+        for dim in over:
+            self._size(dim)
+        self._ops.append(TypedOp(kind, tuple(inputs), output, tuple(over)))
+        return name
+
+    def _value(self, name: str, dims: Sequence[str], types: Mapping[str, str], *, differentiable: bool = True) -> Value:
+        if name in self._values:
+            raise ValueError(f"program {self._name} has a value {name} already")
+        for dim in dims:
+            self._size(dim)
+        parsed = {axis: axis_type(text) for axis, text in types.items()}
+        for one in parsed.values():
+            if one.is_cut and one.dim not in dims:
+                raise ValueError(f"{name}: {one} cuts a dim that is not among {list(dims)}")
+        self._values[name] = Value(name, tuple(dims), parsed, differentiable)
+        return self._values[name]
+
+    def _value_of(self, name: str) -> Value:
+        if name not in self._values:
+            raise ValueError(f"program {self._name} has no value {name}; it has {list(self._values)}")
+        return self._values[name]
+
+    def _joined(self, operands: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(dim for operand in operands for dim in self._value_of(operand).dims))
+
+    def _size(self, dim: str) -> int:
+        if dim not in self._sizes:
+            raise ValueError(f"program {self._name} has no dim {dim}; it has {list(self._sizes)}")
+        return self._sizes[dim]

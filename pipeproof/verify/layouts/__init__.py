@@ -1,0 +1,1 @@
+"""Layout rules beside the transports: types through the model's operations, issued collectives, index maps."""

@@ -1,0 +1,209 @@
+"""208: below each computation of the graph stand the collectives that its layers' types need, in that order.
+
+Members of a group that disagree are for the rules on matching. Here it is
+about what they all leave out, add or change alike, which no comparison
+between ranks can find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
+from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
+from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
+from pipeproof.specs.codes import ExampleKind, RuleDoc
+from pipeproof.specs.finding import Finding, OpsWitness
+from pipeproof.stages.describe.boundary import micro_batch_sizes
+from pipeproof.stages.describe.derive_types import TypedLayer
+from pipeproof.stages.describe.layers import Collective, CollectiveKind
+from pipeproof.stages.describe.typed_gpt import kind_of_layer, typed_gpt
+from pipeproof.verify.subject import Rule, Subject, finding
+
+
+def _example(left_out: str) -> str:
+    return (
+        "from pipeproof.schedule.build import build_graph\n"
+        "from pipeproof.specs.load import plan_from_dict\n"
+        "from pipeproof.verify.subject import make_subject\n\n"
+        "subject = make_subject(plan_from_dict({\n"
+        '    "pipeproof": 1,\n'
+        '    "model": {"kind": "gpt", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, '
+        '"vocab_size": 32, "seq_length": 8},\n'
+        '    "topology": {"pp": 2, "tp": 2},\n'
+        '    "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 2},\n'
+        "}))\n"
+        f'rows = [[row for row in rank if str(row.op) != "{left_out}"] for rank in subject.graph.rows()]\n'
+        "subject = subject.with_graph(build_graph(rows, subject.graph.tensors, subject.graph.groups))"
+    )
+
+
+ISSUED = RuleDoc(
+    code="PP208",
+    title="a computation issues other collectives than its layers need",
+    severity="error",
+    explanation=(
+        "All members of a group issue the same collectives, and still they are not those that the layouts inside "
+        "the layers need: one is missing, is of another kind or size, or stands elsewhere. Each rank then goes on "
+        "with an addend for a sum or with a part for the whole. Nothing hangs, since all do alike."
+    ),
+    wrong=_example("0F0/1.ALL_REDUCE:tp"),
+    right=_example(""),
+    kind=ExampleKind.PYTHON,
+)
+
+_KINDS: Mapping[CollectiveKind, OpKind] = {
+    CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
+    CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
+}
+_FORWARDS, _BACKWARDS = frozenset({OpKind.FORWARD}), frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
+_COMPUTES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+
+
+class _Needed:
+    """What each computation of a plan must issue, by size of micro-batch, stage and kind, as columns."""
+
+    def __init__(self, subject: Subject) -> None:
+        plan, graph = subject.plan, subject.graph
+        self._num_stages = len(plan.stages)
+        sizes, self._by_micro_batch = micro_batch_sizes(plan.spec)
+        names = {name: code for code, name in enumerate(graph.reduction_names)}
+        self.calls: list[list[Collective]] = []
+        for size in sizes:
+            typed = typed_gpt(plan.spec, size)
+            for stage_layers in plan.stages:
+                layers = [typed[kind_of_layer(name)] for name in stage_layers]
+                self.calls += [list(_calls(kind, layers)) for kind in _COMPUTES]
+        self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
+        self.first = np.cumsum(self.count) - self.count
+        rows = [
+            (KIND_CODE[_KINDS[c.kind]], AXES.index(c.axis), c.numel, names.get(c.reduction, NONE))
+            for calls in self.calls
+            for c in calls
+        ]
+        self.table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+    def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
+        """The place of each computation in ``calls``; ``NONE`` for a stage or micro-batch that the plan has not."""
+        place_of_kind = np.full(max(KIND_CODE.values()) + 1, NONE, dtype=np.int64)
+        for place, kind in enumerate(_COMPUTES):
+            place_of_kind[KIND_CODE[kind]] = place
+        stage, micro_batch = graph.stage[parents], graph.micro_batch[parents]
+        known = (stage >= 0) & (stage < self._num_stages)
+        size = np.zeros_like(stage)
+        if self._by_micro_batch:
+            known &= (micro_batch >= 0) & (micro_batch < len(self._by_micro_batch))
+            size = np.array(self._by_micro_batch, dtype=np.int64)[np.where(known, micro_batch, 0)]
+        slot = (size * self._num_stages + stage) * len(_COMPUTES) + place_of_kind[graph.kind[parents]]
+        return np.where(known, slot, NONE)
+
+
+def _calls(kind: OpKind, layers: Sequence[TypedLayer]) -> Iterator[Collective]:
+    """The collectives of one computation; the weight part of a split backward issues none."""
+    if kind in _FORWARDS:
+        for layer in layers:
+            yield from layer.forward
+    elif kind in _BACKWARDS:
+        for layer in reversed(layers):
+            yield from layer.backward
+
+
+def _check_issued(subject: Subject) -> Iterator[Finding]:
+    graph = subject.graph
+    needed = _Needed(subject)
+    parents = np.flatnonzero(graph.is_kind(frozenset(_COMPUTES)))
+    wrong = _differs(graph, needed, parents)
+    if not wrong.any():
+        return
+    alike = _all_members(subject, parents, wrong)
+    reported: set[tuple[int, int]] = set()
+    for parent in parents[alike].tolist():
+        op = graph.ops[parent]
+        key = int(graph.stage[parent]), int(graph.kind[parent])
+        if key in reported:
+            continue
+        reported.add(key)
+        children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
+        same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
+        batches = len(np.unique(graph.micro_batch[parents[same]]))
+        yield finding(
+            ISSUED,
+            f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
+            + (f"; so in {batches} micro-batches" if batches > 1 else ""),
+            help="issue what the layers need, in their order, on every member of the group",
+            witness=OpsWitness(tuple(subject.witness_op(i) for i in (parent, *children))),
+        )
+
+
+def _differs(graph: OpGraph, needed: _Needed, parents: IntColumn) -> BoolColumn:
+    """Which computations have other children than they need."""
+    children = np.flatnonzero(graph.is_kind(CHILD_KINDS) & (graph.parent != NONE))
+    children = children[np.isin(graph.kind[graph.parent[children]], [KIND_CODE[kind] for kind in _COMPUTES])]
+    slot = np.full(graph.num_ops, NONE, dtype=np.int64)
+    slot[parents] = needed.slots(graph, parents)
+    num_children = np.bincount(graph.parent[children], minlength=graph.num_ops)
+    wrong = np.zeros(graph.num_ops, dtype=bool)
+    known = parents[slot[parents] != NONE]
+    wrong[known] = num_children[known] != needed.count[slot[known]]
+    parent = graph.parent[children]
+    place = place_in_group(parent)
+    fits = (slot[parent] != NONE) & (place < needed.count[slot[parent]])
+    children, parent, place = children[fits], parent[fits], place[fits]
+    if len(children):
+        wanted = needed.table[needed.first[slot[parent]] + place]
+        found = np.stack(
+            [
+                graph.kind[children],
+                graph.axis[children],
+                (graph.stop - graph.start)[children],
+                graph.reduction[children],
+            ],
+            axis=1,
+        )
+        wrong[parent[(found != wanted).any(axis=1)]] = True
+    return wrong[parents]
+
+
+def _all_members(subject: Subject, parents: IntColumn, wrong: BoolColumn) -> BoolColumn:
+    """Which wrong computations are wrong on every rank of their tensor- and context-parallel groups."""
+    graph, mesh = subject.graph, subject.plan.mesh
+    rank = np.array(graph.global_rank, dtype=np.int64)
+    replica: IntColumn = np.zeros_like(rank)
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        rank, coord = np.divmod(rank, size)
+        replica = replica * size + (0 if axis in ("tp", "cp") else coord)
+    columns = (replica[graph.rank[parents]], *(c[parents] for c in (graph.stage, graph.kind, graph.micro_batch)))
+    _, team = np.unique(packed(*columns), return_inverse=True)
+    right = np.bincount(team, weights=~wrong)
+    members_right: BoolColumn = right[team] > 0
+    return wrong & ~members_right
+
+
+def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) -> str:
+    """The first call that is not as needed."""
+    wanted = needed.calls[int(needed.slots(graph, np.array([parent]))[0])]
+    names = graph.reduction_names
+    for place in range(max(len(children), len(wanted))):
+        call = wanted[place] if place < len(wanted) else None
+        child = children[place] if place < len(children) else None
+        needs = "none" if call is None else f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({call.label})"
+        if child is None:
+            return f"{len(children)} collectives and needs {len(wanted)}: number {place} should be {needs}"
+        found = graph.ops[child]
+        size = int(graph.stop[child] - graph.start[child])
+        is_same = call is not None and (found.kind, found.axis, size, names[int(graph.reduction[child])]) == (
+            _KINDS[call.kind],
+            call.axis,
+            call.numel,
+            call.reduction,
+        )
+        if not is_same:
+            return f"{found.kind} of {size} over {found.axis} as its collective {place}, and needs {needs}"
+    raise AssertionError("the computation was found wrong")
+
+
+RULES = (Rule(ISSUED, _check_issued, needs_plan=True),)
