@@ -29,9 +29,8 @@ class Blocks:
     _first: list[int] = field(default_factory=lambda: [0])
     _block: list[int] = field(default_factory=list)
     _micro_batch: list[int] = field(default_factory=list)
-    _other: list[int] = field(default_factory=list)
-    _batch: list[int] = field(default_factory=list)
-    _origin: list[int] = field(default_factory=list)
+    _marked: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Origin, second micro-batch and batch of the uses that have any."""
     _programs: list[int] = field(default_factory=lambda: [0])
 
     def add(self, rows: Sequence[Row]) -> int:
@@ -44,11 +43,10 @@ class Blocks:
         self, block: int, micro_batch: int = NONE, origin: int = NONE, *, other: int = NONE, batch: int = NONE
     ) -> None:
         """Append one use of a block to the program of the present rank; ``other`` is its second micro-batch."""
+        if origin != NONE or other != NONE or batch != NONE:
+            self._marked[len(self._block)] = origin, other, batch
         self._block.append(block)
         self._micro_batch.append(micro_batch)
-        self._other.append(other)
-        self._batch.append(batch)
-        self._origin.append(origin)
 
     def end_rank(self) -> None:
         """What is used from here on belongs to the next rank."""
@@ -63,18 +61,20 @@ class Blocks:
         ends = np.concatenate([[0], np.cumsum(length)])
         rows = np.arange(ends[-1]) + np.repeat(first[block] - ends[:-1], length)
         written = template.values["micro_batch"][rows]
-        micro_batch = np.where(written == ANY, self._per_row(self._micro_batch, length), written)
-        if (template.values["micro_batch"] == ANY_OTHER).any():
-            micro_batch = np.where(written == ANY_OTHER, self._per_row(self._other, length), micro_batch)
-        batch = template.values["batch"][rows]
+        micro_batch = np.where(written == ANY, np.repeat(np.array(self._micro_batch, dtype=np.int64), length), written)
+        origin, other, batch = (np.repeat(column, length) for column in self._marks())
+        own_batch = template.values["batch"][rows]
         return template.take(
             rows,
             ends[np.array(self._programs, dtype=np.int64)],
-            micro_batch=micro_batch,
-            batch=np.where(batch == ANY, self._per_row(self._batch, length), batch),
-            origin=self._per_row(self._origin, length),
+            micro_batch=np.where(written == ANY_OTHER, other, micro_batch),
+            batch=np.where(own_batch == ANY, batch, own_batch),
+            origin=origin,
         )
 
-    @staticmethod
-    def _per_row(values: list[int], length: IntColumn) -> IntColumn:
-        return np.repeat(np.array(values, dtype=np.int64), length)
+    def _marks(self) -> IntColumn:
+        """Origin, second micro-batch and batch of each use, ``NONE`` where it has none; shape [3, n]."""
+        marks = np.full((3, len(self._block)), NONE, dtype=np.int64)
+        if self._marked:
+            marks[:, list(self._marked)] = np.array(list(self._marked.values()), dtype=np.int64).T
+        return marks

@@ -21,8 +21,10 @@ UNFINISHED = RuleDoc(
         "come to their end: they wait for each other, or for something that never comes. The job would hang "
         "there. The message names what each of them waits for; `pipeproof check` shows the shortest cycle."
     ),
-    wrong="rank 0: RECV from 1, WAIT, SEND to 1      rank 1: RECV from 0, WAIT, SEND to 0",
-    right="rank 0: RECV from 1, WAIT, SEND to 1      rank 1: SEND to 0, RECV from 0, WAIT",
+    wrong="rank 0: 0RECV_B0 WAIT(0RECV_B0) 0F0 0SEND_F0 WAIT(0SEND_F0) 0B0\n"
+    "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0 WAIT(1SEND_B0)",
+    right="rank 0: 0F0 0SEND_F0 0RECV_B0 WAIT(0RECV_B0) 0B0 WAIT(0SEND_F0)\n"
+    "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0 WAIT(1SEND_B0)",
 )
 
 _MOST_NAMED = 8

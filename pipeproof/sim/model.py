@@ -1,7 +1,9 @@
 """The reference model of a training step, as SimPy processes. Read it from top to bottom.
 
 - Every rank has a *host*, which walks the rank's operations in program order.
-  Compute takes its duration; everything else takes no time of its own.
+  Compute takes its duration; everything else takes no time of its own. What a
+  program puts on queues of other names the host does in its place, and
+  overlapped pairs one after the other.
 - Every rank has a *queue* per channel. The host posts a transfer, which takes
   it no time, and the queue carries transfers out one after the other, in the
   order in which they were posted. The k-th send of a channel meets its k-th
@@ -135,8 +137,10 @@ class _Model:
         partner = self._graph.match_of.get(transfer)
         return self._begun[partner] if partner is not None else self._never()
 
-    def _completion(self, transfer: int) -> simpy.Event:
-        return self._done[transfer] if transfer != NONE else self._never()
+    def _completion(self, target: int) -> simpy.Event:
+        if target == NONE:
+            return self._never()
+        return self._done.get(target) or self._env.timeout(0)  # whatever is no transfer, the host has done itself
 
     def _meeting(self, op_id: int) -> simpy.Event:
         """Come to a collective; the event that its last member has come."""

@@ -38,6 +38,17 @@ MATCHING = {
         "loss": {"normalization": "mean_of_micro_batches"},
         "run": {"optimizer": "sgd", "learning_rate": 0.1},
     },
+    "programs_of_its_own_on_a_v": {
+        "schedule": {
+            "kind": "custom", "num_micro_batches": 2, "placement": [[0, 3], [1, 2]],
+            "programs": [
+                ["0F0", "0F1", "3F0", "3B0", "3F1", "3B1", "0B0", "0B1"],
+                ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "2B1", "1B1"],
+            ],
+        },
+        "topology": {"pp": 2, "tp": 2},
+        "transport": "partial",
+    },
     "pp1": {"topology": {"pp": 1}},
 }  # fmt: skip
 
@@ -106,6 +117,39 @@ def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoi
     assert report["log_matches_graph"]
     assert "error[PP201]" in ended.output
     assert f"{len(differs[0])} of {len(differs[0])} on stage 0, 0 of {len(differs[1])} on stage 1" in ended.output
+
+
+def test_a_schedule_file_of_pytorch_runs(tmp_path):
+    """Interleaved 1F1B as torch writes it, on four processes."""
+    files = REPOSITORY / "tests" / "schedule" / "files"
+    schedule = {"kind": "file", "path": str(files / "interleaved_4x2.csv"), "num_micro_batches": 8, "num_chunks": 2}
+    ended = Run(tmp_path, plan_dict(model={"num_layers": 8}, topology={"pp": 4}, schedule=schedule)).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in ended.report["steps"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "fact"),
+    [
+        ({"boundaries": [{"name": "hidden", "dims": "sbh"}]}, "the plan declares boundary tensors of its own"),
+        ({"schedule": {"last_micro_batch_size": 1}}, "micro-batches differ in size"),
+        (
+            {
+                "schedule": {
+                    "kind": "custom",
+                    "num_micro_batches": 1,
+                    "programs": [["0F0", "0I0", "0W0"], ["1F0", "1B0"]],
+                }
+            },
+            "rank 0 runs 0I0",
+        ),
+    ],
+)
+def test_what_the_adapter_does_not_know_is_refused_by_name(sections, fact, tmp_path):
+    ended = Run(tmp_path, plan_dict(**sections)).end()
+    assert ended.status == 2
+    assert f"error[PP909]: {fact}" in ended.output
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
