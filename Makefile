@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-torch lint docs bench clean
+.PHONY: demo test test-torch lint docs bench mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -24,11 +24,18 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
 	$(BIN)/python docs/make_rules.py
 	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_zoo.py
+	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_pictures.py --run
 
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
 	$(BIN)/python benchmarks/check.py
+
+SAMPLE ?= 40
+mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md
+	$(BIN)/python -m tests.mutation --write --sample $(SAMPLE) $(FILES)
+	$(BIN)/python docs/make_mutation.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

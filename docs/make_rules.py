@@ -12,7 +12,7 @@ from pathlib import Path
 from pages import DOCS, main, table
 
 from pipeproof.explain import all_docs
-from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.codes import ExampleKind, RuleDoc
 
 FAMILIES = {
     "1": "The plan: file, sizes, placement, completeness",
@@ -31,6 +31,25 @@ INTRODUCTION = """\
 Every finding carries one of these codes. A code keeps its meaning for ever. `pipeproof explain CODE` prints its page
 in the terminal. Only errors change the exit status; with `--strict`, warnings do too.
 """
+
+FENCES = {
+    ExampleKind.PLAN: "yaml",
+    ExampleKind.PROGRAM: "text",
+    ExampleKind.PYTHON: "python",
+    ExampleKind.COMMAND: "console",
+    ExampleKind.OUTCOME: "text",
+}
+"""How examples are marked in Markdown."""
+
+ABOUT_EXAMPLES = {
+    ExampleKind.PLAN: "The examples are parts of a plan file; the tests lay them over a small plan and check it.",
+    ExampleKind.PROGRAM: "The examples are program texts, as `pipeproof check --program FILE` reads them; the tests "
+    "run them.",
+    ExampleKind.PYTHON: "The examples are Python; the tests run them and check `subject`.",
+    ExampleKind.COMMAND: "The examples are commands.",
+    ExampleKind.OUTCOME: "The examples are what is seen.",
+}
+"""What a reader may do with them."""
 
 WRITTEN_BY = "<!-- Written by docs/make_rules.py from the code's documentation in pipeproof/. Do not edit. -->\n"
 
@@ -61,8 +80,9 @@ def _page(doc: RuleDoc) -> str:
             f"# {doc.code}: {doc.title}\n",
             f"Severity: {doc.severity}. [All codes](README.md)\n",
             f"{doc.explanation}\n",
-            f"Wrong:\n\n```text\n{doc.wrong}\n```\n",
-            f"Right:\n\n```text\n{doc.right}\n```\n",
+            f"{ABOUT_EXAMPLES[doc.example_kind]}\n",
+            f"Wrong:\n\n```{FENCES[doc.example_kind]}\n{doc.wrong}\n```\n",
+            f"Right:\n\n```{FENCES[doc.example_kind]}\n{doc.right}\n```\n",
         ]
     )
 

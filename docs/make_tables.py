@@ -1,4 +1,4 @@
-"""Writes the generated parts of ``docs/plan.md``, ``docs/backends.md`` and ``docs/design.md``.
+"""Writes the generated parts of ``docs/plan.md``, ``docs/backends.md``, ``docs/deadlock.md`` and ``docs/design.md``.
 
 ``python docs/make_tables.py`` writes, ``--check`` exits 1 if a part is stale.
 The tables come from where the facts are: the typed plan, the list of keys
@@ -22,6 +22,7 @@ from pipeproof.specs.later import LATER
 from pipeproof.specs.plan import RunSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.verify.certificate import plan_digest
+from pipeproof.verify.deadlock.models import MODELS, QUEUES, queue_text
 
 
 def pages() -> dict[Path, str]:
@@ -29,6 +30,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_part(), "later": later_part()}),
         DOCS / "backends.md": fill(DOCS / "backends.md", {"tables": tables_part()}),
+        DOCS / "deadlock.md": fill(DOCS / "deadlock.md", {"models": models_part()}),
         DOCS / "design.md": fill(DOCS / "design.md", {"grammar": grammar_part(), "digest": digest_part()}),
     }
 
@@ -39,13 +41,16 @@ def keys_part() -> str:
     top: list[tuple[str, ...]] = []
     sections = []
     for name, about in schema["properties"].items():
-        if "$ref" not in about:
+        reference = about.get("$ref") or about.get("items", {}).get("$ref")
+        if reference is None:
             top.append((f"`{name}`", _type(about), _default(name, about, schema), about["description"]))
             continue
-        section = schema["$defs"][about["$ref"].rpartition("/")[2]]
-        default = "required" if name in schema["required"] else "each key's"
-        top.append((f"[`{name}`](#{name})", "mapping", default, about["description"]))
-        sections.append(_section(name, section))
+        if "$ref" in about:
+            kind, default = "mapping", "required" if name in schema["required"] else "each key's"
+        else:
+            kind, default = "a list of mappings", _default(name, about, schema)
+        top.append((f"[`{name}`](#{name})", kind, default, about["description"]))
+        sections.append(_section(name, schema["$defs"][reference.rpartition("/")[2]]))
     header = ("key", "value", "default", "meaning")
     return "\n".join(["### The whole plan\n", table(header, top), *sections])
 
@@ -91,7 +96,7 @@ def _type(about: dict[str, Any]) -> str:
         case "boolean":
             return "`true` or `false`"
         case "string":
-            return "a fraction `a/b`" if "pattern" in about else "a string"
+            return "a fraction `a/b`" if "/" in about.get("pattern", "") else "a string"
         case "integer" | "number" as kind:
             return _number(kind, about)
         case other:
@@ -101,12 +106,15 @@ def _type(about: dict[str, Any]) -> str:
 def _plural(words: str) -> str:
     """Of ``a list of strings`` or ``a string``: the first noun in the plural."""
     noun, *rest = words.removeprefix("a ").split(" ")
-    return " ".join([f"{noun}s", *rest])
+    plural = f"{noun.removesuffix(',')}s{',' if noun.endswith(',') else ''}"
+    return " ".join([plural, *rest])
 
 
 def _number(kind: str, about: dict[str, Any]) -> str:
     """``integer, 1 to 2^16``, both ends included."""
     low = about.get("minimum", about.get("exclusiveMinimum"))
+    if "maximum" not in about and "exclusiveMaximum" not in about:
+        return kind if low is None else f"{kind}, {low} or more"
     high = about["exclusiveMaximum"] - 1 if "exclusiveMaximum" in about else about["maximum"]
     if low == high:
         return f"`{low}`"
@@ -145,6 +153,13 @@ def tables_part() -> str:
         header = ("behaviour", "value", "meaning", "if a machine does otherwise", "source", "probed by doctor")
         parts.append(f"## {about.name}: `run: {{backend: {backend}, device: {device}}}`\n\n" + table(header, rows))
     return "\n".join(parts)
+
+
+def models_part() -> str:
+    """The queues and the completions of the channel models."""
+    queues = [(queue_text(queue), shared) for queue, shared in QUEUES.items()]
+    completions = dict.fromkeys(model.completion_text for model in MODELS)
+    return table(("one FIFO per", "shared by"), queues) + f"\nEach {', '.join(completions)}."
 
 
 def _yes_or_no(value: object) -> str:

@@ -21,10 +21,11 @@ from pipeproof.specs.finding import BadPlanError, PipeproofError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeproof.check_command import Form
     from pipeproof.exec.jobs import Fault
     from pipeproof.specs.load import LoadedPlan
-    from pipeproof.specs.source import SourceMap
     from pipeproof.verify.check import Report
+    from pipeproof.verify.selection import Selection
 
 _PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
 
@@ -71,21 +72,43 @@ def main() -> None:
 
 
 @main.command()
-@_PLAN
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.argument("plan", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
+@click.option("--program", type=click.Path(path_type=Path),
+              help="Judge this program text alone, without a plan.")  # fmt: skip
+@click.option("--backend", metavar="NAME", help="Whose promises hold for --program, such as paddle-gloo.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True)
+@click.option("--select", multiple=True, metavar="CODES",
+              help="Run only these rules: codes or their beginnings, as in PP401,3xx.")  # fmt: skip
+@click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; nothing is certified then.")
 @click.option("--strict", is_flag=True, help="Let warnings fail the check, too.")
-def check(plan: Path, form: str, strict: bool) -> None:
+@click.option("--all", "everything", is_flag=True, help="Show all findings, however many of one code, and all of each.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
+              help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
+def check(
+    plan: Path | None,
+    program: Path | None,
+    backend: str | None,
+    form: Form,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    strict: bool,
+    everything: bool,
+    color: str,
+) -> None:
     """Prove that a plan's communication is right, or say where it is wrong."""
-    with _refusing_bad_plans(as_json=form == "json"), _not_collecting():
-        report = _check(_load(plan))
-    if form == "json":
-        click.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        from pipeproof.verify.render import render_report
+    file = plan if program is None else program
+    if file is None or (plan is not None and program is not None):
+        raise click.UsageError("give one of PLAN and --program FILE")
+    if backend is not None and program is None:
+        raise click.BadParameter("a plan says its backend itself, in `run`", param_hint="--backend")
+    from pipeproof.check_command import exit_status_of, selection_of, show_report
 
-        render_report(report, _console())
-    warned = strict and any(f.severity == "warning" for f in report.findings)
-    sys.exit(ExitStatus.FAILED if report.errors or warned else ExitStatus.OK)
+    selection = selection_of(select, ignore)
+    with _refusing_bad_plans(form, file, color), _not_collecting():
+        report = _check(_load(file), selection) if program is None else _check_program(file, backend, selection)
+    status = exit_status_of(report, strict=strict)
+    show_report(report, form, file, status, _console(color=color), everything=everything)
+    sys.exit(status)
 
 
 @main.command()
@@ -106,11 +129,11 @@ def explain(code: str) -> None:
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
 def show(plan: Path, rank: int | None) -> None:
     """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
-    with _refusing_bad_plans():
-        from pipeproof.comm.lower import lower
+    with _refusing_bad_plans("text", plan):
+        from pipeproof.comm.loaded import lower_loaded
         from pipeproof.comm.show import render_program, render_show
 
-        lowered = lower(_load(plan).spec)
+        lowered = lower_loaded(_load(plan))
     if rank is not None and not 0 <= rank < lowered.mesh.num_ranks:
         raise click.BadParameter(f"{rank}: the plan has ranks 0..{lowered.mesh.num_ranks - 1}", param_hint="--rank")
     render_show(lowered, _console())
@@ -125,14 +148,14 @@ def show(plan: Path, rank: int | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def simulate(plan: Path, output: Path | None, as_json: bool) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
-    with _refusing_bad_plans(as_json=as_json):
-        from pipeproof.comm.lower import lower
+    with _refusing_bad_plans("json" if as_json else "text", plan):
+        from pipeproof.comm.loaded import lower_loaded
         from pipeproof.sim.figures import simulation_to_json
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.terminal import render_figures, render_timeline
         from pipeproof.sim.trace import write_trace
 
-        simulation = run_simulation(lower(_load(plan).spec))
+        simulation = run_simulation(lower_loaded(_load(plan)))
         if output is not None:
             write_trace(simulation.timeline, output)
     if as_json:
@@ -183,10 +206,10 @@ def run(
     from pipeproof.exec.command import run_command
     from pipeproof.exec.run import RunOptions
 
-    with _refusing_bad_plans():
+    with _refusing_bad_plans("text", plan):
         report = _check(_load(plan))
     options = RunOptions(timeout_s=timeout_s, logs=logs, fault=fault, unsafe=unsafe)
-    with _refusing_bad_plans():
+    with _refusing_bad_plans("text", plan):
         status = run_command(report, options, _console(), report_file, trace)
     sys.exit(status)
 
@@ -232,39 +255,46 @@ def _load(path: Path) -> LoadedPlan:
     return load_plan(path)
 
 
-def _check(loaded: LoadedPlan) -> Report:
+def _check(loaded: LoadedPlan, selection: Selection | None = None) -> Report:
     from pipeproof.verify.check import check as check_plan
+    from pipeproof.verify.selection import ALL_RULES
 
-    return check_plan(loaded)
+    return check_plan(loaded, selection or ALL_RULES)
 
 
-def _console(*, stderr: bool = False) -> Console:
+def _check_program(file: Path, backend: str | None, selection: Selection) -> Report:
+    from pipeproof.comm.capabilities import table_named
+    from pipeproof.verify.check import check_subject
+    from pipeproof.verify.program import load_program
+
+    try:
+        table = None if backend is None else table_named(backend)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--backend") from error
+    return check_subject(load_program(file, backend=table), selection)
+
+
+def _console(*, stderr: bool = False, color: str = "auto") -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    if color == "always":  # the option was typed: it is stronger than NO_COLOR and than a terminal without colours
+        return Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
+    return Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
 
 
 @contextmanager
-def _refusing_bad_plans(*, as_json: bool = False) -> Iterator[None]:
+def _refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
     """Print the findings of a refused plan and exit with its status; nothing is shown as a traceback."""
     try:
         yield
     except PipeproofError as error:
-        _show_findings(error, as_json)
-        sys.exit(ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED)
+        from pipeproof.check_command import show_refusal
+
+        status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
+        show_refusal(error, form, file, status, lambda: _console(stderr=True, color=color))
+        sys.exit(status)
     except BrokenPipeError:
         raise  # whoever read our output has gone: click ends quietly
     except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
-
-
-def _show_findings(error: PipeproofError, as_json: bool) -> None:
-    from pipeproof.specs.render import finding_to_json, render_text
-
-    if as_json:
-        content: dict[str, Any] = {"digest": None, "findings": [finding_to_json(f) for f in error.findings]}
-        click.echo(json.dumps(content, indent=2))
-    source: SourceMap | None = getattr(error, "source", None)
-    if not as_json:
-        render_text(error.findings, source, console=_console(stderr=True))

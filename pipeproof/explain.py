@@ -8,8 +8,10 @@ from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
 from pipeproof.sim.errors import UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
+from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.verify.registry import RULES
+from pipeproof.verify.suppress import SUPPRESSION_CODES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +19,16 @@ if TYPE_CHECKING:
 
 def all_docs() -> tuple[RuleDoc, ...]:
     """The documentation of every code that any command can report, in the order of the codes."""
-    docs = [*PLAN_FILE_CODES, *PARTITION_CODES, *LOWERING_CODES, *(rule.doc for rule in RULES), UNFINISHED, *RUN_CODES]
+    docs = (
+        *PLAN_FILE_CODES,
+        *SCHEDULE_FILE_CODES,
+        *PARTITION_CODES,
+        *LOWERING_CODES,
+        *(rule.doc for rule in RULES),
+        *SUPPRESSION_CODES,
+        UNFINISHED,
+        *RUN_CODES,
+    )
     return tuple(sorted(docs, key=lambda doc: doc.code))
 
 

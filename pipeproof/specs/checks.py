@@ -6,13 +6,17 @@ paths count from the section that calls it.
 
 from __future__ import annotations
 
+import re
 from math import isqrt
 from typing import TYPE_CHECKING
 
-from pipeproof.specs.problems import Problem, listed
+from pipeproof.specs.problems import Problem, describe_value, listed
+from pipeproof.specs.schedule_checks import OWN_KINDS
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, ScheduleSpec, TopologySpec
+    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, ScheduleSpec, SuppressSpec, TopologySpec
+
+_CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
 
 
 def check_model(model: ModelSpec) -> list[Problem]:
@@ -109,13 +113,27 @@ def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Prob
 def check_chunks(schedule: ScheduleSpec) -> list[Problem]:
     """PP106: several stages on a rank, if and only if the schedule takes turns between them."""
     interleaved = schedule.kind == "interleaved"
-    if interleaved == (schedule.num_chunks > 1):
+    if schedule.kind in OWN_KINDS or interleaved == (schedule.num_chunks > 1):
         return []
     if interleaved:
         message = "`schedule.kind: interleaved` takes turns between the stages of a rank, and `num_chunks` is 1"
         return [Problem("PP106", ("kind",), message, help="set num_chunks to 2 or more, or use kind: 1f1b")]
     message = f"`schedule.num_chunks` is {schedule.num_chunks}, and `{schedule.kind}` has one stage on each rank"
     return [Problem("PP106", ("num_chunks",), message, help="use kind: interleaved, or remove num_chunks")]
+
+
+def check_suppression(entry: SuppressSpec) -> list[Problem]:
+    """PP106: a whole code, and a reason in words; whether there is such a code is for ``check`` to say."""
+    problems = []
+    if not _CODE.fullmatch(entry.code):
+        meant = entry.code.strip().upper()
+        message = f"`suppress` needs a whole code such as PP202, found {describe_value(entry.code)}"
+        mend = f"write {meant}" if _CODE.fullmatch(meant) else "`pipeproof check` prints the code of each finding"
+        problems.append(Problem("PP106", ("code",), message, help=mend))
+    if not entry.reason.strip():
+        message = "a suppression needs a reason, and this one is empty"
+        problems.append(Problem("PP106", ("reason",), message, help="say why the finding does no harm in this plan"))
+    return problems
 
 
 def check_lengths(plan: PlanSpec) -> list[Problem]:
@@ -143,6 +161,8 @@ def check_lengths(plan: PlanSpec) -> list[Problem]:
 def _stage_count(plan: PlanSpec) -> str:
     pp, num_chunks = plan.topology.pp, plan.schedule.num_chunks
     factors = f"topology.pp {pp}" if num_chunks == 1 else f"topology.pp {pp} x schedule.num_chunks {num_chunks}"
+    if not isinstance(plan.schedule.placement, str):
+        factors = "schedule.placement"
     return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
 
 

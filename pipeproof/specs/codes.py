@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ExampleKind(StrEnum):
+    """What the two examples of a code are, so that tests can run them and pages can show them."""
+
+    PLAN = "plan"
+    """Sections of a plan file, to be laid over a small whole plan."""
+    PROGRAM = "program"
+    """A program text, one line a rank, to be judged alone."""
+    PYTHON = "python"
+    """Python code that leaves what is to be judged in ``subject``."""
+    COMMAND = "command"
+    """What a person types."""
+    OUTCOME = "outcome"
+    """What is seen when something is run; no input could be shown in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +27,8 @@ class RuleDoc:
     """A stable code, its one-line title, why it matters, and a wrong and a right example.
 
     ``severity`` is ``error``, ``warning`` or ``note``: that of the code's findings.
+    ``kind`` says what the examples are; without it, their text shows it: ranks
+    make a program, imports make Python, anything else is of a plan.
     """
 
     code: str
@@ -18,7 +37,20 @@ class RuleDoc:
     wrong: str
     right: str
     severity: str = "error"
+    kind: ExampleKind | None = None
 
+    @property
+    def example_kind(self) -> ExampleKind:
+        """What the examples are."""
+        if self.kind is not None:
+            return self.kind
+        if _RANK.search(self.wrong):
+            return ExampleKind.PROGRAM
+        return ExampleKind.PYTHON if _IMPORT.search(self.wrong) else ExampleKind.PLAN
+
+
+_RANK = re.compile(r"^rank \d+:", re.MULTILINE)
+_IMPORT = re.compile(r"^(from|import) ", re.MULTILINE)
 
 PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
     RuleDoc(
@@ -30,6 +62,7 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
         ),
         wrong="pipeproof check plans/   # a directory",
         right="pipeproof check plans/gpt.yaml",
+        kind=ExampleKind.COMMAND,
     ),
     RuleDoc(
         code="PP101",

@@ -65,10 +65,27 @@ class WitnessOp:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramExcerpt:
+    """Stretches of one rank's program in order, ``..`` for what is left out.
+
+    ``numbers`` has, for each of ``ops``, its place in the witness counted
+    from 1, or 0 for what only stands beside it.
+    """
+
+    rank: int
+    ops: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CycleWitness:
-    """A shortest wait-for cycle: each operation waits for the next, the last for the first."""
+    """A shortest wait-for cycle: each operation waits for the next, the last for the first.
+
+    ``programs`` shows where these operations stand, a rank each.
+    """
 
     ops: tuple[WitnessOp, ...]
+    programs: tuple[ProgramExcerpt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

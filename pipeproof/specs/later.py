@@ -24,10 +24,6 @@ def _more_than_one(value: object) -> bool:
     return type(value) is int and value > 1
 
 
-def _list_or(*names: str) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list | tuple) or (isinstance(value, str) and value in names)
-
-
 def _one_of(*names: str) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in names
 
@@ -49,7 +45,7 @@ class Later:
 
 _LATER_SCHEDULES = (
     "eager_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min",
-    "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "custom", "file", "optimal",
+    "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "optimal",
 )  # fmt: skip
 
 LATER: tuple[Later, ...] = (
@@ -59,11 +55,16 @@ LATER: tuple[Later, ...] = (
     Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
     Later("model", "moe", _anything, "mixture of experts", "remove the key"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
-    Later("schedule", "kind", _one_of(*_LATER_SCHEDULES), "more schedules", "use gpipe, 1f1b or interleaved"),
+    Later(
+        "schedule",
+        "kind",
+        _one_of(*_LATER_SCHEDULES),
+        "more schedules",
+        "use gpipe, 1f1b or interleaved, or kind: file",
+    ),
     Later("schedule", "variant", _other_than(""), "variants of schedules", "remove the key"),
     Later("schedule", "num_sequence_splits", _more_than_one, "sequence splits", "use 1"),
-    Later("schedule", "placement", _list_or("v"), "other placements of stages", "use loop"),
-    Later("transport", "connections", _other_than("warm"), "other ways to open connections", "use warm"),
+    Later("schedule", "placement", _one_of("v"), "other placements of stages", "use loop"),
     Later(
         "transport",
         "recv_post",

@@ -78,3 +78,17 @@ VARYING = Placement(PlacementKind.VARYING)
 def sharded(dim: int) -> Placement:
     """A tensor cut evenly along ``dim``, in rank order."""
     return Placement(PlacementKind.SHARDED, dim)
+
+
+def parse_placement(text: str) -> Placement:
+    """Read the text form: ``parse_placement(str(p)) == p`` for every placement.
+
+    Raises:
+        ValueError: ``text`` is no placement.
+    """
+    name, bracket, rest = text.partition("(")
+    digits = rest.removesuffix(")")
+    is_cut = bool(bracket) and rest.endswith(")") and digits.isdecimal()
+    if name in tuple(PlacementKind) and is_cut == (name == PlacementKind.SHARDED) and (is_cut or not bracket):
+        return Placement(PlacementKind(name), int(digits) if is_cut else None)
+    raise ValueError(f"{text!r} is not a placement; examples: invariant, sharded(0)")

@@ -24,15 +24,18 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
+from pipeproof.specs.boundary_checks import check_boundaries, check_boundary
 from pipeproof.specs.checks import (
     check_chunks,
     check_cost,
     check_lengths,
     check_model,
     check_order,
+    check_suppression,
     check_tensor_parallel,
 )
 from pipeproof.specs.problems import Problem, describe_value, nearest_name, problems_error
+from pipeproof.specs.schedule_checks import StagePlacement, check_own_schedule, check_placed_ranks, check_placement
 from pipeproof.specs.times import PositiveTimeByStage, StageTimes, Time, TimeByStage
 
 AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
@@ -137,26 +140,44 @@ class TopologySpec(_Section):
 class ScheduleSpec(_Section):
     """The order in which each pipeline rank works on its micro-batches."""
 
-    kind: Literal["gpipe", "1f1b", "interleaved"] = Field(
+    kind: Literal["gpipe", "1f1b", "interleaved", "file", "custom"] = Field(
         description="gpipe: all forwards, then all backwards; 1f1b: one forward, one backward after warm-up; "
-        "interleaved: 1f1b over several stages on each rank."
+        "interleaved: 1f1b over several stages on each rank; file: read from path; custom: as programs give it."
+    )
+    path: str | None = Field(
+        default=None,
+        description="With kind file, the file of the schedule, relative to the plan file.",
+        json_schema_extra={"minLength": 1},
+    )
+    format: Literal["auto", "text", "csv", "csv-comms"] = Field(
+        default="auto",
+        description="Of the file: our text form, or PyTorch's CSV without or with communication; auto looks at it.",
+    )
+    programs: Annotated[tuple[Annotated[tuple[str, ...], _FROM_LIST], ...], _FROM_LIST] | None = Field(
+        default=None, description="With kind custom, the operations of each pipeline rank in order, such as 0F0."
     )
     num_micro_batches: int = Field(ge=1, le=10**6, description="Micro-batches per step and data-parallel rank.")
     micro_batch_size: int = Field(ge=1, le=10**6, description="Sequences in a micro-batch.")
-    num_chunks: int = Field(
-        default=1, ge=1, le=2**16, description="Stages per pipeline rank; more than 1 with interleaved only."
+    last_micro_batch_size: int | None = Field(
+        default=None, ge=1, le=10**6, description="Sequences in the last micro-batch, where it has fewer."
     )
+    seq_lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**26)], ...], _FROM_LIST] | None = Field(
+        default=None, description="Tokens per sequence of each micro-batch, where they differ."
+    )
+    num_chunks: int = Field(default=1, ge=1, le=2**16, description="Stages per pipeline rank; 1 with gpipe and 1f1b.")
     num_sequence_splits: int = Field(
         default=1, ge=1, le=1, description="Pieces into which a sequence is cut; only 1 in this release."
     )
-    placement: Literal["loop"] = Field(
-        default="loop", description="How stages are dealt to ranks; only loop in this release."
+    placement: StagePlacement = Field(
+        default="loop",
+        description="How stages are dealt to ranks: loop, or with kinds file and custom the stages of each pipeline "
+        "rank; without a list, these place them as they compute them.",
     )
     variant: None = Field(default=None, description="Which tool's variant of the schedule; none in this release.")
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        _refuse(check_chunks(self))
+        _refuse([*check_chunks(self), *check_own_schedule(self), *check_placement(self)])
         return self
 
 
@@ -175,8 +196,10 @@ class TransportSpec(_Section):
 
     forward: TransportName = Field(default="full", description="Transport of activations.")
     backward: TransportName = Field(default="full", description="Transport of activation gradients.")
-    connections: Literal["warm"] = Field(
-        default="warm", description="Connections are opened before the first step; only warm in this release."
+    connections: Literal["warm", "lazy"] = Field(
+        default="warm",
+        description="warm: connections are opened before the first step; lazy: at first use, which the deadlock "
+        "rules then take into account (runs open them before in either case).",
     )
     recv_post: Literal["just_in_time"] = Field(
         default="just_in_time", description="When receives are posted; only just_in_time in this release."
@@ -212,6 +235,69 @@ class TransportSpec(_Section):
             "description": description,
             "anyOf": [{"type": "string", "enum": ["full", "partial"]}, mapping],
         }
+
+
+class BoundarySpec(_Section):
+    """A tensor that crosses from one stage to the next. Without any, the model's activation crosses every edge.
+
+    Dims are letters: ``s`` sequence (of one context-parallel rank), ``b``
+    micro-batch rows, ``h`` hidden have the sizes of the model and the
+    micro-batch; other letters need ``shape``.
+    """
+
+    edge: int | None = Field(
+        default=None, ge=0, le=2**32, description="Between stages `edge` and `edge` + 1; without it, every edge."
+    )
+    name: str = Field(description="Name of the tensor.", json_schema_extra={"minLength": 1})
+    dims: str = Field(description="Dims in order, a letter each.", json_schema_extra={"pattern": "^[a-z]+$"})
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=2**40)], ...], _FROM_LIST] | None = Field(
+        default=None, description="Sizes of the dims over all TP ranks, the same for every micro-batch."
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "bool"] | None = Field(
+        default=None, description="Type of the elements; without it, `run.dtype`."
+    )
+    tp: str = Field(
+        default="invariant",
+        description="How it lies over the sender's TP ranks: invariant, replicated or sharded(d).",
+        json_schema_extra={"pattern": "^(invariant|replicated|sharded\\([a-z]\\))$"},
+    )
+    receiver_tp: str | None = Field(
+        default=None,
+        description="How it lies over the receiver's TP ranks; without it, as at the sender.",
+        json_schema_extra={"pattern": "^(invariant|replicated|sharded\\([a-z]\\))$"},
+    )
+    gradient: bool | None = Field(
+        default=None, description="Whether a gradient comes back; without it, for floating-point types."
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        _refuse(check_boundary(self))
+        return self
+
+
+class BuffersSpec(_Section):
+    """Which memory messages use, and when a stage's output is given back."""
+
+    receive_slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="Slots that the receives of a channel take in turn, a step's first receive the first slot; the "
+        "stage works on the tensor there. Without it, each receive has memory of its own.",
+    )
+    send_slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="Slots into which the sends of a channel are copied in turn when they are posted. Without it, "
+        "tensors are sent from where they are.",
+    )
+    release_output: Literal["after_backward", "after_wait", "after_post"] = Field(
+        default="after_backward",
+        description="When a stage gives back the output that it sent: with the backward, once the wait for the send "
+        "is done, or as soon as the send is posted.",
+    )
 
 
 class CostSpec(_Section):
@@ -274,6 +360,24 @@ class RunSpec(_Section):
     learning_rate: float = Field(default=0.01, gt=0, le=1e6, description="The constant learning rate.")
 
 
+class SuppressSpec(_Section):
+    """A warning or note that ``check`` brings about this plan and that is known to be right.
+
+    Errors cannot be suppressed.
+    """
+
+    code: str = Field(description="The whole code of the finding.", json_schema_extra={"pattern": "^PP[1-9][0-9]{2}$"})
+    reason: str = Field(
+        description="Why the finding does no harm here; readers of reports see it.",
+        json_schema_extra={"pattern": "\\S"},
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        _refuse(check_suppression(self))
+        return self
+
+
 class PlanSpec(_Section):
     """A whole plan."""
 
@@ -286,15 +390,32 @@ class PlanSpec(_Section):
     ) = Field(default=None, description="Names of the layers of each global stage; without it, an even cut.")
     loss: LossSpec = Field(default_factory=LossSpec, description="The loss.")
     transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
+    boundaries: Annotated[tuple[BoundarySpec, ...], _FROM_LIST] = Field(
+        default=(), description="Tensors that cross stage boundaries, where others than the model's activation do."
+    )
+    buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
     run: RunSpec = Field(default_factory=RunSpec, description="Execution.")
+    suppress: Annotated[tuple[SuppressSpec, ...], _FROM_LIST] = Field(
+        default=(), description="Warnings and notes of `check` that are known and wanted."
+    )
 
     @property
     def num_stages(self) -> int:
         """Number of stages over all pipeline ranks."""
+        placement = self.schedule.placement
+        if not isinstance(placement, str):
+            return sum(map(len, placement))
         return self.topology.pp * self.schedule.num_chunks
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        _refuse([*check_tensor_parallel(self.model, self.topology), *check_lengths(self)])
+        _refuse(
+            [
+                *check_tensor_parallel(self.model, self.topology),
+                *check_placed_ranks(self),
+                *check_lengths(self),
+                *check_boundaries(self),
+            ]
+        )
         return self

@@ -122,13 +122,13 @@ def _not_allowed(path: KeyPath, value: object) -> Problem:
 def _unknown_key(path: KeyPath) -> Problem:
     section, name = path[:-1], str(path[-1])
     shown = shortened(name)
-    known = _sections().get(section, ())
+    known = _sections().get(_without_indices(section), ())
     where = f"`{dotted(section)}`" if section else "a plan"
     return Problem("PP102", path, f"{where} has no key `{shown}`", _key_help(path, known), at_key=True)
 
 
 def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
-    section, name = path[:-1], str(path[-1])
+    section, name = _without_indices(path[:-1]), str(path[-1])
     if ":" in name:
         return "put a space after the colon that ends the key"
     if name == "<<":
@@ -149,28 +149,41 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
 
 def _near_key(path: KeyPath) -> str | None:
     """The key of the same section that was probably meant."""
-    section, name = path[:-1], str(path[-1])
+    section, name = _without_indices(path[:-1]), str(path[-1])
     later = later_keys(str(section[0])) if section else ()
     return nearest_name(name, (*_sections().get(section, ()), *later))
+
+
+def _without_indices(path: KeyPath) -> KeyPath:
+    """The items of a list have the same keys wherever they stand."""
+    return tuple(part for part in path if isinstance(part, str))
 
 
 def _sections() -> dict[KeyPath, tuple[str, ...]]:
     """The keys of each section, the top first."""
     sections: dict[KeyPath, tuple[str, ...]] = {(): tuple(PlanSpec.model_fields)}
     for name, field in PlanSpec.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            sections[(name,)] = tuple(field.annotation.model_fields)
+        model = _model_in(field.annotation)
+        if model is not None:
+            sections[(name,)] = tuple(model.model_fields)
     return sections
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key holds, or holds a list of."""
+    for candidate in (annotation, *get_args(annotation)[:1]):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
 
 
 def _field_of(path: KeyPath) -> Any:
     """The pydantic field at a path of one or two keys, list indices left out; None where there is none."""
     model: type[BaseModel] = PlanSpec
     field = None
-    for part in (part for part in path if isinstance(part, str)):
-        field = model.model_fields.get(part)
-        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+    for part in _without_indices(path):
+        field = model.model_fields.get(str(part))
+        model = (_model_in(field.annotation) if field is not None else None) or model
     return field
 
 

@@ -5,10 +5,12 @@ Nothing of rich is imported here: a console is handed in, and JSON needs none.
 
 from __future__ import annotations
 
-import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
+from pipeproof.specs.excerpt import Sources, shown_path
 from pipeproof.specs.finding import (
     CycleWitness,
     ElementRange,
@@ -20,6 +22,7 @@ from pipeproof.specs.finding import (
     Witness,
     WitnessOp,
 )
+from pipeproof.specs.render_cycle import cycle_drawing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,20 +32,45 @@ if TYPE_CHECKING:
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 _FRAME = "blue"
 
-_MOST_WITNESSES = 12
-"""Most witness lines in the text form; the JSON form has all."""
+
+@dataclass(frozen=True, slots=True)
+class Brevity:
+    """How much of what is alike is shown; ``None`` is all of it, and ``rest`` says where the rest is."""
+
+    findings_of_a_code: int | None
+    witness_lines: int | None
+    rest: str
 
 
-def render_text(findings: Iterable[Finding], source: SourceMap | None, *, console: Console) -> None:
+BRIEF_WITNESSES = Brevity(None, 12, "`--format json` has them all")
+"""Every finding, the beginning of long witnesses."""
+
+
+def render_text(
+    findings: Iterable[Finding], source: SourceMap | None, *, console: Console, brevity: Brevity = BRIEF_WITNESSES
+) -> None:
     """Print each finding: its code and message, the lines it is about, its witness and the mend.
 
-    ``source`` is the text of the plan, None where there is none. Nothing is
-    wrapped, so that the carets stay below what they mark.
+    ``source`` is the text of the plan, None where there is none; places in
+    other files are shown from those. Nothing is wrapped, so that the carets
+    stay below what they mark.
     """
-    printer = _Printer(console)
+    printer, sources = _Printer(console), Sources(source)
+    findings = tuple(findings)
+    left = Counter(finding.code for finding in findings)
+    shown: Counter[str] = Counter()
     for finding in findings:
-        _render(finding, source, printer)
-        printer.line()
+        code = finding.code
+        if brevity.findings_of_a_code is None or shown[code] < brevity.findings_of_a_code:
+            shown[code] += 1
+            left[code] -= 1
+            _render(finding, sources, printer, brevity)
+            printer.line()
+        elif left[code]:
+            style = _STYLES[finding.severity]
+            printer.line((f"{finding.severity}[{code}]", style), (f": and {left[code]} more; {brevity.rest}", "bold"))
+            printer.line()
+            left[code] = 0
 
 
 class _Printer:
@@ -65,7 +93,7 @@ class _Printer:
         self._console.print()
 
 
-def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> None:
+def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brevity) -> None:
     style = _STYLES[finding.severity]
     first, *more = finding.message.split("\n")
     printer.line((f"{finding.severity}[{finding.code}]", style), (f": {first}", "bold"))
@@ -74,12 +102,13 @@ def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> No
     location = finding.location
     margin = " " * (len(str(location.line)) if location is not None else 1)
     if location is not None:
-        place = f"{location.file}:{location.line}:{location.column}"
+        place = f"{shown_path(location.file)}:{location.line}:{location.column}"
         printer.line((f"{margin}--> ", _FRAME), (place, ""))
-        if source is not None and location.line <= len(source.lines):
-            _render_excerpt(location, source, printer, margin, style)
+        _render_excerpt(location, sources, printer, margin, style)
     if finding.witness is not None:
-        for line in _witness_lines(finding.witness):
+        for line in _shown_witness_lines(finding.witness, brevity):
+            printer.line((f"{margin} = ", _FRAME), (line, ""))
+        for line in cycle_drawing(finding.witness):
             printer.line((f"{margin} = ", _FRAME), (line, ""))
     if finding.help is not None:
         first, *more = finding.help.split("\n")
@@ -88,26 +117,26 @@ def _render(finding: Finding, source: SourceMap | None, printer: _Printer) -> No
             printer.line((f"{margin}         {line}", ""))
 
 
-def _render_excerpt(location: Location, source: SourceMap, printer: _Printer, margin: str, style: str) -> None:
+def _render_excerpt(location: Location, sources: Sources, printer: _Printer, margin: str, style: str) -> None:
+    excerpt = sources.excerpt(location)
+    if excerpt is None:
+        return
     printer.line((f"{margin} |", _FRAME))
-    for number in range(max(1, location.line - 1), location.line + 1):
-        gutter = f"{number:>{len(margin)}} | "
-        printer.line((gutter, _FRAME), (source.lines[number - 1], ""))
-    line = source.lines[location.line - 1]
-    first, last = location.column - 1, location.end_column or location.column
-    indent = " " * _width(line[:first].ljust(first))
-    carets = "^" * max(1, _width(line[first:last]))
-    printer.line((f"{margin} | ", _FRAME), (f"{indent}{carets}", style))
+    for number, text in excerpt.lines:
+        printer.line((f"{number:>{len(margin)}} | ", _FRAME), (text, ""))
+    printer.line((f"{margin} | ", _FRAME), (f"{' ' * excerpt.indent}{'^' * excerpt.marked}", style))
 
 
-def _witness_lines(witness: Witness) -> Iterator[str]:
-    lines = list(_all_witness_lines(witness))
-    yield from lines[:_MOST_WITNESSES]
-    if len(lines) > _MOST_WITNESSES:
-        yield f"and {len(lines) - _MOST_WITNESSES} more; `--format json` has them all"
+def _shown_witness_lines(witness: Witness, brevity: Brevity) -> Iterator[str]:
+    lines = list(witness_lines(witness))
+    most = len(lines) if brevity.witness_lines is None else brevity.witness_lines
+    yield from lines[:most]
+    if len(lines) > most:
+        yield f"and {len(lines) - most} more; {brevity.rest}"
 
 
-def _all_witness_lines(witness: Witness) -> Iterator[str]:
+def witness_lines(witness: Witness) -> Iterator[str]:
+    """A witness in sentences, one for each range or operation."""
     match witness:
         case RangesWitness():
             for rank in dict.fromkeys(item.rank for item in (*witness.lost, *witness.foreign)):
@@ -133,12 +162,6 @@ def _range_text(item: ElementRange) -> str:
 def _printable(text: str) -> str:
     """``text`` on one line, without anything that a terminal would obey; tabs count as one column."""
     return "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _width(text: str) -> int:
-    """Terminal columns that ``text`` takes once printed."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.combining(c) != 0 for c in text)
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

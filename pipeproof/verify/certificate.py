@@ -34,13 +34,13 @@ def plan_digest(subject: Subject) -> str:
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization; the backend's
-    table; the version of the rule set. Cost, seed, steps, learning rate and
-    paths are not in it. The bytes are canonical, so that the digest is the
-    same in every run and on every machine.
+    table; the facts said beside the graph; the version of the rule set. Cost,
+    seed, steps, learning rate and paths are not in it. The bytes are canonical,
+    so that the digest is the same in every run and on every machine.
     """
     graph = subject.graph if subject.lowered is None else subject.lowered.canonical
     sha = hashlib.sha256()
-    sha.update(json.dumps(_content(subject, graph), sort_keys=True, separators=(",", ":")).encode())
+    sha.update(json.dumps(_content(subject, graph), sort_keys=True, separators=(",", ":"), default=_plain).encode())
     for column in (graph.offsets, graph.columns.accesses, *_columns(graph)):
         sha.update(column.astype("<i8", copy=False).tobytes())
     return sha.hexdigest()
@@ -65,7 +65,16 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
         "global_rank": graph.global_rank,
         "plan": None if subject.lowered is None else _plan_content(subject.lowered),
         "backend": {"name": subject.backend.name, **subject.backend.values()},
+        "facts": asdict(subject.facts),
     }
+
+
+def _plain(value: object) -> list[Any]:
+    """What facts hold that JSON has no form for, in a fixed order."""
+    if isinstance(value, np.ndarray):
+        return list(value.tolist())
+    assert isinstance(value, frozenset), f"a fact holds a {type(value).__name__}"
+    return sorted(value)
 
 
 def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
@@ -75,4 +84,5 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "layers": [asdict(layer) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
+        "buffers": plan.spec.buffers.model_dump(mode="json"),
     }

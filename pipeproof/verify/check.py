@@ -11,19 +11,31 @@ from pipeproof.specs.finding import Finding, Location, Severity
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.certificate import RULE_SET_VERSION, Certificate, plan_digest
+from pipeproof.verify.facts import NO_FACTS, Facts
 from pipeproof.verify.memory import InFlight, in_flight
 from pipeproof.verify.registry import RULES
-from pipeproof.verify.subject import Subject, graph_subject, make_subject
+from pipeproof.verify.selection import ALL_RULES, Selection
+from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject
+from pipeproof.verify.suppress import SUPPRESSION_CODES, Suppressed, suppress
+
+CHECK_CODES: tuple[str, ...] = tuple(sorted(doc.code for doc in (*(rule.doc for rule in RULES), *SUPPRESSION_CODES)))
+"""The codes of every rule that ``check`` runs, which can be selected and left out."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check`` found about one plan."""
+    """What ``check`` found about one plan.
+
+    ``suppressed`` are the warnings and notes that the plan says are wanted;
+    ``not_run`` the codes of the rules that a selection left out.
+    """
 
     subject: Subject
     digest: str
     findings: tuple[Finding, ...]
     in_flight: tuple[InFlight, ...]
+    suppressed: tuple[Suppressed, ...] = ()
+    not_run: tuple[str, ...] = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -32,42 +44,74 @@ class Report:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What the executor asks for; None where there are errors."""
-        return None if self.errors else Certificate(self.digest, RULE_SET_VERSION)
+        """What the executor asks for; None where there are errors, or where a rule was left out.
+
+        That holds for rules that only warn, too: what one of them would have said is not known.
+        """
+        return None if self.errors or self.not_run else Certificate(self.digest, RULE_SET_VERSION)
 
     def to_json(self) -> dict[str, Any]:
         """The form of ``check --format json``; see ``docs/schemas/check.schema.json``."""
         return {
             "digest": self.digest,
+            "certified": self.certificate is not None,
             "findings": [finding_to_json(f) for f in self.findings],
+            "suppressed": [{**finding_to_json(s.finding), "reason": s.reason} for s in self.suppressed],
+            "not_run": list(self.not_run),
             "in_flight": [
-                {"rank": f.rank, "peak_activations": f.peak_activations, "boundary_bytes": f.boundary_bytes}
+                {
+                    "rank": self.subject.graph.global_rank[f.rank],
+                    "peak_activations": f.peak_activations,
+                    "boundary_bytes": f.boundary_bytes,
+                }
                 for f in self.in_flight
             ],
         }
 
 
-def check(plan: LoadedPlan) -> Report:
-    """Lower a plan and judge it by every rule.
+def check(plan: LoadedPlan, selection: Selection = ALL_RULES) -> Report:
+    """Lower a plan and judge it by every rule that is selected.
 
     Raises:
         BadPlanError: the plan cannot be lowered at all.
     """
-    return check_subject(make_subject(plan))
+    return check_subject(make_subject(plan), selection)
 
 
-def check_subject(subject: Subject) -> Report:
-    """Judge a subject by every rule that applies to it, findings in the order of the rule codes."""
-    rules = [rule for rule in RULES if subject.lowered is not None or not rule.needs_plan]
-    findings = tuple(subject.placed(finding) for rule in rules for finding in rule.check(subject))
-    held = in_flight(subject) if subject.lowered is not None else ()
-    return Report(subject, plan_digest(subject), findings, held)
+def check_subject(subject: Subject, selection: Selection = ALL_RULES) -> Report:
+    """Judge a subject by every selected rule that applies to it, findings in the order of the codes.
+
+    What the plan suppresses is set aside, with the plan's reason.
+    """
+    run = [code for code in CHECK_CODES if selection.picks(code)]
+    found = [subject.placed(finding) for rule in _rules_for(subject, run) for finding in rule.check(subject)]
+    kept, suppressed = suppress(subject, found, {rule.doc.code: rule.doc for rule in RULES}, run)
+    return Report(
+        subject=subject,
+        digest=plan_digest(subject),
+        findings=tuple(sorted(kept, key=lambda finding: finding.code)),
+        in_flight=in_flight(subject) if subject.lowered is not None else (),
+        suppressed=suppressed,
+        not_run=tuple(code for code in CHECK_CODES if not selection.picks(code)),
+    )
 
 
-def check_graph(graph: OpGraph, *, backend: BackendTable | None = None, origins: tuple[Location, ...] = ()) -> Report:
+def _rules_for(subject: Subject, codes: list[str]) -> list[Rule]:
+    """The rules of these codes; a graph alone is judged by those that need no plan."""
+    return [rule for rule in RULES if rule.doc.code in codes and (subject.lowered is not None or not rule.needs_plan)]
+
+
+def check_graph(
+    graph: OpGraph,
+    *,
+    backend: BackendTable | None = None,
+    origins: tuple[Location, ...] = (),
+    facts: Facts = NO_FACTS,
+) -> Report:
     """Judge a graph made in Python, such as a log of a runtime of one's own, by every rule that needs no plan.
 
     ``backend`` is whose promises hold (Paddle's gloo without it); ``origins``
-    the places of rows by the graph's ``origin`` column, for the findings.
+    the places of rows by the graph's ``origin`` column, for the findings;
+    ``facts`` what is known beside the graph.
     """
-    return check_subject(graph_subject(graph, backend=backend, origins=origins))
+    return check_subject(graph_subject(graph, backend=backend, origins=origins, facts=facts))

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
-from pipeproof.specs.codes import RuleDoc
+import numpy as np
+
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.optable import NONE, IntColumn
+from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
+from pipeproof.verify.examples import of_small_plan
 from pipeproof.verify.subject import Rule, Subject, finding, missing_op
 
-_ComputeOps = dict[tuple[int, int], dict[OpKind, list[int]]]
+_F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 
 
-def _compute_ops(subject: Subject, rank: int) -> _ComputeOps:
-    """Op ids by (stage, micro-batch) and kind on one rank, in program order."""
-    found: _ComputeOps = {}
-    for op_id in subject.graph.rank_ops(rank):
-        op = subject.graph.ops[op_id]
-        if op.kind in COMPUTE_KINDS and op.micro_batch is not None:
-            found.setdefault((op.stage, op.micro_batch), {}).setdefault(op.kind, []).append(op_id)
-    return found
+def is_training(subject: Subject) -> bool:
+    """Whether every forward owes a backward: not in an evaluation, whose programs have forwards only."""
+    if subject.lowered is None:
+        return bool(subject.computes.backwards.any() or subject.computes.count[_W].any())
+    return any(op.kind is not _F for program in subject.lowered.programs for op in program)
 
 
-def _owned_stage(subject: Subject, rank: int) -> int:
-    return subject.plan.mesh.coords(rank)["pp"]
+def owns(subject: Subject, rank: IntColumn, stage: IntColumn) -> BoolColumn:
+    """Whether each rank owns the stage beside it (-1 or more; stages that nobody has are nobody's)."""
+    pairs = [(owner, owned) for owned, owners in subject.stage_owners.items() for owner in owners]
+    num_stages = max(int(stage.max(initial=0)), max(subject.stage_owners, default=0)) + 2
+    keys = np.array([owner * num_stages + owned for owner, owned in pairs], dtype=np.int64)
+    return (stage >= 0) & np.isin(rank * num_stages + stage, keys)
+
+
+def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, micro_batch: IntColumn) -> BoolColumn:
+    """Whether each rank should compute the micro-batch on the stage: it owns it, and there are that many."""
+    return owns(subject, rank, stage) & (micro_batch < subject.num_micro_batches)
 
 
 MISSING = RuleDoc(
@@ -32,8 +43,9 @@ MISSING = RuleDoc(
     severity="error",
     explanation=(
         "Training needs one forward and one backward (or one input-gradient and one weight-gradient operation) "
-        "for each stage and micro-batch. A missing backward leaves a gradient without that micro-batch's share: "
-        "training goes on with a smaller, biased gradient."
+        "for each stage and micro-batch; an evaluation, whose programs have no backward at all, one forward. A "
+        "missing backward leaves a gradient without that micro-batch's share: training goes on with a smaller, "
+        "biased gradient."
     ),
     wrong="rank 0: 0F0 0F1 0B0",
     right="rank 0: 0F0 0F1 0B0 0B1",
@@ -41,22 +53,68 @@ MISSING = RuleDoc(
 
 
 def _check_missing(subject: Subject) -> Iterator[Finding]:
-    for rank in range(subject.graph.num_ranks):
-        stage = _owned_stage(subject, rank)
-        found = _compute_ops(subject, rank)
-        for micro_batch in range(subject.plan.spec.schedule.num_micro_batches):
-            kinds = found.get((stage, micro_batch), {})
-            split = OpKind.BACKWARD_INPUT in kinds or OpKind.BACKWARD_WEIGHT in kinds
-            backward = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) if split else (OpKind.BACKWARD,)
-            absent = [Op(k, stage, micro_batch) for k in (OpKind.FORWARD, *backward) if k not in kinds]
-            if absent:
-                names = " and ".join(map(str, absent))
-                yield finding(
-                    MISSING,
-                    f"{subject.coords_text(rank)} never runs {names}",
-                    help=f"add {names} to the program of rank {rank}",
-                    witness=OpsWitness(tuple(missing_op(rank, op) for op in absent)),
-                )
+    table = subject.computes
+    rank, stage, micro_batch = _expected_by_plan(subject) if subject.lowered is not None else _expected_alone(subject)
+    entry = table.find(rank, stage, micro_batch)
+
+    def lacks(kind: OpKind) -> BoolColumn:
+        none: BoolColumn = np.append(table.count[kind], 0)[entry] == 0  # the place NONE, -1, is the appended one
+        return none
+
+    split = ~lacks(_I) | ~lacks(_W)
+    absent: dict[OpKind, BoolColumn] = {_F: lacks(_F)}
+    if is_training(subject):
+        absent |= {_B: ~split & lacks(_B), _I: split & lacks(_I), _W: split & lacks(_W)}
+    for place in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
+        at = int(rank[place])
+        ops = [Op(kind, int(stage[place]), int(micro_batch[place])) for kind, here in absent.items() if here[place]]
+        names = " and ".join(map(str, ops))
+        yield finding(
+            MISSING,
+            f"{subject.coords_text(at)} never runs {names}",
+            help=f"add {names} to the program of rank {subject.graph.global_rank[at]}",
+            witness=OpsWitness(tuple(missing_op(subject.graph.global_rank[at], op) for op in ops)),
+        )
+
+
+def _expected_by_plan(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """(rank, stage, micro-batch) of all that the plan's placement and number of micro-batches ask for."""
+    pairs = sorted((rank, stage) for stage, ranks in subject.stage_owners.items() for rank in ranks)
+    num_micro_batches = subject.num_micro_batches
+    rank, stage = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return (
+        np.repeat(rank, num_micro_batches),
+        np.repeat(stage, num_micro_batches),
+        np.tile(np.arange(num_micro_batches), len(pairs)),
+    )
+
+
+def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """What a graph without a plan asks for itself: what it begins, and every micro-batch of it on every stage.
+
+    Two ranks with one stage are replicas, which both run each micro-batch, or
+    copies, which share them out: each micro-batch is expected on as many ranks
+    of its stage as the other micro-batches are.
+    """
+    table = subject.computes
+    stages, stage_code = np.unique(table.stage, return_inverse=True)
+    micro_batches, micro_batch_code = np.unique(table.micro_batch, return_inverse=True)
+    cells = stage_code * len(micro_batches) + micro_batch_code
+    covered = np.bincount(cells, minlength=len(stages) * len(micro_batches)).reshape(len(stages), len(micro_batches))
+    uncovered = covered.max(axis=1, initial=0)[:, None] - covered
+    lacking = np.flatnonzero(uncovered.ravel() > 0)
+    touched = np.isin(cells, lacking)
+    busy = set(zip(cells[touched].tolist(), table.rank[touched].tolist(), strict=True))
+    more: list[tuple[int, int, int]] = []
+    for cell in lacking.tolist():
+        row, column = divmod(cell, len(micro_batches))
+        idle = [rank for rank in subject.stage_owners[int(stages[row])] if (cell, rank) not in busy]
+        missing = int(uncovered[row, column])
+        more += [(rank, int(stages[row]), int(micro_batches[column])) for rank in idle[:missing]]
+    added = np.array(more, dtype=np.int64).reshape(-1, 3)
+    ours = np.stack([table.rank, table.stage, table.micro_batch], axis=1)
+    rank, stage_column, micro_batch_column = np.concatenate([ours, added]).T
+    return rank, stage_column, micro_batch_column
 
 
 DOUBLED = RuleDoc(
@@ -73,20 +131,26 @@ DOUBLED = RuleDoc(
 
 
 def _check_doubled(subject: Subject) -> Iterator[Finding]:
-    for rank in range(subject.graph.num_ranks):
-        for (stage, micro_batch), kinds in _compute_ops(subject, rank).items():
-            doubles = [ids for ids in kinds.values() if len(ids) > 1]
-            if OpKind.BACKWARD in kinds and (kinds.keys() & {OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT}):
-                doubles.append([i for kind, ids in kinds.items() if kind is not OpKind.FORWARD for i in ids])
-            for ids in doubles:
-                yield finding(
-                    DOUBLED,
-                    f"{subject.coords_text(rank)} runs "
-                    f"{', '.join(str(subject.graph.ops[i]) for i in ids)}: stage {stage} does the work of "
-                    f"micro-batch {micro_batch} more than once",
-                    help="keep one of them",
-                    witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
-                )
+    graph, table = subject.graph, subject.computes
+    count = table.count
+    twice = np.any([column > 1 for column in count.values()], axis=0)
+    mixed = (count[_B] > 0) & ((count[_I] > 0) | (count[_W] > 0))
+    for entry in np.flatnonzero(twice | mixed).tolist():
+        by_kind: dict[OpKind, list[int]] = {}
+        for op_id in table.ops(entry):
+            by_kind.setdefault(graph.ops[op_id].kind, []).append(op_id)
+        doubles = [ids for ids in by_kind.values() if len(ids) > 1]
+        if mixed[entry]:
+            doubles.append([i for kind, ids in by_kind.items() if kind is not _F for i in ids])
+        for ids in doubles:
+            yield finding(
+                DOUBLED,
+                f"{subject.coords_text(int(table.rank[entry]))} runs "
+                f"{', '.join(str(graph.ops[i]) for i in ids)}: stage {table.stage[entry]} does the work of "
+                f"micro-batch {table.micro_batch[entry]} more than once",
+                help="keep one of them",
+                witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+            )
 
 
 ORDER = RuleDoc(
@@ -101,26 +165,24 @@ ORDER = RuleDoc(
     right="rank 0: 0F0 0B0",
 )
 
-_MUST_PRECEDE = (
-    (OpKind.FORWARD, OpKind.BACKWARD),
-    (OpKind.FORWARD, OpKind.BACKWARD_INPUT),
-    (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT),
-)
+_MUST_PRECEDE = ((_F, _B), (_F, _I), (_I, _W))
 
 
 def _check_order(subject: Subject) -> Iterator[Finding]:
-    for rank in range(subject.graph.num_ranks):
-        for kinds in _compute_ops(subject, rank).values():
-            for earlier, later in _MUST_PRECEDE:
-                if earlier in kinds and later in kinds and kinds[later][0] < kinds[earlier][0]:
-                    first, second = kinds[later][0], kinds[earlier][0]
-                    yield finding(
-                        ORDER,
-                        f"{subject.coords_text(rank)} runs {subject.graph.ops[first]} before "
-                        f"{subject.graph.ops[second]}",
-                        help=f"move {subject.graph.ops[second]} before {subject.graph.ops[first]}",
-                        witness=OpsWitness((subject.witness_op(first), subject.witness_op(second))),
-                    )
+    graph, table = subject.graph, subject.computes
+    late: list[tuple[int, int]] = []
+    for place, (earlier, later) in enumerate(_MUST_PRECEDE):
+        first, second = table.first[earlier], table.first[later]
+        wrong = (first != NONE) & (second != NONE) & (second < first)
+        late += [(entry, place) for entry in np.flatnonzero(wrong).tolist()]
+    for entry, place in sorted(late):
+        needed, needs = (int(table.first[kind][entry]) for kind in _MUST_PRECEDE[place])
+        yield finding(
+            ORDER,
+            f"{subject.coords_text(int(table.rank[entry]))} runs {graph.ops[needs]} before {graph.ops[needed]}",
+            help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
+            witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+        )
 
 
 FOREIGN = RuleDoc(
@@ -131,35 +193,31 @@ FOREIGN = RuleDoc(
         "A rank owns the stages that the placement gives it, and the schedule has a fixed number of "
         "micro-batches. An operation outside of both has no weights or no data."
     ),
-    wrong="rank 0 (stage 0): 0F0 1F0",
-    right="rank 0 (stage 0): 0F0",
+    wrong=of_small_plan("{'pp': 2}", "rows[0].append(Row(parse_op('1F0')))"),
+    right=of_small_plan("{'pp': 2}"),
+    kind=ExampleKind.PYTHON,
 )
 
 
 def _check_foreign(subject: Subject) -> Iterator[Finding]:
-    num_micro_batches = subject.plan.spec.schedule.num_micro_batches
-    for rank in range(subject.graph.num_ranks):
-        owned = _owned_stage(subject, rank)
-        strangers = [
-            op_id
-            for (stage, micro_batch), kinds in _compute_ops(subject, rank).items()
-            if stage != owned or micro_batch >= num_micro_batches
-            for ids in kinds.values()
-            for op_id in ids
-        ]
-        if strangers:
-            yield finding(
-                FOREIGN,
-                f"{subject.coords_text(rank)} owns stage {owned} and micro-batches 0..{num_micro_batches - 1}, "
-                f"but runs {', '.join(str(subject.graph.ops[i]) for i in strangers[:8])}",
-                help="run the operation on the rank that owns the stage",
-                witness=OpsWitness(tuple(subject.witness_op(i) for i in strangers)),
-            )
+    graph, table = subject.graph, subject.computes
+    strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.micro_batch))
+    for rank in np.unique(table.rank[strangers]).tolist():
+        ids = [op_id for entry in strangers[table.rank[strangers] == rank].tolist() for op_id in table.ops(entry)]
+        stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
+        named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        yield finding(
+            FOREIGN,
+            f"{subject.coords_text(rank)} owns {named} and micro-batches 0..{subject.num_micro_batches - 1}, "
+            f"but runs {', '.join(str(graph.ops[i]) for i in ids[:8])}",
+            help="run the operation on the rank that owns the stage",
+            witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+        )
 
 
 RULES = (
     Rule(MISSING, _check_missing),
     Rule(DOUBLED, _check_doubled),
     Rule(ORDER, _check_order),
-    Rule(FOREIGN, _check_foreign),
+    Rule(FOREIGN, _check_foreign, needs_plan=True),
 )

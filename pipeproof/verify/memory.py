@@ -11,7 +11,7 @@ import numpy as np
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.subject import Subject
 
-ITEM_BYTES = {"float32": 4, "float64": 8}
+ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 
 _TAKES = frozenset({OpKind.FORWARD})
 _GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})

@@ -13,8 +13,8 @@ NO_OWNER = RuleDoc(
     title="a layer stands on no stage",
     severity="error",
     explanation="A layer that no stage holds is left out of the model: the run trains another network.",
-    wrong="stages: [[embed, layer.0], [norm, head]]   # num_layers: 2",
-    right="stages: [[embed, layer.0], [layer.1, norm, head]]",
+    wrong="model: {num_layers: 2}\nstages: [[embed, layer.0], [norm, head]]",
+    right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
 )
 
 
@@ -38,8 +38,8 @@ TWO_OWNERS = RuleDoc(
         "The layer would be applied twice, with two copies of its weights that drift apart: copies must be "
         "declared and their gradients reduced, which a plain list of layers does not do."
     ),
-    wrong="stages: [[embed, layer.0], [layer.0, norm, head]]",
-    right="stages: [[embed, layer.0], [norm, head]]",
+    wrong="model: {num_layers: 1}\nstages: [[embed, layer.0], [layer.0, norm, head]]",
+    right="model: {num_layers: 1}\nstages: [[embed, layer.0], [norm, head]]",
 )
 
 
@@ -65,8 +65,8 @@ OUT_OF_ORDER = RuleDoc(
         "Stages run one after the other and each runs its layers in the order listed, so another order than the "
         "model's computes another function."
     ),
-    wrong="stages: [[embed, layer.1], [layer.0, norm, head]]",
-    right="stages: [[embed, layer.0], [layer.1, norm, head]]",
+    wrong="model: {num_layers: 2}\nstages: [[embed, layer.1], [layer.0, norm, head]]",
+    right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
 )
 
 
@@ -90,8 +90,8 @@ EMPTY = RuleDoc(
     title="a stage holds no layer",
     severity="error",
     explanation="An empty stage only hands tensors on: a rank and two transfers per micro-batch for nothing.",
-    wrong="stages: [[embed, layer.0, norm, head], []]",
-    right="stages: [[embed, layer.0], [norm, head]]",
+    wrong="model: {num_layers: 1}\nstages: [[embed, layer.0, norm, head], []]",
+    right="model: {num_layers: 1}\nstages: [[embed, layer.0], [norm, head]]",
 )
 
 
@@ -107,8 +107,8 @@ def _check_empty(subject: Subject) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(NO_OWNER, _check_no_owner),
-    Rule(TWO_OWNERS, _check_two_owners),
-    Rule(OUT_OF_ORDER, _check_order),
-    Rule(EMPTY, _check_empty),
+    Rule(NO_OWNER, _check_no_owner, needs_plan=True),
+    Rule(TWO_OWNERS, _check_two_owners, needs_plan=True),
+    Rule(OUT_OF_ORDER, _check_order, needs_plan=True),
+    Rule(EMPTY, _check_empty, needs_plan=True),
 )

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from pipeproof.verify import completeness, deadlock, matching, placement, transport
+from pipeproof.verify import (
+    announced,
+    collectives,
+    completeness,
+    deadlock,
+    groups,
+    handover,
+    lifetime,
+    matching,
+    memory_order,
+    messages,
+    placement,
+    rng,
+    roles,
+    steps,
+    transport,
+)
+from pipeproof.verify.gradients import rules as gradient_rules
+from pipeproof.verify.layouts import rules as layout_rules
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = (
     *placement.RULES,
+    *roles.RULES,
+    *rng.RULES,
     *completeness.RULES,
+    *handover.RULES,
+    *steps.RULES,
     *transport.RULES,
+    *layout_rules.RULES,
     *matching.RULES,
+    *messages.RULES,
+    *collectives.RULES,
+    *groups.RULES,
+    *memory_order.RULES,
+    *announced.RULES,
     *deadlock.RULES,
+    *lifetime.RULES,
+    *gradient_rules.RULES,
 )

@@ -2,28 +2,84 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 
-from pipeproof.specs.render import render_text
-from pipeproof.verify.check import Report
+from pipeproof.specs.finding import Severity
+from pipeproof.specs.problems import listed
+from pipeproof.specs.render import Brevity, render_text
+from pipeproof.verify.check import CHECK_CODES, Report
+
+BRIEF = Brevity(findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too")
+"""What a screen holds: many equal findings have one cause more often than many."""
+
+WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
+"""Everything that was found."""
+
+_MOST_CODES = 8
 
 
-def render_report(report: Report, console: Console) -> None:
-    """Print the findings, what is held in flight, and the verdict with the digest."""
-    render_text(report.findings, report.subject.source, console=console)
-    graph, mesh = report.subject.graph, report.subject.plan.mesh
-    peaks = {}
-    for figure in report.in_flight:
-        peaks[mesh.coords(figure.rank)["pp"]] = figure
-    held = ", ".join(
-        f"stage {stage}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for stage, figure in peaks.items()
-    )
-    console.print("in flight at most, micro-batches held and the bytes of their boundary inputs:")
-    console.print(f"  {held}", soft_wrap=True)
-    size = f"{len(graph.ops)} operations on {graph.num_ranks} ranks"
-    if report.errors:
-        count = len(report.errors)
-        console.print(f"[bold red]refused[/]: {count} error{'s' if count > 1 else ''} in {size}")
-    else:
-        console.print(f"[bold green]proved[/]: {size} under {report.subject.backend.name}")
+def render_report(report: Report, console: Console, brevity: Brevity = BRIEF) -> None:
+    """Print the findings, what is held in flight, what was set aside, and the verdict with the digest."""
+    render_text(report.findings, report.subject.source, console=console, brevity=brevity)
+    if report.subject.lowered is not None:
+        _render_in_flight(report, console)
+    if report.suppressed:
+        console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
+    console.print(_verdict(report), soft_wrap=True)
     console.print(f"digest {report.digest}", soft_wrap=True)
+
+
+def _render_in_flight(report: Report, console: Console) -> None:
+    mesh, global_rank = report.subject.plan.mesh, report.subject.graph.global_rank
+    peaks = {mesh.coords(global_rank[figure.rank])["pp"]: figure for figure in report.in_flight}
+    held = ", ".join(
+        f"pp {pp}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for pp, figure in peaks.items()
+    )
+    console.print(
+        "in flight at most on each pipeline rank, micro-batches of a stage held and the bytes of their boundary inputs:"
+    )
+    console.print(f"  {held}", soft_wrap=True)
+
+
+def _suppressed_text(report: Report) -> str:
+    counts = Counter((s.finding.severity, s.finding.code) for s in report.suppressed)
+    return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
+
+
+def _verdict(report: Report) -> str:
+    size = _size(report)
+    found = Counter(finding.severity for finding in report.findings)
+    counted = listed([_counted(found[s], s) for s in Severity if found[s]], "and") if found else ""
+    if report.errors:
+        return f"[bold red]refused[/]: {counted} in {size}"
+    if report.not_run:
+        return (
+            f"[bold yellow]incomplete[/]: {counted or 'no finding'} in {size}, but {len(report.not_run)} of "
+            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate"
+        )
+    brings = f", with {counted}" if counted else ""
+    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}"
+
+
+def _size(report: Report) -> str:
+    graph, lowered = report.subject.graph, report.subject.lowered
+    if lowered is None:
+        return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}, judged without a plan"
+    if lowered.folded:
+        return f"{graph.num_ops} operations on {graph.num_ranks} ranks, which stand for {lowered.mesh.num_ranks}"
+    return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}"
+
+
+def _codes_text(codes: tuple[str, ...]) -> str:
+    more = f" and {len(codes) - _MOST_CODES} more" if len(codes) > _MOST_CODES else ""
+    return ", ".join(codes[:_MOST_CODES]) + more
+
+
+def _counted(count: int, severity: Severity) -> str:
+    return _plural(count, str(severity))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

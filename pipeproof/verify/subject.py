@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar, cast
 
 import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable, backend_table
-from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.comm.loaded import lower_loaded
+from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import (
-    BadPlanAtError,
     CycleWitness,
     Finding,
     Location,
@@ -23,9 +24,13 @@ from pipeproof.specs.finding import (
     Witness,
     WitnessOp,
 )
-from pipeproof.specs.load import LoadedPlan, PlanFileError
+from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.verify.compute_table import ComputeTable, compute_table
+from pipeproof.verify.facts import NO_FACTS, Facts
+
+_Fact = TypeVar("_Fact")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Subject:
     ``lowered`` is the plan that the graph comes from, None for a graph that
     was made in Python and is judged alone. ``source`` is None for plans made
     in Python. ``origins`` are the places of rows that were read from a file,
-    by the graph's ``origin`` column.
+    by the graph's ``origin`` column. ``facts`` is what a person says beside
+    the graph.
     """
 
     graph: OpGraph
@@ -43,12 +49,18 @@ class Subject:
     lowered: LoweredPlan | None = None
     source: SourceMap | None = None
     origins: tuple[Location, ...] = ()
+    facts: Facts = NO_FACTS
 
     @property
     def plan(self) -> LoweredPlan:
         """The plan that the graph comes from; for rules that need one."""
         assert self.lowered is not None, "a rule that needs a plan was run on a graph alone"
         return self.lowered
+
+    @property
+    def loaded(self) -> LoadedPlan:
+        """The plan as it was loaded."""
+        return LoadedPlan(self.plan.spec, self.source)
 
     def with_graph(self, graph: OpGraph) -> Subject:
         """The same subject with another graph, as mutation tests and users' own graphs need it."""
@@ -80,24 +92,47 @@ class Subject:
         return {stage: tuple(ranks) for stage, ranks in owners.items()}
 
     @cached_property
+    def computes(self) -> ComputeTable:
+        """What each rank computes, by stage and micro-batch."""
+        return compute_table(self.graph)
+
+    @cached_property
     def num_micro_batches(self) -> int:
         """Micro-batches of a step: as the plan says, else one more than the largest that is computed."""
         if self.lowered is not None:
             return self.lowered.spec.schedule.num_micro_batches
         return int(self.graph.micro_batch[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
 
+    @cached_property
+    def _found(self) -> dict[object, object]:
+        return {}
+
+    def once(self, find: Callable[[Subject], _Fact]) -> _Fact:
+        """What ``find`` says of this subject, found when it is first asked for: what several rules share."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        return cast(_Fact, self._found[find])
+
     def locate(self, *path: str | int) -> Location | None:
         """The place of a plan key, or of its nearest parent that the file has."""
         return self.source.locate(path) if self.source is not None else None
 
     def placed(self, finding: Finding) -> Finding:
-        """The finding at the file place of the first operation of its witness that was read from a file."""
+        """The finding at the file place of the first operation of its witness that was read from a file.
+
+        Where all of them are missing, that is the end of the program that lacks the first.
+        """
         witness = finding.witness
         if not self.origins or not isinstance(witness, CycleWitness | OpsWitness):
             return finding
         ops = [op.op_id for op in witness.ops if op.op_id is not None]
         origins = [int(self.graph.origin[op_id]) for op_id in ops if self.graph.origin[op_id] != NONE]
-        return replace(finding, location=self.origins[origins[0]]) if origins else finding
+        if origins:
+            return replace(finding, location=self.origins[origins[0]])
+        if ops or self.lowered is None or self.lowered.foreign is None:
+            return finding
+        pp = self.lowered.mesh.coords(witness.ops[0].rank)["pp"]
+        return replace(finding, location=self.lowered.foreign.missing_place(pp))
 
     def coords_text(self, rank: int) -> str:
         """``rank 5 (pp 2, tp 1)``: a rank with its coordinates on the axes that have more than one rank."""
@@ -128,25 +163,27 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     """Lower a plan, with another boundary tensor if one is given, and find its backend's table.
 
     Raises:
-        PlanFileError: the layers cannot be put onto the stages, or the plan is too large.
+        PlanFileError: the plan's own schedule cannot be read or does not fit, the layers cannot be put onto the
+            stages, or the plan is too large.
     """
-    run, source = loaded.spec.run, loaded.source
-    try:
-        lowered = lower(loaded.spec, boundary=boundary)
-    except BadPlanAtError as error:
-        location = source.locate(error.path) if source is not None else None
-        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
-    return Subject(lowered.graph, backend_table(run.backend, run.device), lowered, source)
+    run = loaded.spec.run
+    lowered = lower_loaded(loaded, boundary=boundary)
+    origins = lowered.foreign.origins if lowered.foreign is not None else ()
+    return Subject(lowered.graph, backend_table(run.backend, run.device), lowered, loaded.source, origins)
 
 
 def graph_subject(
-    graph: OpGraph, *, backend: BackendTable | None = None, origins: tuple[Location, ...] = ()
+    graph: OpGraph,
+    *,
+    backend: BackendTable | None = None,
+    origins: tuple[Location, ...] = (),
+    facts: Facts = NO_FACTS,
 ) -> Subject:
     """A graph made in Python or read from a file, to be judged alone: by every rule that needs no plan.
 
     ``backend`` is whose promises hold, the default backend's without it.
     """
-    return Subject(graph, backend or backend_table("paddle", "cpu"), origins=origins)
+    return Subject(graph, backend or backend_table("paddle", "cpu"), origins=origins, facts=facts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import BROKEN, invoke
+from tests.cli.commands import BROKEN, REPOSITORY, invoke
 
 CODE = re.compile(r"^PP\d{3}$")
 
@@ -20,12 +20,14 @@ def test_there_are_twenty_broken_plans():
     [*(("check", path) for path in BROKEN), *((c, path) for c in ("simulate", "show", "run") for path in BROKEN[::6])],
     ids=lambda value: value.stem if isinstance(value, Path) else value,
 )
-def test_a_broken_plan_is_refused_with_its_place(command, path, started):
+def test_a_broken_plan_is_refused_with_its_place(command, path, started, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
     result = invoke(command, path)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.search(r"^error\[PP\d{3}\]: ", result.stderr, re.MULTILINE)
-    assert re.search(rf"^ *--> {re.escape(str(path))}:\d+:\d+$", result.stderr, re.MULTILINE)
+    shown = re.escape(str(path.relative_to(REPOSITORY)))  # from where one stands, however it was given
+    assert re.search(rf"^ *--> {shown}:\d+:\d+$", result.stderr, re.MULTILINE)
     assert started == []
 
 

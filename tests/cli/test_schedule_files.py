@@ -121,6 +121,8 @@ def test_a_deleted_computation(name, plan):
     result = invoke("check", path)
     assert result.exit_code == 1
     assert re.search(rf"error\[PP121\]: .*rank 1 \(pp 1\) never runs {missing}", result.stdout)
+    end = len(",".join(lines[1])) + 1
+    assert ("PP121", "s.csv", 2, end) in findings(path)[1]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_comms")])

@@ -22,9 +22,11 @@ REFUSED = {"gpt_pp2_tp2_sp_partial", "gpt_pp2_tp2_sp_backward_partial"}
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_load_and_are_judged_as_meant(example):
     assert example.read_text().startswith("# ")
-    findings = check(load_plan(example)).findings
-    assert ({finding.code for finding in findings} == {"PP201"}) == (example.stem in REFUSED)
-    assert bool(findings) == (example.stem in REFUSED)
+    report = check(load_plan(example))
+    errors = {finding.code for finding in report.errors}
+    assert errors == ({"PP201"} if example.stem in REFUSED else set())
+    others = {finding.code for finding in report.findings} - errors
+    assert others <= {"PP411"}, "an example brings no warning but that 1F1B needs more than one queue"
 
 
 def test_every_example_is_in_the_demo(demo):

@@ -122,6 +122,20 @@ def test_the_code_of_the_testing_page_runs(name, monkeypatch):
     namespace[name]()
 
 
+def test_the_code_of_the_checking_page_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "checking.md"], re.DOTALL)
+    exec(compile(code, "checking.md", "exec"), {})
+
+
+def test_the_suppression_of_the_checking_page_is_one(tmp_path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT[ROOT / "docs" / "checking.md"], re.DOTALL)
+    example = (ROOT / "examples" / "gpt_pp4.yaml").read_text()
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(example + block)
+    (entry,) = load_plan(plan).spec.suppress
+    assert entry.code == "PP411"
+
+
 def test_the_plan_of_the_plan_page_loads(tmp_path):
     (block,) = [
         b for b in re.findall(r"```yaml\n(.*?)```", TEXT[ROOT / "docs" / "plan.md"], re.DOTALL) if "model:" in b

@@ -15,10 +15,11 @@ from pipeproof.exec.oplog import LogEntry
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import parse_op
+from pipeproof.schedule.optable import Row
 from pipeproof.specs.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.certificate import plan_digest
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check import check_graph, check_subject
 from tests.plans import plan_dict, subject
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,8 @@ def test_check_of_examples(example):
 
 def test_check_with_a_note(tmp_path):
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(transport="partial")))  # tp 1: a full send is what happens
+    quiet = {"kind": "gpipe"}  # of 1f1b there is a warning
+    plan.write_text(json.dumps(plan_dict(schedule=quiet, transport="partial")))  # tp 1: a full send is what happens
     status, content = check_json(plan)
     require_fit("check", content)
     assert status == 0
@@ -142,15 +144,46 @@ def test_a_cycle_with_a_place_fits():
     cycle = CycleWitness((WitnessOp(0, str(parse_op("0SEND_F0")), 3), WitnessOp(1, "1SEND_B0")))
     for witness in (cycle, OpsWitness(cycle.ops), None):
         finding = Finding("PP401", Severity.WARNING, "m", Location("plan.yaml", 1, 2, 5), "help", witness)
-        require_fit("check", {"digest": "0" * 64, "findings": [finding_to_json(finding)], "in_flight": IN_FLIGHT})
+        require_fit("check", {**CERTIFIED, "findings": [finding_to_json(finding)]})
 
 
 IN_FLIGHT = [{"rank": 0, "peak_activations": 1, "boundary_bytes": 8}]
+CERTIFIED = {
+    "digest": "0" * 64,
+    "certified": True,
+    "findings": [],
+    "suppressed": [],
+    "not_run": [],
+    "in_flight": IN_FLIGHT,
+}
+
+
+def test_check_of_some_rules_and_with_suppressions(tmp_path):
+    plan = tmp_path / "plan.json"
+    known = [{"code": "PP202", "reason": "known"}]
+    plan.write_text(json.dumps(plan_dict(schedule={"kind": "gpipe"}, transport="partial", suppress=known)))
+    status, content = check_json(plan)
+    require_fit("check", content)
+    assert (status, content["findings"], content["certified"]) == (0, [], True)
+    assert {(entry["code"], entry["reason"]) for entry in content["suppressed"]} == {("PP202", "known")}
+    status, content = check_json(plan, "--ignore", "4xx")
+    require_fit("check", content)
+    assert not content["certified"]
+    assert {code[:3] for code in content["not_run"]} == {"PP4"}
+
+
+def test_check_of_a_graph_alone():
+    content = strict_json(json.dumps(check_graph(build_graph([[Row(parse_op("0F0"))]], (), ())).to_json()))
+    require_fit("check", content)
+    assert content["in_flight"] == []
 
 
 def test_the_check_schema_refuses_what_is_not_so():
-    good = {"digest": "0" * 64, "findings": [], "in_flight": IN_FLIGHT}
+    good = CERTIFIED
     require_fit("check", good)
+    error, note = (finding_to_json(Finding("PP401", severity, "m")) for severity in (Severity.ERROR, Severity.NOTE))
+    suppressed = {**note, "reason": "known"}
+    require_fit("check", {**good, "certified": False, "findings": [error], "suppressed": [suppressed]})
     bad_input = {"digest": None, "findings": [finding_to_json(Finding("PP100", Severity.ERROR, "m"))]}
     require_fit("check", bad_input)
     for content in (
@@ -159,6 +192,13 @@ def test_the_check_schema_refuses_what_is_not_so():
         {**bad_input, "findings": []},
         {**bad_input, "in_flight": IN_FLIGHT},
         {key: good[key] for key in ("digest", "findings")},
+        {**bad_input, "not_run": []},
+        {**good, "findings": [error]},
+        {**good, "not_run": ["PP401"]},
+        {**good, "not_run": ["PP401", "PP401"], "certified": False},
+        {**good, "suppressed": [note]},
+        {**good, "suppressed": [{**suppressed, "severity": "error"}]},
+        {**good, "suppressed": [{**suppressed, "reason": " "}]},
         {**good, "more": 1},
         {**good, "findings": [{**bad_input["findings"][0], "severity": "fatal"}]},
         {**good, "findings": [{**bad_input["findings"][0], "code": "P1"}]},

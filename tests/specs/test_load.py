@@ -194,10 +194,6 @@ def test_every_row_of_the_later_table_is_refused_and_said_so():
             PlanSpec.model_validate(example(**{row.section: {row.key: value}}))
 
 
-def test_a_list_as_placement_comes_later():
-    assert refused(example(schedule={"placement": [[0], [1]]}))[0][0] == "PP107"
-
-
 def test_all_findings_come_at_once():
     plan = example(model={"moe": {}, "num_heads": "4"}, run={"seed": -1, "sead": 1}, topology={"pp": 0})
     assert sorted(code for code, _ in refused(plan)) == ["PP102", "PP105", "PP106", "PP106", "PP107"]

@@ -18,7 +18,7 @@ from pipeproof.specs.finding import (
     WitnessOp,
 )
 from pipeproof.specs.load import load_plan
-from pipeproof.specs.render import finding_to_json, render_text
+from pipeproof.specs.render import BRIEF_WITNESSES, Brevity, finding_to_json, render_text
 from pipeproof.specs.source import SourceMap
 
 RANGES = RangesWitness((ElementRange(2, 4, 8, 0, "s 1"),), (ElementRange(2, 4, 8, 1),))
@@ -26,9 +26,9 @@ CYCLE = CycleWitness((WitnessOp(0, "0SEND_F0", 3), WitnessOp(1, "1SEND_B0", 9)))
 OPS = OpsWitness((WitnessOp(0, "0F0", 0), WitnessOp(1, "1RECV_F0")))
 
 
-def text_of(findings, source=None, **console):
+def text_of(findings, source=None, brevity=BRIEF_WITNESSES, **console):
     stream = io.StringIO()
-    render_text(findings, source, console=Console(file=stream, width=40, **console))
+    render_text(findings, source, console=Console(file=stream, width=40, **console), brevity=brevity)
     return stream.getvalue()
 
 
@@ -36,8 +36,8 @@ def finding(**fields):
     return Finding(**{"code": "PP201", "severity": Severity.ERROR, "message": "wrong", **fields})
 
 
-def source_of(*lines):
-    return SourceMap("plan.yaml", lines)
+def source_of(*lines, file="p"):
+    return SourceMap(file, lines)
 
 
 def test_golden_of_broken_files(check_golden, monkeypatch):
@@ -60,7 +60,7 @@ def test_golden_of_broken_files(check_golden, monkeypatch):
 def test_form_and_order_of_parts():
     shown = text_of(
         [finding(location=Location("plan.yaml", 10, 6, 8), help="mend it", witness=RANGES)],
-        source_of(*[""] * 8, "before", "key: abc # c"),
+        source_of(*[""] * 8, "before", "key: abc # c", file="plan.yaml"),
     )
     assert shown.splitlines() == [
         "error[PP201]: wrong",
@@ -109,7 +109,7 @@ def test_carets_stand_below_wide_and_combining_characters_and_tabs(line, column,
 def test_nothing_that_a_terminal_obeys_gets_through():
     shown = text_of(
         [finding(message="a\x1b[31mb\u202ec", help="x\ny", location=Location("p\x07", 1, 1))],
-        source_of("\x1b[2J"),
+        source_of("\x1b[2J", file="p\x07"),
     )
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
 
@@ -182,3 +182,91 @@ def test_json():
         "kind": "ops",
         "ops": [{"rank": 0, "op": "0F0", "op_id": 0}, {"rank": 1, "op": "1RECV_F0", "op_id": None}],
     }
+
+
+# --- which lines are shown ---
+
+
+def shown_lines(text):
+    """The lines of an excerpt, without their numbers and the frame."""
+    return [line.split("| ", 1)[1] for line in text.splitlines() if "| " in line]
+
+
+def test_a_place_in_another_file_shows_that_files_lines(tmp_path):
+    schedule = tmp_path / "schedule.csv"
+    schedule.write_text("0F0,0F1\r\n1F0,1F1\r\n")
+    shown = text_of([finding(location=Location(str(schedule), 2, 5, 7))], source_of("of the plan", "of the plan"))
+    assert f"--> {schedule}:2:5" in shown
+    assert shown_lines(shown) == ["0F0,0F1", "1F0,1F1", "    ^^^"]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe0F0", b"one line"])
+def test_a_file_that_cannot_be_shown_is_named_all_the_same(tmp_path, content):
+    file = tmp_path / "schedule.csv"
+    if content is not None:
+        file.write_bytes(content)
+    shown = text_of([finding(location=Location(str(file), 3, 1))])
+    assert shown.splitlines()[1:] == [f" --> {file}:3:1", ""]
+
+
+def test_a_directory_and_a_huge_file_are_not_opened(tmp_path, monkeypatch):
+    huge = tmp_path / "huge.csv"
+    huge.write_text("0F0\n" * 100)
+    monkeypatch.setattr("pipeproof.specs.excerpt._MAX_BYTES", 99)
+    for file in (tmp_path, huge):
+        assert shown_lines(text_of([finding(location=Location(str(file), 1, 1))])) == []
+
+
+def test_a_path_below_the_working_directory_is_shown_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = Location(str(tmp_path / "plans" / "p.yaml"), 1, 1)
+    assert "--> plans/p.yaml:1:1" in text_of([finding(location=place)])
+    assert "--> ../p.yaml:1:1" in text_of([finding(location=Location("../p.yaml", 1, 1))])
+    assert "--> /p.yaml:1:1" in text_of([finding(location=Location("/p.yaml", 1, 1))])
+
+
+CELLS = [f"{stage}F{micro_batch}" for stage in range(10) for micro_batch in range(10)]
+LONG = ",".join(CELLS)
+"""A line of 399 characters, each cell in it once."""
+
+
+@pytest.mark.parametrize("cell", ["0F0", "0F9", "5F5", "9F8", "9F9"])
+def test_of_a_long_line_the_part_around_the_place_is_shown(cell):
+    column = LONG.index(cell) + 1
+    shown = text_of([finding(location=Location("p", 2, column, column + 2))], source_of("before", LONG))
+    text, carets = shown_lines(shown)
+    assert len(text) <= 160 + 2 * len("...")
+    assert text.startswith("...") == (cell not in ("0F0", "0F9"))
+    assert text.endswith("...") == (cell not in ("9F8", "9F9"))
+    assert text.removeprefix("...").removesuffix("...") in LONG
+    assert text[carets.index("^") : len(carets)] == cell
+
+
+def test_a_long_line_before_the_place_is_left_out():
+    shown = text_of([finding(location=Location("p", 2, 1))], source_of(LONG, "short"))
+    assert shown_lines(shown) == ["short", "^"]
+
+
+def test_a_mark_that_is_longer_than_what_is_shown_ends_with_it():
+    shown = text_of([finding(location=Location("p", 1, 1, len(LONG)))], source_of(LONG))
+    text, carets = shown_lines(shown)
+    assert carets == "^" * len(text)
+
+
+# --- how much is shown ---
+
+
+def test_findings_of_one_code_beyond_the_most_are_counted_where_they_stop():
+    findings = [finding(message=f"m{index}") for index in range(4)]
+    other = finding(code="PP301", message="other")
+    brief = Brevity(findings_of_a_code=2, witness_lines=1, rest="elsewhere")
+    shown = text_of([*findings, other], brevity=brief)
+    assert [line for line in shown.splitlines() if line] == [
+        "error[PP201]: m0",
+        "error[PP201]: m1",
+        "error[PP201]: and 2 more; elsewhere",
+        "error[PP301]: other",
+    ]
+    assert "more" not in text_of(findings[:2], brevity=brief)
+    assert "and 1 more; elsewhere" in text_of([finding(witness=CYCLE)], brevity=brief)
+    assert text_of(findings, brevity=Brevity(None, None, "")).count("error[PP201]") == 4

@@ -13,46 +13,7 @@ from pipeproof.specs.finding import CycleWitness, OpsWitness
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.registry import RULES
 from tests.plans import subject
-
-
-def mutated(base, change, tensors=None):
-    """The base subject with ``change`` applied to its rows; ``change`` edits the lists in place."""
-    rows = base.graph.rows()
-    change(rows)
-    return base.with_graph(build_graph(rows, tensors or base.graph.tensors, base.graph.groups))
-
-
-def codes(one):
-    return {finding.code for finding in check_subject(one).findings}
-
-
-def place(rows, text):
-    return next(i for i, row in enumerate(rows) if row.op == parse_op(text))
-
-
-def swap(rows, first, second):
-    i, j = place(rows, first), place(rows, second)
-    rows[i], rows[j] = rows[j], rows[i]
-
-
-def remove(rows, *texts):
-    for text in texts:
-        del rows[place(rows, text)]
-
-
-def double(rows, text):
-    i = place(rows, text)
-    rows.insert(i, rows[i])
-
-
-def replace_row(rows, text, **changes):
-    i = place(rows, text)
-    rows[i] = dataclasses.replace(rows[i], **changes)
-
-
-def rename(rows, text, new):
-    replace_row(rows, text, op=parse_op(new))
-
+from tests.verify.programs import codes, double, mutated, place, remove, replace_row, swap
 
 # --- mutants of graphs, with exactly the codes that they must bring ---
 
@@ -79,6 +40,11 @@ def forget_a_message(rows):
     remove(rows[0], "WAIT(0SEND_F3)")
 
 
+def forget_both_ends(rows):
+    remove(rows[0], "0SEND_F2", "WAIT(0SEND_F2)")
+    remove(rows[1], "1RECV_F2", "WAIT(1RECV_F2)")
+
+
 def host_waits_for_its_send(rows):
     """Rank 0 waits for a forward send before it goes on, rank 1 for a backward send: a crossing."""
     for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
@@ -88,7 +54,7 @@ def host_waits_for_its_send(rows):
 
 MUTANTS = {
     "backward missing": (drop_backward_and_its_transfers, {"PP121"}),
-    "backward doubled": (lambda rows: double(rows[0], "0B1"), {"PP122"}),
+    "backward doubled": (lambda rows: double(rows[0], "0B1"), {"PP122", "PP605"}),
     "backward first": (lambda rows: swap(rows[1], "1F3", "1B3"), {"PP123"}),
     "stranger's stage": (lambda rows: rows[0].insert(0, Row(parse_op("1F9"))), {"PP124"}),
     "send that nobody receives or waits for": (forget_a_message, {"PP301"}),
@@ -97,6 +63,8 @@ MUTANTS = {
     "send too short": (lambda rows: replace_row(rows[0], "0SEND_F2", stop=100), {"PP201", "PP303"}),
     "wait before its receive": (drop_wait_for_posted, {"PP402"}),
     "crossing blocking sends": (host_waits_for_its_send, {"PP401"}),
+    "message that neither side knows of": (forget_both_ends, {"PP125"}),
+    "stage without a step": (lambda rows: remove(rows[1], "1STEP"), {"PP128"}),
 }
 
 
@@ -188,22 +156,25 @@ def test_swapped_receives_are_named_with_their_place():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(["gpipe", "1f1b"]),
+    kind=st.sampled_from(["gpipe", "1f1b", "interleaved"]),
     pp=st.integers(1, 4),
     tp=st.sampled_from([1, 2, 4]),
     dp=st.integers(1, 2),
-    num_micro_batches=st.integers(1, 9),
+    cp=st.integers(1, 2),
+    ep=st.integers(1, 2),
+    num_micro_batches=st.integers(1, 5),
     sp=st.booleans(),
     forward=st.sampled_from(["full", "partial"]),
     order=st.sampled_from(["sbh", "bsh"]),
 )
 def test_generated_plans_are_right_unless_partial_meets_sequence_parallelism(
-    kind, pp, tp, dp, num_micro_batches, sp, forward, order
+    kind, pp, tp, dp, cp, ep, num_micro_batches, sp, forward, order
 ):
+    chunks = {"num_chunks": 2, "num_micro_batches": pp * num_micro_batches} if kind == "interleaved" else {}
     one = subject(
-        model={"activation_order": order},
-        topology={"pp": pp, "tp": tp, "dp": dp, "sequence_parallel": sp},
-        schedule={"kind": kind, "num_micro_batches": num_micro_batches},
+        model={"activation_order": order, "num_layers": 8},
+        topology={"pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep, "sequence_parallel": sp},
+        schedule={"kind": kind, "num_micro_batches": num_micro_batches, **chunks},
         transport={"forward": forward},
     )
     corrupt = forward == "partial" and sp and tp > 1 and pp > 1

@@ -69,8 +69,9 @@ class ParameterGradient:
     ``ep`` ranks. ``partial_over`` are axes over which ranks hold addends,
     beside the token axes. ``losses`` None stands for all losses on the
     parameter's stage or after it; empty for a sum that no loss scales (a count
-    of tokens). ``made_by`` says what adds a micro-batch's share. ``numel``
-    counts the elements that a rank holds, where it is known.
+    of tokens). ``made_by`` says what adds a micro-batch's share; what forwards
+    add is scaled only by a SCALE_GRAD that names it. ``numel`` counts the
+    elements that a rank holds, where it is known.
     """
 
     name: str

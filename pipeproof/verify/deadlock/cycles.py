@@ -41,7 +41,7 @@ def _between_components(source: IntColumn, target: IntColumn, num_nodes: int) ->
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    ones = np.ones(len(source), dtype=np.int8)
+    ones = np.ones(len(source))  # the type that scipy would make of any other
     matrix = csr_array((ones, (source, target)), shape=(num_nodes, num_nodes))
     _, component = connected_components(matrix, connection="strong")
     same: BoolColumn = component[source] == component[target]

@@ -1,0 +1,237 @@
+"""3xx: all members of a group issue the same collectives in the same order, on the group that is meant.
+
+Collectives of a group meet as messages do: the k-th call of one member meets
+the k-th call of every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, OpKind
+from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
+from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.finding import Finding, OpsWitness
+from pipeproof.verify.pairs import rank_of
+from pipeproof.verify.subject import Rule, Subject, finding
+
+
+class _Calls:
+    """The collective calls on groups, in columns, and who is a member of which group."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.row = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
+        self.group, self.rank = graph.group[self.row], graph.rank[self.row]
+        self.leader = np.array([group.ranks[0] for group in graph.groups], dtype=np.int64)
+        members = [(index, rank) for index, group in enumerate(graph.groups) for rank in group.ranks]
+        self.member_group, self.member_rank = np.array(members, dtype=np.int64).reshape(-1, 2).T
+        self._member_keys = np.sort(self._key(self.member_group, self.member_rank))
+
+    def _key(self, group: IntColumn, rank: IntColumn) -> IntColumn:
+        return group * self.graph.num_ranks + rank
+
+    def by_members(self) -> BoolColumn:
+        """Which calls come from a member of their group."""
+        return np.isin(self._key(self.group, self.rank), self._member_keys)
+
+    def leaders_call(self) -> IntColumn:
+        """For each call the one that the group's first rank issues at the same place; ``NONE`` where it issues none."""
+        led = np.flatnonzero(self.rank == self.leader[self.group])
+        led = led[np.argsort(self.group[led], kind="stable")]
+        starts = np.searchsorted(self.group[led], np.arange(len(self.graph.groups) + 1))
+        position = self.graph.position[self.row]
+        counts = np.diff(starts)[self.group]
+        place = np.minimum(starts[self.group] + position, max(len(led) - 1, 0))
+        return np.where(position < counts, self.row[led[place]] if len(led) else NONE, NONE)
+
+    def count_of(self, group: IntColumn, rank: IntColumn) -> IntColumn:
+        """How many collectives each rank issues on the group beside it."""
+        keys, counts = np.unique(self._key(self.group, self.rank), return_counts=True)
+        if not len(keys):
+            return np.zeros(len(group), dtype=np.int64)
+        place = np.minimum(np.searchsorted(keys, self._key(group, rank)), len(keys) - 1)
+        return np.where(keys[place] == self._key(group, rank), counts[place], 0)
+
+    def find(self, group: int, rank: int, position: int) -> int | None:
+        """The call of a rank at a place on its group; None where it issues fewer."""
+        mine = (self.group == group) & (self.rank == rank) & (self.graph.position[self.row] == position)
+        found = self.row[mine]
+        return int(found[0]) if len(found) else None
+
+
+COLLECTIVE = RuleDoc(
+    code="PP306",
+    title="the members of a group issue different collectives",
+    severity="error",
+    explanation=(
+        "Every member of a group must issue the same sequence of collectives: the k-th call of one meets the "
+        "k-th call of the others. A member that is missing hangs the group; one that differs in kind, size, dtype, "
+        "reduction or root mixes up values or hangs."
+    ),
+    wrong=(
+        "group tp: 0 1\n"
+        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}\n"
+        "rank 1: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..32 reduction=sum}"
+    ),
+    right=(
+        "group tp: 0 1\n"
+        "rank 0: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}\n"
+        "rank 1: 0F0 0F0/0.ALL_REDUCE:tp{group=0 range=0..64 reduction=sum}"
+    ),
+)
+
+
+def _check_collectives(subject: Subject) -> Iterator[Finding]:
+    graph, calls = subject.graph, _Calls(subject.graph)
+    theirs = calls.leaders_call()
+    member = calls.by_members()
+    differs = member & ((theirs == NONE) | ~_same_call(graph, calls.row, theirs))
+    first: dict[tuple[int, int], int] = {}
+    wrong = np.flatnonzero(differs)
+    where = zip(calls.group[wrong].tolist(), calls.rank[wrong].tolist(), strict=True)
+    for key, position in zip(where, graph.position[calls.row[wrong]].tolist(), strict=True):
+        first[key] = min(position, first.get(key, position))
+    mine = calls.count_of(calls.member_group, calls.member_rank)
+    of_leader = calls.count_of(calls.member_group, calls.leader[calls.member_group])
+    for place in np.flatnonzero(mine < of_leader).tolist():
+        key = int(calls.member_group[place]), int(calls.member_rank[place])
+        first[key] = min(int(mine[place]), first.get(key, int(mine[place])))
+    for index, rank in sorted(first):
+        position = first[index, rank]
+        group, leader = graph.groups[index], int(calls.leader[index])
+        ends = [calls.find(index, one, position) for one in (leader, rank)]
+        yield finding(
+            COLLECTIVE,
+            f"collective {position} of {group.axis} group {[graph.global_rank[r] for r in group.ranks]} is "
+            f"{_describe(graph, ends[0])} on rank {graph.global_rank[leader]} but {_describe(graph, ends[1])} "
+            f"on rank {graph.global_rank[rank]}",
+            help="issue the same collectives in the same order on every member of the group",
+            witness=OpsWitness(tuple(subject.witness_op(o) for o in ends if o is not None)),
+        )
+
+
+def _same_call(graph: OpGraph, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
+    """Whether two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one."""
+    same = np.ones(len(ours), dtype=bool)
+    for column in (graph.kind, graph.micro_batch, graph.target_kind, graph.index, graph.axis, graph.reduction):
+        same &= column[ours] == column[theirs]
+    length = graph.stop - graph.start
+    same &= length[ours] == length[theirs]
+    across_stages = graph.axis == AXES.index("pp")
+    same &= (graph.stage[ours] == graph.stage[theirs]) | across_stages[ours]
+    has_root = graph.kind == KIND_CODE[OpKind.BROADCAST]
+    same &= (graph.peer[ours] == graph.peer[theirs]) | ~has_root[ours]
+    dtypes = sorted({tensor.dtype for tensor in graph.tensors})
+    dtype = np.array([*(dtypes.index(tensor.dtype) for tensor in graph.tensors), NONE])[graph.tensor]
+    same &= (dtype[ours] == dtype[theirs]) | (dtype[ours] == NONE) | (dtype[theirs] == NONE)
+    return same
+
+
+def _describe(graph: OpGraph, op_id: int | None) -> str:
+    if op_id is None:
+        return "missing"
+    length = int(graph.stop[op_id] - graph.start[op_id])
+    parts = [f"{graph.ops[op_id]} of {length} elements"]
+    if graph.tensor[op_id] != NONE:
+        parts.append(f"in {graph.tensors[int(graph.tensor[op_id])].dtype}")
+    if name := graph.reduction_names[int(graph.reduction[op_id])]:
+        parts.append(f"({name})")
+    if graph.peer[op_id] != NONE:
+        parts.append(f"from rank {graph.global_rank[int(graph.peer[op_id])]}")
+    return " ".join(parts)
+
+
+OTHER_AXIS = RuleDoc(
+    code="PP307",
+    title="a collective runs on a group of another axis",
+    severity="error",
+    explanation=(
+        "The operation is meant for one mesh axis and is issued on a group of another: a statistic of one stage "
+        "that goes over the default group mixes the values of all stages, and hangs where stages differ in the "
+        "number of calls. All members may well agree, so that nothing fails."
+    ),
+    wrong=(
+        "group pp: 0 1\n"
+        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}\n"
+        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}"
+    ),
+    right=(
+        "group tp: 0 1\n"
+        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}\n"
+        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..1 reduction=max}"
+    ),
+)
+
+
+def _check_axis(subject: Subject) -> Iterator[Finding]:
+    graph, calls = subject.graph, _Calls(subject.graph)
+    axis_of_group = np.array(
+        [AXES.index(group.axis) if group.axis in AXES else len(AXES) for group in graph.groups], dtype=np.int64
+    )
+    gathers = graph.is_kind(GATHER_KINDS)[calls.row]  # of the partial transport: they name no axis and mean tp
+    axis = np.where(gathers, AXES.index("tp"), graph.axis[calls.row])
+    other = calls.row[(axis != NONE) & (axis != axis_of_group[calls.group])]
+    _, some, count = np.unique(graph.group[other], return_index=True, return_counts=True)
+    for op_id, times in zip(other[some].tolist(), count.tolist(), strict=True):
+        group = graph.groups[int(graph.group[op_id])]
+        more = f", and {times - 1} more there" if times > 1 else ""
+        yield finding(
+            OTHER_AXIS,
+            f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on the {group.axis} group "
+            f"{[graph.global_rank[r] for r in group.ranks]}{more}",
+            help=f"issue it on the rank's {graph.ops[op_id].axis} group",
+            witness=OpsWitness((subject.witness_op(op_id),)),
+        )
+
+
+STRANGER = RuleDoc(
+    code="PP308",
+    title="a rank issues a collective on a group that it does not belong to",
+    severity="error",
+    explanation=(
+        "Only members can take part: elsewhere the call is refused, does nothing, or falls back to the default "
+        "group, depending on the framework, and the members never notice that one more was meant to join."
+    ),
+    wrong=(
+        "group tp: 0 1\n"
+        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
+        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
+        "rank 2: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}"
+    ),
+    right=(
+        "group tp: 0 1 2\n"
+        "rank 0: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
+        "rank 1: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}\n"
+        "rank 2: 0F0 0ALL_REDUCE0:tp{group=0 range=0..8 reduction=sum}"
+    ),
+)
+
+
+def _check_stranger(subject: Subject) -> Iterator[Finding]:
+    graph, calls = subject.graph, _Calls(subject.graph)
+    outside = calls.row[~calls.by_members()]
+    alone = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group == NONE))
+    if subject.lowered is None:  # a graph alone may leave out on which group a collective runs
+        alone = alone[:0]
+    for rows, on_group in ((outside, True), (alone, False)):
+        keys = graph.group[rows] * graph.num_ranks + graph.rank[rows]
+        _, some, count = np.unique(keys, return_index=True, return_counts=True)
+        for op_id, times in zip(rows[some].tolist(), count.tolist(), strict=True):
+            where = "no group"
+            if on_group:
+                group = graph.groups[int(graph.group[op_id])]
+                where = f"the {group.axis} group {[graph.global_rank[r] for r in group.ranks]}, which lacks it"
+            more = f", and {times - 1} more" if times > 1 else ""
+            yield finding(
+                STRANGER,
+                f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on {where}{more}",
+                help="issue it on the rank's own group of that axis, or make the rank a member",
+                witness=OpsWitness((subject.witness_op(op_id),)),
+            )
+
+
+RULES = (Rule(COLLECTIVE, _check_collectives), Rule(OTHER_AXIS, _check_axis), Rule(STRANGER, _check_stranger))

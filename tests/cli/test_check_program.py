@@ -1,0 +1,109 @@
+"""``check --program``: a program text alone, with findings at its own lines."""
+
+import json
+
+import pytest
+
+from tests.cli.commands import invoke
+
+RIGHT = """\
+# one micro-batch through two stages
+tensor hidden: shape=4x8 dtype=float32 dims=sh
+rank 0: 0F0 0SEND_F0{tensor=0 range=0..32} WAIT(0SEND_F0)
+rank 1: 1RECV_F0{tensor=0 range=0..32} WAIT(1RECV_F0) 1F0
+"""
+SWAPPED = """\
+rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 WAIT(0SEND_F0) WAIT(0SEND_F1)
+rank 1: 1RECV_F1 1RECV_F0 WAIT(1RECV_F0) 1F0 WAIT(1RECV_F1) 1F1
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(text):
+        path = tmp_path / "program.txt"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("backend", [(), ("--backend", "paddle-gloo")])
+def test_a_right_program(program, backend):
+    result = invoke("check", "--program", program(RIGHT), *backend)
+    assert result.exit_code == 0
+    assert "proved" in result.stdout
+    assert "6 operations on 2 ranks, judged without a plan" in result.stdout
+    assert "in flight" not in result.stdout
+
+
+def test_a_wrong_program_is_shown_at_its_operation(program):
+    path = program(SWAPPED)
+    result = invoke("check", "--program", path)
+    assert result.exit_code == 1
+    assert "error[PP302]" in result.stdout
+    place, *excerpt = result.stdout.split(f"--> {path}:")[1].splitlines()
+    line, column = map(int, place.split(":"))
+    op = SWAPPED.splitlines()[line - 1][column - 1 :].split()[0]
+    assert op in ("0SEND_F0", "0SEND_F1", "1RECV_F0", "1RECV_F1")
+    marks = next(number for number, text in enumerate(excerpt) if "^" in text)
+    start = excerpt[marks].index("^")
+    assert excerpt[marks - 1][start : len(excerpt[marks])] == op
+
+
+def test_a_wrong_program_as_json(program):
+    path = program(SWAPPED)
+    result = invoke("check", "--program", path, "--format", "json")
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert content["in_flight"] == []
+    assert {finding["location"]["file"] for finding in content["findings"]} == {str(path)}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "place"),
+    [
+        ("", "PP131", "1:1"),
+        ("# nothing\n", "PP131", "1:1"),
+        ("rank 0:\nrank 1:\n", "PP131", "1:1"),
+        ("rank 0: 0F0xyz\n", "PP132", "1:9"),
+        ("rank 0: 0F0{que=side}\n", "PP133", "1:13"),
+        ("rank 0: 0F0\n0F1,1F1\n", "PP133", "2:1"),
+        ("rank 0: 0F0 0SEND_F0\n", "PP138", "1:13"),
+    ],
+)
+@pytest.mark.parametrize("form", ["text", "json", "sarif"])
+def test_a_text_that_is_no_program(program, text, code, place, form):
+    path = program(text)
+    result = invoke("check", "--program", path, "--format", form)
+    assert result.exit_code == 2
+    line, column = map(int, place.split(":"))
+    match form:
+        case "text":
+            assert f"error[{code}]" in result.stderr
+            assert f"--> {path}:{place}" in result.stderr
+        case "json":
+            (finding,) = json.loads(result.stdout)["findings"]
+            assert (finding["code"], finding["location"]["line"], finding["location"]["column"]) == (code, line, column)
+        case "sarif":
+            (found,) = json.loads(result.stdout)["runs"][0]["results"]
+            assert found["ruleId"] == code
+            assert found["locations"][0]["physicalLocation"]["region"]["startColumn"] == column
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    result = invoke("check", "--program", tmp_path / "no.txt")
+    assert result.exit_code == 2
+    assert "error[PP130]" in result.stderr
+
+
+def test_a_backend_that_is_not_there(program):
+    result = invoke("check", "--program", program(RIGHT), "--backend", "carrier-pigeon")
+    assert result.exit_code == 2
+    assert "no backend 'carrier-pigeon'; there are tables for" in " ".join(result.stderr.split())
+
+
+def test_a_program_can_be_judged_by_some_rules(program):
+    result = invoke("check", "--program", program(SWAPPED), "--select", "PP4")
+    assert result.exit_code == 0
+    assert "incomplete" in result.stdout

@@ -1,0 +1,81 @@
+"""Every wrong example brings its code and every right one brings no error; what cannot be run is listed."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeproof.explain import all_docs
+from pipeproof.specs.codes import ExampleKind, RuleDoc
+from tests.docs.rule_examples import can_run, findings_of
+
+ROOT = Path(__file__).parents[2]
+
+NOT_RUN = {
+    "PP901": ("a log that differs from the graph", "exec/test_oplog.py"),
+    "PP902": ("a worker that dies", "exec/test_run.py"),
+    "PP903": ("a worker that hangs", "exec/test_run.py"),
+    "PP904": ("other bits than the reference's", "exec/test_run.py"),
+    "PP905": ("a run on real processes that is not stopped", "exec/test_compare.py"),
+    "PP906": ("what is installed on the machine", "cli/test_options.py"),
+    "PP907": ("a launcher of somebody else's", "exec/test_run.py"),
+    "PP908": ("a gradient that rounding does not explain", "exec/test_run.py"),
+    "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
+}
+"""Codes whose findings come when processes run, not from what is written: why, and the test that brings them."""
+
+WEAKER = {"PP412", "PP413"}
+"""Errors where the backend's table says that the plan hangs; the examples are judged for one where they warn."""
+
+RUNNABLE = [doc for doc in all_docs() if doc.code not in NOT_RUN]
+
+
+def test_the_list_of_what_is_not_run_is_exact():
+    """A new code is run, unless it says of itself that it cannot be."""
+    assert {doc.code for doc in all_docs() if not can_run(doc)} == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("code", NOT_RUN)
+def test_what_is_not_run_here_is_brought_about_elsewhere(code):
+    _, file = NOT_RUN[code]
+    assert code in (ROOT / "tests" / file).read_text()
+
+
+@pytest.mark.parametrize("doc", RUNNABLE, ids=lambda doc: doc.code)
+def test_the_wrong_example_brings_the_code(doc, tmp_path):
+    found = {(finding.code, finding.severity) for finding in findings_of(doc, doc.wrong, tmp_path)}
+    assert (doc.code, "warning" if doc.code in WEAKER else doc.severity) in found
+
+
+@pytest.mark.parametrize("doc", RUNNABLE, ids=lambda doc: doc.code)
+def test_the_right_example_brings_no_error(doc, tmp_path):
+    found = findings_of(doc, doc.right, tmp_path)
+    assert [finding for finding in found if finding.severity == "error"] == []
+    assert doc.code not in {finding.code for finding in found}
+
+
+@pytest.mark.parametrize("doc", all_docs(), ids=lambda doc: doc.code)
+def test_documents_are_written_alike(doc):
+    assert doc.severity in ("error", "warning", "note")
+    assert doc.title[0].islower() or doc.title[0] == "`"
+    assert doc.title[-1] != "."
+    assert doc.explanation.endswith((".", ".)"))
+    assert "  " not in doc.explanation
+    assert doc.wrong != doc.right
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("rank 0: 0F0", ExampleKind.PROGRAM),
+        ("tensor t: shape=4\nrank 0: 0F0", ExampleKind.PROGRAM),
+        ("from pipeproof import check\nsubject = 1", ExampleKind.PYTHON),
+        ("topology: {pp: 2}", ExampleKind.PLAN),
+    ],
+)
+def test_the_kind_of_an_example_shows(text, kind):
+    assert RuleDoc("PP999", "t", "e", wrong=text, right="").example_kind is kind
+
+
+def test_the_kind_can_be_said():
+    doc = RuleDoc("PP999", "t", "e", wrong="rank 1 died", right="it lives", kind=ExampleKind.OUTCOME)
+    assert doc.example_kind is ExampleKind.OUTCOME

@@ -1,0 +1,438 @@
+"""What meets by place in a FIFO or on a group must mean, hold and announce the same."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind, parse_op
+from pipeproof.schedule.optable import NONE, EdgeKind, Group, Row
+from pipeproof.specs.finding import OpsWitness
+from pipeproof.verify import collectives, fifo, matching
+from pipeproof.verify.memory_order import has_holes, memory_order
+from pipeproof.verify.pairs import partner_of
+from tests.plans import subject
+from tests.verify.programs import codes, errors, group, mutated, place, program, remove, replace_row, tensor
+
+
+def finding_of(one, code):
+    (found,) = [finding for finding in errors(one) if finding.code == code]
+    return found
+
+
+# --- transfers ---
+
+
+def test_every_transfer_and_its_partner_mean_each_other():
+    for kind in TRANSFER_KINDS:
+        transfer = Op(kind, 3, 5)
+        partner = partner_of(transfer)
+        assert partner_of(partner) == transfer
+        assert (partner.kind in SEND_KINDS) != (kind in SEND_KINDS)
+        assert partner.is_forward == transfer.is_forward
+    assert str(partner_of(parse_op("2SEND_META_B1"))) == "1RECV_META_B1"
+
+
+TWO_CHUNKS = (
+    (
+        "0F0 0SEND_F0{w} 0F1 0SEND_F1{w} 2RECV_F0{w} WAIT(2RECV_F0) 2F0 2SEND_F0{w} "
+        "2RECV_F1{w} 2RECV_B0{w} WAIT(2RECV_F1) WAIT(2RECV_B0) 2F1 2SEND_F1{w} 2B0 2SEND_B0{w} "
+        "2RECV_B1{w} WAIT(2RECV_B1) 2B1 2SEND_B1{w} 0RECV_B0{w} WAIT(0RECV_B0) 0B0 0RECV_B1{w} WAIT(0RECV_B1) 0B1 "
+        "WAIT(0SEND_F0) WAIT(0SEND_F1) WAIT(2SEND_F0) WAIT(2SEND_F1) WAIT(2SEND_B0) WAIT(2SEND_B1)"
+    ).replace("w}", "peer=1 communicator=world}"),
+    (
+        "1RECV_F0{w} WAIT(1RECV_F0) 1F0 1SEND_F0{w} 1RECV_F1{w} WAIT(1RECV_F1) 1F1 3RECV_F0{w} WAIT(3RECV_F0) 3F0 3B0 "
+        "1SEND_F1{w} 3SEND_B0{w} 3RECV_F1{w} WAIT(3RECV_F1) 3F1 3B1 3SEND_B1{w} 1RECV_B0{w} WAIT(1RECV_B0) 1B0 "
+        "1SEND_B0{w} 1RECV_B1{w} WAIT(1RECV_B1) 1B1 1SEND_B1{w} "
+        "WAIT(1SEND_F0) WAIT(1SEND_F1) WAIT(3SEND_B0) WAIT(3SEND_B1) WAIT(1SEND_B0) WAIT(1SEND_B1)"
+    ).replace("w}", "peer=0 communicator=world}"),
+)
+"""Two ranks with two stages each on one communicator: each is next and previous to the other."""
+
+
+def test_an_activation_received_as_a_gradient():
+    base = program(*TWO_CHUNKS)
+    assert codes(base) == set()
+
+    def swap(rows):
+        first, second = place(rows[0], "2RECV_F1"), place(rows[0], "2RECV_B0")
+        rows[0][first], rows[0][second] = rows[0][second], rows[0][first]
+
+    mutant = mutated(base, swap)
+    assert codes(mutant) == {"PP302"}
+    told = [finding.message for finding in errors(mutant)]
+    assert "1SEND_F1 and means 2RECV_F1, but the receive there is 2RECV_B0" in told[0]
+    assert "3SEND_B0 and means 2RECV_B0, but the receive there is 2RECV_F1" in told[1]
+
+
+MEMBERS = (tensor("hidden out", member="hidden"), tensor("mask out", member="mask"))
+PAIR = (
+    "0F0 0SEND_F0{peer=1 tensor=0 range=0..8} 0SEND_F0{peer=1 tensor=1 range=0..8} WAIT(0SEND_F0) WAIT(0SEND_F0)",
+    "1RECV_F0{peer=0 tensor=0 range=0..8} 1RECV_F0{peer=0 tensor=1 range=0..8} WAIT(1RECV_F0) WAIT(1RECV_F0) 1F0",
+)
+
+
+def test_the_members_of_a_tuple_come_in_the_order_in_which_they_are_sent():
+    assert codes(program(*PAIR, tensors=MEMBERS)) == set()
+    first, second = "tensor=0", "tensor=1"
+    other_order = PAIR[1].replace(first, "tensor=?").replace(second, first).replace("tensor=?", second)
+    mutant = program(PAIR[0], other_order, tensors=MEMBERS)
+    assert codes(mutant) == {"PP302"}
+    message = errors(mutant)[0].message
+    assert "0SEND_F0 of `hidden`" in message
+    assert "1RECV_F0 of `mask`" in message
+
+
+def one_message(sent, wanted, *, count=None):
+    """One activation from stage 0 to stage 1 between two tensors, whole on both sides unless ``count`` says less."""
+    return program(
+        f"0F0 0SEND_F0{{peer=1 tensor=0 range=0..{count or sent.numel}}} WAIT(0SEND_F0)",
+        f"1RECV_F0{{peer=0 tensor=1 range=0..{count or wanted.numel}}} WAIT(1RECV_F0) 1F0",
+        tensors=(sent, wanted),
+    )
+
+
+BASE = tensor("hidden", (8, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, set()),
+        ({"name": "another name"}, set()),
+        ({"shape": (16, 2, 4)}, {"PP303"}),  # a sequence not divided by its context-parallel ranks
+        ({"shape": (4, 4, 4)}, {"PP303"}),  # as many elements in another shape
+        ({"dims": "bsh"}, {"PP303"}),
+        ({"dtype": "bfloat16"}, {"PP304"}),
+        ({"placement": "sharded(0)"}, {"PP305"}),
+        ({"strides": (8, 4, 1)}, set()),
+        ({"strides": (1, 8, 16)}, {"PP312"}),
+    ],
+)
+def test_what_two_ends_say_of_one_message(changes, expected):
+    assert codes(one_message(BASE, dataclasses.replace(BASE, **changes))) == expected
+    assert codes(one_message(dataclasses.replace(BASE, **changes), BASE)) == expected
+
+
+def test_an_end_that_names_no_tensor_is_compared_by_its_size_alone():
+    ranks = (
+        "0F0 0SEND_F0{peer=1 tensor=0 range=0..8} WAIT(0SEND_F0)",
+        "1RECV_F0{peer=0 range=0..%d} WAIT(1RECV_F0) 1F0",
+    )
+    assert codes(program(ranks[0], ranks[1] % 8, tensors=(tensor(),))) == set()
+    short = program(ranks[0], ranks[1] % 4, tensors=(tensor(),))
+    assert "PP303" in codes(short)
+    told = "0SEND_F0 on rank 0 sends 8 elements of s [8], but 1RECV_F0 on rank 1 expects 4 elements"
+    assert finding_of(short, "PP303").message == told
+
+
+def test_a_part_may_be_taken_from_another_place_than_it_is_put():
+    text = (
+        "0F0 0SEND_F0{peer=1 tensor=0 range=4..8} WAIT(0SEND_F0)",
+        "1RECV_F0{peer=0 tensor=0 range=%s} WAIT(1RECV_F0) 1F0",
+    )
+    assert "PP303" not in codes(program(text[0], text[1] % "0..4", tensors=(tensor(),)))
+    longer = program(text[0], text[1] % "0..8", tensors=(tensor(),))
+    assert "sends 4 elements of s [8], but" in finding_of(longer, "PP303").message
+
+
+def test_parts_between_unlike_layouts_are_left_to_the_rules_on_transports():
+    """A message that is a part of a tensor may be one of several that change the layout."""
+    wide = dataclasses.replace(BASE, shape=(16, 2, 4), placement="invariant")
+    share = dataclasses.replace(BASE, placement="sharded(0)")
+    turned = dataclasses.replace(BASE, placement="sharded(1)")  # as many elements, cut another way
+    longer = dataclasses.replace(share, shape=(16, 2, 4))  # cut the same way, over fewer ranks
+    for wanted in (wide, turned, longer):
+        part = one_message(share, wanted, count=BASE.numel // 2)
+        assert not codes(part) & {"PP303", "PP305"}
+    assert codes(one_message(share, turned)) == {"PP305"}
+    alike = dataclasses.replace(share, shape=(4, 4, 4))
+    assert "PP303" in codes(one_message(share, alike, count=BASE.numel // 2))
+    assert codes(one_message(share, dataclasses.replace(share, placement="invariant"))) == {"PP305"}
+
+
+def test_both_ends_may_lie_in_memory_in_the_same_other_order():
+    turned = dataclasses.replace(BASE, strides=(1, 8, 16))
+    assert codes(one_message(turned, turned)) == set()
+    holed = dataclasses.replace(BASE, strides=(16, 4, 1))
+    assert codes(one_message(holed, holed)) == {"PP312"}
+    assert "with holes" in errors(one_message(holed, holed))[0].message
+    with pytest.raises(ValueError, match="3 dims and 2 strides"):
+        codes(one_message(BASE, dataclasses.replace(BASE, strides=(4, 1))))
+
+
+@given(st.permutations([0, 1, 2]), st.lists(st.integers(1, 4), min_size=3, max_size=3))
+def test_dense_strides_have_no_holes_and_those_of_a_slice_do(order, shape):
+    strides, step = [0, 0, 0], 1
+    for dim in order:
+        strides[dim], step = step, step * shape[dim]
+    dense = tensor(shape=shape, strides=tuple(strides))
+    assert not has_holes(dense)
+    assert len(memory_order(dense)) == sum(size > 1 for size in shape)
+    sliced = tensor(shape=shape, strides=tuple(2 * stride for stride in strides))
+    assert has_holes(sliced) == (dense.numel > 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing", "mend"),
+    [
+        (1, "1RECV_F3", "add 1RECV_F3 to rank 1, or remove 0SEND_F3"),
+        (0, "0SEND_F3", "add 0SEND_F3 to rank 0, or remove 1RECV_F3"),
+    ],
+)
+def test_a_missing_counterpart_is_to_be_added_where_it_belongs(rank, missing, mend):
+    one = mutated(subject(), lambda rows: remove(rows[rank], missing, f"WAIT({missing})"))
+    assert finding_of(one, "PP301").help == mend
+
+
+# --- announced shapes ---
+
+LENGTHS = (tensor("short", (4,)), tensor("long", (8,)))
+
+
+def with_meta(announce_second, second=1):
+    """Two micro-batches, the second of another length; its shape is announced, or the first one's kept."""
+    size = LENGTHS[second].numel
+    meta = "", "", ""
+    if announce_second:
+        meta = (
+            f"0SEND_META_F1{{peer=1 tensor={second}}}",
+            "1RECV_META_F1{peer=0} WAIT(1RECV_META_F1)",
+            "WAIT(0SEND_META_F1)",
+        )
+    return program(
+        f"0SEND_META_F0{{peer=1 tensor=0}} 0F0 0SEND_F0{{peer=1 tensor=0 range=0..4}} {meta[0]} 0F1 "
+        f"0SEND_F1{{peer=1 tensor={second} range=0..{size}}} WAIT(0SEND_META_F0) WAIT(0SEND_F0) {meta[2]} "
+        "WAIT(0SEND_F1)",
+        "1RECV_META_F0{peer=0 tensor=0} WAIT(1RECV_META_F0) 1RECV_F0{peer=0 tensor=0 range=0..4} WAIT(1RECV_F0) 1F0 "
+        f"{meta[1]} 1RECV_F1{{peer=0 tensor={second} range=0..{size}}} WAIT(1RECV_F1) 1F1",
+        tensors=LENGTHS,
+    )
+
+
+def test_a_shape_that_is_announced_once_must_not_change():
+    assert codes(with_meta(announce_second=True)) == set()
+    assert codes(with_meta(announce_second=False, second=0)) == set()
+    stale = with_meta(announce_second=False)
+    assert codes(stale) == {"PP313"}
+    (found,) = errors(stale)
+    assert "1RECV_F1 on rank 1 gets float32 s [8], but 1RECV_META_F0 announced float32 s [4]" in found.message
+    assert [op.op for op in found.witness.ops] == ["1RECV_META_F0", "1RECV_F1"]
+
+
+def test_announcements_of_tuple_members_and_of_other_inputs_do_not_mix():
+    mask = (tensor("hidden", (8,), member="hidden"), tensor("mask", (2,), member="mask"))
+    right = program(
+        "0SEND_META_F0{peer=1 tensor=0} 0SEND_META_F0{peer=1 tensor=1} 0F0 0SEND_F0{peer=1 tensor=0 range=0..8} "
+        "0SEND_F0{peer=1 tensor=1 range=0..2} WAIT(0SEND_META_F0) WAIT(0SEND_META_F0) WAIT(0SEND_F0) WAIT(0SEND_F0)",
+        "1RECV_META_F0{peer=0} 1RECV_META_F0{peer=0} WAIT(1RECV_META_F0) WAIT(1RECV_META_F0) "
+        "1RECV_F0{peer=0 tensor=0 range=0..8} 1RECV_F0{peer=0 tensor=1 range=0..2} WAIT(1RECV_F0) WAIT(1RECV_F0) 1F0",
+        tensors=mask,
+    )
+    assert codes(right) == set()
+
+    def keep_to_itself(rows):
+        """The mask's shape is not announced: the receiver knows it."""
+        del rows[0][1], rows[1][1]
+        remove(rows[0], "WAIT(0SEND_META_F0)")
+        remove(rows[1], "WAIT(1RECV_META_F0)")
+
+    assert codes(mutated(right, keep_to_itself)) == set()
+
+
+def test_an_exchange_of_shapes_on_another_communicator_meets_nothing():
+    base = with_meta(announce_second=True)
+    change = lambda rows: replace_row(rows[0], "0SEND_META_F1", communicator="default")  # noqa: E731
+    assert "PP301" in codes(mutated(base, change))
+
+
+# --- collectives ---
+
+
+def tp_plan(**sections):
+    return subject(topology={"pp": 2, "tp": 2}, **sections)
+
+
+def test_a_collective_of_another_dtype_or_root():
+    tensors = (tensor(), tensor("half", dtype="bfloat16"))
+    text = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8 tensor=%d reduction=sum}"
+    both = (group("tp", 0, 1),)
+    assert codes(program(text % 0, text % 0, tensors=tensors, groups=both)) == set()
+    mixed = program(text % 0, text % 1, tensors=tensors, groups=both)
+    assert codes(mixed) == {"PP306"}
+    assert "in float32 (sum) on rank 0 but 0ALL_REDUCE0:tp of 8 elements in bfloat16 (sum)" in errors(mixed)[0].message
+    text = "0F0 0BROADCAST0:tp{group=0 range=0..8 peer=%d}"
+    assert codes(program(text % 1, text % 1, groups=both)) == set()
+    assert codes(program(text % 0, text % 1, groups=both)) == {"PP306"}
+
+
+def test_a_member_that_differs_and_then_falls_short_is_told_of_its_first_difference():
+    long = "0F0 0ALL_REDUCE0:tp{group=0 range=4..12} 0ALL_REDUCE0:tp{group=0 range=0..8} 0BARRIER0:tp{group=0}"
+    short = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8} 0ALL_REDUCE0:tp{group=0 range=0..9}"
+    for ranks in ((long, short), (short, long)):
+        one = program(*ranks, groups=(group("tp", 0, 1),))
+        (found,) = [finding for finding in errors(one) if finding.code == "PP306"]
+        assert found.message.startswith("collective 1 of tp group [0, 1] is 0ALL_REDUCE0:tp of ")
+    late = program(long, long.removesuffix(" 0BARRIER0:tp{group=0}"), groups=(group("tp", 0, 1),))
+    told = "collective 2 of tp group [0, 1] is 0BARRIER0:tp of 0 elements on rank 0 but missing on rank 1"
+    assert told in [finding.message for finding in errors(late)]
+
+
+def test_members_along_pp_are_of_unlike_stages():
+    """A gradient norm over all stages, a barrier of all: each rank names its own stage."""
+    text = "{0}F0 {0}B0 {0}ALL_REDUCE:pp{{group=0 range=0..1 reduction=sum}} {0}BARRIER:pp{{group=0}}"
+    alone = [text.format(stage) for stage in (0, 1)]
+    assert codes(program(*alone, groups=(group("pp", 0, 1),))) == set()
+    dropped = alone[0], alone[1].replace("1BARRIER:pp{group=0}", "")
+    assert "PP306" in codes(program(*dropped, groups=(group("pp", 0, 1),)))
+
+
+def test_all_members_agree_on_a_group_of_another_axis():
+    """A statistic of one stage over the default group: nothing hangs, every stage gets all stages' maximum."""
+    text = "{0}F0 {0}ALL_REDUCE0:{1}{{group=0 range=0..1 reduction=max}}"
+    right = program(text.format(0, "tp"), text.format(0, "tp"), groups=(group("tp", 0, 1),))
+    assert codes(right) == set()
+    mutant = program(text.format(0, "tp"), text.format(0, "tp"), groups=(group("dp", 0, 1),))
+    assert codes(mutant) == {"PP307"}
+    assert errors(mutant)[0].message == "rank 0 issues 0ALL_REDUCE0:tp on the dp group [0, 1], and 1 more there"
+    alone = program(text.format(0, "tp"), groups=(group("dp", 0),))
+    assert [finding.message for finding in errors(alone)] == ["rank 0 issues 0ALL_REDUCE0:tp on the dp group [0]"]
+    of_stages = program(text.format(0, "pp"), text.format(1, "pp"), groups=(group("pp", 0, 1),))
+    assert codes(of_stages) == set()
+
+
+def test_a_collective_on_a_stranger_s_group():
+    text = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8}"
+    assert codes(program(text, text, text, groups=(group("tp", 0, 1, 2),))) == set()
+    mutant = program(text, text, text, groups=(group("tp", 0, 1),))
+    assert codes(mutant) == {"PP308"}
+    told = "rank 2 issues 0ALL_REDUCE0:tp on the tp group [0, 1], which lacks it"
+    assert [finding.message for finding in errors(mutant)] == [told]
+    again = program(text, text, f"{text} 0ALL_REDUCE0:tp{{group=0}}", groups=(group("tp", 0, 1),))
+    assert f"{told}, and 1 more" in [finding.message for finding in errors(again)]
+
+
+def test_a_plan_s_collective_needs_a_group():
+    def forget(rows):
+        for rank in (0, 1):
+            replace_row(rows[rank], "0F0/1.ALL_REDUCE:tp", group=NONE)
+
+    assert codes(mutated(tp_plan(), forget)) == {"PP308"}
+
+
+def test_only_the_first_difference_of_each_member_is_told():
+    base = subject(topology={"pp": 1, "tp": 4})
+
+    def change(rows):
+        for text in ("0F0/1.ALL_REDUCE:tp", "0F1/1.ALL_REDUCE:tp"):
+            replace_row(rows[2], text, stop=7)
+        replace_row(rows[3], "0F1/1.ALL_REDUCE:tp", reduction="max")
+
+    found = errors(mutated(base, change))
+    assert [finding.code for finding in found] == ["PP306", "PP306"]
+    assert [[op.op for op in finding.witness.ops] for finding in found] == [
+        ["0F0/1.ALL_REDUCE:tp"] * 2,
+        ["0F1/1.ALL_REDUCE:tp"] * 2,
+    ]
+    assert "on rank 2" in found[0].message
+    assert "(max) on rank 3" in found[1].message
+
+
+# --- two writings ---
+
+
+@st.composite
+def broken(draw):
+    """A right plan with up to six rows moved, dropped, doubled or sent elsewhere."""
+    base = subject(
+        topology={"pp": 2, "tp": draw(st.sampled_from([1, 2]))},
+        schedule=draw(
+            st.sampled_from(
+                [
+                    {"kind": "gpipe", "num_micro_batches": 2},
+                    {"kind": "1f1b", "num_micro_batches": 3},
+                    {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 2},
+                ]
+            )
+        ),
+        transport=draw(st.sampled_from(["full", "partial"])),
+    )
+    rows = base.graph.rows()
+    for _ in range(draw(st.integers(0, 6))):
+        mine = rows[draw(st.integers(0, len(rows) - 1))]
+        at = draw(st.integers(0, len(mine) - 1))
+        match draw(st.sampled_from(["move", "drop", "double", "reroute"])):
+            case "move":
+                row = mine.pop(at)
+                mine.insert(draw(st.integers(0, len(mine))), row)
+            case "drop":
+                del mine[at]
+            case "double":
+                mine.insert(draw(st.integers(0, len(mine))), mine[at])
+            case "reroute" if mine[at].op.kind in TRANSFER_KINDS:
+                mine[at] = dataclasses.replace(mine[at], communicator=draw(st.sampled_from(["forward", "world"])))
+    return base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+
+
+@settings(max_examples=120, deadline=None)
+@given(broken())
+def test_matching_is_the_same_on_the_graph_and_on_the_columns(one):
+    graph = one.graph
+    assert fifo.meetings(graph.nx) == {tuple(pair) for pair in graph.edges[EdgeKind.MATCH].tolist()}
+    unmatched, identity = ({rule.doc.code: rule.check for rule in matching.RULES}[code] for code in ("PP301", "PP302"))
+    surplus = {op.op_id for finding in unmatched(one) for op in finding.witness.ops}
+    assert surplus == fifo.left_over(graph.nx)
+    wrong = {tuple(op.op_id for op in finding.witness.ops) for finding in identity(one)}
+    assert wrong == fifo.mistaken(graph.nx)
+
+
+@settings(max_examples=80, deadline=None)
+@given(broken())
+def test_collectives_are_the_same_on_the_graph_and_on_the_columns(one):
+    graph = one.graph
+    members = {index: group.ranks for index, group in enumerate(graph.groups)}
+    (collective,) = [rule for rule in collectives.RULES if rule.doc.code == "PP306"]
+    told = [finding.message for finding in collective.check(one)]
+    expected = fifo.out_of_step(graph.nx, members)
+    assert len(told) == len(expected)
+    for index, rank in expected:
+        assert any(f"group {list(members[index])}" in text and text.endswith(f"on rank {rank}") for text in told)
+
+
+# --- tables of the graph ---
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [((), "no members"), ((0, 0), "a member twice"), ((0, 2), "a member that is not a rank 0..1")],
+)
+def test_a_group_that_cannot_be_is_refused(ranks, message):
+    with pytest.raises(ValueError, match=rf"group 1 \(tp\) has {message}"):
+        build_graph([[Row(parse_op("0F0"))], []], (), (Group("tp", (0, 1)), Group("tp", ranks)))
+
+
+def test_the_networkx_graph_knows_where_operations_meet():
+    graph = tp_plan().graph
+    send = next(i for i in graph.rank_ops(0) if graph.ops[i].kind is OpKind.SEND_FORWARD)
+    call = place(graph.rows()[0], "0F0/1.ALL_REDUCE:tp")
+    assert graph.nx.nodes[send]["channel"] == graph.channel[send]
+    assert graph.nx.nodes[call]["group"] == graph.group[call]
+    assert set(graph.nx.nodes[0]) == {"rank", "op"}
+
+
+def test_witnesses_name_both_ends():
+    found = finding_of(one_message(BASE, dataclasses.replace(BASE, dtype="int32")), "PP304")
+    assert isinstance(found.witness, OpsWitness)
+    assert [(op.rank, op.op) for op in found.witness.ops] == [(0, "0SEND_F0"), (1, "1RECV_F0")]
+
+
+def test_stages_without_experts_beside_stages_with_them():
+    """The ranks of a dense stage issue no all-to-all; those of the other stage agree among themselves."""
+    experts = "1F0 1F0/0.ALL_TO_ALL:ep{group=1 range=0..8} 1F0/1.ALL_TO_ALL:ep{group=1 range=0..8}"
+    one = program("0F0", "0F0", experts, experts, groups=(group("ep", 0, 1), group("ep", 2, 3)))
+    assert codes(one) == set()
+    permuted = experts.replace("/0.", "/?.").replace("/1.", "/0.").replace("/?.", "/1.")
+    one = program("0F0", "0F0", experts, permuted, groups=(group("ep", 0, 1), group("ep", 2, 3)))
+    assert codes(one) == {"PP306"}
