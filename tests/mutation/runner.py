@@ -1,0 +1,160 @@
+"""Runs the tests against every mutant, each in a process forked from one that has the libraries loaded.
+
+A run by mutant costs what its tests cost: no interpreter starts, nothing but
+our own package is imported, and only tests that run the changed line are run.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import resource
+import signal
+import time
+from dataclasses import dataclass
+
+from tests.mutation import session
+
+HEAVY = (
+    "hypothesis",
+    "networkx",
+    "numpy",
+    "pydantic",
+    "pytest",
+    "rich.console",
+    "scipy.sparse.csgraph",
+    "simpy",
+    "yaml",
+)
+"""What every process would import."""
+
+LEAST_SECONDS = 20.0
+FACTOR = 10.0
+"""A mutant that takes this many times as long as its tests do without it, and at least so long, hangs: it is killed."""
+
+MOST_MEMORY = 8 * 2**30
+"""Bytes of address space of one process: a mutant that allocates without end fails, and takes nothing with it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one mutant."""
+
+    mutant: object
+    outcome: str
+    """``killed``, ``hangs`` (killed, too), ``survives`` or ``unreached`` (no test runs its line)."""
+
+    @property
+    def is_killed(self):
+        """Whether the tests notice it."""
+        return self.outcome in {"killed", "hangs"}
+
+
+def preload():
+    """Import the libraries, so that forked processes have them."""
+    for name in HEAVY:
+        with contextlib.suppress(ImportError):  # an optional one; the tests skip or do without it
+            importlib.import_module(name)
+
+
+def profile_of(root, targets, tests):
+    """What the tests run of the targets, found out in a process of its own.
+
+    Raises:
+        RuntimeError: the tests do not pass as they are.
+    """
+    reader, writer = os.pipe()
+    pid = _fork(lambda: _write(writer, session.record(root, targets, tests)))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        data = stream.read()
+    os.waitpid(pid, 0)
+    profile = pickle.loads(data) if data else session.Profile()
+    if profile.status != 0:
+        raise RuntimeError(f"without any change the tests do not pass: {' '.join(profile.failed) or 'none was run'}")
+    return profile
+
+
+def judge(root, mutants, profile, num_processes=2, tell=lambda verdict: None):
+    """Run every mutant of one file; verdicts in the order of the mutants. ``tell`` hears of each as it is known.
+
+    Raises:
+        RuntimeError: a mutant's process failed otherwise than by its tests.
+    """
+    verdicts = {}
+    running = {}
+    waiting = list(reversed(mutants))
+
+    def settle(mutant, outcome):
+        verdicts[mutant.name] = Verdict(mutant, outcome)
+        tell(verdicts[mutant.name])
+
+    while waiting or running:
+        while waiting and len(running) < num_processes:
+            mutant = waiting.pop()
+            tests = profile.tests_of(mutant)
+            if not tests:
+                settle(mutant, "unreached")
+                continue
+            limit = max(LEAST_SECONDS, FACTOR * sum(profile.seconds[test] for test in tests))
+            pid = _fork(lambda mutant=mutant, tests=tests: session.kills(root, mutant, tests))
+            running[pid] = mutant, time.monotonic() + limit
+        for pid, (mutant, deadline) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del running[pid]
+                settle(mutant, _outcome(mutant, status))
+            elif time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del running[pid]
+                settle(mutant, "hangs")
+        time.sleep(0.01)
+    return [verdicts[mutant.name] for mutant in mutants]
+
+
+def _outcome(mutant, status):
+    """What the status of the mutant's process says."""
+    match os.waitstatus_to_exitcode(status):
+        case 0:
+            return "survives"
+        case 1:
+            return "killed"
+        case code if code < 0:  # it crashed the interpreter
+            return "killed"
+        case code:
+            raise RuntimeError(f"{mutant.file}, {mutant.name}: its process ended with {code}")
+
+
+def _fork(work):
+    """A process group of its own that does ``work`` and ends with its answer as a status, or 2 if it raises."""
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)
+        return pid
+    status = 2
+    try:
+        os.setpgid(0, 0)
+        _end_with_parent()
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        session.silence()
+        status = int(bool(work()))
+    finally:
+        os._exit(status)
+
+
+def _end_with_parent():
+    """Have the kernel kill this process when the one that forked it is gone, however that ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+"""From ``linux/prctl.h``."""
+
+
+def _write(descriptor, value):
+    with os.fdopen(descriptor, "wb") as stream:
+        pickle.dump(value, stream)

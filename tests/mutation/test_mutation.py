@@ -1,0 +1,148 @@
+"""The tool on a module of a few lines, with a test that notices some changes and not others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.mutation.mutants import mutants_of
+
+SOURCE = '''\
+"""A module."""
+
+LIMIT = 3
+
+
+def count(numbers):
+    """How many numbers are above the limit."""
+    found = 0
+    for number in numbers:
+        if number > LIMIT:
+            found += 1
+    while not found:
+        return None
+    return found
+
+
+def never_called():
+    return 1 + 1
+'''
+
+TESTS = """\
+from package.module import count
+
+
+def test_count():
+    assert count([1, 4, 5]) == 2
+
+
+def test_none():
+    assert count([]) is None
+"""
+
+
+def names(source):
+    return [mutant.name for mutant in mutants_of("m.py", source)]
+
+
+def test_every_small_change_is_made_once():
+    assert names(SOURCE) == [
+        "<module>: 3 -> 4",
+        "count: 0 -> 1",
+        "count: number > LIMIT -> number >= LIMIT",
+        "count: found += 1 -> found -= 1",
+        "count: 1 -> 2",
+        "count: not found -> found",
+        "count: not found -> not not found",
+        "count: return found -> return None",
+        "never_called: return 1 + 1 -> return None",
+        "never_called: 1 + 1 -> 1 - 1",
+        "never_called: 1 -> 2",
+        "never_called: 1 -> 2 #1",
+    ]
+
+
+def test_each_mutant_is_the_file_with_one_change():
+    import ast
+
+    original = ast.unparse(ast.parse(SOURCE)).splitlines()
+    for mutant in mutants_of("m.py", SOURCE):
+        changed = mutant.source.splitlines()
+        assert len(changed) == len(original)
+        assert sum(a != b for a, b in zip(original, changed, strict=True)) == 1, mutant.name
+
+
+def test_generators_stay_generators_and_texts_stay_as_they_are():
+    source = 'def f(x):\n    """Doc."""\n    if x:\n        yield f"text {x + 1}"\n'
+    found = mutants_of("m.py", source)
+    assert [m.name for m in found] == ["f: x -> not x", "f: delete yield f'text {x + 1}'"]
+    namespace = {}
+    exec(found[1].source, namespace)
+    assert list(namespace["f"](1)) == []
+
+
+def run(tmp_path, *options):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "module.py").write_text(SOURCE)
+    (tmp_path / "test_module.py").write_text(TESTS)
+    (tmp_path / "tests" / "mutation").mkdir(parents=True)
+    command = [sys.executable, "-m", "tests.mutation", "package/module.py", "--tests", "test_module.py"]
+    done = subprocess.run(
+        [*command, "--root", str(tmp_path), "--write", *options],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout, json.loads((tmp_path / "tests" / "mutation" / "results.json").read_text())
+
+
+def test_what_the_tests_notice_is_killed_and_what_they_do_not_survives(tmp_path):
+    output, results = run(tmp_path)
+    (result,) = results.values()
+    assert result["num_mutants"] == 12
+    assert result["survivors"] == [
+        "count: number > LIMIT -> number >= LIMIT",
+        "never_called: return 1 + 1 -> return None",
+        "never_called: 1 + 1 -> 1 - 1",
+        "never_called: 1 -> 2",
+        "never_called: 1 -> 2 #1",
+    ]
+    assert "survives: package/module.py:10: count: number > LIMIT -> number >= LIMIT" in output
+    assert output.count("unreached") == 4
+    assert "package/module.py: 7 of 12 killed, 58.3%" in output
+
+
+def test_a_sample_is_always_the_same(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = (run(tmp_path / name, "--sample", "4")[1] for name in "ab")
+    assert first == second
+    assert first["package/module.py"]["num_mutants"] == 4
+
+
+FOLDER = Path(__file__).parent
+RESULTS = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
+
+
+def test_the_kept_results_are_good_enough():
+    num_mutants = sum(result["num_mutants"] for result in RESULTS.values())
+    num_survivors = sum(len(result["survivors"]) for result in RESULTS.values())
+    assert num_mutants > 100
+    assert 1 - num_survivors / num_mutants >= 0.9
+
+
+def test_each_survivor_is_explained_and_nothing_else():
+    explained = [
+        (entry["file"], name)
+        for entry in yaml.safe_load((FOLDER / "survivors.yaml").read_text(encoding="utf-8"))
+        for name in entry["names"]
+        if entry["why"].strip()
+    ]
+    survived = [(file, name) for file, result in RESULTS.items() for name in result["survivors"]]
+    assert sorted(explained) == sorted(survived)

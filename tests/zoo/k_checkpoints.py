@@ -1,0 +1,49 @@
+"""Family K: checkpoints and resharding, as maps from local to global indices."""
+
+from pipeproof.stages.describe.index_map import expert_map, fused_qkv_map
+from pipeproof.verify.layouts.facts import HeldTensor, LoadedParameter, MapUse
+from tests.zoo.case import Case
+from tests.zoo.facts import stated
+
+RANKS = range(2)
+
+
+def saved_experts(part_of):
+    """Four experts of eight elements on two expert-parallel ranks, saved with these maps."""
+    return stated(num_ranks=2, held_tensors=(HeldTensor("experts", 32, {rank: part_of(rank) for rank in RANKS}),))
+
+
+def sliced_qkv(part_of):
+    """A fused weight of two key-value groups of two queries each, loaded by two TP ranks."""
+    holds = {rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True) for rank in RANKS}
+    return stated(num_ranks=2, map_uses=(MapUse("qkv", {rank: part_of(rank) for rank in RANKS}, holds),))
+
+
+def loaded_into(target):
+    """One weight, read from a checkpoint into this memory."""
+    return stated(loads=(LoadedParameter("weight", 0, target, "weight"),))
+
+
+CASES = (
+    Case(
+        "K2",
+        "each rank numbers its experts from 0, and its offset is left out of the checkpoint",
+        lambda: saved_experts(lambda rank: expert_map(4, 8, 2, rank)),
+        lambda: saved_experts(lambda rank: expert_map(4, 8, 2, 0)),
+        kills=("PP210",),
+    ),
+    Case(
+        "K3",
+        "the fused weight is cut in equal runs of rows, though its rows interleave by key-value group",
+        lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True)),
+        lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=False)),
+        kills=("PP211",),
+    ),
+    Case(
+        "K4",
+        "the checkpoint is read into a cast copy of the weight",
+        lambda: loaded_into("weight"),
+        lambda: loaded_into("cast of weight"),
+        kills=("PP212",),
+    ),
+)

@@ -1,0 +1,92 @@
+"""Mutants of the zoo on real Paddle processes: each does what the rule that kills it says, and its right form does not.
+
+The programs that run are those that the rules judged, row by row.
+"""
+
+import pytest
+
+from pipeproof.exec.paddle_pair import paddle_pair
+from pipeproof.schedule.ops import parse_op
+from tests.exec.processes import Run
+from tests.plans import plan_dict
+from tests.zoo.on_processes import NUMEL, STALE, RunProgram, value_of
+from tests.zoo.table import CASES
+
+pytestmark = pytest.mark.needs_paddle
+
+PATIENCE_S = 20.0
+"""For what ends: a hundred times what it takes on an idle machine."""
+HANG_S = 3.0
+"""For what does not end; a right form on the same pair of processes is done before, in a hundredth of that."""
+
+CASE = {case.id: case for case in CASES}
+HANGING = ("B1", "B6", "C3")
+WRONG = {
+    "B10": {"1RECV_F0": [value_of(0, 1)] * NUMEL, "1RECV_F1": [value_of(0, 0)] * NUMEL},
+    "C7": {"1RECV_F0": [value_of(0, 0)] * 6 + [STALE] * 2},
+    "I13": {"1RECV_F0": [value_of(0, 1)] * NUMEL, "1RECV_F1": [value_of(0, 1)] * NUMEL},
+}
+"""What the mutants' receives bring: each other's tensors, a rest of old values, the later tensor twice."""
+ABORTING = "C7.longer"
+CORRUPT = "A1"
+
+
+def test_what_the_table_says_was_seen_is_seen_here():
+    assert {case.id for case in CASES if case.ran} == {*HANGING, *WRONG, ABORTING, CORRUPT}
+
+
+def body(subject, late=None):
+    """What both processes do: the rows of their ranks."""
+    return RunProgram(tuple(map(tuple, subject.graph.rows())), late)
+
+
+def received(outcomes):
+    """What the receives of both ranks brought."""
+    assert [outcome.kind for outcome in outcomes] == ["returned", "returned"]
+    return {op: values for outcome in outcomes for op, values in outcome.value.items()}
+
+
+def is_right(outcomes):
+    """Whether every receive brought what its name says: a tensor of the neighbouring stage and of its micro-batch."""
+    arrived = received(outcomes)
+    return bool(arrived) and all(
+        set(values) == {value_of(op.stage - 1 if op.is_forward else op.stage + 1, op.micro_batch)}
+        for op, values in ((parse_op(text), values) for text, values in arrived.items())
+    )
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_deadlock_hangs_both_processes(name):
+    case = CASE[name]
+    assert "PP401" in case.kills
+    with paddle_pair() as pair:
+        assert is_right(pair.run(body(case.correct()), PATIENCE_S))
+        assert [outcome.kind for outcome in pair.run(body(case.mutant()), HANG_S)] == ["blocked", "blocked"]
+
+
+def test_wrong_values_arrive_and_nothing_complains():
+    with paddle_pair() as pair:
+        for name in WRONG:
+            case = CASE[name]
+            late = 1 if name == "I13" else None  # so that the buffer is written before it is taken
+            assert is_right(pair.run(body(case.correct(), late), PATIENCE_S))
+            wrong = received(pair.run(body(case.mutant(), late), PATIENCE_S))
+            assert wrong == WRONG[name], name
+
+
+def test_a_message_that_is_too_long_aborts_its_receiver():
+    case = CASE[ABORTING]
+    with paddle_pair() as pair:
+        assert is_right(pair.run(body(case.correct()), PATIENCE_S))
+        _, receiver = pair.run(body(case.mutant()), HANG_S)
+        assert (receiver.kind, receiver.detail) == ("died", "SIGABRT")
+
+
+def test_partial_transport_under_sequence_parallelism_trains_on_other_values(tmp_path):
+    corrupt = plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial", run={"steps": 1})
+    ended = Run(tmp_path, corrupt, "--unsafe").end()
+    assert ended.status == 1, ended.output
+    assert "error[PP201]" in ended.output
+    (step,) = ended.report["steps"]
+    assert step["loss"] != step["reference_loss"]
+    assert ended.report["log_matches_graph"]
