@@ -204,6 +204,11 @@ class TransportSpec(_Section):
     recv_post: Literal["just_in_time"] = Field(
         default="just_in_time", description="When receives are posted; only just_in_time in this release."
     )
+    queue: Literal["device", "rank", "direction", "communicator", "pair", "directed_edge"] | None = Field(
+        default=None,
+        description="Which transfers of a rank share one FIFO, where a stricter runtime than run.backend is to execute "
+        "the plan: pair is what PyTorch's unbatched transfers have on NCCL.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -85,4 +85,5 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "buffers": plan.spec.buffers.model_dump(mode="json"),
+        "connections": plan.spec.transport.connections,
     }

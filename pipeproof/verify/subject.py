@@ -25,6 +25,7 @@ from pipeproof.specs.finding import (
     WitnessOp,
 )
 from pipeproof.specs.load import LoadedPlan
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.compute_table import ComputeTable, compute_table
@@ -166,10 +167,18 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
         PlanFileError: the plan's own schedule cannot be read or does not fit, the layers cannot be put onto the
             stages, or the plan is too large.
     """
-    run = loaded.spec.run
     lowered = lower_loaded(loaded, boundary=boundary)
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
-    return Subject(lowered.graph, backend_table(run.backend, run.device), lowered, loaded.source, origins)
+    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins)
+
+
+def declared_backend(spec: PlanSpec) -> BackendTable:
+    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
+    table = backend_table(spec.run.backend, spec.run.device)
+    queue = spec.transport.queue
+    if queue is None or queue == table.queue:
+        return table
+    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)
 
 
 def graph_subject(

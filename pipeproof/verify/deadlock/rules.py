@@ -178,7 +178,10 @@ def _check_conditional(subject: Subject) -> Iterator[Finding]:
         f"the plan is safe on {subject.backend.name}, but deadlocks under {len(failing)} of {len(MODELS)} channel "
         f"models: {models_text(failing)}",
         location=subject.locate("schedule"),
-        help=(f"no change is needed for {subject.backend.name}; elsewhere, issue transfers that cross as one batch"),
+        help=(
+            f"no change is needed for {subject.backend.name}; elsewhere, issue transfers that cross as one batch. "
+            "`transport.queue` says which FIFO counts, if another runtime is to execute the plan"
+        ),
         witness=cycle_witness(subject, ops),
     )
 

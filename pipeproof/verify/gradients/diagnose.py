@@ -1,0 +1,200 @@
+"""All that is wrong with a subject's gradients: ledgers are read, run together and judged.
+
+Where all ranks of a stage do the same, one of them is judged for all; stages
+with equal parameters and equal ledgers are run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.optable import NONE
+from pipeproof.verify.gradients.causes import Cause, Count, Problem
+from pipeproof.verify.gradients.coefficient import Coefficient
+from pipeproof.verify.gradients.explain import Held, explain
+from pipeproof.verify.gradients.interpret import Partners, State, interpret
+from pipeproof.verify.gradients.judge import Judge, Verdict
+from pipeproof.verify.gradients.ledgers import Ledgers, read_ledgers
+from pipeproof.verify.gradients.model import ADDS, Model, model_of
+from pipeproof.verify.gradients.sites import read_sites
+from pipeproof.verify.gradients.unordered import unordered
+from pipeproof.verify.gradients.views import Move, Reader
+from pipeproof.verify.lifetime.analysis import lifetimes
+
+if TYPE_CHECKING:
+    from pipeproof.verify.subject import Subject
+
+
+_UPDATES = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
+
+
+def diagnose(subject: Subject) -> tuple[Problem, ...]:
+    """Everything that is wrong with what the optimizer of each rank reads, or with the losses of an evaluation.
+
+    Raises:
+        ValueError: the facts that are given with the graph do not fit together.
+    """
+    model = model_of(subject)
+    sites = read_sites(model)
+    judge = Judge(model, sites)
+    problems = [_unreadable(model, op, why) for op, why in sorted(sites.unreadable.items())]
+    graph = model.graph
+    if not graph.is_kind(ADDS).any():
+        problems += [_of_evaluation(model, count) for count in judge.evaluation()]
+        return tuple(problems)
+    if not graph.is_kind(_UPDATES).any():  # a program that says nothing of what becomes of its gradients
+        return tuple(problems)
+    for kinds, made_by in ((ADDS, "backward"), (frozenset({OpKind.FORWARD}), "forward")):
+        mine = [p for p, parameter in enumerate(model.facts.parameters) if parameter.made_by == made_by]
+        if mine:
+            ledgers = read_ledgers(graph, model.grid, kinds, model.micro_batches)
+            search = _Search(subject, model, judge, ledgers, Reader(model, ledgers))
+            problems += search.problems(mine)
+            problems += [_unreadable(model, op, why) for op, why in sorted(search.reader.unreadable.items())]
+    return tuple(problems)
+
+
+def _unreadable(model: Model, op: int, why: str) -> Problem:
+    graph = model.graph
+    help_ = "name sizes that the plan has, and losses that its stages compute"
+    return Problem(Cause.UNREADABLE, (why,), int(graph.rank[op]), int(graph.stage[op]), why, help_, ops=(op,))
+
+
+def _of_evaluation(model: Model, count: Count) -> Problem:
+    key = (count.loss, str(count.found))
+    rank = 0 if count.op is None else int(model.graph.rank[count.op])
+    return Problem(Cause.EVALUATION, key, rank, count.stage, "", "", count=count)
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Goes through the parameters of one kind of ledgers."""
+
+    subject: Subject
+    model: Model
+    judge: Judge
+    ledgers: Ledgers
+    reader: Reader
+    _right: set[tuple[object, ...]] = field(default_factory=set)
+
+    def problems(self, parameters: Sequence[int]) -> Iterator[Problem]:
+        """All problems, by the stages of the parameters."""
+        by_stages: dict[tuple[int, ...], list[int]] = {}
+        for p in parameters:
+            by_stages.setdefault(self.model.facts.parameters[p].stages, []).append(p)
+        for stages, mine in sorted(by_stages.items()):
+            accounts: dict[int, list[int]] = {}
+            for stage in stages:
+                for ledger in self.ledgers.by_stage.get(stage, ()):
+                    accounts.setdefault(int(self.ledgers.rank[ledger]), []).append(ledger)
+            if len(stages) == 1 and self._is_uniform(list(accounts), [one for a in accounts.values() for one in a]):
+                yield from self._of_uniform_stage(stages[0], accounts, mine)
+            elif accounts:
+                yield from self._of_ranks(accounts, mine, self.model.grid.folded, self._partners_among(accounts))
+
+    def _is_uniform(self, ranks: Sequence[int], ledgers: Sequence[int]) -> bool:
+        """Whether the ranks are a whole grid but for ``pp``, and all do the same with the whole lines of it."""
+        grid, lines = self.model.grid, self.ledgers.line
+        if not ranks:
+            return False
+        others = [i for i, axis in enumerate(grid.axes) if axis != "pp"]
+        places = np.unique(grid.coords[ranks][:, others], axis=0)
+        wanted = 1
+        for axis in grid.axes:
+            wanted *= 1 if axis == "pp" or axis in grid.folded else int(grid.size(axis).number or 0)
+        pp = grid.axes.index("pp") if "pp" in grid.axes else NONE
+        entries = [self.ledgers.entries_of(one) for one in ledgers]
+        return (
+            len(places) == len(ranks) == wanted
+            and all(((lines[here] >= NONE) & ((lines[here] == NONE) | (lines[here] != pp))).all() for here in entries)
+            and len({self.ledgers.signature(one) for one in ledgers}) == 1
+        )
+
+    def _of_uniform_stage(
+        self, stage: int, accounts: Mapping[int, Sequence[int]], parameters: Sequence[int]
+    ) -> Iterator[Problem]:
+        """One rank is judged for all of its stage, and stages that are alike are judged once."""
+        rank, *others = accounts
+        types = tuple(
+            (one.sharded_over, one.partial_over, one.numel, one.losses, len(one.stages), one.made_by)
+            for one in (self.model.facts.parameters[p] for p in self.model.parameters_of[stage])
+        )
+        sites = tuple(map(id, self.judge.sites.reaching(stage, None)))
+        key = (types, sites, self.ledgers.signature(accounts[rank][0]))
+        if key in self._right and not self.ledgers.elsewhere:
+            return
+        axes = frozenset(self.model.grid.axes) - {"pp"}
+        problems = list(self._of_ranks({rank: accounts[rank]}, parameters, axes, self._partners_in_line(rank)))
+        if not problems and not self.reader.unreadable:
+            self._right.add(key)
+        yield from (replace(problem, alike=tuple(others)) for problem in problems)
+
+    def _of_ranks(
+        self,
+        accounts: Mapping[int, Sequence[int]],
+        parameters: Sequence[int],
+        folded: frozenset[str],
+        partners: Callable[[int, Move], Partners],
+    ) -> Iterator[Problem]:
+        """Run and judge some parameters with the same stages on the ranks that hold them."""
+        read = {rank: self.reader.views(account, parameters) for rank, account in accounts.items()}
+        states: dict[tuple[tuple[Move, ...], ...], Mapping[int, State]] = {}
+        verdicts: dict[tuple[object, ...], Verdict] = {}
+        for i, p in enumerate(parameters):
+            parameter = self.model.facts.parameters[p]
+            held = Held(parameter, {rank: views[i] for rank, views in read.items()}, folded)
+            moves = tuple(view.moves for view in held.views.values())
+            if moves not in states:
+                states[moves] = interpret(held.views, partners)
+            if self.ledgers.elsewhere:
+                yield from unordered(self.model.graph, self.subject.once(lifetimes).order, held)
+            yield from self._judged(held, states[moves], verdicts)
+
+    def _judged(
+        self, held: Held, states: Mapping[int, State], verdicts: dict[tuple[object, ...], Verdict]
+    ) -> Iterator[Problem]:
+        """Judge each rank; those that read one and the same sum and hold the same part of the weight, once."""
+        grid, parameter = self.model.grid, held.parameter
+        for rank, state in states.items():
+            cut = tuple(grid.place(rank, axis) for axis in parameter.sharded_over)
+            key = id(state), cut, parameter.sharded_over, parameter.partial_over, parameter.losses
+            if key not in verdicts:
+                verdicts[key] = self.judge.verdict(held, rank, state)
+            verdict = verdicts[key]
+            if verdict.wrong:
+                yield from explain(self.model, held, rank, verdict.gaps, verdict.counts)
+
+    def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
+        """Of a rank that stands for all of its stage."""
+        grid = self.model.grid
+
+        def partners(_: int, move: Move) -> Partners:
+            assert move.axis is not None, "a stage whose groups are no lines is not uniform"
+            size = grid.size(move.axis) if move.axis != "pp" else Coefficient.of(1)
+            return Partners((rank,), (move.axis,), size, move.axis if move.axis != "pp" else None)
+
+        return partners
+
+    def _partners_among(self, accounts: Mapping[int, object]) -> Callable[[int, Move], Partners]:
+        """Of ranks that all are run."""
+        grid, groups = self.model.grid, self.model.graph.groups
+
+        def partners(rank: int, move: Move) -> Partners:
+            if move.axis is not None and move.axis in grid.folded:
+                return Partners((rank,), (move.axis, rank), grid.size(move.axis), move.axis)
+            if move.axis is not None and (move.axis != "pp" or move.group == NONE):
+                line = tuple(one for one in grid.line(rank, move.axis) if one in accounts)
+                return Partners(line, (move.axis, line), Coefficient.of(len(grid.line(rank, move.axis))))
+            group = groups[move.group]
+            fold = f"{group.axis}*{group.copies}" if group.copies > 1 else None
+            members = tuple(one for one in group.ranks if one in accounts)
+            return Partners(
+                members, ("group", move.group), Coefficient.of(group.size), fold, len(members) < len(group.ranks)
+            )
+
+        return partners

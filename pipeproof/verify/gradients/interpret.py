@@ -1,0 +1,137 @@
+"""What each rank's gradient is a sum of when the optimizer reads it: views of one parameter, run together.
+
+A state is a linear combination of addends. Where one rank stands for a whole
+line of ranks that do the same, a sum over the line is noted on the term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeproof.schedule.optable import NONE
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient
+from pipeproof.verify.gradients.views import Move, View, What
+
+Source = tuple[int, int, frozenset[str]]
+"""(rank, addend of its view, axes over whose lines it is summed); rank ``NONE`` for what is no part of the gradient."""
+
+State = Mapping[Source, Coefficient]
+
+STRAY: Source = (NONE, NONE, frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """Who takes part in a reduction of one rank.
+
+    ``ranks`` are those of the graph that hold a copy of the parameter;
+    ``key`` is equal for all of them. ``fold`` names the axis of whose line
+    each stands for. ``size`` counts the members; ``strays`` says that some
+    hold no copy.
+    """
+
+    ranks: tuple[int, ...]
+    key: tuple[object, ...]
+    size: Coefficient
+    fold: str | None = None
+    strays: bool = False
+
+
+@dataclass(slots=True)
+class _Runner:
+    """One rank on its way through its view."""
+
+    view: View
+    at: int = 0
+    state: State = field(default_factory=dict)
+    final: State | None = None
+    calls: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+
+def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partners]) -> dict[int, State]:
+    """The state that the optimizer of each rank reads, or the last one where there is none.
+
+    The k-th reduction of a rank with some partners meets their k-th with it.
+    Where ranks wait for each other in a circle, which other rules report, the
+    first of them goes on without its partners.
+    """
+    runners = {rank: _Runner(view) for rank, view in views.items()}
+    meetings = {
+        rank: [partners(rank, move) if move.what is What.REDUCE else None for move in view.moves]
+        for rank, view in views.items()
+    }
+    totals = {
+        rank: {key: keys.count(key) for key in keys}
+        for rank, found in meetings.items()
+        for keys in [[one.key for one in found if one is not None]]
+    }
+    arrived: dict[tuple[object, ...], set[int]] = {}
+    todo = list(runners)
+    stuck: dict[int, None] = {}
+    while todo or stuck:
+        forced = not todo
+        rank = todo.pop() if todo else next(iter(stuck))
+        stuck.pop(rank, None)
+        runner = runners[rank]
+        _advance(rank, runner)
+        if runner.at == len(runner.view.moves):
+            continue
+        meeting = meetings[rank][runner.at]
+        assert meeting is not None
+        turn = runner.calls.get(meeting.key, 0)
+        here = arrived.setdefault((meeting.key, turn), set())
+        here.add(rank)
+        expected = {one for one in meeting.ranks if totals.get(one, {}).get(meeting.key, 0) > turn} | {rank}
+        if not forced and here < expected:
+            stuck[rank] = None
+            continue
+        met = here & expected
+        here -= met
+        _meet([(one, runners[one]) for one in sorted(met)], meeting)
+        for one in met:
+            runners[one].calls[meeting.key] = turn + 1
+            stuck.pop(one, None)
+            todo.append(one)
+    return {rank: runner.state if runner.final is None else runner.final for rank, runner in runners.items()}
+
+
+def _advance(rank: int, runner: _Runner) -> None:
+    """Carry out the moves that need nobody else."""
+    moves = runner.view.moves
+    while runner.at < len(moves) and moves[runner.at].what is not What.REDUCE:
+        move = moves[runner.at]
+        match move.what:
+            case What.ADD:
+                runner.state = {**runner.state, (rank, move.addend, frozenset()): move.factor}
+            case What.OVERWRITE:
+                runner.state = {(rank, move.addend, frozenset()): move.factor}
+            case What.SCALE:
+                runner.state = {source: factor * move.factor for source, factor in runner.state.items()}
+            case What.SPOIL:
+                runner.state = {**runner.state, STRAY: ONE}
+            case What.STEP:
+                runner.final = runner.state if runner.final is None else runner.final
+            case _:
+                pass
+        runner.at += 1
+
+
+def _meet(together: Sequence[tuple[int, _Runner]], meeting: Partners) -> None:
+    total: dict[Source, Coefficient] = {STRAY: ONE} if meeting.strays else {}
+    for _, runner in together:
+        for (source, addend, summed), factor in runner.state.items():
+            target = (source, addend, summed)
+            if meeting.fold is not None and source != NONE:
+                if meeting.fold in summed:
+                    factor *= meeting.size
+                target = (source, addend, summed | {meeting.fold})
+            total[target] = total.get(target, Coefficient(())) + factor
+    shared: dict[Coefficient, State] = {}
+    for _, runner in together:
+        move = runner.view.moves[runner.at]
+        factor = move.factor * (meeting.size.inverse if move.average else ONE)
+        if factor not in shared:
+            shared[factor] = total if factor == ONE else {source: f * factor for source, f in total.items()}
+        runner.state = shared[factor]
+        runner.at += 1

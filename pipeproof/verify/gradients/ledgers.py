@@ -1,0 +1,207 @@
+"""What happens to the gradients of one stage on one rank, read off the columns: a ledger.
+
+A ledger has *additions* (a micro-batch adds its share to every parameter of
+the stage) and *entries* (everything else: scale, reduce, overwrite, step), in
+program order. Ordinary programs add each micro-batch once before the first
+entry; for those no Python work is done per addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS
+from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
+from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
+from pipeproof.verify.gradients.grid import Grid
+
+OVERWRITE = REDUCTIONS.index("overwrite")
+
+_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "micro_batch", "stop")
+"""The columns that make two entries alike, beside their group and the parameters that they name."""
+
+_PREFIX, _SUFFIX = "grad[", "]"
+
+_MOST_CELLS = 10**8
+
+
+@dataclass(frozen=True, eq=False)
+class Ledgers:
+    """All ledgers of a graph: ``rank[i]`` and ``stage[i]`` say what ledger i is of, in that order.
+
+    ``adds`` and ``entries`` are op ids by ledger, then in program order; those
+    of ledger i begin at ``first_add[i]`` and ``first_entry[i]``. ``segment``
+    says for each addition how many entries of its ledger come before it.
+    ``plain[i]`` marks ledgers that add every micro-batch once before their
+    first entry. ``line`` is for each entry the code of what its group is to
+    its rank: the place of an axis in the grid, ``NONE`` without a group, else
+    ``-2 - group``. ``named`` is for each entry an index into ``names``, the
+    sets of parameters that rows may name as buffers ``grad[NAME]``.
+    ``micro_batches`` are those of the step; ``place`` is for each addition the
+    place of its own among them, ``NONE`` for a stranger's.
+    """
+
+    graph: OpGraph
+    add_kinds: frozenset[OpKind]
+    rank: IntColumn
+    stage: IntColumn
+    adds: IntColumn
+    first_add: IntColumn
+    segment: IntColumn
+    place: IntColumn
+    entries: IntColumn
+    first_entry: IntColumn
+    plain: BoolColumn
+    line: IntColumn
+    named: IntColumn
+    names: tuple[frozenset[str], ...]
+    micro_batches: IntColumn
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def entries_of(self, ledger: int) -> slice:
+        """Where the entries of a ledger stand."""
+        return slice(int(self.first_entry[ledger]), int(self.first_entry[ledger + 1]))
+
+    def adds_of(self, ledger: int) -> slice:
+        """Where the additions of a ledger stand."""
+        return slice(int(self.first_add[ledger]), int(self.first_add[ledger + 1]))
+
+    def signature(self, ledger: int) -> bytes:
+        """Equal exactly where two ledgers do the same, micro-batch for micro-batch, up to the ranks of their groups."""
+        here = self.entries_of(ledger)
+        rows = self._signatures[here].tobytes()
+        if self.plain[ledger]:
+            return rows
+        there = self.adds_of(ledger)
+        return rows + b"|" + np.stack([self.place[there], self.segment[there]]).tobytes()
+
+    @cached_property
+    def _signatures(self) -> IntColumn:
+        columns = [self.graph.columns.values[name][self.entries] for name in _SIGNATURE]
+        return np.ascontiguousarray(np.stack([*columns, self.line, self.named], axis=1))
+
+    @cached_property
+    def by_stage(self) -> Mapping[int, tuple[int, ...]]:
+        """The ledgers of each stage."""
+        result: dict[int, list[int]] = {}
+        for ledger, stage in enumerate(self.stage.tolist()):
+            result.setdefault(stage, []).append(ledger)
+        return {stage: tuple(ledgers) for stage, ledgers in result.items()}
+
+    @cached_property
+    def elsewhere(self) -> bool:
+        """Whether any addition or entry runs on another queue than ``compute``, or in one call with others."""
+        rows = np.concatenate([self.adds, self.entries])
+        return bool(((self.graph.queue[rows] != COMPUTE_QUEUE) | (self.graph.batch[rows] != NONE)).any())
+
+
+def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro_batches: IntColumn) -> Ledgers:
+    """The ledgers of a graph in which operations of ``add_kinds`` add to gradients. Linear in rows but for sorts.
+
+    ``micro_batches`` are those of the step, in rising order.
+    """
+    is_add = graph.is_kind(add_kinds)
+    is_entry = graph.is_kind(frozenset({OpKind.SCALE_GRAD, OpKind.REDUCE_GRAD, OpKind.STEP}))
+    is_entry |= graph.is_kind(CHILD_KINDS) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
+    rows = np.flatnonzero(is_add | is_entry)
+    key = packed(graph.rank[rows], graph.stage[rows])
+    rows = rows[np.argsort(key, kind="stable")]
+    keys, number = np.unique(key, return_inverse=True)
+    ledger = np.sort(number)
+    is_scaled = (graph.scale != 0) & ~graph.is_kind(frozenset({OpKind.FORWARD}))  # a forward scales its loss
+    apart = (is_entry | is_scaled | (graph.reduction == OVERWRITE))[rows]
+    entries, adds = np.flatnonzero(apart), np.flatnonzero(~apart)
+    everyone = np.arange(len(keys) + 1)
+    first_entry = np.searchsorted(ledger[entries], everyone)
+    first_add = np.searchsorted(ledger[adds], everyone)
+    segment = np.searchsorted(entries, adds) - first_entry[ledger[adds]]
+    starts = np.searchsorted(ledger, everyone[:-1])
+    place = micro_batch_places(micro_batches, graph.micro_batch[rows[adds]])
+    line = _lines(graph, grid, rows[entries])
+    named, names = _named(graph, rows[entries])
+    return Ledgers(
+        graph=graph,
+        add_kinds=add_kinds,
+        rank=graph.rank[rows[starts]],
+        stage=graph.stage[rows[starts]],
+        adds=rows[adds],
+        first_add=first_add,
+        segment=segment,
+        place=place,
+        entries=rows[entries],
+        first_entry=first_entry,
+        plain=_plain(place, ledger[adds], segment, len(keys), len(micro_batches)),
+        line=line,
+        named=named,
+        names=names,
+        micro_batches=micro_batches,
+    )
+
+
+def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntColumn:
+    """The place of each micro-batch among those of the step, ``NONE`` where it is not one of them."""
+    if not len(micro_batches):
+        return np.full(len(micro_batch), NONE, dtype=np.int64)
+    place = np.minimum(np.searchsorted(micro_batches, micro_batch), len(micro_batches) - 1)
+    return np.where(micro_batches[place] == micro_batch, place, NONE)
+
+
+def _plain(
+    place: IntColumn, ledger: IntColumn, segment: IntColumn, num_ledgers: int, num_micro_batches: int
+) -> BoolColumn:
+    """Ledgers that add each micro-batch once and before every entry."""
+    if num_ledgers * num_micro_batches > _MOST_CELLS:  # far more than the rows: hardly any is plain
+        return np.zeros(num_ledgers, dtype=bool)
+    usual = (segment == 0) & (place != NONE)
+    cells = ledger[usual] * num_micro_batches + place[usual]
+    count = np.bincount(cells, minlength=num_ledgers * num_micro_batches).reshape(num_ledgers, num_micro_batches)
+    unusual = np.bincount(ledger[~usual], minlength=num_ledgers)
+    return np.asarray((count == 1).all(axis=1) & (unusual == 0))
+
+
+def _lines(graph: OpGraph, grid: Grid, rows: IntColumn) -> IntColumn:
+    group = graph.group[rows]
+    used = np.unique(group[group != NONE])
+    code = np.full(len(graph.groups) + 1, NONE, dtype=np.int64)
+    members: list[tuple[int, int]] = []
+    for one in used.tolist():
+        axis = grid.along(graph.groups[one])
+        code[one] = -2 - one if axis is None else _axis_code(grid, axis)
+        members += [(one, rank) for rank in graph.groups[one].ranks]
+    pairs = np.array(members, dtype=np.int64).reshape(-1, 2)
+    is_member = np.isin(group * graph.num_ranks + graph.rank[rows], pairs[:, 0] * graph.num_ranks + pairs[:, 1])
+    return np.where((group == NONE) | is_member, code[group], -2 - group)
+
+
+def _axis_code(grid: Grid, axis: str) -> int:
+    """The place of an axis in the grid; behind the last for one with a single rank."""
+    return grid.axes.index(axis) if axis in grid.axes else len(grid.axes)
+
+
+def _named(graph: OpGraph, rows: IntColumn) -> tuple[IntColumn, tuple[frozenset[str], ...]]:
+    """What parameters rows name: (index of the set per row, the sets; first the empty one)."""
+    named = np.zeros(len(rows), dtype=np.int64)
+    sets: dict[frozenset[str], int] = {frozenset(): 0}
+    by_row = named_parameters(graph)
+    if by_row:
+        for place, op in enumerate(rows.tolist()):
+            named[place] = sets.setdefault(frozenset(by_row.get(op, ())), len(sets))
+    return named, tuple(sets)
+
+
+def named_parameters(graph: OpGraph) -> Mapping[int, set[str]]:
+    """By op id the parameters whose gradients a row names as buffers ``grad[NAME]``."""
+    is_gradient = np.array([name.startswith(_PREFIX) and name.endswith(_SUFFIX) for name in graph.buffers], dtype=bool)
+    by_row: dict[int, set[str]] = {}
+    if is_gradient.any():
+        wanted = is_gradient[graph.accesses.buffer]
+        for op, buffer in zip(graph.accesses.op[wanted].tolist(), graph.accesses.buffer[wanted].tolist(), strict=True):
+            by_row.setdefault(op, set()).add(graph.buffers[buffer][len(_PREFIX) : -len(_SUFFIX)])
+    return by_row

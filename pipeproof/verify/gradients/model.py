@@ -1,0 +1,252 @@
+"""What a subject's gradients should be: the facts, the ranks' places on the mesh, and sizes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeproof.schedule.columns import REDUCTIONS
+from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
+from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
+from pipeproof.stages.describe.gradient_facts import (
+    BATCH_AXES,
+    MAIN_LOSS,
+    TOKEN_AXES,
+    GradientFacts,
+    Loss,
+    ParameterGradient,
+    gpt_gradients,
+)
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
+from pipeproof.verify.gradients.grid import Grid, guessed_grid, mesh_grid
+from pipeproof.verify.gradients.ledgers import named_parameters
+
+if TYPE_CHECKING:
+    from pipeproof.verify.subject import Subject
+
+ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+"""What adds a micro-batch's share to the gradients of a stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Facts, grid and sizes of one subject. ``micro_batches`` are those of the step, in rising order."""
+
+    graph: OpGraph
+    facts: GradientFacts
+    grid: Grid
+    micro_batches: IntColumn
+
+    @cached_property
+    def parameters_of(self) -> Mapping[int, tuple[int, ...]]:
+        """Indices of the parameters that have a copy on each stage, in their order."""
+        result: dict[int, list[int]] = {}
+        for i, parameter in enumerate(self.facts.parameters):
+            for stage in parameter.stages:
+                result.setdefault(stage, []).append(i)
+        return {stage: tuple(indices) for stage, indices in result.items()}
+
+    def is_reduced(self, parameter: ParameterGradient, axis: str) -> bool:
+        """Whether a reduction over ``axis`` is owed, or, over ``pp``, whether there are copies to be summed."""
+        if axis == "pp":
+            return len(parameter.stages) > 1
+        return axis in parameter.partial_axes()
+
+    def partial_axes(self, parameter: ParameterGradient, axes: frozenset[str]) -> tuple[str, ...]:
+        """Those of ``axes`` that the mesh has and over which the parameter is not cut, in the grid's order."""
+        return tuple(axis for axis in self.grid.axes if axis in axes and axis not in parameter.sharded_over)
+
+    @cached_property
+    def data_ranks(self) -> Coefficient:
+        """Ranks with micro-batches of their own."""
+        result = ONE
+        for axis in BATCH_AXES:
+            result *= self.grid.size(axis)
+        return result
+
+    @cached_property
+    def fixed_sizes(self) -> Mapping[str, Coefficient]:
+        """Sizes that mean the same for every token."""
+        return {
+            **{axis: self.grid.size(axis) for axis in AXES},
+            "num_micro_batches": Coefficient.of(len(self.micro_batches)),
+            "data_ranks": self.data_ranks,
+            "global_tokens": self.block_sizes["global_tokens"],
+        }
+
+    @cached_property
+    def block_sizes(self) -> Mapping[str, Coefficient]:
+        """Numbers of tokens as one token sees them: of its own micro-batch, its own rank's step, the whole step."""
+        micro_batch = Coefficient.named("micro_batch_tokens")
+        num = len(self.micro_batches)
+        cp = self.grid.size("cp")
+        share = Coefficient.named("rank_tokens")
+        step = micro_batch if num == 1 else Coefficient.named("step_tokens")
+        whole = step if self.data_ranks == ONE else Coefficient.named("global_tokens")
+        if self.facts.even_tokens:
+            share = micro_batch * cp.inverse
+            step = micro_batch * Coefficient.of(num)
+            whole = step * self.data_ranks
+        return {
+            "micro_batch_tokens": micro_batch,
+            "rank_tokens": micro_batch if cp == ONE else share,
+            "step_tokens": step,
+            "global_tokens": whole,
+        }
+
+    def rank_sizes(self, micro_batch: int, *, reduced: bool) -> Mapping[str, Coefficient]:
+        """Numbers of tokens as a row means them that stands for one micro-batch, or (``NONE``) for the step.
+
+        After a reduction the gradient holds other ranks' tokens too, so that
+        the rank's own numbers are not those of every token in it.
+        """
+        sizes = dict(self.block_sizes)
+        if self.facts.even_tokens:
+            return sizes
+        if micro_batch == NONE and len(self.micro_batches) > 1:
+            del sizes["micro_batch_tokens"], sizes["rank_tokens"]
+        elif len(self.micro_batches) > 1:
+            sizes = {
+                name: Coefficient.named(of_micro_batch(str(size), micro_batch)) if name in _OF_BLOCK else size
+                for name, size in sizes.items()
+            }
+        if reduced and self.data_ranks != ONE:
+            sizes |= {
+                name: Coefficient.named(f"{size}_of_one_rank") for name, size in sizes.items() if name not in _OF_ALL
+            }
+        return sizes
+
+    def product(self, factors: Factors, sizes: Mapping[str, Coefficient]) -> Coefficient:
+        """The value of a written product.
+
+        Raises:
+            ValueError: a name in it is no size, or means nothing here.
+        """
+        known = {**self.fixed_sizes, **sizes}
+        result = ONE
+        for factor, exponent in factors:
+            if isinstance(factor, str):
+                if factor not in known:
+                    raise ValueError(f"`{factor}` is no size here; there are {', '.join(sorted(known))}")
+                value = known[factor]
+            else:
+                value = Coefficient.of(factor)
+            result *= value if exponent > 0 else value.inverse
+        return result
+
+    def declared(self, loss: Loss) -> Coefficient | None:
+        """What one token of a loss should count, as it sees sizes; None where that is not said.
+
+        Raises:
+            ValueError: the facts' own scale cannot be read.
+        """
+        return None if loss.scale is None else self.product(parse_scale(loss.scale)[""], self.block_sizes)
+
+    def in_numbers(self, coefficient: Coefficient, data_rank: int, place: int) -> Coefficient:
+        """The coefficient of the tokens of one micro-batch with the known numbers of tokens put in."""
+        counts = self.facts.token_counts
+        if not counts:
+            return coefficient
+        mine = counts[data_rank]
+        values = {
+            "micro_batch_tokens": mine[place],
+            "step_tokens": sum(mine),
+            "global_tokens": sum(map(sum, counts)),
+            **{of_micro_batch("micro_batch_tokens", int(self.micro_batches[i])): n for i, n in enumerate(mine)},
+        }
+        for name in coefficient.names & set(values):
+            coefficient = coefficient.where(name, Coefficient.of(values[name]))
+        return coefficient
+
+
+_OF_BLOCK = ("micro_batch_tokens", "rank_tokens")
+_OF_ALL = ("global_tokens",)
+
+
+def of_micro_batch(name: str, micro_batch: int) -> str:
+    """The name of a number of tokens of one micro-batch, where the tokens of others are scaled by it."""
+    return f"{name}[{micro_batch}]"
+
+
+def model_of(subject: Subject) -> Model:
+    """The facts that are given beside the graph, those of its plan, or what can be read off the graph itself.
+
+    Raises:
+        ValueError: the facts do not fit together.
+    """
+    graph, given = subject.graph, subject.facts.gradients
+    lowered = subject.lowered
+    if lowered is not None:
+        stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
+        facts = given or gpt_gradients(stages, lowered.spec.loss.normalization, lowered.spec.topology.tp)
+        micro_batches = np.arange(subject.num_micro_batches)
+        return Model(graph, facts, mesh_grid(graph, lowered.mesh), micro_batches)
+    computed = graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))
+    micro_batches = np.unique(graph.micro_batch[computed & (graph.micro_batch != NONE)])
+    if given is None:
+        needed = _axes_reduced(graph)
+        grid = guessed_grid(graph, subject.stage_owners, needed)
+        return Model(graph, _guess(graph, subject.stage_owners, grid, needed), grid, micro_batches)
+    mesh = subject.facts.mesh
+    grid = guessed_grid(graph, subject.stage_owners, frozenset()) if mesh is None else mesh_grid(graph, mesh)
+    _require_fit(given, len(micro_batches), grid)
+    return Model(graph, given, grid, micro_batches)
+
+
+def _require_fit(facts: GradientFacts, num_micro_batches: int, grid: Grid) -> None:
+    counts = facts.token_counts
+    numbers = [grid.size(axis).number for axis in BATCH_AXES]
+    if counts and (
+        len(counts) != prod(int(n) for n in numbers if n is not None)
+        or any(len(mine) != num_micro_batches or min(mine) < 1 for mine in counts)
+    ):
+        raise ValueError(
+            f"token_counts has {len(counts)} rows, and {sorted({len(mine) for mine in counts})} entries in a row; "
+            f"it needs a row for each data rank, with a positive number for each of {num_micro_batches} micro-batches"
+        )
+
+
+def _axes_reduced(graph: OpGraph) -> frozenset[str]:
+    """The token axes over which any gradient of the graph is reduced; one that is not named is taken for ``dp``."""
+    axes = np.unique(graph.axis[graph.kind == KIND_CODE[OpKind.REDUCE_GRAD]]).tolist()
+    return frozenset("dp" if axis == NONE else AXES[axis] for axis in axes) & frozenset(TOKEN_AXES)
+
+
+def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, needed: frozenset[str]) -> GradientFacts:
+    """Facts read off a graph: gradients reduced everywhere over the axes over which any is, every micro-batch alike.
+
+    A stage has the gradients that its rows name, one without a name where they name none.
+    """
+    told = graph.is_kind(frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP}))
+    told |= graph.is_kind(frozenset({OpKind.FORWARD, *ADDS})) & (
+        (graph.scale != 0) | (graph.reduction == REDUCTIONS.index("overwrite"))
+    )
+    if not told.any() or not stages:
+        return GradientFacts((), (), guessed=True)
+    others = tuple(axis for axis in grid.axes if axis not in needed and axis != "pp")
+    names: dict[int, set[str]] = {}
+    for op, found in named_parameters(graph).items():
+        names.setdefault(int(graph.stage[op]), set()).update(found)
+    parameters = tuple(
+        ParameterGradient(name, (stage,), sharded_over=others)
+        for stage in stages
+        for name in sorted(names.get(stage, {f"weights of stage {stage}"}))
+    )
+    return GradientFacts(tuple(_guessed_losses(graph, max(stages))), parameters, guessed=True)
+
+
+def _guessed_losses(graph: OpGraph, last_stage: int) -> list[Loss]:
+    """The main loss on the last stage, and every loss that a forward's scale names, on that stage."""
+    found = {(last_stage, MAIN_LOSS)}
+    scaled = (graph.kind == KIND_CODE[OpKind.FORWARD]) & (graph.scale != 0)
+    for stage, scale in np.unique(np.stack([graph.stage[scaled], graph.scale[scaled]], axis=1), axis=0).tolist():
+        try:
+            found |= {(stage, name or MAIN_LOSS) for name in parse_scale(graph.scales[scale])}
+        except ValueError:
+            continue  # reported as a scale that cannot be read
+    return [Loss(name, stage) for stage, name in sorted(found)]
