@@ -64,10 +64,11 @@ def test_nan():
     assert math.isnan(data_of("key: .nan")["key"])
 
 
-# No floats: JSON and YAML write the same ones, which the table above covers.
+# No floats: JSON and YAML write the same ones, which the table above covers. Keys of moderate length: YAML takes up to
+# 1024 characters of one line for a key, escapes included.
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1, max_size=80), inner, max_size=4),
     max_leaves=10,
 )
 
