@@ -37,9 +37,7 @@ def _render_in_flight(report: Report, console: Console) -> None:
     held = ", ".join(
         f"pp {pp}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for pp, figure in peaks.items()
     )
-    console.print(
-        "in flight at most, micro-batches of a stage held and the bytes of their boundary inputs:"
-    )
+    console.print("in flight at most, micro-batches of a stage held and the bytes of their boundary inputs:")
     console.print(f"  {held}", soft_wrap=True)
 
 
