@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError
     from pipeproof.specs.load import load_plan, plan_from_dict
     from pipeproof.specs.plan import PlanSpec
-    from pipeproof.verify.check import check, check_graph
+    from pipeproof.verify.check import check, check_graph, check_program
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "check",
     "check_graph",
+    "check_program",
     "load_plan",
     "lower",
     "plan_from_dict",
@@ -45,6 +46,7 @@ _HOMES = {
     "PlanSpec": "specs.plan",
     "check": "verify.check",
     "check_graph": "verify.check",
+    "check_program": "verify.check",
     "load_plan": "specs.load",
     "lower": "comm.lower",
     "plan_from_dict": "specs.load",

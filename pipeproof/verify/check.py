@@ -13,6 +13,7 @@ from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.certificate import RULE_SET_VERSION, Certificate, plan_digest
 from pipeproof.verify.facts import NO_FACTS, Facts
 from pipeproof.verify.memory import InFlight, in_flight
+from pipeproof.verify.program import program_subject
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.selection import ALL_RULES, Selection
 from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject
@@ -115,3 +116,16 @@ def check_graph(
     ``facts`` what is known beside the graph.
     """
     return check_subject(graph_subject(graph, backend=backend, origins=origins, facts=facts))
+
+
+def check_program(
+    text: str, *, file: str = "<program>", backend: BackendTable | None = None, facts: Facts = NO_FACTS
+) -> Report:
+    """Judge a program in text form (``schedule.text_form``) by every rule that needs no plan.
+
+    ``file`` is its name in findings; ``backend`` and ``facts`` as for ``check_graph``.
+
+    Raises:
+        BadPlanError: the text is no program; the findings have line and column.
+    """
+    return check_subject(program_subject(text, file=file, backend=backend, facts=facts))

@@ -1,5 +1,6 @@
 """The table of channel models, and how cycles are drawn and named."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import get_args
 
@@ -23,6 +24,9 @@ def test_the_table_holds_every_queue_with_every_completion_strictest_first():
     for place, model in enumerate(MODELS):
         assert not any(later.covers(model) for later in MODELS[place + 1 :])
     assert all(MODELS[0].covers(model) for model in MODELS)
+    room = {"rendezvous": (0, None), "slots": (1, None), "eager": (0, 4 * 2**20)}  # the last is NCCL's default
+    assert {(m.completes, (m.slots, m.eager_bytes)) for m in MODELS} == set(room.items())
+    assert not any(m.host_blocks or m.connections == "lazy" for m in MODELS)
 
 
 def test_what_covers_what():
@@ -44,6 +48,8 @@ def test_what_covers_what():
 def test_the_declared_model_is_the_backends_table():
     assert declared_model(backend_table("paddle", "cpu")) == ChannelModel("directed_edge", "rendezvous")
     assert declared_model(backend_table("paddle", "cpu"), "lazy").connections == "lazy"
+    buffered = replace(backend_table("paddle", "cpu"), send_completes="slots", host_blocks_on_post=True)
+    assert declared_model(buffered) == ChannelModel("directed_edge", "slots", slots=1, host_blocks=True)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +83,12 @@ def test_models_with_the_same_completions_stand_together():
 
 def test_bytes_of_messages():
     graph = program(
-        "0SEND_F0{peer=1 tensor=0 range=2..7} 0SEND_F1{peer=1 tensor=1 range=0..3} 0SEND_F2{peer=1}",
+        "0SEND_F0{peer=1 tensor=0 range=2..7} 0SEND_F1{peer=1 tensor=1 range=0..3} 0SEND_F2{peer=1} "
+        "0SEND_F3{peer=1 range=0..8} 0SEND_F4{peer=1 tensor=2 range=1..8} 0SEND_F5{peer=1 tensor=3 range=0..8}",
         "",
-        tensors=[tensor(dtype="bfloat16"), tensor(dtype="float64")],
+        tensors=[tensor(dtype=dtype) for dtype in ("bfloat16", "float64", "bool", "int4")],
     ).graph
-    assert message_bytes(graph).tolist() == [10, 24, 0]
+    assert message_bytes(graph).tolist() == [10, 24, 0, 0, 7, 8]  # what is smaller than a byte takes one
 
 
 def test_a_large_graph_is_judged_and_its_short_cycle_found(monkeypatch):
@@ -119,6 +126,29 @@ def test_a_long_cycle_is_named_by_its_ends_and_drawn_in_part():
     drawn = list(cycle_drawing(cycle_witness(one, ops)))
     assert drawn[-1] == "and 3 more ranks"
     assert len(drawn) == 13
+
+
+def test_a_cycle_is_told_whole_up_to_six_operations_or_ranks():
+    one = program(*(f"{r}F0 {r}F1" for r in range(8)))
+    names = [f"{r}F0 (rank {r})" for r in range(8)]
+    firsts = [one.graph.rank_ops(r)[0] for r in range(8)]
+    assert chain_text(one, firsts[:6]) == " waits for ".join([*names[:6], names[0]])
+    shortened = [*names[:3], "... 3 more ...", *names[6:], names[0]]
+    assert chain_text(one, firsts) == " waits for ".join(shortened)
+    assert ranks_text(one, firsts[:1]) == "rank 0"
+    assert ranks_text(one, [*firsts[5::-1], 1]) == "ranks 0, 1, 2, 3, 4, 5"
+    assert ranks_text(one, firsts[:7]) == "7 ranks"
+
+
+def test_a_witness_shows_one_operation_on_either_side_and_gaps_of_up_to_two():
+    one = program(" ".join(f"0F{k}" for k in range(12)), " ".join(f"1F{k}" for k in range(8)))
+    first, second = one.graph.rank_ops(0), one.graph.rank_ops(1)
+    witness = cycle_witness(one, [second[6], first[2], first[7], second[0]])
+    assert [(op.rank, op.op) for op in witness.ops] == [(1, "1F6"), (0, "0F2"), (0, "0F7"), (1, "1F0")]
+    assert witness.programs == (
+        ProgramExcerpt(0, ("..", *(f"0F{k}" for k in range(1, 9)), ".."), (0, 0, 2, 0, 0, 0, 0, 3, 0, 0)),
+        ProgramExcerpt(1, ("1F0", "1F1", "..", "1F5", "1F6", "1F7"), (4, 0, 0, 0, 1, 0)),
+    )
 
 
 def test_each_operation_of_the_witness_waits_for_the_next():

@@ -194,6 +194,29 @@ def test_a_send_that_is_buffered_needs_no_receive_to_end():
     assert "0SEND_F1" in only(with_backend(two, send_completes="slots"), "PP402").message
 
 
+def test_the_collective_that_is_not_joined_is_named_among_those_of_its_group():
+    one = program(
+        "0BARRIER:cp{group=1} 0BARRIER:tp{group=0} 1BARRIER:tp{group=0} 2BARRIER:tp{group=0}",
+        "0BARRIER:cp{group=1} 0BARRIER:tp{group=0}",
+        groups=[group("tp", 0, 1), group("cp", 0, 1)],
+    )
+    finding = only(one, "PP402")
+    assert "rank 0 issues 1BARRIER:tp on tp group [0, 1]" in finding.message
+    assert "rank 1 issues only 1 collectives there" in finding.message
+    assert [(op.rank, op.op) for op in finding.witness.ops] == [(0, "1BARRIER:tp"), (1, "1BARRIER:tp")]
+
+
+@pytest.mark.parametrize(("num_receives", "expected"), [(0, {"0SEND_F1", "0SEND_F2"}), (1, {"0SEND_F2"}), (2, set())])
+def test_with_a_slot_the_sends_that_end_are_one_more_than_the_receives(num_receives, expected):
+    one = program(
+        "0SEND_F0{peer=1} 0SEND_F1{peer=1} 0SEND_F2{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1) WAIT(0SEND_F2)",
+        " ".join(f"1RECV_F{k}{{peer=0}}" for k in range(num_receives)),
+    )
+    never = next(rule for rule in RULES if rule.doc.code == "PP402")
+    endless = [f.witness.ops[0].op for f in never.check(with_backend(one, send_completes="slots"))]
+    assert set(endless) == {f"WAIT({op})" for op in expected}
+
+
 # --- order of a device, and connections that open at first use ---
 
 GROUPS = [group("tp", 0, 1), group("cp", 0, 1)]

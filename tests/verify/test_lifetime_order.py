@@ -149,5 +149,19 @@ def test_a_wait_for_a_later_operation_of_the_queue_settles_a_pair():
     assert order.before(op["0B0"], op["0B2"])  # true all the same: `surely` leaves rare reasons to the walk
 
 
+def test_only_transfers_of_one_end_of_a_channel_follow_each_other():
+    graph = program_subject(
+        "rank 0: 0SEND_F0{peer=1} 0SEND_F0{peer=2} 0SEND_F1{peer=1} 0RECV_B0{peer=1}\n"
+        "rank 1: 1RECV_F0{peer=0} 1RECV_F1{peer=0} 1SEND_B0{peer=0}\nrank 2: 1RECV_F0{peer=0}"
+    ).graph
+    order = order_of(graph, dataclasses.replace(GLOO, host_blocks_on_post=False))
+    to_one, to_two, to_one_again, back = range(4)
+    pairs = {(to_one, to_one_again): True, (to_one, to_two): False, (to_two, to_one_again): False,
+             (to_one, back): False}  # fmt: skip
+    for (earlier, later), is_ordered in pairs.items():
+        assert order.surely(np.array([earlier]), np.array([later])).tolist() == [is_ordered]
+        assert order.before(earlier, later) == is_ordered
+
+
 def _must_not_be_asked(pair):
     raise AssertionError(f"the pair {pair} was left open")

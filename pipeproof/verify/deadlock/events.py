@@ -44,7 +44,7 @@ of the first, or fewer, since slots may be free and connections open.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,14 +80,13 @@ class Events:
     follows: tuple[tuple[int, ...], ...]
     never: frozenset[int]
 
-    def nx(self, among: Iterable[int] | None = None) -> nx.DiGraph[int]:
+    def nx(self) -> nx.DiGraph[int]:
         """The wait-for graph: an edge from each event to every event it waits for."""
         import networkx as nx
 
-        nodes = set(range(len(self.follows)) if among is None else among)
         graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from(nodes)
-        graph.add_edges_from((v, u) for v in nodes for u in self.follows[v] if u in nodes)
+        graph.add_nodes_from(range(len(self.follows)))
+        graph.add_edges_from((v, u) for v, before in enumerate(self.follows) for u in before)
         return graph
 
 

@@ -1,0 +1,248 @@
+"""What each promise of a channel model decides: small programs with their verdict, the same in both writings."""
+
+import numpy as np
+import pytest
+
+from pipeproof.verify.deadlock.buffering import awaited_receives
+from pipeproof.verify.deadlock.classify import blamed, cycle_of, deadlocks
+from pipeproof.verify.deadlock.columns import WaitGraph
+from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
+from pipeproof.verify.deadlock.events import done, events_of, stuck_events
+from pipeproof.verify.deadlock.models import QUEUES, ChannelModel
+from tests.verify.programs import group, program, tensor
+
+ALL = frozenset(QUEUES)
+
+TWO_SENDS_FIRST = (
+    "0SEND_F0{peer=1 tensor=0 range=0..5} 0SEND_F1{peer=1 tensor=0 range=0..5} WAIT(0SEND_F1) 0SEND_B0{peer=1}",
+    "1RECV_B0{peer=0} WAIT(1RECV_B0) 1RECV_F0{peer=0 tensor=0 range=0..5} 1RECV_F1{peer=0 tensor=0 range=0..5}",
+)
+"""Two messages of 5 bytes are on their way before the peer takes the first."""
+
+THREE_RANKS = (
+    "0SEND_F0{peer=1} 0SEND_F1{peer=2}",
+    "1RECV_F2{peer=2} WAIT(1RECV_F2) 1RECV_F0{peer=0}",
+    "2RECV_F1{peer=0} WAIT(2RECV_F1) 2SEND_F2{peer=1}",
+)
+"""Rank 0 sends to rank 1 first, which wants to hear of rank 2 first, which waits for rank 0's second message."""
+
+OPPOSITE = (
+    "0BARRIER:tp{group=0 queue=a} 0BARRIER:cp{group=1 queue=b}",
+    "0BARRIER:cp{group=1 queue=b} 0BARRIER:tp{group=0 queue=a}",
+)
+
+SECOND_CHANNEL_IN_A_BATCH = (
+    "0SEND_F0{peer=1} 0SEND_F1{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} 0SEND_F2{peer=1 communicator=x}",
+    "1RECV_F0{peer=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0 communicator=x} WAIT(1RECV_F2) 1SEND_B0{peer=0}",
+)
+
+CASES = {
+    "each host waits before it issues the send that the other waits for": (
+        (
+            "0RECV_F0{peer=1} WAIT(0RECV_F0){queue=host} 0SEND_B0{peer=1 queue=side}",
+            "1RECV_B0{peer=0} WAIT(1RECV_B0){queue=host} 1SEND_F0{peer=0 queue=side}",
+        ),
+        {},
+        ALL,
+    ),
+    "each compute queue waits, which holds nothing of a side queue": (
+        (
+            "0RECV_F0{peer=1 queue=in} WAIT(0RECV_F0) 0SEND_B0{peer=1 queue=side}",
+            "1RECV_B0{peer=0 queue=in} WAIT(1RECV_B0) 1SEND_F0{peer=0 queue=side}",
+        ),
+        {},
+        {"device"},
+    ),
+    "a group call that is closed behind a later message of its channel": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1} 0SEND_F2{peer=1 batch=0}",
+            "1RECV_F0{peer=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0}",
+        ),
+        {},
+        ALL,
+    ),
+    "a group call in the order of its channel": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=0} 0SEND_F2{peer=1}",
+            "1RECV_F0{peer=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0}",
+        ),
+        {},
+        frozenset(),
+    ),
+    "a group call is over when all of it is": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} WAIT(0SEND_F0) 0SEND_F1{peer=1}",
+            "1RECV_F0{peer=0} 1RECV_F1{peer=0} WAIT(1RECV_F1) 1SEND_B0{peer=0}",
+        ),
+        {},
+        ALL,
+    ),
+    "two sends to two ranks on one communicator": (THREE_RANKS, {}, {"device", "rank", "direction", "communicator"}),
+    "two sends to two ranks on a communicator each": (
+        tuple(text.replace("F1{", "F1{communicator=x ") for text in THREE_RANKS),
+        {},
+        {"device", "rank", "direction"},
+    ),
+    "two ranks that both send first, on one communicator": (
+        ("0SEND_F0{peer=1} 0RECV_F1{peer=1}", "1SEND_F1{peer=0} 1RECV_F0{peer=0}"),
+        {},
+        {"device", "rank", "communicator", "pair"},
+    ),
+    "two ranks that both send first, each way on a communicator of its own": (
+        ("0SEND_F0{peer=1} 0RECV_B0{peer=1}", "1SEND_B0{peer=0} 1RECV_F0{peer=0}"),
+        {},
+        {"device", "rank", "pair"},
+    ),
+    "collectives in opposite orders on queues of their own": (OPPOSITE, {}, {"device"}),
+    "collectives in opposite orders on one queue": (
+        tuple(text.replace("queue=a", "queue=b") for text in OPPOSITE),
+        {},
+        ALL,
+    ),
+    "collectives in opposite orders whose groups open at first use": (OPPOSITE, {"connections": "lazy"}, ALL),
+    "two sends ahead with one slot": (TWO_SENDS_FIRST, {"completes": "slots", "slots": 1}, ALL),
+    "two sends ahead with two slots": (
+        TWO_SENDS_FIRST,
+        {"completes": "slots", "slots": 2},
+        frozenset(),
+    ),
+    "two sends ahead with room for one and a half": (TWO_SENDS_FIRST, {"completes": "eager", "eager_bytes": 9}, ALL),
+    "two sends ahead with room for both": (TWO_SENDS_FIRST, {"completes": "eager", "eager_bytes": 10}, frozenset()),
+    "two sends ahead with room for all": (TWO_SENDS_FIRST, {"completes": "eager"}, frozenset()),
+    "a first use within a group call": (SECOND_CHANNEL_IN_A_BATCH, {"connections": "lazy"}, ALL),
+    "the same with open connections": (SECOND_CHANNEL_IN_A_BATCH, {}, {"device", "rank", "direction", "pair"}),
+    "receives before sends whose posts hold the host": (
+        ("0RECV_B0{peer=1} 0SEND_F0{peer=1}", "1RECV_F0{peer=0} 1SEND_B0{peer=0}"),
+        {"host_blocks": True},
+        ALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_models_a_small_program_deadlocks_under(name):
+    ranks, changes, expected = CASES[name]
+    graph = program(*ranks, tensors=[tensor(dtype="int8")], groups=[group("tp", 0, 1), group("cp", 0, 1)]).graph
+    for queue in QUEUES:
+        model = ChannelModel(queue, **changes)
+        events = events_of(graph, model)
+        assert not events.never
+        assert bool(stuck_events(events)) == deadlocks(graph, model) == (queue in expected), queue
+
+
+@pytest.mark.parametrize(
+    ("ranks", "opened"),
+    [
+        (("0SEND_F0{peer=1} 0F0", "1F0"), False),
+        (("0SEND_F0{peer=1} 0F0", "1F0 1RECV_F0{peer=0}"), True),
+        (("0BARRIER:tp{group=0 queue=side} 0F0", "1F0"), False),
+        (("0BARRIER:tp{group=0 queue=side} 0F0", "1F0 0BARRIER:tp{group=0}"), True),
+    ],
+)
+def test_a_connection_that_one_side_never_uses_is_never_opened_and_holds_the_other(ranks, opened):
+    graph = program(*ranks, groups=[group("tp", 0, 1)]).graph
+    compute = done(graph.rank_ops(0)[1])
+    for connections, happens in (("lazy", opened), ("warm", True)):
+        model = ChannelModel("directed_edge", "eager", connections=connections)
+        assert (compute not in stuck_events(events_of(graph, model))) == happens
+
+
+def test_the_receive_that_a_full_buffer_waits_for():
+    graph = program(
+        "0SEND_F0{peer=1 tensor=0 range=0..5} 0SEND_F1{peer=1 tensor=0 range=0..5} 0SEND_F2{peer=1 tensor=0 range=0..1}"
+        " 0SEND_B0{peer=1 tensor=0 range=0..5}",
+        "1RECV_F0{peer=0 tensor=0 range=0..5} 1RECV_F1{peer=0 tensor=0 range=0..5} 1RECV_F2{peer=0 tensor=0 range=0..1}"
+        " 1RECV_B0{peer=0 tensor=0 range=0..5}",
+        tensors=[tensor(dtype="int8")],
+    ).graph
+
+    def awaited(**changes):
+        pairs = awaited_receives(graph, ChannelModel("pair", **changes))
+        return [(str(graph.ops[send]), str(graph.ops[receive])) for send, receive in zip(*pairs, strict=True)]
+
+    first, second = ("0SEND_F1", "1RECV_F0"), ("0SEND_F2", "1RECV_F1")
+    assert awaited(completes="slots", slots=1) == [first, second]
+    assert awaited(completes="slots", slots=2) == [("0SEND_F2", "1RECV_F0")]
+    assert awaited(completes="eager", eager_bytes=5) == [first, second]
+    assert awaited(completes="eager", eager_bytes=6) == awaited(completes="eager", eager_bytes=9)
+    assert awaited(completes="eager", eager_bytes=9) == [first, ("0SEND_F2", "1RECV_F0")]
+    assert awaited(completes="eager", eager_bytes=10) == [("0SEND_F2", "1RECV_F0")]
+    assert awaited(completes="eager", eager_bytes=11) == awaited(completes="eager") == []
+
+
+CROSSING = (
+    "0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0)",
+    "1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F1{peer=0} WAIT(1RECV_F1)",
+)
+EARLY = (
+    "0RECV_B0{peer=1} 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) WAIT(0RECV_B0) 0B0",
+    "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{peer=0} WAIT(1SEND_B0)",
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "queue", "connections", "shown", "fault"),
+    [
+        (CROSSING, "directed_edge", "warm", ("directed_edge", "warm"), "queue"),
+        (CROSSING, "directed_edge", "lazy", ("directed_edge", "warm"), "queue"),
+        (CROSSING, "device", "warm", ("device", "warm"), "queue"),
+        (CROSSING, "device", "lazy", ("device", "warm"), "queue"),
+        (EARLY, "directed_edge", "lazy", ("directed_edge", "lazy"), "connections"),
+        (OPPOSITE, "device", "warm", ("device", "warm"), "device"),
+        (OPPOSITE, "device", "lazy", ("device", "warm"), "device"),
+    ],
+)
+def test_a_promise_is_blamed_only_where_the_deadlock_goes_without_it(ranks, queue, connections, shown, fault):
+    graph = program(*ranks, groups=[group("tp", 0, 1), group("cp", 0, 1)]).graph
+    model = ChannelModel(queue, connections=connections)
+    assert deadlocks(graph, model)
+    assert blamed(graph, model) == (ChannelModel(shown[0], connections=shown[1]), fault)
+
+
+# --- the shortest cycle ---
+
+
+def waits_of(*cycles):
+    """A graph of waits that consists of these cycles of nodes, each node waiting for the one behind it."""
+    pairs = [(cycle[i - 1], node) for cycle in cycles for i, node in enumerate(cycle)]
+    target, source = np.array(pairs, dtype=np.int64).T
+    return WaitGraph([(source, target, source, target)])
+
+
+@pytest.mark.parametrize(
+    ("cycles", "fewest"),
+    [
+        ([(1, 2, 3, 4), (5, 6, 7)], 3),
+        ([(1, 2, 3, 4, 5), (5, 6, 7, 8), (9, 10, 11, 12, 13)], 4),
+        ([(1, 2, 3), (4, 5)], 2),
+        ([(1, 2), (3,)], 1),
+    ],
+)
+def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
+    waits = waits_of(*cycles)
+    assert cyclic_part(waits).all()
+    found = shortest_cycle(waits, cyclic_part(waits))
+    assert len(found) == fewest
+    assert all(waits.source[found[i - 1]] == waits.target[place] for i, place in enumerate(found))
+
+
+def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
+    waits = waits_of((1, 2, 3, 4), (5, 6, 7))
+    monkeypatch.setattr("pipeproof.verify.deadlock.cycles._MOST_STEPS", 0)
+    assert len(shortest_cycle(waits, cyclic_part(waits))) == 4
+
+
+def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_behind_it(monkeypatch):
+    size, filler = 3, 400
+    begin = [
+        f"{r}SEND_F0{{peer={(r + 1) % size}}} WAIT({r}SEND_F0) {r}RECV_F0{{peer={(r - 1) % size}}} WAIT({r}RECV_F0) "
+        + " ".join(f"{r}F{k}" for k in range(1, filler))
+        for r in range(size)
+    ]
+    begin[0] += f" 0SEND_F{filler}{{peer=1}} WAIT(0SEND_F{filler}) 0RECV_B0{{peer=1}} WAIT(0RECV_B0)"
+    begin[1] += f" 1SEND_B0{{peer=0}} WAIT(1SEND_B0) 1RECV_F{filler}{{peer=0}} WAIT(1RECV_F{filler})"
+    graph = program(*begin).graph
+    model = ChannelModel("directed_edge")
+    assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1}
+    monkeypatch.setattr("pipeproof.verify.deadlock.classify._SEARCHED_WHOLE", 100)
+    assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1, 2}

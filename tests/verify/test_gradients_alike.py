@@ -1,0 +1,70 @@
+"""Ranks and stages that do the same are judged once, and only those."""
+
+import pytest
+
+from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
+from pipeproof.verify.gradients import diagnose as module
+from pipeproof.verify.gradients.diagnose import diagnose
+from tests.plans import subject
+from tests.verify.gradient_models import SUM, facts, model
+from tests.verify.gradient_mutants import changed, drop, own, plan
+from tests.verify.programs import mutated
+
+
+@pytest.fixture
+def ranks_run(monkeypatch):
+    """How many ranks' gradients were run, by kinds of parameters; grows as subjects are diagnosed."""
+    numbers = []
+    interpret = module.interpret
+
+    def counted(views, partners):
+        numbers.append(len(views))
+        return interpret(views, partners)
+
+    monkeypatch.setattr(module, "interpret", counted)
+    return numbers
+
+
+def test_the_work_grows_neither_with_ranks_nor_with_stages_that_are_alike(ranks_run):
+    def work(pp, dp):
+        ranks_run.clear()
+        sections = {"model": {"num_layers": 8}, "topology": {"pp": pp, "tp": 2, "dp": dp, "sequence_parallel": True}}
+        assert diagnose(subject(**sections)) == ()
+        return list(ranks_run)
+
+    smallest = work(4, 1)
+    assert set(smallest) == {1}
+    assert work(4, 4) == work(8, 2) == smallest
+
+
+def test_stages_that_are_alike_are_each_judged_where_one_of_them_is_wrong():
+    base = subject(model={"num_layers": 4}, topology={"pp": 4, "dp": 2})
+    found = diagnose(mutated(base, drop("1REDUCE_GRAD:dp", "2REDUCE_GRAD:dp")))
+    assert {problem.stage for problem in found} == {1, 2}
+    assert {(problem.rank, *problem.alike) for problem in found} == {(2, 3), (4, 5)}
+
+
+def test_each_rank_is_judged_where_one_does_otherwise():
+    def first_only(rows):
+        changed("=0B3=", reduction="overwrite")(rows[:1])
+
+    found = diagnose(mutated(plan(), first_only))
+    assert {problem.cause.value for problem in found} == {"PP605"}
+    assert {problem.rank for problem in found} >= {0}
+    assert {problem.alike for problem in found} == {()}
+
+
+def test_as_many_ranks_as_the_grid_has_places_need_not_stand_on_all_of_them():
+    """Stage 0 on both ranks of one pipeline, stage 1 on both of the other: dp sums unlike gradients."""
+    given = facts(
+        ParameterGradient("first", (0,)),
+        ParameterGradient("last", (1,)),
+        losses=(Loss("main", 0, SUM), Loss("main", 1, SUM)),
+    )
+    text = """
+        0F0 0B0 0REDUCE_GRAD:dp{@dp} 0STEP
+        1F0 1B0 1REDUCE_GRAD:dp{@dp} 1STEP
+        0F0 0B0 0REDUCE_GRAD:dp{@dp} 0STEP
+        1F0 1B0 1REDUCE_GRAD:dp{@dp} 1STEP
+    """
+    assert "PP601" in own(model(text, given, dp=2, pp=2))
