@@ -303,7 +303,9 @@ class RankBlocks:
 
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
         """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
-        full, own = self._plan.sizes[0].num_tokens, self._plan.sizes[variant].num_tokens
+        spec = self._plan.spec
+        full = spec.model.seq_length * spec.schedule.micro_batch_size  # what the layers are described for
+        own = self._plan.sizes[variant].num_tokens
         layers = self._plan.layers_of(op.stage)
         if op.kind is OpKind.FORWARD:
             collectives = [c for layer in layers for c in layer.forward_collectives]

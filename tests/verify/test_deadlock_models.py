@@ -30,6 +30,7 @@ def test_the_table_holds_every_queue_with_every_completion_strictest_first():
 
 
 def test_what_covers_what():
+    assert all(model.covers(model) for model in MODELS)
     rank = ChannelModel("rank")
     assert rank.covers(ChannelModel("pair"))
     assert not ChannelModel("pair").covers(ChannelModel("direction"))

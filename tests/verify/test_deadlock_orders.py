@@ -9,6 +9,7 @@ from pipeproof.verify.deadlock.columns import WaitGraph
 from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
 from pipeproof.verify.deadlock.models import QUEUES, ChannelModel
+from pipeproof.verify.deadlock.rows import rows_of
 from tests.verify.programs import group, program, tensor
 
 ALL = frozenset(QUEUES)
@@ -197,6 +198,36 @@ def test_a_promise_is_blamed_only_where_the_deadlock_goes_without_it(ranks, queu
     model = ChannelModel(queue, connections=connections)
     assert deadlocks(graph, model)
     assert blamed(graph, model) == (ChannelModel(shown[0], connections=shown[1]), fault)
+
+
+# --- the beginning of a large graph ---
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [(1, []), (2, [0, 1, 4, 5]), (3, [0, 1, 4, 5, 6]), (4, range(8)), (9, range(8)), (None, range(8))],
+)
+def test_the_first_rows_of_each_rank_hold_group_calls_whole_or_not_at_all(first, expected):
+    graph = program(
+        "0SEND_F0{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} 0SEND_F1{peer=1 batch=1} 0RECV_B1{peer=1 batch=1}",
+        "1SEND_B0{peer=0 batch=1} 1RECV_F0{peer=0 batch=1} 1RECV_F1{peer=0} 1SEND_B1{peer=0}",
+    ).graph
+    rows = rows_of(graph, first)
+    assert rows.op.tolist() == list(expected)
+    assert np.flatnonzero(rows.here).tolist() == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [(1, []), (2, []), (3, []), (4, range(4)), (5, range(5)), (6, range(5))]
+)
+def test_the_first_rows_end_before_a_group_call_that_goes_on_behind_them(first, expected):
+    """Two calls whose members take turns: without the second, the first is not whole either."""
+    graph = program(
+        "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=1} 0RECV_B0{peer=1 batch=0} 0RECV_B1{peer=1 batch=1} "
+        "0SEND_F2{peer=1} 0F0",
+        "",
+    ).graph
+    assert rows_of(graph, first).op.tolist() == list(expected)
 
 
 # --- the shortest cycle ---

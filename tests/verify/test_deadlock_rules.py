@@ -284,6 +284,21 @@ def test_1f1b_is_conditional_and_gpipe_robust():
     assert {op.rank for op in finding.witness.ops} == {0, 1}
 
 
+def test_the_witness_of_a_condition_is_under_the_first_model_named():
+    """Three ranks in a ring where all transfers share a FIFO; two that cross only if collectives are in it, too."""
+    one = program(
+        "0SEND_F0{peer=1} 0BARRIER:tp{group=0 queue=side}",
+        "0BARRIER:tp{group=0 queue=side} 1RECV_F0{peer=0}",
+        "2SEND_F0{peer=3} 2RECV_F0{peer=4}",
+        "3SEND_F0{peer=4} 3RECV_F0{peer=2}",
+        "4SEND_F0{peer=2} 4RECV_F0{peer=3}",
+        groups=[group("tp", 0, 1)],
+    )
+    finding = only(one, "PP411")
+    assert "one FIFO per device" in finding.message
+    assert {op.rank for op in finding.witness.ops} == {0, 1}
+
+
 def test_messages_larger_than_an_eager_buffer_are_conditional_under_it():
     """Under 4 MiB a send runs ahead; above it is a rendezvous."""
 

@@ -6,7 +6,7 @@ from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
 from pipeproof.verify.gradients import diagnose as module
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
-from tests.verify.gradient_models import SUM, facts, model
+from tests.verify.gradient_models import BIAS, SUM, facts, model
 from tests.verify.gradient_mutants import changed, drop, own, plan
 from tests.verify.programs import mutated
 
@@ -68,3 +68,19 @@ def test_as_many_ranks_as_the_grid_has_places_need_not_stand_on_all_of_them():
         1F0 1B0 1REDUCE_GRAD:dp{@dp} 1STEP
     """
     assert "PP601" in own(model(text, given, dp=2, pp=2))
+
+
+def test_the_order_of_additions_makes_ranks_no_less_alike(ranks_run):
+    text = "0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp{@dp} 0STEP\n0F0 0F1 0B1 0B0 0REDUCE_GRAD:dp{@dp} 0STEP"
+    assert own(model(text, facts(BIAS), dp=2)) == set()
+    assert ranks_run == [1]
+
+
+def test_a_rank_that_adds_otherwise_is_judged_for_itself():
+    """Equal but for what is added between and behind equal rows: one adds micro-batch 0 again in place of 1."""
+    right = "0F0 0F1 0B0 0SCALE_GRAD{scale=1} 0B1 0REDUCE_GRAD:dp{@dp} 0STEP"
+    wrong = right.replace("0B1", "0B0")
+    assert own(model(right, facts(BIAS), dp=2)) == set()
+    for place, ranks in enumerate(((wrong, right), (right, wrong))):
+        found = [one for one in diagnose(model("\n".join(ranks), facts(BIAS), dp=2)) if one.cause.value == "PP605"]
+        assert [(one.rank, one.alike) for one in found] == [(place, ())]

@@ -1,6 +1,7 @@
 """Symbolic coefficients against numbers: both must name the same parameters, on right and on broken programs."""
 
 import dataclasses
+from collections import Counter
 from typing import NamedTuple
 
 from hypothesis import given, settings
@@ -125,6 +126,15 @@ CHANGES = st.builds(
 )
 
 
+def strays(rows, groups):
+    """Whether a rank reduces alone on a group of another axis: that hangs, and sums nothing in particular."""
+    calls = [Counter(row.group for row in program if is_reduction(row)) for program in rows]
+    uneven = {g for g, group in enumerate(groups) if len({calls[rank][g] for rank in group.ranks}) > 1}
+    on_others = {row.group for program in rows for row in program if is_reduction(row) and row.group >= 0
+                 and row.op.axis != groups[row.group].axis}  # fmt: skip
+    return bool(uneven & on_others)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(BASES)), st.lists(CHANGES, max_size=3), st.integers(0, 10**6))
 def test_rules_and_numbers_name_the_same_parameters(base, changes, seed):
@@ -134,7 +144,7 @@ def test_rules_and_numbers_name_the_same_parameters(base, changes, seed):
         change.apply(rows)
     one = one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
     in_numbers = named_wrong(one, seed)
-    if in_numbers is not None:
+    if in_numbers is not None and not strays(rows, one.graph.groups):
         assert named_by_rules(one) - {""} == in_numbers
 
 

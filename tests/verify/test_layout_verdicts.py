@@ -73,13 +73,38 @@ def test_the_size_of_a_collective_does_not_depend_on_where_its_range_begins():
     assert found_in("PP208", changed(base, moved)) == []
 
 
-@pytest.mark.parametrize("sizes", [{}, {"last_micro_batch_size": 1}])
-def test_a_stage_that_the_plan_has_not_needs_nothing(sizes):
-    """What it is doing there is for the rules on completeness."""
-    base = subject(topology={"pp": 2, "tp": 2}, schedule={"num_micro_batches": 2, **sizes})
+@pytest.mark.parametrize(
+    ("sizes", "elements"),
+    [
+        ({"seq_lengths": [4, 8]}, {"0F0": 128, "0F1": 256}),
+        ({"seq_lengths": [4, 4]}, {"0F0": 128, "0F1": 128}),
+        ({"num_micro_batches": 1, "last_micro_batch_size": 1}, {"0F0": 128}),
+    ],
+)
+def test_the_first_micro_batch_may_be_smaller_than_the_model_allows(sizes, elements):
+    """Layers are described for 2 sequences of 8 tokens, 256 elements; what is issued goes with each micro-batch."""
+    one = subject(topology={"pp": 2, "tp": 2}, schedule={"num_micro_batches": 2, **sizes})
+    issued = {
+        str(row.op.target): row.stop - row.start for row in one.graph.rows()[0] if "/0.ALL_REDUCE:tp" in str(row.op)
+    }
+    assert {op: issued[op] for op in elements} == elements
+    assert check_subject(one).errors == ()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"num_micro_batches": 2},
+        {"num_micro_batches": 2, "last_micro_batch_size": 1},
+        {"num_micro_batches": 1, "last_micro_batch_size": 1},
+    ],
+)
+def test_stages_and_micro_batches_that_the_plan_has_not_need_nothing(schedule):
+    """What they are doing there is for the rules on completeness."""
+    base = subject(topology={"pp": 2, "tp": 2}, schedule=schedule)
     rows = base.graph.rows()
     for mine in rows:
-        mine.append(Row(parse_op("7F0")))
+        mine += [Row(parse_op("7F0")), Row(parse_op("7F9"))]
     assert found_in("PP208", base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))) == []
 
 

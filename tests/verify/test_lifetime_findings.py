@@ -33,8 +33,10 @@ def test_a_send_that_is_still_reading():
 def test_a_receive_that_is_still_writing():
     taker = "1RECV_F0{peer=0} 1F0 WAIT(1RECV_F0)"
     assert said("PP502", "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", taker) == (
-        "rank 1: 1F0 reads what 1RECV_F0 receives while 1RECV_F0 may still be writing it: "
-        "WAIT(1RECV_F0) comes too late",
+        (
+            "rank 1: 1F0 reads what 1RECV_F0 receives while 1RECV_F0 may still be writing it: "
+            "WAIT(1RECV_F0) comes too late"
+        ),
         "put WAIT(1RECV_F0) before 1F0",
         ["1RECV_F0", "1F0"],
     )
@@ -70,8 +72,10 @@ def test_a_use_after_a_free_in_program_order():
 
 def test_two_queues_of_one_rank():
     assert said("PP507", "0F0{writes=x} 2F0{queue=side reads=x} WAIT(2F0)") == (
-        "rank 0: 0F0 writes buffer `x` on queue `compute`, and 2F0 reads it on queue `side`, with nothing to order "
-        "them",
+        (
+            "rank 0: 0F0 writes buffer `x` on queue `compute`, and 2F0 reads it on queue `side`, with nothing to order "
+            "them"
+        ),
         "let queue `side` wait for 0F0 before 2F0",
         ["0F0", "2F0"],
     )
@@ -79,8 +83,10 @@ def test_two_queues_of_one_rank():
 
 def test_memory_of_another_rank():
     assert said("PP507", "0F0{writes=x@1}", "1F0{reads=x}") == (
-        "rank 0: 0F0 writes buffer `x` on queue `compute`, and 1F0 of rank 1 reads it on queue `compute`, with nothing "
-        "to order them",
+        (
+            "rank 0: 0F0 writes buffer `x` on queue `compute`, and 1F0 of rank 1 reads it on queue `compute`, with "
+            "nothing to order them"
+        ),
         "put a barrier of both ranks, or a message from one to the other, in between",
         ["0F0", "1F0"],
     )
@@ -88,8 +94,10 @@ def test_memory_of_another_rank():
 
 def test_a_use_that_reaches_into_the_next_step():
     assert said("PP508", "0F0 0B0 WAIT(0B0){queue=c} 0SCALE_GRAD{queue=c}") == (
-        "rank 0: in the next step 0B0 writes the gradient of stage 0, which 0SCALE_GRAD of this step may still be "
-        "using on queue `c`: nothing waits for 0SCALE_GRAD",
+        (
+            "rank 0: in the next step 0B0 writes the gradient of stage 0, which 0SCALE_GRAD of this step may still be "
+            "using on queue `c`: nothing waits for 0SCALE_GRAD"
+        ),
         "end the step with WAIT(0SCALE_GRAD)",
         ["0SCALE_GRAD", "0B0"],
     )
@@ -123,6 +131,18 @@ def test_a_transfer_without_a_wait():
     message, mend, _ = said("PP505", "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} 1F0")
     assert message == "rank 1 posts 1RECV_F0 and never waits for it"
     assert mend == "add WAIT(1RECV_F0) before the tensor is used, at the latest at the end of the step"
+
+
+def test_what_is_received_is_made_by_nobody_on_the_rank():
+    """Nor where it is the first tensor of the first rank."""
+    found = said("PP506", "1F0 1RECV_F0{peer=1} WAIT(1RECV_F0)", "0F0 0SEND_F0{peer=0} WAIT(0SEND_F0)")
+    assert found[0] == "rank 0: 1F0 reads what 1RECV_F0 receives, but 1RECV_F0 writes it only later"
+
+
+def test_what_is_freed_is_not_named_after_what_frees_it():
+    message, _, ops = said("PP503", "0F0 FREE(0F0) 0B0")
+    assert ops == ["FREE(0F0)", "0B0"]
+    assert "what FREE(0F0) makes" not in message
 
 
 def test_a_read_before_the_write_and_a_sum_that_nothing_begins():

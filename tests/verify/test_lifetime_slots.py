@@ -1,15 +1,18 @@
 """Pools of slots: the smallest number is enough, one less is not; generated plans have no finding."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.build import build_graph
-from pipeproof.schedule.ops import parse_op, wait_for
+from pipeproof.schedule.ops import OpKind, parse_op, wait_for
 from pipeproof.schedule.optable import Row
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.lifetime import RULES
-from pipeproof.verify.lifetime.slots import smallest_slots
+from pipeproof.verify.lifetime.analysis import lifetimes
+from pipeproof.verify.lifetime.slots import pools, smallest_slots
 from tests.plans import subject
 
 
@@ -58,6 +61,13 @@ def test_1f1b_holds_as_many_inputs_as_it_has_micro_batches_in_flight():
     one = subject(topology={"pp": 4}, schedule={"num_micro_batches": 8})
     assert smallest_slots(one, incoming=True) == 3  # rank 1 of 4
     assert smallest_slots(one, incoming=False) == 8  # backward sends are waited for at the end of the step
+
+
+def test_a_pool_needs_a_slot_even_where_nothing_ever_clashes():
+    one = subject(schedule={"num_micro_batches": 1})
+    order = lifetimes(one).order
+    found = [pool for incoming in (True, False) for pool in pools(one, incoming=incoming)]
+    assert [(pool.by_program, pool.smallest(order)) for pool in found] == [(1, 1)] * 4
 
 
 def test_a_gathered_slice_frees_its_slot_at_once():
@@ -120,6 +130,29 @@ def test_no_number_of_slots_helps_against_a_holder_that_reaches_into_the_next_st
     (found,) = next(rule for rule in RULES if rule.doc.code == "PP504").check(one)
     assert "1RECV_F0 takes slot 0 of 4 in the next step, which 1RECV_F0 holds until 1B0 is done" in found.message
     assert found.help == "wait for 1B0 at the end of the step"
+
+
+def test_a_holder_on_another_queue_may_need_more_slots_than_the_program_shows():
+    """1B0 comes before 1RECV_F1 in the program, and is waited for only after it."""
+    base = subject(schedule={"num_micro_batches": 4})
+    rows = base.graph.rows()
+    at = next(i for i, row in enumerate(rows[1]) if row.op == parse_op("1B0"))
+    rows[1][at : at + 1] = [Row(wait_for(parse_op("1F0")), queue="side"), Row(parse_op("1B0"), queue="side")]
+    at = next(i for i, row in enumerate(rows[1]) if row.op == parse_op("1RECV_F2"))
+    rows[1].insert(at, Row(wait_for(parse_op("1B0"))))
+    one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+    pool, _ = pools(one, incoming=True)
+    assert (pool.by_program, pool.smallest(lifetimes(one).order)) == (1, 2)
+    assert smallest_slots(one, incoming=True) == 2
+
+
+def test_receives_on_the_host_do_not_wait_for_the_computation_of_the_step_before():
+    base = subject(schedule={"kind": "gpipe", "num_micro_batches": 4}, buffers={"receive_slots": 4})
+    rows = base.graph.rows()
+    rows[1] = [replace(row, queue="host") if row.op.kind is OpKind.RECV_FORWARD else row for row in rows[1]]
+    one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+    (found,) = next(rule for rule in RULES if rule.doc.code == "PP504").check(one)
+    assert "1RECV_F0 takes slot 0 of 4 in the next step" in found.message
 
 
 @pytest.mark.parametrize("release", ["after_wait", "after_post"])

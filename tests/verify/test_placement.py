@@ -127,6 +127,19 @@ def test_keys_of_draws(wrong_key, told):
     assert any(told in finding.message for finding in errors(rng(wrong_key)))
 
 
+def test_a_draw_is_the_forward_s_unless_it_says_that_it_replays():
+    """A recomputation without a forward repeats nothing."""
+
+    def one_draw(**replay):
+        of_ranks = [
+            RngDraw(rank, "layer.0", 0, "hidden", f"dp {MESH.coords(rank)['dp']}", **replay) for rank in range(4)
+        ]
+        return program(*["0F0"] * 4, facts=Facts(rng=RngFacts(MESH, REGIONS, tuple(of_ranks))))
+
+    assert codes(one_draw()) == set()
+    assert codes(one_draw(replay=True)) == {"PP119"}
+
+
 def test_a_replay_repeats_its_forward():
     one = rng(right_key)
     *rest, last = one.facts.rng.draws

@@ -194,6 +194,18 @@ def test_partial_without_tensor_parallelism_is_said_too():
     assert "topology.tp is 1" in notes[0].message
 
 
+def test_a_tensor_without_a_gradient_is_a_full_send_on_its_way_forward_only():
+    mask = {"name": "mask", "dims": "m", "shape": [15], "dtype": "int64"}
+    one = subject(
+        topology={"pp": 2, "tp": 2}, boundaries=[{"name": "hidden", "dims": "sbh"}, mask], transport="partial"
+    )
+    notes = [f for f in check_subject(one).findings if f.code == "PP202"]
+    assert [f.message.partition(", so")[0] for f in notes] == [
+        "forward: `partial` is declared, but the 15 local elements of `mask` do not divide by topology.tp 2"
+    ]
+    assert notes[0].help is None  # `partial` is what happens to the other tensor
+
+
 def test_partial_needs_a_slice_and_a_gather_per_message():
     graph = subject(topology={"pp": 2, "tp": 2}, transport={"forward": "partial"}).graph
     kinds = [op.kind for op in graph.ops]
@@ -229,6 +241,22 @@ def test_the_verdict_does_not_rest_on_the_hash(monkeypatch, sequence_parallel):
     assert expected
     monkeypatch.setattr(provenance, "_mixed", lambda key, column: np.zeros_like(key))
     assert list(RULES[0].check(one)) == expected
+
+
+@pytest.mark.parametrize(("num_micro_batches", "where"), [(1, "micro-batch 0"), (2, "each of 2 micro-batches")])
+def test_a_finding_says_where_and_what_whole_tensors_would_cost(num_micro_batches, where):
+    one = subject(
+        topology={"pp": 2, "tp": 2, "sequence_parallel": True},
+        schedule={"num_micro_batches": num_micro_batches},
+        transport="partial",
+    )
+    forward, backward = RULES[0].check(one)
+    assert forward.message == (f"boundary 0->1, forward: `partial` delivers 128 of 256 elements wrongly in {where}")
+    assert backward.message == (f"boundary 1->0, backward: `partial` delivers 128 of 256 elements wrongly in {where}")
+    assert [finding.help for finding in (forward, backward)] == [
+        f"set `transport.{direction}: full`: 512 bytes per rank and micro-batch on the wire, not 256, and no all-gather"
+        for direction in ("forward", "backward")
+    ]
 
 
 def test_a_message_that_never_comes_is_for_another_rule():

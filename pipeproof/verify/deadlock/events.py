@@ -85,7 +85,6 @@ class Events:
         import networkx as nx
 
         graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from(range(len(self.follows)))
         graph.add_edges_from((v, u) for v, before in enumerate(self.follows) for u in before)
         return graph
 

@@ -69,20 +69,19 @@ def rows_of(graph: OpGraph, first: int | None = None) -> Rows:
 
 
 def _beginnings(graph: OpGraph, first: int | None) -> IntColumn:
-    """Op ids of the first rows of each rank, but for batches that go on behind them; with None, of all."""
+    """Op ids of the first rows of each rank, fewer where a batch would be cut; with None, of all."""
     if first is None:
         return np.arange(graph.num_ops)
-    starts, stops = graph.offsets[:-1], graph.offsets[1:]
-    among = np.concatenate([np.arange(a, min(a + first, b)) for a, b in zip(starts, stops, strict=True)])
-    inside = np.zeros(graph.num_ops, dtype=bool)
-    inside[among] = True
-    in_batch = graph.batch != NONE
-    cut = np.flatnonzero(in_batch & ~inside)
-    if not len(cut):
-        return among
-    key = packed(graph.rank, graph.batch)
-    goes_on = in_batch[among] & np.isin(key[among], key[cut])
-    return np.asarray(among[~goes_on])
+    starts, stops = graph.offsets[:-1], np.minimum(graph.offsets[:-1] + first, graph.offsets[1:])
+    batched = np.flatnonzero(graph.batch != NONE)
+    call = packed(graph.rank[batched], graph.batch[batched])
+    while True:
+        goes_on = np.isin(call, call[batched >= stops[graph.rank[batched]]])
+        cut = batched[goes_on & (batched < stops[graph.rank[batched]])]
+        if not len(cut):
+            break
+        np.minimum.at(stops, graph.rank[cut], cut)
+    return np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
 
 
 def _places(graph: OpGraph, op: IntColumn) -> IntColumn:
