@@ -186,7 +186,8 @@ class Launcher:
         if not dead:
             return
         self._drain()
-        raise WorkerFailedError(self._death(min(dead, key=self._blame)))
+        raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].error is not None]
+        raise WorkerFailedError(self._death(min([*dead, *raised], key=self._blame)))  # who raised may be still ending
 
     def _drain(self) -> None:
         """Read what the workers have said up to now."""
@@ -203,6 +204,8 @@ class Launcher:
         return (0, 0) if state.error is None else (1, state.error_ns)
 
     def _death(self, worker: _Worker) -> Finding:
+        if worker.rank is not None and self._state.ranks[worker.rank].error is not None:
+            return self._state.died(worker.rank, "raised")
         status = worker.process.returncode
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if worker.rank is None:
@@ -212,8 +215,6 @@ class Launcher:
                 f"the reference process {how}: {_last_line(worker.output)}",
                 help="`--logs DIR` keeps what each process printed",
             )
-        if self._state.ranks[worker.rank].error is not None:
-            how = "raised"
         return self._state.died(worker.rank, how)
 
     def _hang(self, patience_s: float) -> Finding:
