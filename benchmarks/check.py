@@ -19,6 +19,7 @@ PyTorch's slow part.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import resource
@@ -147,6 +148,7 @@ def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     from pipeproof.verify.subject import make_subject
 
     parts = Parts()
+    gc.disable()  # as the command does: what is loaded and built stays until its end
     loaded = plan_from_dict(plan)
     with parts.timed("generate"):
         plan_programs(loaded.spec)
