@@ -140,7 +140,7 @@ def schedule(num_micro_batches: int, num_chunks: int) -> dict[str, Any]:
 
 def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     """Generate, lower, run every rule family, digest; what ``pipeproof check`` does after reading the file."""
-    from pipeproof.comm.lower import plan_programs
+    from pipeproof.comm.lower import plan_schedule
     from pipeproof.specs.load import plan_from_dict
     from pipeproof.verify.certificate import plan_digest
     from pipeproof.verify.memory import in_flight
@@ -151,7 +151,7 @@ def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     gc.disable()  # as the command does: what is loaded and built stays until its end
     loaded = plan_from_dict(plan)
     with parts.timed("generate"):
-        plan_programs(loaded.spec)
+        plan_schedule(loaded.spec)
     with parts.timed("lower"):
         subject = make_subject(loaded)
     parts.seconds["lower"] -= parts.seconds["generate"]  # lowering generates for itself

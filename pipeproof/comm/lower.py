@@ -27,12 +27,12 @@ from functools import cached_property
 
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
-from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import Columns, columns_of
 from pipeproof.schedule.foreign import ForeignSchedule
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
-from pipeproof.schedule.programs import Programs, stages_of
+from pipeproof.schedule.programs import Programs, Schedule, UnfitSizesError, stages_of
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
@@ -176,7 +176,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     layers = describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
-    programs = foreign.programs if foreign is not None else plan_programs(plan)
+    programs = foreign.programs if foreign is not None else plan_schedule(plan).programs
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     own = boundary or describe_boundary(plan)
     nothing = OpGraph(Blocks().expand(), (), ())
@@ -205,17 +205,15 @@ def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
         )
 
 
-def plan_programs(plan: PlanSpec) -> Programs:
-    """The compute programs of the plan's schedule, one per pipeline rank."""
-    schedule, num_ranks = plan.schedule, plan.topology.pp
+def plan_schedule(plan: PlanSpec) -> Schedule:
+    """The computations of the plan's schedule, by pipeline rank."""
+    schedule = plan.schedule
+    request = Request(plan.topology.pp, schedule.num_micro_batches, schedule.num_chunks)
     try:
-        if schedule.kind in CHUNKED_GENERATORS:
-            return CHUNKED_GENERATORS[schedule.kind](num_ranks, schedule.num_micro_batches, schedule.num_chunks)
-        return GENERATORS[schedule.kind](num_ranks, schedule.num_micro_batches)
-    except ValueError as error:
-        raise BadPlanAtError(
-            Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error)), ("schedule", "num_micro_batches")
-        ) from error
+        return SCHEDULE_KINDS[schedule.kind].generate(request)
+    except UnfitSizesError as error:
+        finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
+        raise BadPlanAtError(finding, error.key) from error
 
 
 def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:

@@ -7,20 +7,22 @@ Pipeline Parallelism", arXiv:1811.06965.
 from __future__ import annotations
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Programs
+from pipeproof.schedule.programs import Schedule
 
 
-def gpipe(num_ranks: int, num_micro_batches: int) -> Programs:
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program per pipeline rank: ``F0 .. F(m-1) B0 .. B(m-1)``.
 
     Backward runs in index order too, so that every weight gradient
     accumulates in index order (the order of the single-process reference).
     """
-    return tuple(
+    return Schedule(
         tuple(
-            Op(kind, stage, micro_batch)
-            for kind in (OpKind.FORWARD, OpKind.BACKWARD)
-            for micro_batch in range(num_micro_batches)
+            tuple(
+                Op(kind, stage, micro_batch)
+                for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+                for micro_batch in range(num_micro_batches)
+            )
+            for stage in range(num_ranks)
         )
-        for stage in range(num_ranks)
     )

@@ -9,21 +9,22 @@ is chunk ``c`` of rank ``r``. Micro-batches go through a chunk in groups of
 from __future__ import annotations
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program, Programs
+from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
 
 
-def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Programs:
+def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
     """One program per pipeline rank ``r``, with ``min(2 (p - 1 - r) + (v - 1) p, m v)`` warm-up forwards.
 
     Raises:
-        ValueError: the micro-batches do not divide by the ranks; the message names the nearest that do.
+        UnfitSizesError: the micro-batches do not divide by the ranks; the message names the nearest that do.
     """
     if num_micro_batches % num_ranks:
         below = num_micro_batches // num_ranks * num_ranks
         near = f"{below} or {below + num_ranks}" if below else str(num_ranks)
-        raise ValueError(
+        raise UnfitSizesError(
             f"interleaved 1F1B takes {num_ranks} micro-batches at a time through each chunk, and "
-            f"{num_micro_batches} does not divide by that; use {near}"
+            f"{num_micro_batches} does not divide by that",
+            help=f"use {near}",
         )
     turns = [
         (chunk, first + place)
@@ -31,7 +32,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Prog
         for chunk in range(num_chunks)
         for place in range(num_ranks)
     ]
-    return tuple(_rank_program(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks))
+    return Schedule(tuple(_rank_program(rank, num_ranks, num_chunks, turns) for rank in range(num_ranks)))
 
 
 def _rank_program(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]]) -> Program:

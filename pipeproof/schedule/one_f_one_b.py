@@ -8,15 +8,15 @@ Megatron-LM", arXiv:2104.04473 (with the flush at the end of the step, as here).
 from __future__ import annotations
 
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Programs
+from pipeproof.schedule.programs import Schedule
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Programs:
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program per pipeline rank ``r``, with ``min(m, p - 1 - r)`` warm-up forwards.
 
     At most ``min(m, p - r)`` micro-batches are in flight on rank ``r``.
     """
-    return tuple(_rank_program(stage, num_ranks, num_micro_batches) for stage in range(num_ranks))
+    return Schedule(tuple(_rank_program(stage, num_ranks, num_micro_batches) for stage in range(num_ranks)))
 
 
 def _rank_program(stage: int, num_ranks: int, num_micro_batches: int) -> tuple[Op, ...]:

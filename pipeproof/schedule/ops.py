@@ -7,9 +7,10 @@ overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 EBNF::
 
     op         = compute | transfer | transport | collective | child | reduce | scale | stage_op | wait | free ;
-    compute    = stage , ( "F" | "B" | "I" | "W" ) , micro_batch ;
-    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , micro_batch ;
-    transport  = stage , ( "SLICE" | "GATHER" ) , direction , micro_batch ;
+    compute    = stage , ( "F" | "B" | "I" | "W" ) , unit ;
+    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , unit ;
+    transport  = stage , ( "SLICE" | "GATHER" ) , direction , unit ;
+    unit       = micro_batch , [ ".s" , split ] ;
     direction  = "_F" | "_B" ;
     collective = stage , what , [ micro_batch ] , ":" , axis ;
     child      = ( compute | reduce ) , "/" , index , "." , what , ":" , axis ;
@@ -21,9 +22,10 @@ EBNF::
     free       = "FREE(" , target , ")" ;
     target     = ? any op but a wait or a free ? ;
     axis       = "pp" | "dp" | "tp" | "cp" | "ep" ;
-    stage = micro_batch = index = "0" | nonzero digit , { digit } ;
+    stage = micro_batch = split = index = "0" | nonzero digit , { digit } ;
 
-A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
+A unit of work is a micro-batch or, where sequences are cut into splits, one
+split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
 """
@@ -112,7 +114,8 @@ AXES = ("pp", "dp", "tp", "cp", "ep")
 class Op:
     """One operation of one rank's program.
 
-    ``micro_batch`` is None for operations of a whole step. ``target`` is what
+    ``micro_batch`` is None for operations of a whole step; ``split`` is the
+    piece of its sequences, where these are cut. ``target`` is what
     a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
     collective; ``index`` is the child's place among its parent's collectives;
     ``axis`` the mesh axis of a reduction or collective.
@@ -124,6 +127,7 @@ class Op:
     target: Op | None = None
     index: int | None = None
     axis: str | None = None
+    split: int | None = None
 
     def __str__(self) -> str:
         if self.kind in TARGET_KINDS:
@@ -131,8 +135,9 @@ class Op:
         if self.kind in CHILD_KINDS and self.target is not None:
             return f"{self.target}/{self.index}.{self.kind}:{self.axis}"
         micro_batch = "" if self.micro_batch is None else self.micro_batch
+        split = "" if self.split is None else f".s{self.split}"
         axis = "" if self.axis is None else f":{self.axis}"
-        return f"{self.stage}{self.kind}{micro_batch}{axis}"
+        return f"{self.stage}{self.kind}{micro_batch}{split}{axis}"
 
     @property
     def is_forward(self) -> bool:
@@ -142,17 +147,17 @@ class Op:
 
 def wait_for(target: Op) -> Op:
     """The operation that blocks its queue until ``target`` is done."""
-    return Op(OpKind.WAIT, target.stage, target.micro_batch, target=target)
+    return Op(OpKind.WAIT, target.stage, target.micro_batch, target=target, split=target.split)
 
 
 def free_of(target: Op) -> Op:
     """The operation that gives back the memory that ``target`` reads or writes."""
-    return Op(OpKind.FREE, target.stage, target.micro_batch, target=target)
+    return Op(OpKind.FREE, target.stage, target.micro_batch, target=target, split=target.split)
 
 
 def child_of(parent: Op, index: int, kind: OpKind, axis: str) -> Op:
     """The ``index``-th collective that ``parent`` issues while it runs."""
-    return Op(kind, parent.stage, parent.micro_batch, target=parent, index=index, axis=axis)
+    return Op(kind, parent.stage, parent.micro_batch, target=parent, index=index, axis=axis, split=parent.split)
 
 
 def _names(kinds: frozenset[OpKind]) -> str:
@@ -163,7 +168,8 @@ def _names(kinds: frozenset[OpKind]) -> str:
 _NUMBER = r"(0|[1-9]\d*)"
 _AXIS = rf"({'|'.join(AXES)})"
 _INDEXED = re.compile(
-    rf"{_NUMBER}({_names(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)}){_NUMBER}", re.ASCII
+    rf"{_NUMBER}({_names(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)}){_NUMBER}(?:\.s{_NUMBER})?",
+    re.ASCII,
 )
 _COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
 _REDUCE = re.compile(rf"{_NUMBER}REDUCE_GRAD(?::{_AXIS})?", re.ASCII)
@@ -180,7 +186,8 @@ def parse_op(text: str) -> Op:
         ValueError: ``text`` is not the whole text form of one operation.
     """
     if match := _INDEXED.fullmatch(text):
-        return Op(OpKind(match[2]), int(match[1]), int(match[3]))
+        split = None if match[4] is None else int(match[4])
+        return Op(OpKind(match[2]), int(match[1]), int(match[3]), split=split)
     if match := _COLLECTIVE.fullmatch(text):
         return Op(OpKind(match[2]), int(match[1]), None if match[3] is None else int(match[3]), axis=match[4])
     if match := _REDUCE.fullmatch(text):

@@ -6,11 +6,43 @@ waits, collectives, gradient reductions and the optimizer step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pipeproof.schedule.ops import Op
 
 Program = tuple[Op, ...]
 Programs = tuple[Program, ...]
 """One program per pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a generator makes: the computations of each pipeline rank, and which of them run side by side.
+
+    ``pairs`` has for each rank the places in its program at which an
+    overlapped pair begins: the forward stands there and the backward right
+    behind it. Empty where nothing overlaps. A stage that stands on two ranks
+    has two copies, which share out the micro-batches.
+    """
+
+    programs: Programs
+    pairs: tuple[frozenset[int], ...] = ()
+
+    def pairs_of(self, rank: int) -> frozenset[int]:
+        """The places of ``rank`` at which an overlapped pair begins."""
+        return self.pairs[rank] if self.pairs else frozenset()
+
+
+class UnfitSizesError(ValueError):
+    """A schedule does not exist for these sizes.
+
+    ``key`` is the key of the plan to change, ``help`` says the nearest values that fit.
+    """
+
+    def __init__(self, message: str, *, help: str, key: tuple[str, ...] = ("schedule", "num_micro_batches")) -> None:
+        super().__init__(message)
+        self.help = help
+        self.key = key
 
 
 def stages_of(programs: Programs) -> tuple[tuple[int, ...], ...]:
