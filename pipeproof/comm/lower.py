@@ -25,10 +25,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.schedule.blocks import Blocks
-from pipeproof.schedule.columns import Columns, columns_of
+from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
 from pipeproof.schedule.foreign import ForeignSchedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
@@ -42,7 +44,7 @@ from pipeproof.stages.describe.boundary import (
     MicroBatchSize,
     describe_boundaries,
     describe_boundary,
-    micro_batch_sizes,
+    unit_sizes,
 )
 from pipeproof.stages.describe.layers import Layer, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
@@ -87,7 +89,7 @@ class LoweredPlan:
     """A plan with everything that is derived from it: one object for rules, simulator and executor.
 
     ``boundary`` is the activation of the model; ``edges`` has what crosses
-    between each two stages. ``programs`` hold the compute operations of each
+    between each two stages. ``schedule`` has the computations of each
     pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
     digest is of: folded, whether ``graph`` is or not. ``foreign`` is the
     schedule where it was not generated.
@@ -99,7 +101,7 @@ class LoweredPlan:
     stages: tuple[tuple[str, ...], ...]
     boundary: Boundary
     edges: tuple[Edge, ...]
-    programs: Programs
+    schedule: Schedule
     graph: OpGraph
     canonical: OpGraph
     foreign: ForeignSchedule | None = None
@@ -109,29 +111,68 @@ class LoweredPlan:
         """Whether the ranks of ``graph`` stand for more than themselves."""
         return self.graph.num_ranks < self.mesh.num_ranks
 
+    @property
+    def programs(self) -> Programs:
+        """The computations of each pipeline rank, in order."""
+        return self.schedule.programs
+
+    @property
+    def num_splits(self) -> int:
+        """Pieces into which sequences are cut; 0 where they are not."""
+        num_splits = self.spec.schedule.num_sequence_splits
+        return num_splits if num_splits > 1 else 0
+
+    @property
+    def num_units(self) -> int:
+        """Units of work of a step: micro-batches, or their splits."""
+        return self.spec.schedule.num_micro_batches * self.spec.schedule.num_sequence_splits
+
     @cached_property
     def sizes(self) -> tuple[MicroBatchSize, ...]:
-        """The distinct sizes of micro-batches."""
-        return micro_batch_sizes(self.spec)[0]
+        """The distinct sizes of units of work."""
+        return unit_sizes(self.spec)[0]
 
     @cached_property
-    def size_of_micro_batch(self) -> tuple[int, ...]:
-        """Which of ``sizes`` each micro-batch has; empty where there is one for all."""
-        return micro_batch_sizes(self.spec)[1]
+    def size_of_unit(self) -> tuple[int, ...]:
+        """Which of ``sizes`` each unit of work has; empty where there is one for all."""
+        return unit_sizes(self.spec)[1]
 
     @cached_property
-    def rank_of_stage(self) -> Mapping[int, int]:
-        """The pipeline rank that computes each stage."""
-        return {op.stage: rank for rank, program in enumerate(self.programs) for op in program}
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline ranks that hold each stage: one, or one for each copy."""
+        holders: list[list[int]] = [[] for _ in range(self.spec.num_stages)]
+        for rank, stages in enumerate(stages_of(self.programs)):
+            for stage in stages:
+                holders[stage].append(rank)
+        return tuple(map(tuple, holders))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a stage stands on several pipeline ranks, which share out the units of work."""
+        return any(len(ranks) > 1 for ranks in self.holders)
+
+    @cached_property
+    def owner(self) -> IntColumn:
+        """The pipeline rank that computes each unit of work of each stage, shape [stages, units].
+
+        That is the first holder of the stage for a unit that none computes.
+        """
+        owner = np.array([ranks[0] if ranks else NONE for ranks in self.holders], dtype=np.int64)
+        owner = np.repeat(owner[:, None], self.num_units, axis=1)
+        if self.has_copies:
+            for rank, program in reversed([*enumerate(self.programs)]):
+                for op in program:
+                    owner[op.stage, unit_of(op, self.num_splits)] = rank
+        return owner
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that a global rank computes, in order of their numbers."""
         return stages_of(self.programs)[self.mesh.coords(rank)["pp"]]
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
-        """The global ranks that compute a stage, in order."""
-        pp = self.rank_of_stage[stage]
-        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] == pp)
+        """The global ranks that hold a stage, in order."""
+        held = self.holders[stage]
+        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in held)
 
     @cached_property
     def layer_by_name(self) -> Mapping[str, Layer]:
@@ -176,11 +217,11 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     layers = describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
-    programs = foreign.programs if foreign is not None else plan_schedule(plan).programs
+    schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     own = boundary or describe_boundary(plan)
     nothing = OpGraph(Blocks().expand(), (), ())
-    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, programs, nothing, nothing, foreign)
+    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign)
     canonical = _graph(lowered, folded=True)
     lowered = replace(lowered, graph=canonical, canonical=canonical)
     num_replicas = mesh.num_ranks // canonical.num_ranks
@@ -230,8 +271,23 @@ def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:
         if (members := tuple(graph_rank[rank] for rank in group.ranks if rank in graph_rank))
     )
     group_of = {(group.axis, rank): i for i, group in enumerate(groups) for rank in group.ranks}
-    columns, tensors = _columns(plan, ranks, graph_rank, axes, group_of, fold_tp="tp" in fold)
+    copies = _copy_groups(plan, ranks)
+    numbers = {members: len(groups) + i for i, members in enumerate(dict.fromkeys(copies.values()))}
+    groups += tuple(Group("pp", tuple(graph_rank[rank] for rank in members)) for members in numbers)
+    copies_of = {place: numbers[members] for place, members in copies.items()}
+    columns, tensors = _columns(plan, ranks, graph_rank, axes, group_of, copies_of, fold_tp="tp" in fold)
     return OpGraph(columns, tensors, groups, tuple(ranks))
+
+
+def _copy_groups(plan: LoweredPlan, ranks: Sequence[int]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """For each (stage, global rank) that has copies elsewhere: the ranks that hold one, in order."""
+    members: dict[tuple[int, int], tuple[int, ...]] = {}
+    for stage, holders in enumerate(plan.holders):
+        for rank in ranks if len(holders) > 1 else ():
+            coords = plan.mesh.coords(rank)
+            if coords["pp"] in holders:
+                members[stage, rank] = tuple(plan.mesh.rank({**coords, "pp": pp}) for pp in holders)
+    return members
 
 
 def _columns(
@@ -240,22 +296,25 @@ def _columns(
     graph_rank: Mapping[int, int],
     axes: Sequence[str],
     group_of: Mapping[tuple[str, int], int],
+    copies_of: Mapping[tuple[int, int], int],
     *,
     fold_tp: bool,
 ) -> tuple[Columns, tuple[TensorSpec, ...]]:
     tensors = tensors_of(plan.edges)
     reduce_axes = _reduce_axes(plan)
-    blocks, given = Blocks(), []
+    blocks, given = Blocks(num_splits=plan.num_splits), []
     for rank in ranks:
         coords = plan.mesh.coords(rank)
         groups = {axis: group_of[axis, graph_rank[rank]] for axis in axes}
-        lowering = RankBlocks(plan, coords, tensors, groups, graph_rank, fold_tp=fold_tp)
+        copies = {stage: group for (stage, holder), group in copies_of.items() if holder == rank}
+        lowering = RankBlocks(plan, coords, tensors, groups, copies, graph_rank, fold_tp=fold_tp)
         foreign = plan.foreign
         if foreign is not None and not foreign.computes_only:
             given.append(list(lowering.given(foreign.rows[coords["pp"]], reduce_axes)))
             continue
-        lowering.write(blocks, None if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
-    return (columns_of(given) if given else blocks.expand()), tensors.specs
+        own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
+        lowering.write(blocks, own if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
+    return (columns_of(given, plan.num_splits) if given else blocks.expand()), tensors.specs
 
 
 def _fold_axes(plan: LoweredPlan) -> tuple[str, ...]:

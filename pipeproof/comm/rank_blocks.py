@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
 from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
-from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.columns import NONE, Row, unit_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     META_KINDS,
@@ -85,10 +85,22 @@ class _Message:
     transport: Transport
 
 
-class RankBlocks:
-    """Writes the program of the rank at ``coords``; ``groups`` are its own by axis, ``graph_rank`` finds peers.
+class Work(NamedTuple):
+    """What stands around a computation depends on this alone: its kind and stage, which size its unit of work has,
+    and the pipeline ranks that have this unit on the stages before and after (``NONE`` at the ends)."""
 
-    With ``fold_tp`` the rank stands for all its TP ranks, and ranges move by
+    kind: OpKind
+    stage: int
+    variant: int
+    before: int
+    after: int
+
+
+class RankBlocks:
+    """Writes the program of the rank at ``coords``; ``graph_rank`` finds peers.
+
+    ``groups`` are the rank's own by axis, ``copies`` those with the other
+    holders of a stage, by stage. With ``fold_tp`` the rank stands for all its TP ranks, and ranges move by
     their ``shift`` from one to the next.
     """
 
@@ -98,11 +110,13 @@ class RankBlocks:
         coords: Mapping[str, int],
         tensors: BoundaryTensors,
         groups: Mapping[str, int],
+        copies: Mapping[int, int],
         graph_rank: Mapping[int, int],
         *,
         fold_tp: bool,
     ) -> None:
-        self._plan, self._coords, self._tensors, self._groups = plan, coords, tensors, groups
+        self._plan, self._coords, self._tensors = plan, coords, tensors
+        self._groups, self._copies = groups, copies
         self._graph_rank, self._fold_tp = graph_rank, fold_tp
         self._num_tp = plan.mesh.size("tp")
         self._declared = {True: plan.spec.transport.forward, False: plan.spec.transport.backward}
@@ -149,7 +163,7 @@ class RankBlocks:
             else:
                 yield self._to_graph(row)
                 if op.kind in COMPUTE_KINDS:
-                    yield from self._children(op, self.variant(op.micro_batch))
+                    yield from self._children(op, self.variant(self.unit(op)))
         if not has_step and not self._forward_only:
             for stage in sorted({op.stage for op in self._program}):
                 reduced = any(r.op.kind is OpKind.REDUCE_GRAD and r.op.stage == stage for r in rows)
@@ -160,7 +174,7 @@ class RankBlocks:
         return row if row.peer == NONE else replace(row, peer=self._peer(row.peer, self._coords["tp"]))
 
     def _given_transfer(self, row: Row, transfer: Op) -> Iterator[Row]:
-        variant = self.variant(transfer.micro_batch)
+        variant = self.variant(self.unit(transfer))
         messages = self._messages(transfer, variant)
         if row.op.kind is OpKind.WAIT:
             yield from [row] * len(messages)
@@ -171,37 +185,36 @@ class RankBlocks:
             yield replace(self._row(transfer, message, row.peer), communicator=row.communicator, queue=row.queue,
                           batch=row.batch, origin=row.origin)  # fmt: skip
 
-    def before(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+    def before(self, work: Work, batch: int) -> Iterator[Row]:
         """What a computation waits for: its input, and the send that reads what it will free."""
-        forward = kind is OpKind.FORWARD
-        source = stage - 1 if forward else stage + 1
-        if kind is OpKind.BACKWARD_WEIGHT or not self._crosses(stage, source):
-            return  # a W reads what F and I kept
-        receive = Op(OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD, stage, batch)
-        messages = self._messages(receive, variant)
-        for message in messages:
-            yield self._row(receive, message, self._plan.rank_of_stage[source])
-        for _ in messages:
-            yield Row(wait_for(receive))
-        yield from self._gather(receive, variant)
-        if not forward:
-            yield from self.wait(Op(OpKind.SEND_FORWARD, stage, batch), variant)
+        forward = work.kind is OpKind.FORWARD
+        source = work.before if forward else work.after
+        if work.kind is not OpKind.BACKWARD_WEIGHT and self._is_elsewhere(source):  # a W reads what F and I kept
+            receive = Op(OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD, work.stage, batch)
+            messages = self._messages(receive, work.variant)
+            for message in messages:
+                yield self._row(receive, message, source)
+            for _ in messages:
+                yield Row(wait_for(receive))
+            yield from self._gather(receive, work.variant)
+            if not forward:
+                yield from self.wait(Op(OpKind.SEND_FORWARD, work.stage, batch), work.variant)
 
-    def compute(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+    def compute(self, work: Work, batch: int) -> Iterator[Row]:
         """A computation with the collectives inside it; which pair it belongs to is for its use to say."""
-        op = Op(kind, stage, batch)
+        op = Op(work.kind, work.stage, batch)
         yield Row(op, batch=ANY)
-        yield from self._children(op, variant)
+        yield from self._children(op, work.variant)
 
-    def after(self, kind: OpKind, stage: int, batch: int, variant: int) -> Iterator[Row]:
+    def after(self, work: Work, batch: int) -> Iterator[Row]:
         """Handing on what a computation made."""
-        send = self.send_of(kind, stage, batch)
+        send = self.send_of(work, batch)
         if send is not None:
-            yield from self._slice(send, variant)
-            neighbour = stage + 1 if send.is_forward else stage - 1
-            for message in self._messages(send, variant):
-                yield self._row(send, message, self._plan.rank_of_stage[neighbour])
-            yield from self._release(send, variant, "after_post")
+            yield from self._slice(send, work.variant)
+            receiver = work.after if send.is_forward else work.before
+            for message in self._messages(send, work.variant):
+                yield self._row(send, message, receiver)
+            yield from self._release(send, work.variant, "after_post")
 
     def wait(self, send: Op, variant: int) -> Iterator[Row]:
         """Waiting until a send has been taken."""
@@ -209,27 +222,38 @@ class RankBlocks:
             yield Row(wait_for(send))
         yield from self._release(send, variant, "after_wait")
 
-    def send_of(self, kind: OpKind, stage: int, batch: int) -> Op | None:
+    def send_of(self, work: Work, batch: int) -> Op | None:
         """The send that hands on what a computation makes; None where nothing leaves the rank."""
-        if kind is OpKind.FORWARD:
-            return Op(OpKind.SEND_FORWARD, stage, batch) if self._crosses(stage, stage + 1) else None
-        if kind is OpKind.BACKWARD_WEIGHT or not self._crosses(stage, stage - 1):
+        if work.kind is OpKind.FORWARD:
+            return Op(OpKind.SEND_FORWARD, work.stage, batch) if self._is_elsewhere(work.after) else None
+        if work.kind is OpKind.BACKWARD_WEIGHT or not self._is_elsewhere(work.before):
             return None
-        return Op(OpKind.SEND_BACKWARD, stage, batch)
+        return Op(OpKind.SEND_BACKWARD, work.stage, batch)
 
     def waits_late(self, send: Op) -> bool:
         """Whether a send is waited for at the end of the step: where no backward of its own comes to wait for it."""
         return self._forward_only or not send.is_forward
 
-    @property
-    def sizes_differ(self) -> bool:
-        """Whether micro-batches have more than one size."""
-        return bool(self._plan.size_of_micro_batch)
+    def unit(self, op: Op) -> int:
+        """The unit of work that a computation or transfer is of."""
+        return unit_of(op, self._plan.num_splits)
 
-    def variant(self, micro_batch: int | None) -> int:
-        """Which size of micro-batch this one has."""
-        by_micro_batch = self._plan.size_of_micro_batch
-        return by_micro_batch[micro_batch] if by_micro_batch and micro_batch is not None else 0
+    def variant(self, unit: int) -> int:
+        """Which size a unit of work has."""
+        by_unit = self._plan.size_of_unit
+        return by_unit[unit] if by_unit and unit != NONE else 0
+
+    @cached_property
+    def units_differ(self) -> bool:
+        """Whether units of work differ in size, or in the ranks that they go through."""
+        return bool(self._plan.size_of_unit) or self._plan.has_copies
+
+    def work(self, op: Op, unit: int) -> Work:
+        """What stands around a computation."""
+        owner, stage = self._plan.owner, op.stage
+        before = int(owner[stage - 1, unit]) if stage else NONE
+        after = int(owner[stage + 1, unit]) if stage + 1 < len(owner) else NONE
+        return Work(op.kind, stage, self.variant(unit), before, after)
 
     def _release(self, send: Op, variant: int, when: str) -> Iterator[Row]:
         """Give back the output that a forward send sends, or that its slices are of, if this is when the plan says."""
@@ -237,9 +261,9 @@ class RankBlocks:
             sliced = any(message.transport is Transport.PARTIAL for message in self._messages(send, variant))
             yield Row(free_of(Op(OpKind.SLICE_FORWARD, send.stage, send.micro_batch) if sliced else send))
 
-    def _crosses(self, stage: int, neighbour: int) -> bool:
-        rank_of_stage = self._plan.rank_of_stage
-        return neighbour in rank_of_stage and rank_of_stage[neighbour] != rank_of_stage[stage]
+    def _is_elsewhere(self, pp: int) -> bool:
+        """Whether a neighbouring stage exists and is on another pipeline rank."""
+        return pp not in (NONE, self._coords["pp"])
 
     def _messages(self, op: Op, variant: int) -> list[_Message]:
         """What a transfer of this rank really sends or receives: each tensor of the boundary, in order."""
@@ -319,7 +343,7 @@ class RankBlocks:
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):
             child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
-            group = self._groups[collective.axis]
+            group = self._copies[parent.stage] if collective.axis == "pp" else self._groups[collective.axis]
             yield Row(child, stop=collective.numel, group=group, reduction=collective.reduction)
 
     def update(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
@@ -328,17 +352,18 @@ class RankBlocks:
         yield Row(Op(OpKind.STEP, stage))
 
     def _reduce(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
+        """Sums over the copies of the stage, if there are several, then over each axis."""
         layers = self._plan.layers_of(stage)
-        for axis in reduce_axes:
+        for axis in (*(("pp",) if stage in self._copies else ()), *reduce_axes):
             reduce = Op(OpKind.REDUCE_GRAD, stage, axis=axis)
             yield Row(reduce)
             yield from self._issued(reduce, self._reductions(layers, axis))
 
     def _reductions(self, layers: Sequence[Layer], axis: str) -> Iterator[Collective]:
-        """One all-reduce per parameter: over a data axis all of them, else those whose gradient is partial there."""
+        """One all-reduce per parameter: over copies and data axes all of them, else those that are partial there."""
         for layer in layers:
             for parameter in layer.parameters:
-                if axis in DATA_AXES or axis in parameter.partial_over:
+                if axis in ("pp", *DATA_AXES) or axis in parameter.partial_over:
                     numel = prod(parameter.tp.local_shape(parameter.shape, self._num_tp))
                     yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)
 
@@ -353,32 +378,28 @@ def _overlapping(rows: Iterable[Row]) -> Iterator[list[Row]]:
             pair = []
 
 
-_Key = tuple[OpKind, int, int]
-"""Kind, stage and size of micro-batch of a computation."""
-
-
 class _Writer:
     """Uses the blocks of one rank, each written when it is first used."""
 
     def __init__(self, rank: RankBlocks, blocks: Blocks) -> None:
         self._rank, self._blocks = rank, blocks
-        self._sizes_differ = rank.sizes_differ
-        self._single: dict[_Key, tuple[int, int | None]] = {}
-        self._pairs: dict[tuple[_Key, ...], int] = {}
-        self._waits: dict[_Key, int | None] = {}
+        self._single: dict[Work, tuple[int, int | None]] = {}
+        self._pairs: dict[tuple[Work, ...], int] = {}
+        self._waits: dict[Work, int | None] = {}
+        self._alike: dict[tuple[OpKind, int], Work] = {}
+        """What stands around the computations of a stage, where that is the same for all units of work."""
         self._late: list[tuple[int, int, int]] = []
 
     def use_one(self, op: Op, origin: int = NONE) -> None:
         """One computation, with all that stands around it."""
-        batch = op.micro_batch or 0
-        key = op.kind, op.stage, self._rank.variant(batch) if self._sizes_differ else 0
-        blocks = self._single.get(key)
+        unit, work = self._work(op)
+        blocks = self._single.get(work)
         if blocks is None:
-            blocks = self._single[key] = self._blocks.add(list(self._rows([key]))), self._wait_block(key)
+            blocks = self._single[work] = self._blocks.add(list(self._rows([work]))), self._wait_block(work)
         block, wait = blocks
-        self._blocks.use(block, batch, origin)
+        self._blocks.use(block, unit, origin)
         if wait is not None:
-            self._late.append((wait, batch, origin))
+            self._late.append((wait, unit, origin))
 
     def use(self, rows: Sequence[Row]) -> None:
         """One computation, or two that overlap."""
@@ -386,32 +407,40 @@ class _Writer:
             self.use_one(rows[0].op, rows[0].origin)
             return
         first, second = rows
-        batches = [row.op.micro_batch or 0 for row in rows]
-        keys = [(r.op.kind, r.op.stage, self._rank.variant(b)) for r, b in zip(rows, batches, strict=True)]
-        block = self._pairs.get(tuple(keys))
+        units, works = zip(*(self._work(row.op) for row in rows), strict=True)
+        block = self._pairs.get(works)
         if block is None:
-            block = self._pairs[tuple(keys)] = self._blocks.add(list(self._rows(keys)))
-        self._blocks.use(block, batches[0], first.origin, other=batches[1], batch=first.batch)
-        for key, row, batch in zip(keys, (first, second), batches, strict=True):
-            wait = self._wait_block(key)
+            block = self._pairs[works] = self._blocks.add(list(self._rows(works)))
+        self._blocks.use(block, units[0], first.origin, other=units[1], batch=first.batch)
+        for work, row, unit in zip(works, (first, second), units, strict=True):
+            wait = self._wait_block(work)
             if wait is not None:
-                self._late.append((wait, batch, row.origin))
+                self._late.append((wait, unit, row.origin))
 
     def wait_for_sends(self) -> None:
         """The waits that stand at the end of the step, in the order of the sends."""
-        for block, micro_batch, origin in self._late:
-            self._blocks.use(block, micro_batch, origin)
+        for block, unit, origin in self._late:
+            self._blocks.use(block, unit, origin)
 
-    def _rows(self, keys: Sequence[_Key]) -> Iterator[Row]:
+    def _work(self, op: Op) -> tuple[int, Work]:
+        """The unit of work of a computation, and what stands around it."""
+        unit = self._rank.unit(op)
+        if self._rank.units_differ:
+            return unit, self._rank.work(op, unit)
+        work = self._alike.get((op.kind, op.stage))
+        if work is None:
+            work = self._alike[op.kind, op.stage] = self._rank.work(op, 0)
+        return unit, work
+
+    def _rows(self, works: Sequence[Work]) -> Iterator[Row]:
         for part in (self._rank.before, self._rank.compute, self._rank.after):
-            for (kind, stage, variant), batch in zip(keys, (ANY, ANY_OTHER), strict=False):
-                yield from part(kind, stage, batch, variant)
+            for work, batch in zip(works, (ANY, ANY_OTHER), strict=False):
+                yield from part(work, batch)
 
-    def _wait_block(self, key: _Key) -> int | None:
-        if key not in self._waits:
-            kind, stage, variant = key
-            send = self._rank.send_of(kind, stage, ANY)
+    def _wait_block(self, work: Work) -> int | None:
+        if work not in self._waits:
+            send = self._rank.send_of(work, ANY)
             late = send is not None and self._rank.waits_late(send)
-            rows = list(self._rank.wait(send, variant)) if send is not None and late else []
-            self._waits[key] = self._blocks.add(rows) if rows else None
-        return self._waits[key]
+            rows = list(self._rank.wait(send, work.variant)) if send is not None and late else []
+            self._waits[work] = self._blocks.add(rows) if rows else None
+        return self._waits[work]

@@ -111,7 +111,7 @@ def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]
     """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank."""
     losses = []
     for dp in range(plan.mesh.size("dp")):
-        coords = {**plan.mesh.coords(0), "dp": dp, "pp": plan.rank_of_stage[len(plan.stages) - 1]}
+        coords = {**plan.mesh.coords(0), "dp": dp, "pp": plan.holders[-1][0]}
         loss = ranks[plan.mesh.rank(coords)][0]
         assert loss is not None
         losses.append(loss)

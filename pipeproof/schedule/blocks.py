@@ -3,7 +3,7 @@
 What stands around a forward of stage 3 (its receive, the wait, the
 collectives inside it, its send) is the same for every micro-batch. A *block*
 is that run of rows, written once; a program is a sequence of (block,
-micro-batch). Expanding it is indexing, so a plan of a million operations costs
+unit of work: micro-batch, or one split of its sequences). Expanding it is indexing, so a plan of a million operations costs
 as many Python steps as it has distinct blocks.
 """
 
@@ -28,10 +28,12 @@ class Blocks:
     _rows: list[Row] = field(default_factory=list)
     _first: list[int] = field(default_factory=lambda: [0])
     _block: list[int] = field(default_factory=list)
-    _micro_batch: list[int] = field(default_factory=list)
+    _unit: list[int] = field(default_factory=list)
     _marked: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Origin, second micro-batch and batch of the uses that have any."""
+    """Origin, second unit and batch of the uses that have any."""
     _programs: list[int] = field(default_factory=lambda: [0])
+    num_splits: int = 0
+    """Pieces into which sequences are cut; 0 where they are not."""
 
     def add(self, rows: Sequence[Row]) -> int:
         """A new block; the number to use it by."""
@@ -39,14 +41,12 @@ class Blocks:
         self._first.append(len(self._rows))
         return len(self._first) - 2
 
-    def use(
-        self, block: int, micro_batch: int = NONE, origin: int = NONE, *, other: int = NONE, batch: int = NONE
-    ) -> None:
-        """Append one use of a block to the program of the present rank; ``other`` is its second micro-batch."""
+    def use(self, block: int, unit: int = NONE, origin: int = NONE, *, other: int = NONE, batch: int = NONE) -> None:
+        """Append one use of a block to the program of the present rank; ``other`` is its second unit of work."""
         if origin != NONE or other != NONE or batch != NONE:
             self._marked[len(self._block)] = origin, other, batch
         self._block.append(block)
-        self._micro_batch.append(micro_batch)
+        self._unit.append(unit)
 
     def end_rank(self) -> None:
         """What is used from here on belongs to the next rank."""
@@ -54,26 +54,26 @@ class Blocks:
 
     def expand(self) -> Columns:
         """The rows of all ranks as columns. Linear in rows, without Python work per row."""
-        template = columns_of([self._rows])
+        template = columns_of([self._rows], self.num_splits)
         first = np.array(self._first, dtype=np.int64)
         block = np.array(self._block, dtype=np.int64)
         length = np.diff(first)[block]
         ends = np.concatenate([[0], np.cumsum(length)])
         rows = np.arange(ends[-1]) + np.repeat(first[block] - ends[:-1], length)
-        written = template.values["micro_batch"][rows]
-        micro_batch = np.where(written == ANY, np.repeat(np.array(self._micro_batch, dtype=np.int64), length), written)
+        written = template.values["unit"][rows]
+        unit = np.where(written == ANY, np.repeat(np.array(self._unit, dtype=np.int64), length), written)
         origin, other, batch = (np.repeat(column, length) for column in self._marks())
         own_batch = template.values["batch"][rows]
         return template.take(
             rows,
             ends[np.array(self._programs, dtype=np.int64)],
-            micro_batch=np.where(written == ANY_OTHER, other, micro_batch),
+            unit=np.where(written == ANY_OTHER, other, unit),
             batch=np.where(own_batch == ANY, batch, own_batch),
             origin=origin,
         )
 
     def _marks(self) -> IntColumn:
-        """Origin, second micro-batch and batch of each use, ``NONE`` where it has none; shape [3, n]."""
+        """Origin, second unit and batch of each use, ``NONE`` where it has none; shape [3, n]."""
         marks = np.full((3, len(self._block)), NONE, dtype=np.int64)
         if self._marked:
             marks[:, list(self._marked)] = np.array(list(self._marked.values()), dtype=np.int64).T

@@ -100,7 +100,7 @@ class NameTable:
 
 
 COLUMN_NAMES = (
-    "kind", "stage", "micro_batch", "target_kind", "index", "axis", "peer", "tensor", "start", "stop", "shift",
+    "kind", "stage", "unit", "target_kind", "index", "axis", "peer", "tensor", "start", "stop", "shift",
     "group", "reduction", "communicator", "queue", "batch", "scale", "origin",
 )  # fmt: skip
 """The columns that a row fills, in canonical order."""
@@ -112,7 +112,8 @@ class Columns:
 
     ``accesses`` has shape [n, 3]: row, buffer, READ | WRITE | FREE.
     ``unusual`` holds the operations that the columns cannot express (a wait
-    for a child collective).
+    for a child collective). ``unit`` is the micro-batch, or where sequences
+    are cut into ``num_splits`` (not 0), micro-batch * num_splits + split.
     """
 
     values: Mapping[str, IntColumn]
@@ -124,6 +125,7 @@ class Columns:
     scales: tuple[str, ...]
     buffers: tuple[str, ...]
     unusual: Mapping[int, Op] = field(default_factory=dict)
+    num_splits: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -140,6 +142,7 @@ class Columns:
             )
             and (self.reductions, self.communicators, self.queues, self.scales, self.buffers, self.unusual)
             == (other.reductions, other.communicators, other.queues, other.scales, other.buffers, other.unusual)
+            and self.num_splits == other.num_splits
         )
 
     def take(self, rows: IntColumn, offsets: IntColumn, **changed: IntColumn) -> Columns:
@@ -154,8 +157,16 @@ class Columns:
         return replace(self, values=values, offsets=offsets)
 
 
-def columns_of(rows_by_rank: Sequence[Iterable[Row]]) -> Columns:
-    """Rows of each rank as columns."""
+def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = None) -> Columns:
+    """Rows of each rank as columns; without ``num_splits``, sequences are cut as the rows say.
+
+    Raises:
+        ValueError: some operations of micro-batches name a split, and some do not.
+    """
+    if num_splits is None:
+        rows_by_rank = [list(rows) for rows in rows_by_rank]
+        splits = (row.op.split for rows in rows_by_rank for row in rows)
+        num_splits = 1 + max((split for split in splits if split is not None), default=-1)
     reductions, communicators = NameTable(*REDUCTIONS), NameTable(*COMMUNICATORS)
     queues, scales, buffers = NameTable(*QUEUES), NameTable(""), NameTable()
     values: list[tuple[int, ...]] = []
@@ -173,7 +184,7 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]]) -> Columns:
                 (
                     KIND_CODE[op.kind],
                     op.stage,
-                    NONE if op.micro_batch is None else op.micro_batch,
+                    unit_of(op, num_splits),
                     NONE if op.target is None else KIND_CODE[op.target.kind],
                     NONE if op.index is None else op.index,
                     _axis_code(op),
@@ -203,7 +214,25 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]]) -> Columns:
         scales=scales.names(),
         buffers=buffers.names(),
         unusual=unusual,
+        num_splits=num_splits,
     )
+
+
+def unit_of(op: Op, num_splits: int) -> int:
+    """The unit of work that an operation is of; ``NONE`` for one of a whole step.
+
+    A negative micro-batch stands for any unit, in rows that are yet to be filled in.
+
+    Raises:
+        ValueError: the operation names no split, and sequences are cut.
+    """
+    if op.micro_batch is None:
+        return NONE
+    if op.micro_batch < 0 or not num_splits:
+        return op.micro_batch
+    if op.split is None:
+        raise ValueError(f"{op} names no split of its sequences, and other operations do")
+    return op.micro_batch * num_splits + op.split
 
 
 def _axis_code(op: Op) -> int:
@@ -222,18 +251,29 @@ def _fits_columns(op: Op) -> bool:
     return target.axis is None or target.axis == op.axis
 
 
-def op_from_columns(kind: int, stage: int, micro_batch: int, target_kind: int, index: int, axis: int) -> Op:
+def op_from_columns(
+    kind: int, stage: int, unit: int, target_kind: int, index: int, axis: int, *, num_splits: int
+) -> Op:
     """The operation of one row."""
     op_kind = KINDS[kind]
-    batch = None if micro_batch == NONE else micro_batch
+    batch, split = work_of(unit, num_splits)
     axis_name = None if axis == NONE else AXES[axis]
     if target_kind == NONE:
-        return Op(op_kind, stage, batch, axis=axis_name)
+        return Op(op_kind, stage, batch, axis=axis_name, split=split)
     parent_kind = KINDS[target_kind]
     if op_kind in TARGET_KINDS:
-        return Op(op_kind, stage, batch, target=Op(parent_kind, stage, batch, axis=axis_name))
-    parent = Op(parent_kind, stage, batch, axis=axis_name if parent_kind is OpKind.REDUCE_GRAD else None)
-    return Op(op_kind, stage, batch, target=parent, index=index, axis=axis_name)
+        target = Op(parent_kind, stage, batch, axis=axis_name, split=split)
+        return Op(op_kind, stage, batch, target=target, split=split)
+    parent_axis = axis_name if parent_kind is OpKind.REDUCE_GRAD else None
+    parent = Op(parent_kind, stage, batch, axis=parent_axis, split=split)
+    return Op(op_kind, stage, batch, target=parent, index=index, axis=axis_name, split=split)
+
+
+def work_of(unit: int, num_splits: int) -> tuple[int | None, int | None]:
+    """(micro-batch, split) of a unit of work; None for what there is not."""
+    if unit == NONE:
+        return None, None
+    return divmod(unit, num_splits) if num_splits else (unit, None)
 
 
 def rank_column(offsets: IntColumn) -> IntColumn:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.schedule.columns import NONE, Columns, IntColumn
+from pipeproof.schedule.columns import NONE, Columns, IntColumn, unit_of
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
     COLLECTIVE_KINDS,
@@ -127,7 +127,7 @@ def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
         targets = np.flatnonzero(wanted[values["kind"]] & (values["target_kind"] == NONE))
         both = np.concatenate([usual, targets])
         named = np.concatenate([values["target_kind"][usual], values["kind"][targets]])
-        key = packed(rank[both], values["stage"][both], values["micro_batch"][both], named, values["axis"][both])
+        key = packed(rank[both], values["stage"][both], values["unit"][both], named, values["axis"][both])
         wait_key, target_key = key[: len(usual)], key[len(usual) :]
         finishes = is_kind(values["target_kind"][usual], TRANSFER_KINDS)
         if finishes.all():
@@ -195,7 +195,7 @@ def _find_unusual(columns: Columns, wait: int, waits_for: IntColumn) -> None:
     same = (
         (values["kind"][before] == KIND_CODE[child.kind])
         & (values["stage"][before] == child.stage)
-        & (values["micro_batch"][before] == (NONE if child.micro_batch is None else child.micro_batch))
+        & (values["unit"][before] == unit_of(child, columns.num_splits))
         & (values["target_kind"][before] == KIND_CODE[op.target.target.kind])
         & (values["index"][before] == child.index)
     )
@@ -214,7 +214,7 @@ def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
     last = np.maximum.accumulate(np.where(owns, np.arange(len(rank)), NONE))
     candidate = last[children]
     fits = (candidate != NONE) & (rank[candidate] == rank[children])
-    for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("micro_batch", "micro_batch")):
+    for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("unit", "unit")):
         fits &= values[name][children] == values[of_parent][candidate]
     reduces = values["target_kind"][children] == KIND_CODE[OpKind.REDUCE_GRAD]
     own_axis = values["axis"][candidate]
@@ -231,7 +231,7 @@ def _last_parent(columns: Columns, child: int, first: int, owners: IntColumn) ->
     same = (
         (values["kind"][mine] == values["target_kind"][child])
         & (values["stage"][mine] == values["stage"][child])
-        & (values["micro_batch"][mine] == values["micro_batch"][child])
+        & (values["unit"][mine] == values["unit"][child])
     )
     found = mine[same]
     return int(found[-1]) if len(found) else NONE
@@ -271,7 +271,7 @@ WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
 TENSOR_NAMES = ("input", "output", "input_grad", "output_grad", "kept")
 
 
-def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, micro_batch: IntColumn) -> IntColumn:
+def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> IntColumn:
     """Producer to consumer within a rank: the last writer of each tensor before each reader, shape [n, 2]."""
     parts = [
         (rows, name, writes)
@@ -283,7 +283,7 @@ def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, micro_batch: 
     row = np.concatenate([rows for rows, _, _ in parts])
     name = np.concatenate([np.full(len(rows), TENSOR_NAMES.index(name)) for rows, name, _ in parts])
     writes = np.concatenate([np.full(len(rows), flag) for rows, _, flag in parts])
-    key = packed(rank[row], name, stage[row], micro_batch[row])
+    key = packed(rank[row], name, stage[row], unit[row])
     order = np.lexsort((writes, row, key))  # an operation reads before it writes
     row, key, writes = row[order], key[order], writes[order]
     last = np.maximum.accumulate(np.where(writes == 1, np.arange(len(row)), NONE)) if len(row) else row

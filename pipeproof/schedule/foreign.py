@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.csv_file import CsvSchedule, looks_like_csv, read_csv
+from pipeproof.schedule.fleet_text import looks_like_fleet, read_fleet
 from pipeproof.schedule.foreign_checks import Expected, RawSchedule, check_fit
 from pipeproof.schedule.op_text import OpReader
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import Group, TensorSpec
 from pipeproof.schedule.peers import with_peers
 from pipeproof.schedule.placed import Findings, Placed
-from pipeproof.schedule.programs import Programs, stages_of
+from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.schedule.text_form import looks_like_program, read_program
 from pipeproof.schedule.torch_runtime import runtime_rows
 from pipeproof.specs.finding import Location
@@ -36,6 +39,7 @@ class ScheduleFormat(StrEnum):
     TEXT = "text"
     CSV = "csv"
     CSV_COMMS = "csv-comms"
+    FLEET = "fleet"
 
 
 _TURN: Mapping[OpKind, int] = MappingProxyType(
@@ -53,7 +57,7 @@ _TURN: Mapping[OpKind, int] = MappingProxyType(
 """The order of what is done for one stage and micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ForeignSchedule:
     """A schedule with the places that it was read from.
 
@@ -73,10 +77,25 @@ class ForeignSchedule:
     tensors: tuple[TensorSpec, ...] = ()
     groups: tuple[Group, ...] = ()
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations of each pipeline rank, in order, and which of them overlap."""
+        computations = [[row for row in rows if row.op.kind in COMPUTE_KINDS] for rows in self.rows]
+        pairs = tuple(
+            frozenset(
+                place
+                for place, (row, after) in enumerate(pairwise(rows))
+                if row.batch != NONE and row.batch == after.batch
+            )
+            for rows in computations
+        )
+        programs = tuple(tuple(row.op for row in rows) for rows in computations)
+        return Schedule(programs, pairs if any(pairs) else ())
+
     @property
     def programs(self) -> Programs:
         """The computations of each pipeline rank, in order."""
-        return tuple(tuple(row.op for row in rows if row.op.kind in COMPUTE_KINDS) for rows in self.rows)
+        return self.schedule.programs
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
@@ -122,6 +141,8 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
     form = ScheduleFormat(format)
     if form is ScheduleFormat.TEXT or (form is ScheduleFormat.AUTO and looks_like_program(text)):
         return _from_text(text, file, expected, findings)
+    if form is ScheduleFormat.FLEET or (form is ScheduleFormat.AUTO and looks_like_fleet(text)):
+        return _from_fleet(text, file, expected, findings)
     if form is ScheduleFormat.AUTO and text.strip() and not looks_like_csv(text):
         _refuse_unknown(text, file, findings)
     cells = read_csv(text, file, findings)
@@ -163,6 +184,14 @@ def _from_text(text: str, file: str, expected: Expected, findings: Findings) -> 
     program = read_program(text, file)
     raw = RawSchedule(program.rows_by_rank, program.origins, program.ends, Location(file, 1, 1))
     return _as_given(raw, expected, findings, program.tensors, program.groups)
+
+
+def _from_fleet(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
+    steps = read_fleet(text, file, findings)
+    findings.raise_any()
+    return _as_given(
+        RawSchedule(steps.rows_by_rank, steps.origins, steps.ends, Location(file, 1, 1)), expected, findings
+    )
 
 
 def _as_given(
@@ -216,6 +245,10 @@ def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
     lines = enumerate(LINE_BREAK.split(text), start=1)
     number, line = next((number, line) for number, line in lines if line.strip())
     place = Location(file, number, 1, len(line))
-    mend = "a CSV has a line for each rank, such as `0F0,0F1,0B0,0B1`; a text `rank 0: 0F0 0F1 0B0 0B1`"
-    findings.add(WRONG_FORMAT, place, "neither PyTorch's CSV nor our text form begins like this", mend)
+    mend = (
+        "a CSV has a line for each rank, such as `0F0,0F1,0B0,0B1`; a text `rank 0: 0F0 0F1 0B0 0B1`; Fleet's static "
+        "scheduler prints `f0;f1;b0;b1;`"
+    )
+    message = "PyTorch's CSV, the strings of Fleet and our text form all begin differently"
+    findings.add(WRONG_FORMAT, place, message, mend)
     findings.raise_any()

@@ -28,6 +28,7 @@ from pipeproof.schedule.columns import (
     Row,
     op_from_columns,
     rank_column,
+    work_of,
 )
 from pipeproof.schedule.derive import (
     BoolColumn,
@@ -170,7 +171,8 @@ class _Ops(Sequence[Op]):
             raise IndexError(op_id)
         values = self._columns.values
         return op_from_columns(
-            *(int(values[name][op_id]) for name in ("kind", "stage", "micro_batch", "target_kind", "index", "axis"))
+            *(int(values[name][op_id]) for name in ("kind", "stage", "unit", "target_kind", "index", "axis")),
+            num_splits=self._columns.num_splits,
         )
 
 
@@ -197,8 +199,8 @@ class OpGraph:
     """All operations of one training step as columns, with edges by kind. Frozen: nothing changes it.
 
     Columns are int64 arrays with one entry per op id: ``kind`` (a place in
-    ``ops.KINDS``), ``stage``, ``micro_batch``, ``rank``, ``peer``,
-    ``channel``, ``tensor``, ``start``, ``stop``, ``shift``, ``group``,
+    ``ops.KINDS``), ``stage``, ``unit`` (of work: a micro-batch, or one split of
+    its sequences), ``rank``, ``peer``, ``channel``, ``tensor``, ``start``, ``stop``, ``shift``, ``group``,
     ``reduction``, ``queue``, ``batch``, ``scale``, ``origin`` as ``Row`` has
     them, and what follows from the rows:
 
@@ -226,7 +228,7 @@ class OpGraph:
         self.offsets = columns.offsets
         self.rank = rank_column(columns.offsets)
         self.global_rank = tuple(range(self.num_ranks)) if global_rank is None else global_rank
-        self.kind, self.stage, self.micro_batch = values["kind"], values["stage"], values["micro_batch"]
+        self.kind, self.stage, self.unit = values["kind"], values["stage"], values["unit"]
         self.axis, self.target_kind, self.index = values["axis"], values["target_kind"], values["index"]
         self.peer, self.tensor, self.group = values["peer"], values["tensor"], values["group"]
         self.start, self.stop, self.shift = values["start"], values["stop"], values["shift"]
@@ -278,6 +280,21 @@ class OpGraph:
         """What rows say of buffers; empty where all is as the kinds imply."""
         op, buffer, mode = self.columns.accesses.T
         return Accesses(op, buffer, mode)
+
+    @property
+    def num_splits(self) -> int:
+        """Pieces into which the sequences of each micro-batch are cut; 0 where they are not."""
+        return self.columns.num_splits
+
+    def unit_text(self, unit: int) -> str:
+        """A unit of work as operations name it: ``3``, or ``3.s1``."""
+        micro_batch, split = work_of(unit, self.num_splits)
+        return f"{micro_batch}" if split is None else f"{micro_batch}.s{split}"
+
+    def op_of(self, kind: OpKind, stage: int, unit: int) -> Op:
+        """The operation of this kind for a stage and a unit of work."""
+        micro_batch, split = work_of(unit, self.num_splits)
+        return Op(kind, stage, micro_batch, split=split)
 
     def is_kind(self, kinds: frozenset[OpKind]) -> BoolColumn:
         """Which operations are of one of ``kinds``."""
@@ -359,7 +376,7 @@ class OpGraph:
                 waits = np.flatnonzero(self.waits_for != NONE)
                 return sorted_edges(self.waits_for[waits], waits)
             case EdgeKind.DATA:
-                return data_edges(self.kind, self.rank, self.stage, self.micro_batch)
+                return data_edges(self.kind, self.rank, self.stage, self.unit)
 
     @cached_property
     def nx(self) -> nx.DiGraph[int]:

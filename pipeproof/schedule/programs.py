@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import Op
 
 Program = tuple[Op, ...]
@@ -31,6 +32,16 @@ class Schedule:
     def pairs_of(self, rank: int) -> frozenset[int]:
         """The places of ``rank`` at which an overlapped pair begins."""
         return self.pairs[rank] if self.pairs else frozenset()
+
+    def rows(self, rank: int) -> list[Row]:
+        """The computations of ``rank`` as rows; the two of an overlapped pair share a batch."""
+        begins, batch = self.pairs_of(rank), NONE
+        rows = []
+        for place, op in enumerate(self.programs[rank]):
+            if place - 1 not in begins:
+                batch = place if place in begins else NONE
+            rows.append(Row(op, batch=batch))
+        return rows
 
 
 class UnfitSizesError(ValueError):

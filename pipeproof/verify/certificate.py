@@ -58,6 +58,7 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
         "rule_set": RULE_SET_VERSION,
         "kinds": KINDS,
         "num_rows": columns.num_rows,
+        "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],
         "unusual": {str(op_id): str(op) for op_id, op in columns.unusual.items()},
         "tensors": [asdict(tensor) for tensor in graph.tensors],

@@ -117,7 +117,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 def _same_call(graph: OpGraph, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
     """Whether two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one."""
     same = np.ones(len(ours), dtype=bool)
-    for column in (graph.kind, graph.micro_batch, graph.target_kind, graph.index, graph.axis, graph.reduction):
+    for column in (graph.kind, graph.unit, graph.target_kind, graph.index, graph.axis, graph.reduction):
         same &= column[ours] == column[theirs]
     length = graph.stop - graph.start
     same &= length[ours] == length[theirs]

@@ -32,9 +32,18 @@ def owns(subject: Subject, rank: IntColumn, stage: IntColumn) -> BoolColumn:
     return (stage >= 0) & np.isin(rank * num_stages + stage, keys)
 
 
-def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, micro_batch: IntColumn) -> BoolColumn:
-    """Whether each rank should compute the micro-batch on the stage: it owns it, and there are that many."""
-    return owns(subject, rank, stage) & (micro_batch < subject.num_micro_batches)
+def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> BoolColumn:
+    """Whether each rank should compute the unit of work on the stage.
+
+    It owns the stage, there are that many units, and of several copies of the stage it has the one for this unit.
+    """
+    lowered = subject.lowered
+    if lowered is None or not lowered.has_copies:
+        return owns(subject, rank, stage) & (unit < subject.num_units)
+    num_stages, num_units = lowered.owner.shape
+    known = (stage >= 0) & (stage < num_stages) & (unit >= 0) & (unit < num_units)
+    mine = lowered.owner[np.where(known, stage, 0), np.where(known, unit, 0)] == subject.pp_of[rank]
+    return np.asarray(known & mine)
 
 
 MISSING = RuleDoc(
@@ -54,8 +63,8 @@ MISSING = RuleDoc(
 
 def _check_missing(subject: Subject) -> Iterator[Finding]:
     table = subject.computes
-    rank, stage, micro_batch = _expected_by_plan(subject) if subject.lowered is not None else _expected_alone(subject)
-    entry = table.find(rank, stage, micro_batch)
+    rank, stage, unit = _expected_by_plan(subject) if subject.lowered is not None else _expected_alone(subject)
+    entry = table.find(rank, stage, unit)
 
     def lacks(kind: OpKind) -> BoolColumn:
         none: BoolColumn = np.append(table.count[kind], 0)[entry] == 0  # the place NONE, -1, is the appended one
@@ -67,7 +76,11 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
         absent |= {_B: ~split & lacks(_B), _I: split & lacks(_I), _W: split & lacks(_W)}
     for place in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
         at = int(rank[place])
-        ops = [Op(kind, int(stage[place]), int(micro_batch[place])) for kind, here in absent.items() if here[place]]
+        ops = [
+            subject.graph.op_of(kind, int(stage[place]), int(unit[place]))
+            for kind, here in absent.items()
+            if here[place]
+        ]
         names = " and ".join(map(str, ops))
         yield finding(
             MISSING,
@@ -78,15 +91,12 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _expected_by_plan(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """(rank, stage, micro-batch) of all that the plan's placement and number of micro-batches ask for."""
+    """(rank, stage, unit of work) of all that the plan's placement and number of micro-batches ask for."""
     pairs = sorted((rank, stage) for stage, ranks in subject.stage_owners.items() for rank in ranks)
-    num_micro_batches = subject.num_micro_batches
-    rank, stage = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return (
-        np.repeat(rank, num_micro_batches),
-        np.repeat(stage, num_micro_batches),
-        np.tile(np.arange(num_micro_batches), len(pairs)),
-    )
+    rank, stage = np.repeat(np.array(pairs, dtype=np.int64).reshape(-1, 2), subject.num_units, axis=0).T
+    unit = np.tile(np.arange(subject.num_units), len(pairs))
+    due = is_expected(subject, rank, stage, unit)
+    return rank[due], stage[due], unit[due]
 
 
 def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
@@ -98,23 +108,23 @@ def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
     """
     table = subject.computes
     stages, stage_code = np.unique(table.stage, return_inverse=True)
-    micro_batches, micro_batch_code = np.unique(table.micro_batch, return_inverse=True)
-    cells = stage_code * len(micro_batches) + micro_batch_code
-    covered = np.bincount(cells, minlength=len(stages) * len(micro_batches)).reshape(len(stages), len(micro_batches))
+    units, unit_code = np.unique(table.unit, return_inverse=True)
+    cells = stage_code * len(units) + unit_code
+    covered = np.bincount(cells, minlength=len(stages) * len(units)).reshape(len(stages), len(units))
     uncovered = covered.max(axis=1, initial=0)[:, None] - covered
     lacking = np.flatnonzero(uncovered.ravel() > 0)
     touched = np.isin(cells, lacking)
     busy = set(zip(cells[touched].tolist(), table.rank[touched].tolist(), strict=True))
     more: list[tuple[int, int, int]] = []
     for cell in lacking.tolist():
-        row, column = divmod(cell, len(micro_batches))
+        row, column = divmod(cell, len(units))
         idle = [rank for rank in subject.stage_owners[int(stages[row])] if (cell, rank) not in busy]
         missing = int(uncovered[row, column])
-        more += [(rank, int(stages[row]), int(micro_batches[column])) for rank in idle[:missing]]
+        more += [(rank, int(stages[row]), int(units[column])) for rank in idle[:missing]]
     added = np.array(more, dtype=np.int64).reshape(-1, 3)
-    ours = np.stack([table.rank, table.stage, table.micro_batch], axis=1)
-    rank, stage_column, micro_batch_column = np.concatenate([ours, added]).T
-    return rank, stage_column, micro_batch_column
+    ours = np.stack([table.rank, table.stage, table.unit], axis=1)
+    rank, stage_column, unit_column = np.concatenate([ours, added]).T
+    return rank, stage_column, unit_column
 
 
 DOUBLED = RuleDoc(
@@ -147,7 +157,7 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
                 DOUBLED,
                 f"{subject.coords_text(int(table.rank[entry]))} runs "
                 f"{', '.join(str(graph.ops[i]) for i in ids)}: stage {table.stage[entry]} does the work of "
-                f"micro-batch {table.micro_batch[entry]} more than once",
+                f"micro-batch {graph.unit_text(int(table.unit[entry]))} more than once",
                 help="keep one of them",
                 witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
             )
@@ -201,14 +211,14 @@ FOREIGN = RuleDoc(
 
 def _check_foreign(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
-    strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.micro_batch))
+    strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.unit))
     for rank in np.unique(table.rank[strangers]).tolist():
         ids = [op_id for entry in strangers[table.rank[strangers] == rank].tolist() for op_id in table.ops(entry)]
         stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
         named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         yield finding(
             FOREIGN,
-            f"{subject.coords_text(rank)} owns {named} and micro-batches 0..{subject.num_micro_batches - 1}, "
+            f"{subject.coords_text(rank)} owns {named} and micro-batches 0..{graph.unit_text(subject.num_units - 1)}, "
             f"but runs {', '.join(str(graph.ops[i]) for i in ids[:8])}",
             help="run the operation on the rank that owns the stage",
             witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),

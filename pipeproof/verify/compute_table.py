@@ -16,7 +16,7 @@ from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 class ComputeTable:
     """The compute operations of a graph by rank, stage and micro-batch, in that order.
 
-    ``rank``, ``stage`` and ``micro_batch`` say what entry ``i`` is of;
+    ``rank``, ``stage`` and ``unit`` say what entry ``i`` is of;
     ``count[kind][i]`` how often its rank runs that kind, ``first[kind][i]`` the
     op id of the first one, ``NONE`` without any. ``rows`` are the op ids of
     all compute operations, ``entry_of`` the entry of each.
@@ -24,7 +24,7 @@ class ComputeTable:
 
     rank: IntColumn
     stage: IntColumn
-    micro_batch: IntColumn
+    unit: IntColumn
     count: Mapping[OpKind, IntColumn]
     first: Mapping[OpKind, IntColumn]
     rows: IntColumn
@@ -54,24 +54,24 @@ class ComputeTable:
         order, starts = self._by_entry
         return [int(op_id) for op_id in self.rows[order[starts[entry] : starts[entry + 1]]]]
 
-    def find(self, rank: IntColumn, stage: IntColumn, micro_batch: IntColumn) -> IntColumn:
+    def find(self, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> IntColumn:
         """The entry at each of these places, ``NONE`` where nothing is computed; all arrays of one length."""
-        num_stages, num_micro_batches, keys = self._index
-        inside = (stage >= 0) & (stage < num_stages) & (micro_batch >= 0) & (micro_batch < num_micro_batches)
+        num_stages, num_units, keys = self._index
+        inside = (stage >= 0) & (stage < num_stages) & (unit >= 0) & (unit < num_units)
         if not len(keys):
             return np.full(len(rank), NONE, dtype=np.int64)
-        wanted = np.where(inside, (rank * num_stages + stage) * num_micro_batches + micro_batch, NONE)
+        wanted = np.where(inside, (rank * num_stages + stage) * num_units + unit, NONE)
         place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[place] == wanted, place, NONE)
 
     @cached_property
     def _index(self) -> tuple[int, int, IntColumn]:
         num_stages = int(self.stage.max(initial=-1)) + 1
-        num_micro_batches = int(self.micro_batch.max(initial=-1)) + 1
+        num_units = int(self.unit.max(initial=-1)) + 1
         return (
             num_stages,
-            num_micro_batches,
-            (self.rank * num_stages + self.stage) * num_micro_batches + (self.micro_batch),
+            num_units,
+            (self.rank * num_stages + self.stage) * num_units + self.unit,
         )
 
     @cached_property
@@ -86,12 +86,12 @@ def compute_table(graph: OpGraph) -> ComputeTable:
     Raises:
         OverflowError: stages and micro-batches are numbered too high for 63 bits.
     """
-    rows = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.micro_batch != NONE))
-    rank, stage, micro_batch = graph.rank[rows], graph.stage[rows], graph.micro_batch[rows]
-    sizes = graph.num_ranks, int(stage.max(initial=-1)) + 1, int(micro_batch.max(initial=-1)) + 1
+    rows = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.unit != NONE))
+    rank, stage, unit = graph.rank[rows], graph.stage[rows], graph.unit[rows]
+    sizes = graph.num_ranks, int(stage.max(initial=-1)) + 1, int(unit.max(initial=-1)) + 1
     if sizes[0] * sizes[1] * sizes[2] >= 2**63:
         raise OverflowError("operations are numbered too high for this table")
-    keys = (rank * sizes[1] + stage) * sizes[2] + micro_batch
+    keys = (rank * sizes[1] + stage) * sizes[2] + unit
     _, some, entry_of = np.unique(keys, return_index=True, return_inverse=True)
     count: dict[OpKind, IntColumn] = {}
     first: dict[OpKind, IntColumn] = {}
@@ -100,4 +100,4 @@ def compute_table(graph: OpGraph) -> ComputeTable:
         count[kind] = np.bincount(entry_of[mine], minlength=len(some))
         first[kind] = np.full(len(some), NONE, dtype=np.int64)
         first[kind][entry_of[mine[::-1]]] = rows[mine[::-1]]  # of several the last one written stays: the first row
-    return ComputeTable(rank[some], stage[some], micro_batch[some], count, first, rows, entry_of)
+    return ComputeTable(rank[some], stage[some], unit[some], count, first, rows, entry_of)

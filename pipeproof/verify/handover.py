@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.verify.completeness import is_expected, owns
+from pipeproof.verify.completeness import is_expected
 from pipeproof.verify.pairs import partner_of
 from pipeproof.verify.subject import Rule, Subject, finding, missing_op
 
@@ -42,7 +42,7 @@ class _Messages:
     """Transfers of tensors, as seen from the rank that is to compute with them.
 
     ``row`` is the transfer, ``is_send`` which end it is; ``rank``, ``stage``
-    and ``micro_batch`` say where the tensor is needed, ``backward`` whether it
+    and ``unit`` say where the tensor is needed, ``backward`` whether it
     is a gradient, ``member`` which of the tensors that cross together it is.
     """
 
@@ -50,7 +50,7 @@ class _Messages:
     is_send: BoolColumn
     rank: IntColumn
     stage: IntColumn
-    micro_batch: IntColumn
+    unit: IntColumn
     backward: IntColumn
     member: IntColumn
 
@@ -72,7 +72,7 @@ def _messages(subject: Subject) -> _Messages:
         is_send,
         np.where(is_send, graph.peer[row], graph.rank[row]),
         graph.stage[row] + step,
-        graph.micro_batch[row],
+        graph.unit[row],
         backward,
         member_of[graph.tensor[row]],
     )
@@ -85,7 +85,7 @@ def _needed(subject: Subject, direction: _Direction) -> tuple[IntColumn, IntColu
     source = table.stage + direction.source
     stages = np.array(sorted(subject.stage_owners), dtype=np.int64)
     entries = np.flatnonzero(uses & np.isin(source, stages))
-    return entries, table.find(table.rank[entries], source[entries], table.micro_batch[entries])
+    return entries, table.find(table.rank[entries], source[entries], table.unit[entries])
 
 
 def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction: _Direction) -> BoolColumn:
@@ -94,7 +94,7 @@ def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction:
         ran: BoolColumn = maker != NONE
         return ran
     table = subject.computes
-    return owns(subject, table.rank[entries], table.stage[entries] + direction.source)
+    return is_expected(subject, table.rank[entries], table.stage[entries] + direction.source, table.unit[entries])
 
 
 NEVER_SENT = RuleDoc(
@@ -117,7 +117,7 @@ NEVER_SENT = RuleDoc(
 
 def _check_never_sent(subject: Subject) -> Iterator[Finding]:
     table, messages = subject.computes, _messages(subject)
-    expected = is_expected(subject, table.rank, table.stage, table.micro_batch)
+    expected = is_expected(subject, table.rank, table.stage, table.unit)
     names = _member_names(subject)
     for backward, direction in enumerate(_DIRECTIONS):
         entries, maker = _needed(subject, direction)
@@ -127,7 +127,7 @@ def _check_never_sent(subject: Subject) -> Iterator[Finding]:
         known = packed(
             np.concatenate([messages.rank[here], table.rank[owed]]),
             np.concatenate([messages.stage[here], table.stage[owed]]),
-            np.concatenate([messages.micro_batch[here], table.micro_batch[owed]]),
+            np.concatenate([messages.unit[here], table.unit[owed]]),
             np.concatenate([messages.member[here], member]),
         )
         num_sent = len(known) - len(owed)
@@ -153,13 +153,13 @@ def _owed(subject: Subject, entries: IntColumn, stage: IntColumn, member: IntCol
 
 def _never_sent(subject: Subject, entry: int, direction: _Direction, member: str) -> Finding:
     graph, table = subject.graph, subject.computes
-    rank, stage, micro_batch = (int(column[entry]) for column in (table.rank, table.stage, table.micro_batch))
-    receive = Op(direction.receive, stage, micro_batch)
+    rank, stage, unit = (int(column[entry]) for column in (table.rank, table.stage, table.unit))
+    receive = graph.op_of(direction.receive, stage, unit)
     send = partner_of(receive)
     forward = direction.receive is OpKind.RECV_FORWARD
     user = int((table.first[OpKind.FORWARD] if forward else table.first_backward)[entry])
     what = f"`{member}`, {send} to {receive}," if member else f"what {send} would send and {receive} receive"
-    makers, users = (subject.stage_owners[of] for of in (send.stage, stage))
+    makers, users = (_replicas(subject, of, unit) for of in (send.stage, stage))
     maker = makers[users.index(rank) % len(makers)]  # replicas stand in one order on every stage
     return finding(
         NEVER_SENT,
@@ -173,6 +173,13 @@ def _never_sent(subject: Subject, entry: int, direction: _Direction, member: str
             )
         ),
     )
+
+
+def _replicas(subject: Subject, stage: int, unit: int) -> list[int]:
+    """The ranks that owe a unit of work of a stage: of several copies of the stage those of one."""
+    ranks = np.array(subject.stage_owners[stage], dtype=np.int64)
+    due = is_expected(subject, ranks, np.full_like(ranks, stage), np.full_like(ranks, unit))
+    return [int(rank) for rank in ranks[due]]
 
 
 STRAY = RuleDoc(
@@ -194,15 +201,15 @@ def _check_stray(subject: Subject) -> Iterator[Finding]:
     receives = np.flatnonzero(~messages.is_send & (graph.match[messages.row] != NONE))
     row = messages.row[receives]
     send = graph.match[row]
-    stage, micro_batch = messages.stage[receives], messages.micro_batch[receives]
+    stage, unit = messages.stage[receives], messages.unit[receives]
     source = stage + np.where(messages.backward[receives] == 1, 1, -1)
 
     def has_no_place(rank: IntColumn, of_stage: IntColumn) -> BoolColumn:
         """Not on a rank that owes the computation; one that computes nothing at all is not described, nor blamed."""
         described = np.isin(rank, subject.computes.rank)
-        return described & ~is_expected(subject, rank, of_stage, micro_batch)
+        return described & ~is_expected(subject, rank, of_stage, unit)
 
-    meant = (graph.stage[send] == source) & (graph.micro_batch[send] == micro_batch)  # else PP302 speaks
+    meant = (graph.stage[send] == source) & (graph.unit[send] == unit)  # else PP302 speaks
     unused, unmade = meant & has_no_place(graph.rank[row], stage), meant & has_no_place(graph.rank[send], source)
     again = meant & _come_already(graph, row)
     for place in np.flatnonzero(unused | unmade | again).tolist():
@@ -227,7 +234,7 @@ def _check_stray(subject: Subject) -> Iterator[Finding]:
 
 def _come_already(graph: OpGraph, row: IntColumn) -> BoolColumn:
     """Which receives, given in program order, bring the same elements of the same tensor as one before them."""
-    tensor = packed(graph.rank[row], graph.kind[row], graph.stage[row], graph.micro_batch[row], graph.tensor[row])
+    tensor = packed(graph.rank[row], graph.kind[row], graph.stage[row], graph.unit[row], graph.tensor[row])
     again = np.zeros(len(row), dtype=bool)
     ordered = np.sort(tensor)
     several = np.flatnonzero(np.isin(tensor, ordered[1:][ordered[1:] == ordered[:-1]]))  # none, or parts of a tensor
@@ -254,7 +261,7 @@ LOCAL_ORDER = RuleDoc(
 
 def _check_local_order(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
-    expected = is_expected(subject, table.rank, table.stage, table.micro_batch)  # of the others PP124 speaks
+    expected = is_expected(subject, table.rank, table.stage, table.unit)  # of the others PP124 speaks
     for direction in _DIRECTIONS:
         entries, maker = _needed(subject, direction)
         local = (maker != NONE) & expected[entries] & expected[maker]

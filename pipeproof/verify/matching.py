@@ -91,7 +91,7 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
     other = (
         (graph.kind[receive] != kind_of_partner[graph.kind[send]])
         | (graph.stage[receive] != graph.stage[send] + step[graph.kind[send]])
-        | (graph.micro_batch[receive] != graph.micro_batch[send])
+        | (graph.unit[receive] != graph.unit[send])
     )
     other_member = pairs.differ(lambda tensor: tensor.member)
     for sent, received in pairs.where(other | other_member):

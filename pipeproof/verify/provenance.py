@@ -98,7 +98,7 @@ def gathers_of_receives(graph: OpGraph) -> IntColumn:
 def _tensor_keys(graph: OpGraph, rows: IntColumn) -> IntColumn:
     """Equal for operations of one rank that write the same tensor of the same micro-batch."""
     backward = np.isin(graph.kind[rows], [KIND_CODE[OpKind.RECV_BACKWARD], KIND_CODE[OpKind.GATHER_BACKWARD]])
-    columns = (graph.rank, graph.stage, graph.micro_batch, graph.tensor)
+    columns = (graph.rank, graph.stage, graph.unit, graph.tensor)
     return packed(*(column[rows] for column in columns), backward.astype(np.int64))
 
 

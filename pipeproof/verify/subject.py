@@ -13,7 +13,7 @@ from pipeproof.comm.capabilities import BackendTable, backend_table
 from pipeproof.comm.loaded import lower_loaded
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op
-from pipeproof.schedule.optable import NONE, OpGraph
+from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import (
     CycleWitness,
@@ -76,17 +76,25 @@ class Subject:
         return replace(self, graph=lowered.graph, lowered=lowered)
 
     @cached_property
+    def pp_of(self) -> IntColumn:
+        """The coordinate on the ``pp`` axis of each of the graph's ranks, for a subject with a plan."""
+        mesh = self.plan.mesh
+        return np.array([mesh.coords(rank)["pp"] for rank in self.graph.global_rank], dtype=np.int64)
+
+    @cached_property
     def stage_owners(self) -> Mapping[int, tuple[int, ...]]:
         """The graph's ranks that compute each stage: as the plan places it, else those that do."""
         graph = self.graph
         owners: dict[int, list[int]] = {}
         if self.lowered is not None:
-            rank_of_stage = self.lowered.rank_of_stage
-            pp_of = [self.lowered.mesh.coords(rank)["pp"] for rank in graph.global_rank]
             by_pp: dict[int, list[int]] = {}
-            for rank, pp in enumerate(pp_of):
+            for rank, pp in enumerate(self.pp_of.tolist()):
                 by_pp.setdefault(pp, []).append(rank)
-            return {stage: tuple(by_pp.get(pp, ())) for stage, pp in sorted(rank_of_stage.items())}
+            return {
+                stage: tuple(rank for pp in holders for rank in by_pp.get(pp, ()))
+                for stage, holders in enumerate(self.lowered.holders)
+                if holders
+            }
         rows = graph.is_kind(COMPUTE_KINDS)
         for stage, rank in np.unique(np.stack([graph.stage[rows], graph.rank[rows]], axis=1), axis=0).tolist():
             owners.setdefault(stage, []).append(rank)
@@ -98,11 +106,11 @@ class Subject:
         return compute_table(self.graph)
 
     @cached_property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of a step: as the plan says, else one more than the largest that is computed."""
+    def num_units(self) -> int:
+        """Units of work of a step (micro-batches, or their splits): as the plan says, else as many as are computed."""
         if self.lowered is not None:
-            return self.lowered.spec.schedule.num_micro_batches
-        return int(self.graph.micro_batch[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
+            return self.lowered.num_units
+        return int(self.graph.unit[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
 
     @cached_property
     def _found(self) -> dict[object, object]:

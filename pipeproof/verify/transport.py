@@ -60,8 +60,8 @@ def _check_lossy(subject: Subject) -> Iterator[Finding]:
     )
     for key in np.unique(edge, axis=0).tolist():
         here = (edge == key).all(axis=1)
-        batches = np.unique(graph.micro_batch[receive[here]])
-        in_first = here & (graph.micro_batch[receive] == batches[0])
+        batches = np.unique(graph.unit[receive[here]])
+        in_first = here & (graph.unit[receive] == batches[0])
         all_losses = [
             (int(graph.match[delivery.receive]), loss)
             for event in bad[in_first].tolist()

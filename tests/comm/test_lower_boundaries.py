@@ -81,7 +81,7 @@ def test_sizes_of_micro_batches_reach_messages_and_collectives():
     of_forward = {
         batch: int(graph.stop[i])
         for batch in range(4)
-        for i in np.flatnonzero((graph.parent != NONE) & (graph.micro_batch == batch) & (graph.rank == 0))[:1]
+        for i in np.flatnonzero((graph.parent != NONE) & (graph.unit == batch) & (graph.rank == 0))[:1]
     }
     assert of_forward == {0: 256, 1: 128, 2: 256, 3: 64}  # the embedding's reduce-scatter of all tokens
     assert not errors(one)

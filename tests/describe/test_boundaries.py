@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, sharded
 from pipeproof.specs.load import PlanFileError, plan_from_dict
-from pipeproof.stages.describe.boundary import Boundary, describe_boundaries, describe_boundary, micro_batch_sizes
+from pipeproof.stages.describe.boundary import Boundary, describe_boundaries, describe_boundary, unit_sizes
 from tests.plans import plan_dict
 
 
@@ -31,7 +31,7 @@ def test_micro_batches_of_other_sizes():
     (edge,) = edges(**sections)
     assert [edge.members(i)[0].shape for i in range(4)] == [(8, 2, 16), (4, 2, 16), (8, 2, 16), (6, 1, 16)]
     assert len(edge.variants) == 3
-    sizes, by_micro_batch = micro_batch_sizes(plan_from_dict(plan_dict(**sections)).spec)
+    sizes, by_micro_batch = unit_sizes(plan_from_dict(plan_dict(**sections)).spec)
     assert [(size.seq_length, size.num_rows) for size in sizes] == [(8, 2), (4, 2), (6, 1)]
     assert by_micro_batch == (0, 1, 0, 2)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.optable import NONE, Row
+from pipeproof.schedule.programs import Schedule
 from pipeproof.verify.completeness import is_training
 from pipeproof.verify.compute_table import compute_table
 from tests.plans import subject
@@ -36,9 +37,9 @@ def test_the_table_counts_what_the_programs_say(ops):
     graph = program(*map(" ".join, ranks)).graph
     table = compute_table(graph)
     cells = sorted({(rank, stage, micro_batch) for rank, _, stage, micro_batch in ops})
-    assert list(zip(table.rank, table.stage, table.micro_batch, strict=True)) == cells
+    assert list(zip(table.rank, table.stage, table.unit, strict=True)) == cells
     for entry, (rank, stage, micro_batch) in enumerate(cells):
-        ids = [i for i in graph.rank_ops(rank) if (graph.stage[i], graph.micro_batch[i]) == (stage, micro_batch)]
+        ids = [i for i in graph.rank_ops(rank) if (graph.stage[i], graph.unit[i]) == (stage, micro_batch)]
         assert table.ops(entry) == ids
         for kind in table.count:
             of_kind = [i for i in ids if graph.ops[i].kind is kind]
@@ -111,7 +112,7 @@ def test_an_evaluation_owes_no_backward_but_a_plan_that_trains_does():
     assert codes(mutated(base, forward_only)) == {"PP121"}
     assert not is_training(program("0F0", "1F0"))
     assert is_training(program("0F0 0W0"))
-    evaluation = dataclasses.replace(base.lowered, programs=((parse_op("0F0"), parse_op("0F1")),))
+    evaluation = dataclasses.replace(base.lowered, schedule=Schedule(((parse_op("0F0"), parse_op("0F1")),)))
     assert not is_training(dataclasses.replace(base, lowered=evaluation))
 
 

@@ -107,29 +107,32 @@ def describe_boundary(plan: PlanSpec) -> Boundary:
 
 def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
     """What crosses each edge of the plan: edge e lies between stages e and e + 1."""
-    sizes, by_micro_batch = micro_batch_sizes(plan)
+    sizes, by_unit = unit_sizes(plan)
     own = tuple((_activation(plan, size),) for size in sizes)
     edges = []
     for edge in range(plan.num_stages - 1):
         entries = [entry for entry in plan.boundaries if entry.edge in (None, edge)]
         variants = own if not entries else tuple(tuple(_declared(plan, e, size) for e in entries) for size in sizes)
-        edges.append(Edge(variants, by_micro_batch))
+        edges.append(Edge(variants, by_unit))
     return tuple(edges)
 
 
-def micro_batch_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
-    """The distinct sizes of the plan's micro-batches, and which of them each has (empty: all have the only one)."""
-    schedule = plan.schedule
+def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
+    """The distinct sizes of the plan's units of work, and which of them each has (empty: all have the only one).
+
+    A unit is a micro-batch or, where sequences are cut, one split of it.
+    """
+    schedule, num_splits = plan.schedule, plan.schedule.num_sequence_splits
     last = schedule.last_micro_batch_size
     if schedule.seq_lengths is None and last is None:
-        return (MicroBatchSize(plan.model.seq_length, schedule.micro_batch_size),), ()
+        return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
     num_micro_batches = schedule.num_micro_batches
     lengths = schedule.seq_lengths or (plan.model.seq_length,) * num_micro_batches
     rows = [schedule.micro_batch_size] * (num_micro_batches - 1) + [last or schedule.micro_batch_size]
     number: dict[MicroBatchSize, int] = {}
-    sizes = [MicroBatchSize(*size) for size in zip(lengths, rows, strict=True)]
-    by_micro_batch = tuple(number.setdefault(size, len(number)) for size in sizes)
-    return tuple(number), by_micro_batch
+    sizes = [MicroBatchSize(length // num_splits, num) for length, num in zip(lengths, rows, strict=True)]
+    by_unit = tuple(number.setdefault(size, len(number)) for size in sizes for _ in range(num_splits))
+    return tuple(number), by_unit
 
 
 def _activation(plan: PlanSpec, size: MicroBatchSize) -> Boundary:

@@ -152,12 +152,12 @@ class _Account:
             twice = np.flatnonzero(total > 1)
             if len(twice):
                 micro_batch = int(self._model.micro_batches[twice[0]])
-                ops = [int(op) for a in mine for op in view.ops[a] if self._model.graph.micro_batch[op] == micro_batch]
+                ops = [int(op) for a in mine for op in view.ops[a] if self._model.graph.unit[op] == micro_batch]
                 names = ", ".join(str(self._model.graph.ops[op]) for op in ops)
                 yield self._problem(
                     Cause.LOST,
                     ("twice",),
-                    f"micro-batch {micro_batch} is added {int(total[twice[0]])} times ({names})",
+                    f"micro-batch {self._model.graph.unit_text(micro_batch)} is added {int(total[twice[0]])} times ({names})",
                     "add every micro-batch once",
                     tuple(ops),
                 )

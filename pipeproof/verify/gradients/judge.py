@@ -219,7 +219,7 @@ class Judge:
             axes = [axis for axis in grid.axes if axis in TOKEN_AXES and axis not in grid.folded]
             coords = {axis: grid.place(rank, axis) for axis in axes}
         where = "".join(f" on {axis} {at}" for axis, at in coords.items())
-        return f"micro-batch {self.model.micro_batches[place]}{where}"
+        return f"micro-batch {self.model.graph.unit_text(int(self.model.micro_batches[place]))}{where}"
 
 
 def unscaled(parameter: ParameterGradient, stage: int) -> Site:

@@ -22,7 +22,7 @@ from pipeproof.verify.gradients.grid import Grid
 
 OVERWRITE = REDUCTIONS.index("overwrite")
 
-_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "micro_batch", "stop")
+_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "unit", "stop")
 """The columns that make two entries alike, beside their group and the parameters that they name."""
 
 _PREFIX, _SUFFIX = "grad[", "]"
@@ -123,7 +123,7 @@ def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro
     first_add = np.searchsorted(ledger[adds], everyone)
     segment = np.searchsorted(entries, adds) - first_entry[ledger[adds]]
     starts = np.searchsorted(ledger, everyone[:-1])
-    place = micro_batch_places(micro_batches, graph.micro_batch[rows[adds]])
+    place = micro_batch_places(micro_batches, graph.unit[rows[adds]])
     line = _lines(graph, grid, rows[entries])
     named, names = _named(graph, rows[entries])
     return Ledgers(

@@ -35,7 +35,7 @@ ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Facts, grid and sizes of one subject. ``micro_batches`` are those of the step, in rising order."""
+    """Facts, grid and sizes of one subject. ``micro_batches`` are the units of work of the step, in rising order."""
 
     graph: OpGraph
     facts: GradientFacts
@@ -61,6 +61,11 @@ class Model:
         """Those of ``axes`` that the mesh has and over which the parameter is not cut, in the grid's order."""
         return tuple(axis for axis in self.grid.axes if axis in axes and axis not in parameter.sharded_over)
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, each counted once however many splits its sequences have."""
+        return len(self.micro_batches) // max(1, self.graph.num_splits)
+
     @cached_property
     def data_ranks(self) -> Coefficient:
         """Ranks with micro-batches of their own."""
@@ -74,7 +79,7 @@ class Model:
         """Sizes that mean the same for every token."""
         return {
             **{axis: self.grid.size(axis) for axis in AXES},
-            "num_micro_batches": Coefficient.of(len(self.micro_batches)),
+            "num_micro_batches": Coefficient.of(self.num_micro_batches),
             "data_ranks": self.data_ranks,
             "global_tokens": self.block_sizes["global_tokens"],
         }
@@ -83,7 +88,7 @@ class Model:
     def block_sizes(self) -> Mapping[str, Coefficient]:
         """Numbers of tokens as one token sees them: of its own micro-batch, its own rank's step, the whole step."""
         micro_batch = Coefficient.named("micro_batch_tokens")
-        num = len(self.micro_batches)
+        num = self.num_micro_batches
         cp = self.grid.size("cp")
         share = Coefficient.named("rank_tokens")
         step = micro_batch if num == 1 else Coefficient.named("step_tokens")
@@ -184,10 +189,10 @@ def model_of(subject: Subject) -> Model:
     if lowered is not None:
         stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
         facts = given or gpt_gradients(stages, lowered.spec.loss.normalization, lowered.spec.topology.tp)
-        micro_batches = np.arange(subject.num_micro_batches)
+        micro_batches = np.arange(subject.num_units)
         return Model(graph, facts, mesh_grid(graph, lowered.mesh), micro_batches)
     computed = graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))
-    micro_batches = np.unique(graph.micro_batch[computed & (graph.micro_batch != NONE)])
+    micro_batches = np.unique(graph.unit[computed & (graph.unit != NONE)])
     if given is None:
         needed = _axes_reduced(graph)
         grid = guessed_grid(graph, subject.stage_owners, needed)

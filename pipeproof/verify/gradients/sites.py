@@ -79,7 +79,7 @@ def read_sites(model: Model) -> Sites:
         ValueError: the facts declare a scale that cannot be read, or zero.
     """
     graph = model.graph
-    forwards = np.flatnonzero(graph.is_kind(frozenset({OpKind.FORWARD})) & (graph.micro_batch != NONE))
+    forwards = np.flatnonzero(graph.is_kind(frozenset({OpKind.FORWARD})) & (graph.unit != NONE))
     losses = model.facts.losses
     names_at: dict[int, set[str]] = {}
     for loss in losses:
@@ -96,7 +96,7 @@ def read_sites(model: Model) -> Sites:
         written = [values.get(text, {}).get(loss.name) for text in texts.tolist()]
         apply = ONE if declared is None else declared.inverse
         ratios = tuple(ONE if value is None else value * apply for value in written) or (ONE,)
-        place = micro_batch_places(model.micro_batches, graph.micro_batch[rows])
+        place = micro_batch_places(model.micro_batches, graph.unit[rows])
         sites.append(Site(loss, declared, rows, place, code, ratios))
     return Sites(tuple(sites), unreadable)
 

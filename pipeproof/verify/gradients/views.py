@@ -157,7 +157,7 @@ class Reader:
         addends: dict[int, tuple[int, IntColumn]] = {}
         alone = np.isin(graph.kind[entries], [KIND_CODE[kind] for kind in ledgers.add_kinds])
         for at in np.flatnonzero(alone).tolist():
-            one = int(micro_batch_places(ledgers.micro_batches, graph.micro_batch[entries[at : at + 1]])[0])
+            one = int(micro_batch_places(ledgers.micro_batches, graph.unit[entries[at : at + 1]])[0])
             count = np.bincount([] if one == NONE else [one], minlength=micro_batches)
             addends[at] = int(graph.stage[entries[at]]), count
         return entries, ledgers.line[where], ledgers.named[where], addends, segments
@@ -197,7 +197,7 @@ class Reader:
             yield from ((p, Move(What.STEP)) for p in here)
         elif kind == _SCALE:
             for p in here if names else [p for p in here if facts.parameters[p].made_by == "backward"]:
-                sizes = self.model.rank_sizes(int(graph.micro_batch[op]), reduced=drafts[p].reduced)
+                sizes = self.model.rank_sizes(int(graph.unit[op]), reduced=drafts[p].reduced)
                 yield p, Move(What.SCALE, factor=self._factor(op, sizes))
         elif kind == _REDUCE:
             axis = None if graph.axis[op] == NONE else AXES[int(graph.axis[op])]

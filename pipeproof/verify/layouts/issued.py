@@ -16,7 +16,7 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.stages.describe.boundary import micro_batch_sizes
+from pipeproof.stages.describe.boundary import unit_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
 from pipeproof.stages.describe.typed_gpt import kind_of_layer, typed_gpt
@@ -65,12 +65,12 @@ _COMPUTES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACK
 
 
 class _Needed:
-    """What each computation of a plan must issue, by size of micro-batch, stage and kind, as columns."""
+    """What each computation of a plan must issue, by size of a unit of work, stage and kind, as columns."""
 
     def __init__(self, subject: Subject) -> None:
         plan, graph = subject.plan, subject.graph
         self._num_stages = len(plan.stages)
-        sizes, self._by_micro_batch = micro_batch_sizes(plan.spec)
+        sizes, self._by_unit = unit_sizes(plan.spec)
         names = {name: code for code, name in enumerate(graph.reduction_names)}
         self.calls: list[list[Collective]] = []
         for size in sizes:
@@ -88,16 +88,16 @@ class _Needed:
         self.table = np.array(rows, dtype=np.int64).reshape(-1, 4)
 
     def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
-        """The place of each computation in ``calls``; ``NONE`` for a stage or micro-batch that the plan has not."""
+        """The place of each computation in ``calls``; ``NONE`` for a stage or unit that the plan has not."""
         place_of_kind = np.full(max(KIND_CODE.values()) + 1, NONE, dtype=np.int64)
         for place, kind in enumerate(_COMPUTES):
             place_of_kind[KIND_CODE[kind]] = place
-        stage, micro_batch = graph.stage[parents], graph.micro_batch[parents]
+        stage, unit = graph.stage[parents], graph.unit[parents]
         known = (stage >= 0) & (stage < self._num_stages)
         size = np.zeros_like(stage)
-        if self._by_micro_batch:
-            known &= (micro_batch >= 0) & (micro_batch < len(self._by_micro_batch))
-            size = np.array(self._by_micro_batch, dtype=np.int64)[np.where(known, micro_batch, 0)]
+        if self._by_unit:
+            known &= (unit >= 0) & (unit < len(self._by_unit))
+            size = np.array(self._by_unit, dtype=np.int64)[np.where(known, unit, 0)]
         slot = (size * self._num_stages + stage) * len(_COMPUTES) + place_of_kind[graph.kind[parents]]
         return np.where(known, slot, NONE)
 
@@ -129,7 +129,7 @@ def _check_issued(subject: Subject) -> Iterator[Finding]:
         reported.add(key)
         children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
         same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
-        batches = len(np.unique(graph.micro_batch[parents[same]]))
+        batches = len(np.unique(graph.unit[parents[same]]))
         yield finding(
             ISSUED,
             f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
@@ -176,7 +176,7 @@ def _all_members(subject: Subject, parents: IntColumn, wrong: BoolColumn) -> Boo
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         rank, coord = np.divmod(rank, size)
         replica = replica * size + (0 if axis in ("tp", "cp") else coord)
-    columns = (replica[graph.rank[parents]], *(c[parents] for c in (graph.stage, graph.kind, graph.micro_batch)))
+    columns = (replica[graph.rank[parents]], *(c[parents] for c in (graph.stage, graph.kind, graph.unit)))
     _, team = np.unique(packed(*columns), return_inverse=True)
     right = np.bincount(team, weights=~wrong)
     members_right: BoolColumn = right[team] > 0

@@ -86,13 +86,13 @@ class Lifetimes:
     def _early_waits(self) -> frozenset[tuple[int, int, int, int]]:
         graph = self.subject.graph
         lost = np.flatnonzero((graph.kind == KIND_CODE[OpKind.WAIT]) & (graph.waits_for == NONE))
-        columns = (graph.rank, graph.target_kind, graph.stage, graph.micro_batch)
+        columns = (graph.rank, graph.target_kind, graph.stage, graph.unit)
         return frozenset(zip(*(column[lost].tolist() for column in columns), strict=True))
 
     def waited_too_early(self, op: int) -> bool:
         """Whether the program waits for this operation only where it is not under way yet."""
         graph = self.subject.graph
-        name = tuple(int(column[op]) for column in (graph.rank, graph.kind, graph.stage, graph.micro_batch))
+        name = tuple(int(column[op]) for column in (graph.rank, graph.kind, graph.stage, graph.unit))
         return bool(self._early_waits) and name in self._early_waits
 
 

@@ -118,8 +118,8 @@ def _check_overwritten(subject: Subject) -> Iterator[Finding]:
 def _owner(found: Lifetimes, uses: Uses) -> IntColumn:
     """For each use of a named buffer its (stage, micro-batch) as one number; NONE for any other."""
     graph = found.subject.graph
-    micro_batch = graph.micro_batch[uses.op]
-    number = graph.stage[uses.op] * (int(graph.micro_batch.max(initial=0)) + 1) + micro_batch
+    micro_batch = graph.unit[uses.op]
+    number = graph.stage[uses.op] * (int(graph.unit.max(initial=0)) + 1) + micro_batch
     return np.where((micro_batch != NONE) & (uses.buffer >= uses.first_named), number, NONE)
 
 

@@ -67,15 +67,15 @@ class StageTensors:
 
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
-        flows = graph.is_kind(_FLOW_KINDS) & (graph.micro_batch != NONE) & (graph.stage >= 0)
+        flows = graph.is_kind(_FLOW_KINDS) & (graph.unit != NONE) & (graph.stage >= 0)
         self.rows = np.flatnonzero(flows)
         self._num_stages = int(graph.stage.max(initial=0)) + 1
-        self._num_micro_batches = int(graph.micro_batch.max(initial=0)) + 1
+        self._num_units = int(graph.unit.max(initial=0)) + 1
         self._stages = _Numbering(self._stage_key(self.rows))
         stage = self._stages.of(self._stage_key(self.rows))
-        self._places = _Numbering(stage * self._num_micro_batches + graph.micro_batch[self.rows])
+        self._places = _Numbering(stage * self._num_units + graph.unit[self.rows])
         self.place = np.full(graph.num_ops, NONE, dtype=np.int64)
-        self.place[self.rows] = self._places.of(stage * self._num_micro_batches + graph.micro_batch[self.rows])
+        self.place[self.rows] = self._places.of(stage * self._num_units + graph.unit[self.rows])
         self._kind_of_row = graph.kind[self.rows]
 
     def _stage_key(self, rows: IntColumn, *, step: int = 0) -> IntColumn:
@@ -108,7 +108,7 @@ class StageTensors:
         """The place of the same micro-batch on the stage before or after, on the same rank; else NONE."""
         stage = self._stages.of(self._stage_key(ops, step=step))
         known = stage != NONE
-        key = np.where(known, stage, 0) * self._num_micro_batches + self._graph.micro_batch[ops]
+        key = np.where(known, stage, 0) * self._num_units + self._graph.unit[ops]
         return np.where(known, self._places.of(key), NONE)
 
     @cached_property
@@ -123,7 +123,7 @@ class StageTensors:
         stage = self._stages.of(self._stage_key(rows))
         key = (stage * (len(graph.tensors) + 1) + graph.tensor[rows] + 1) * 2 + forward
         kinds = _Numbering(key)
-        key = kinds.of(key) * self._num_micro_batches + graph.micro_batch[rows]
+        key = kinds.of(key) * self._num_units + graph.unit[rows]
         key = _Numbering(key).of(key) * (int(graph.start[rows].max(initial=0)) + 1) + self._part(rows)
         portal = np.full(graph.num_ops, NONE, dtype=np.int64)
         portal[rows] = _Numbering(key).of(key)

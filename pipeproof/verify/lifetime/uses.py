@@ -193,7 +193,7 @@ def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
     target = np.full(len(frees), NONE, dtype=np.int64)
     named = {int(graph.target_kind[free]) for free in frees}
     candidates = np.flatnonzero(np.isin(graph.kind, list(named)) & (graph.target_kind == NONE))
-    columns = (graph.rank, graph.stage, graph.micro_batch, graph.axis)
+    columns = (graph.rank, graph.stage, graph.unit, graph.axis)
     kinds = np.concatenate([graph.target_kind[frees], graph.kind[candidates]])
     both = np.concatenate([frees, candidates])
     key = np.unique(np.stack([kinds, *(c[both] for c in columns)]), axis=1, return_inverse=True)[1].reshape(-1)
