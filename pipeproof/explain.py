@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
-from pipeproof.sim.errors import UNFINISHED
+from pipeproof.schedule.inexpressible import INEXPRESSIBLE
+from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
@@ -24,8 +25,10 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *SCHEDULE_FILE_CODES,
         *PARTITION_CODES,
         *LOWERING_CODES,
+        INEXPRESSIBLE,
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
+        NOT_SIMULATED,
         UNFINISHED,
         *RUN_CODES,
     )

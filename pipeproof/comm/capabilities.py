@@ -13,9 +13,11 @@ pipeproof's adapter makes of them, and are what a plan's SEND and RECV use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args, get_type_hints
+
+from pipeproof.specs.plan import PlanSpec
 
 RowValue = str | bool | int
 
@@ -303,3 +305,12 @@ def table_named(name: str) -> BackendTable:
     if name not in by_name:
         raise ValueError(f"no backend {name!r}; there are tables for {', '.join(sorted(by_name))}")
     return by_name[name]
+
+
+def declared_backend(spec: PlanSpec) -> BackendTable:
+    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
+    table = backend_table(spec.run.backend, spec.run.device)
+    queue = spec.transport.queue
+    if queue is None or queue == table.queue:
+        return table
+    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +22,20 @@ def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Low
         PlanFileError: the schedule cannot be read or does not fit, the layers
             cannot be put onto the stages, or the plan is too large.
     """
+    with blaming_plan(loaded):
+        return lower(loaded.spec, boundary=boundary, foreign=own_schedule(loaded))
+
+
+@contextmanager
+def blaming_plan(loaded: LoadedPlan) -> Iterator[None]:
+    """Let what is found wrong with the plan inside name its place in the plan's file.
+
+    Raises:
+        PlanFileError: in place of any BadPlanError.
+    """
     source = loaded.source
     try:
-        return lower(loaded.spec, boundary=boundary, foreign=own_schedule(loaded))
+        yield
     except BadPlanAtError as error:
         location = source.locate(error.path) if source is not None else None
         raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
@@ -38,8 +51,10 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     """
     spec, source = loaded.spec, loaded.source
     schedule = spec.schedule
-    placed = schedule.placement if not isinstance(schedule.placement, str) else None
-    expected = Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed)
+    placed = schedule.placement if isinstance(schedule.placement, tuple) else None
+    expected = Expected(
+        spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits
+    )
     if schedule.programs is not None:
         if source is None:
             return custom_schedule(schedule.programs, expected)

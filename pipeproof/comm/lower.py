@@ -27,14 +27,14 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
 from pipeproof.schedule.foreign import ForeignSchedule
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
-from pipeproof.schedule.programs import Programs, Schedule, UnfitSizesError, stages_of
+from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
@@ -69,17 +69,6 @@ TOO_LARGE = RuleDoc(
     ),
     wrong="schedule: {num_micro_batches: 1000000}",
     right="schedule: {num_micro_batches: 8}",
-)
-UNFIT_SCHEDULE = RuleDoc(
-    code="PP140",
-    title="the schedule does not exist for these sizes",
-    severity="error",
-    explanation=(
-        "Some schedules need a number of micro-batches that fits the number of ranks: interleaved 1F1B takes as "
-        "many micro-batches at a time through each chunk as there are ranks."
-    ),
-    wrong="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 3}",
-    right="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 4}",
 )
 LOWERING_CODES = (TOO_LARGE, UNFIT_SCHEDULE)
 
@@ -244,17 +233,6 @@ def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
             ),
             ("schedule", "num_micro_batches"),
         )
-
-
-def plan_schedule(plan: PlanSpec) -> Schedule:
-    """The computations of the plan's schedule, by pipeline rank."""
-    schedule = plan.schedule
-    request = Request(plan.topology.pp, schedule.num_micro_batches, schedule.num_chunks)
-    try:
-        return SCHEDULE_KINDS[schedule.kind].generate(request)
-    except UnfitSizesError as error:
-        finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
-        raise BadPlanAtError(finding, error.key) from error
 
 
 def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:

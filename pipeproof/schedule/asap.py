@@ -29,8 +29,8 @@ class StageCosts:
     """Times of one computation by global stage, in any one unit; ``latency`` is of an edge between two ranks.
 
     A whole backward takes the sum of both its parts. ``overlapped`` is the
-    time of a forward with the backward beside it, by the stage of the
-    forward; without it, the sum of the two.
+    time of a forward with a whole backward beside it, by the stage of the
+    forward; without it, and beside an I, the sum of the two.
     """
 
     forward: Sequence[Time]
@@ -53,7 +53,7 @@ class StageCosts:
 
     def of_pair(self, forward: Op, backward: Op) -> Time:
         """The time of two computations that run side by side."""
-        if self.overlapped is None:
+        if self.overlapped is None or backward.kind is not OpKind.BACKWARD:
             return self.of(forward) + self.of(backward)
         return self.overlapped[forward.stage]
 

@@ -18,13 +18,15 @@ from pipeproof.specs.schedule_file import MISPLACED, NO_OPERATIONS, WRONG_MICRO_
 class Expected:
     """What a plan says of its schedule; None is whatever the schedule has.
 
-    ``placement`` has the stages of each pipeline rank.
+    ``placement`` has the stages of each pipeline rank. ``num_splits`` is into
+    how many pieces sequences are cut.
     """
 
     num_ranks: int | None = None
     num_micro_batches: int | None = None
     num_stages: int | None = None
     placement: tuple[tuple[int, ...], ...] | None = None
+    num_splits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def check_fit(schedule: RawSchedule, expected: Expected, findings: Findings) -> 
     _check_ranks(schedule, expected, findings)
     if not findings.found:
         _check_micro_batches(schedule, expected, findings)
+        check_splits(schedule, expected.num_splits, findings)
         _check_stages(schedule, expected, findings)
 
 
@@ -99,35 +102,64 @@ def _check_micro_batches(schedule: RawSchedule, expected: Expected, findings: Fi
         _wrong_number(schedule, schedule.rows[0][0], message, largest, findings)
 
 
+def check_splits(schedule: RawSchedule, wanted: int | None, findings: Findings) -> None:
+    """PP136: where sequences are cut, each operation of a micro-batch names its split; elsewhere none does.
+
+    ``wanted`` is into how many splits; without it, they are cut if any operation names one.
+    """
+    of_work = [(rank, row) for rank, row in schedule.of_stages() if row.op.micro_batch is not None]
+    named = [row.op.split for _, row in of_work if row.op.split is not None]
+    are_cut = bool(named) if wanted is None else wanted > 1
+    first: dict[int, Row] = {}
+    for rank, row in of_work:
+        split = row.op.split
+        if (split is not None) != are_cut or (split is not None and wanted is not None and split >= wanted):
+            first.setdefault(rank, row)
+    into = "others do" if wanted is None else f"schedule.num_sequence_splits is {wanted}"
+    for row in first.values():
+        if row.op.split is None:
+            message, mend = f"{row.op} names no split of its sequences, and {into}", "write it as in 2F0.s1"
+        else:
+            message = f"{row.op} is of split {row.op.split} of its sequences, and {into}"
+            mend = f"set schedule.num_sequence_splits to {max(1, *named) + 1}, "
+            mend += "if the schedule is as it should be"
+        findings.add(WRONG_MICRO_BATCHES, schedule.place(row), message, mend)
+
+
 def _wrong_number(schedule: RawSchedule, row: Row, message: str, largest: int, findings: Findings) -> None:
     mend = f"set schedule.num_micro_batches to {largest + 1}, if the schedule is as it should be"
     findings.add(WRONG_MICRO_BATCHES, schedule.place(row), message, mend)
 
 
 def _check_stages(schedule: RawSchedule, expected: Expected, findings: Findings) -> None:
-    holder = _holder_of_stage(schedule, expected)
-    num_stages = expected.num_stages if expected.num_stages is not None else len(holder)
-    found = {stage for (stage, _), _ in schedule.first_of_stages() if stage in holder}
+    holders = _holders_of_stages(schedule, expected)
+    num_stages = expected.num_stages if expected.num_stages is not None else len(holders)
+    found = {stage for (stage, _), _ in schedule.first_of_stages() if stage in holders}
     if expected.placement is None and found == set(range(len(found))) and len(found) != num_stages:
         _wrong_count(schedule, len(found), num_stages, findings)
         return
     for (stage, rank), row in schedule.first_of_stages():
         if stage >= num_stages:
             doc, message = WRONG_STAGES, f"{row.op} is of stage {stage}, and there are stages 0..{num_stages - 1}"
-        elif stage not in holder:
+        elif stage not in holders:
             doc, message = MISPLACED, f"{row.op} on rank {rank} is of stage {stage}, which no rank computes"
-        elif holder[stage] != rank:
-            doc, message = MISPLACED, f"{row.op} is on rank {rank}, and rank {holder[stage]} holds stage {stage}"
+        elif rank not in holders[stage]:
+            hold = f"rank {holders[stage][0]} holds"
+            if len(holders[stage]) > 1:
+                hold = f"ranks {listed(holders[stage], 'and')} hold"
+            doc, message = MISPLACED, f"{row.op} is on rank {rank}, and {hold} stage {stage}"
         else:
             continue
         findings.add(doc, schedule.place(row), message, "correct its stage, or move it to the rank of its stage")
     computed = {(row.op.stage, rank) for rank, row in schedule.computations()}
-    lacking = [stage for stage in range(num_stages) if (stage, holder.get(stage)) not in computed]
+    nobody = (len(schedule.ends) - 1,)
+    lacking = [(s, rank) for s in range(num_stages) for rank in holders.get(s, nobody) if (s, rank) not in computed]
     if lacking and not findings.found:
-        at_fault = holder.get(lacking[0], len(schedule.ends) - 1)
-        message = f"no rank computes stage{'s' if len(lacking) > 1 else ''} {listed(lacking, 'and')} of {num_stages}"
+        stages = sorted({stage for stage, _ in lacking})
+        at_fault = lacking[0][1]
+        message = f"no rank computes stage{'s' if len(stages) > 1 else ''} {listed(stages, 'and')} of {num_stages}"
         if expected.placement is not None:
-            message = f"schedule.placement puts stage {lacking[0]} on rank {at_fault}, which does not compute it"
+            message = f"schedule.placement puts stage {stages[0]} on rank {at_fault}, which does not compute it"
         findings.add(WRONG_STAGES, schedule.ends[at_fault], message)
 
 
@@ -141,12 +173,16 @@ def _wrong_count(schedule: RawSchedule, found: int, wanted: int, findings: Findi
     findings.add(WRONG_STAGES, place, message, f"{mend}, if the schedule is as it should be")
 
 
-def _holder_of_stage(schedule: RawSchedule, expected: Expected) -> dict[int, int]:
-    """The rank of each stage: as the plan places it, else the one that computes most of it."""
+def _holders_of_stages(schedule: RawSchedule, expected: Expected) -> dict[int, tuple[int, ...]]:
+    """The ranks of each stage: as the plan places it, copies included, else the one that computes most of it."""
     if expected.placement is not None:
-        return {stage: rank for rank, stages in enumerate(expected.placement) for stage in stages}
+        placed: dict[int, tuple[int, ...]] = {}
+        for rank, stages in enumerate(expected.placement):
+            for stage in stages:
+                placed[stage] = (*placed.get(stage, ()), rank)
+        return placed
     computed = Counter((row.op.stage, rank) for rank, row in schedule.computations())
-    holder: dict[int, int] = {}
+    holders: dict[int, tuple[int, ...]] = {}
     for stage, rank in sorted(computed, key=lambda key: (-computed[key], key)):
-        holder.setdefault(stage, rank)
-    return holder
+        holders.setdefault(stage, (rank,))
+    return holders

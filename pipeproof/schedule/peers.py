@@ -32,17 +32,33 @@ def holders(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[int, tuple[int, ..
     return {stage: tuple(ranks) for stage, ranks in {**others, **computing}.items()}
 
 
+_Work = tuple[int, int | None, int | None]
+"""Stage, micro-batch and split."""
+
+
+def _holders_of_work(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[_Work, tuple[int, ...]]:
+    """The ranks that compute each unit of work of each stage."""
+    computing: dict[_Work, dict[int, None]] = {}
+    for rank, rows in enumerate(rows_by_rank):
+        for op in (row.op for row in rows if row.op.kind in COMPUTE_KINDS):
+            computing.setdefault((op.stage, op.micro_batch, op.split), {})[rank] = None
+    return {work: tuple(ranks) for work, ranks in computing.items()}
+
+
 def with_peers(
     rows_by_rank: Sequence[Sequence[Row]], origins: Sequence[Location], findings: Findings
 ) -> tuple[tuple[Row, ...], ...]:
     """The rows with a peer for every transfer that has none; where that is not one other rank, a finding (PP138)."""
     holders_of = holders(rows_by_rank)
+    work = _holders_of_work(rows_by_rank)
 
     def with_peer(rank: int, row: Row) -> Row:
         if row.op.kind not in TRANSFER_KINDS or row.peer != NONE:
             return row
         stage = neighbour_stage(row.op)
         ranks = holders_of.get(stage, ())
+        if len(ranks) > 1:  # copies: the one that has this micro-batch
+            ranks = work.get((stage, row.op.micro_batch, row.op.split), ranks)
         if len(ranks) == 1 and ranks[0] != rank:
             return replace(row, peer=ranks[0])
         if not ranks:

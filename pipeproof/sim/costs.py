@@ -7,35 +7,62 @@ nothing is ever rounded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import lcm
 
+import numpy as np
+
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
-from pipeproof.schedule.optable import OpGraph
+from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.specs.plan import CostSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """``ticks[op_id]`` for every operation of a graph, and the latency of a message between ranks."""
+    """``ticks[op_id]`` for every operation of a graph, and the latency of a message between ranks.
+
+    ``beside`` has for the first of two overlapped computations the second: both take ``ticks`` of the first.
+    """
 
     ticks: tuple[int, ...]
     latency_ticks: int
     ticks_per_us: int
+    beside: Mapping[int, int] = field(default_factory=dict)
 
 
 def durations_of(graph: OpGraph, cost: CostSpec) -> Durations:
-    """F, B, I and W take what ``cost`` says of their stage; everything else takes no time of its own."""
-    by_kind_and_stage = {(op.kind, op.stage): compute_us(op, cost) for op in graph.ops if op.kind in COMPUTE_KINDS}
-    times = (cost.p2p_latency_us, *by_kind_and_stage.values())
+    """F, B, I and W take what ``cost`` says of their stage, a split its share of that; all else takes no time."""
+    share = max(1, graph.num_splits)
+    by_kind_and_stage = {
+        (op.kind, op.stage): compute_us(op, cost) / share for op in graph.ops if op.kind in COMPUTE_KINDS
+    }
+    beside = _overlapped(graph)
+    of_pairs = {first: _pair_us(graph.ops[first], graph.ops[second], cost) / share for first, second in beside.items()}
+    times = (cost.p2p_latency_us, *by_kind_and_stage.values(), *of_pairs.values())
     ticks_per_us = lcm(*(time.denominator for time in times))
     scaled = {key: int(time * ticks_per_us) for key, time in by_kind_and_stage.items()}
-    return Durations(
-        ticks=tuple(scaled.get((op.kind, op.stage), 0) for op in graph.ops),
-        latency_ticks=int(cost.p2p_latency_us * ticks_per_us),
-        ticks_per_us=ticks_per_us,
-    )
+    ticks = [scaled.get((op.kind, op.stage), 0) for op in graph.ops]
+    for first, time in of_pairs.items():
+        ticks[first] = int(time * ticks_per_us)
+    return Durations(tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, beside)
+
+
+def _overlapped(graph: OpGraph) -> dict[int, int]:
+    """The second of two computations in one batch, by the first."""
+    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.batch != NONE))
+    first, second = computes[:-1], computes[1:]
+    same = (graph.batch[first] == graph.batch[second]) & (graph.rank[first] == graph.rank[second])
+    return dict(zip(first[same].tolist(), second[same].tolist(), strict=True))
+
+
+def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:
+    """Time of two computations side by side; that of a forward with less than a whole backward is not given."""
+    forward, backward = (first, second) if first.kind is OpKind.FORWARD else (second, first)
+    if backward.kind is OpKind.BACKWARD:
+        return cost.overlapped_of(forward.stage, backward.stage)
+    return compute_us(first, cost) + compute_us(second, cost)
 
 
 def compute_us(op: Op, cost: CostSpec) -> Fraction:
@@ -44,7 +71,6 @@ def compute_us(op: Op, cost: CostSpec) -> Fraction:
         return cost.forward_of(op.stage)
     if op.kind is OpKind.BACKWARD:
         return cost.backward_of(op.stage)
-    part = cost.backward_input_us if op.kind is OpKind.BACKWARD_INPUT else cost.backward_weight_us
-    if part is None:
-        return cost.backward_of(op.stage) / 2
-    return part[op.stage] if isinstance(part, tuple) else part
+    if op.kind is OpKind.BACKWARD_INPUT:
+        return cost.backward_input_of(op.stage)
+    return cost.backward_weight_of(op.stage)

@@ -27,6 +27,19 @@ UNFINISHED = RuleDoc(
     "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0 WAIT(1SEND_B0)",
 )
 
+NOT_SIMULATED = RuleDoc(
+    code="PP152",
+    title="transfers of this kind are not simulated",
+    severity="error",
+    explanation=(
+        "With `cost.p2p: backend` the simulator times messages as the backend's table says. It knows sends that are "
+        "eager or meet their receive, and one FIFO for each directed edge; not bounded buffers, and not transfers of "
+        "several edges in one FIFO. `pipeproof check` judges those all the same."
+    ),
+    wrong="cost: {p2p: backend}\ntransport: {queue: pair}",
+    right="cost: {p2p: async}\ntransport: {queue: pair}",
+)
+
 _MOST_NAMED = 8
 
 

@@ -49,8 +49,8 @@ def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
                 busy_us=timeline.busy_us(rank),
                 bubble_makespan_us=timeline.bubble_of_makespan_us(rank),
                 bubble_span_us=timeline.bubble_of_span_us(rank),
-                bubble_makespan_ratio=_ratio(timeline.bubble_of_makespan_us(rank), makespan),
-                bubble_span_ratio=_ratio(timeline.bubble_of_span_us(rank), span),
+                bubble_makespan_ratio=ratio(timeline.bubble_of_makespan_us(rank), makespan),
+                bubble_span_ratio=ratio(timeline.bubble_of_span_us(rank), span),
                 peak_activations=timeline.peak_activations(rank),
                 peak_activations_at_i=timeline.peak_activations_at_i(rank),
             )
@@ -58,7 +58,8 @@ def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
     return tuple(result)
 
 
-def _ratio(part: Fraction, whole: Fraction) -> Fraction:
+def ratio(part: Fraction, whole: Fraction) -> Fraction:
+    """A part of a whole; 0 of no time at all."""
     return part / whole if whole else Fraction(0)
 
 
@@ -70,7 +71,7 @@ def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
     ``"numerator/denominator"``.
     """
     return {
-        **_number("makespan", simulation.makespan),
+        **number_to_json("makespan", simulation.makespan),
         "unit": "us",
         "p2p": simulation.p2p,
         "send_completes": simulation.send_completes,
@@ -82,18 +83,26 @@ def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
     return {
         "rank": figures.rank,
         "coords": dict(figures.coords),
-        **_number("span", figures.span_us),
-        **_number("busy", figures.busy_us),
-        **_number("bubble_makespan", figures.bubble_makespan_us),
-        **_number("bubble_span", figures.bubble_span_us),
-        **_number("bubble_makespan_ratio", figures.bubble_makespan_ratio),
-        **_number("bubble_span_ratio", figures.bubble_span_ratio),
+        **figures_to_json(figures),
+    }
+
+
+def figures_to_json(figures: RankFigures) -> dict[str, Any]:
+    """The times and peaks of a rank, without its name."""
+    return {
+        **number_to_json("span", figures.span_us),
+        **number_to_json("busy", figures.busy_us),
+        **number_to_json("bubble_makespan", figures.bubble_makespan_us),
+        **number_to_json("bubble_span", figures.bubble_span_us),
+        **number_to_json("bubble_makespan_ratio", figures.bubble_makespan_ratio),
+        **number_to_json("bubble_span_ratio", figures.bubble_span_ratio),
         "peak_activations": figures.peak_activations,
         "peak_activations_at_i": figures.peak_activations_at_i,
     }
 
 
-def _number(name: str, value: Fraction) -> dict[str, int | float | str]:
+def number_to_json(name: str, value: Fraction) -> dict[str, int | float | str]:
+    """An exact number under a key, beside it its ``_exact`` form where JSON's numbers have none."""
     if value.denominator == 1:
         return {name: value.numerator}
     nearest = float(value)

@@ -2,8 +2,8 @@
 
 - Every rank has a *host*, which walks the rank's operations in program order.
   Compute takes its duration; everything else takes no time of its own. What a
-  program puts on queues of other names the host does in its place, and
-  overlapped pairs one after the other.
+  program puts on queues of other names the host does in its place. The two
+  computations of an overlapped pair begin and end together.
 - Every rank has a *queue* per channel. The host posts a transfer, which takes
   it no time, and the queue carries transfers out one after the other, in the
   order in which they were posted. The k-th send of a channel meets its k-th
@@ -100,15 +100,26 @@ class _Model:
                 if self._rules.host_blocks_on_post:
                     yield self._done[op_id]
                 continue
+            if self._ends[op_id] is not None:
+                continue  # it ran beside the first of its pair
             self._start(op_id)
             if kind is OpKind.WAIT:
                 yield self._completion(int(self._graph.waits_for[op_id]))
             elif kind in COLLECTIVE_KINDS:
                 yield self._meeting(op_id)
-            elif self._durations.ticks[op_id]:
-                yield self._env.timeout(self._durations.ticks[op_id])
+            else:
+                yield from self._compute(op_id)
             self._end(op_id)
         self._stuck_at[rank] = None
+
+    def _compute(self, op_id: int) -> _Process:
+        other = self._durations.beside.get(op_id)
+        if other is not None:
+            self._start(other)
+        if self._durations.ticks[op_id]:
+            yield self._env.timeout(self._durations.ticks[op_id])
+        if other is not None:
+            self._end(other)
 
     def _queue(self, transfers: list[int]) -> _Process:
         carry_out = self._rendezvous if self._rules.rendezvous else self._buffered

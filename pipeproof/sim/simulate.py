@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeproof.comm.capabilities import BackendTable, backend_table
+from pipeproof.comm.capabilities import BackendTable, declared_backend
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import TRANSFER_KINDS
 from pipeproof.schedule.optable import EdgeKind, OpGraph
 from pipeproof.sim.costs import Durations, durations_of
-from pipeproof.sim.errors import refuse_unfinished
+from pipeproof.sim.errors import NOT_SIMULATED, refuse_unfinished
 from pipeproof.sim.figures import RankFigures, figures_of
 from pipeproof.sim.model import Outcome, TransferRules, run_model
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
+from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None) -> Simul
 
     Raises:
         SimulationError: the program cannot finish.
-        ValueError: the backend's sends or queues are of a kind that is not simulated.
+        BadPlanAtError: the backend's sends or queues are of a kind that is not simulated.
     """
     spec, graph = lowered.spec, lowered.graph
     send_completes, rules = _transfer_rules(lowered, backend)
@@ -60,13 +61,11 @@ def _transfer_rules(lowered: LoweredPlan, backend: BackendTable | None) -> tuple
         return "eager", TransferRules(rendezvous=False)
     if p2p == "rendezvous":
         return "rendezvous", TransferRules(rendezvous=True)
-    run = lowered.spec.run
-    table = backend if backend is not None else backend_table(run.backend, run.device)
+    table = backend if backend is not None else declared_backend(lowered.spec)
     if table.send_completes == "slots" or table.queue != "directed_edge":
-        raise ValueError(
-            f"backend {table.name} (send_completes {table.send_completes}, queue {table.queue}) is not "
-            "simulated; set cost.p2p to async or rendezvous"
-        )
+        message = f"{table.name} (send_completes {table.send_completes}, queue {table.queue}) is not simulated"
+        help = "set cost.p2p to async or rendezvous"
+        raise BadPlanAtError(Finding(NOT_SIMULATED.code, Severity.ERROR, message, help=help), ("cost", "p2p"))
     rendezvous = table.send_completes == "rendezvous"
     return table.send_completes, TransferRules(rendezvous, table.host_blocks_on_post)
 

@@ -2,12 +2,14 @@
 
 The timeline needs no colour to be read: every operation is a block that
 starts with its letter and, where it fits, its micro-batch (``F0--``), and idle
-time is dots. Colours only tell the letters apart sooner.
+time is dots. Blocks of a rank's further stages are filled with other signs
+(``F0==``), and two operations that run side by side are one block (``F3+B0``).
+Colours only tell the letters and the stages apart sooner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, gcd, lcm, log10
@@ -16,25 +18,35 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeproof.schedule.ops import OpKind, parse_op
+from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.figures import RankFigures
 from pipeproof.sim.simulate import Simulation
-from pipeproof.sim.timeline import Timeline
+from pipeproof.sim.timeline import Span, Timeline
 
 _STYLES = {
-    OpKind.FORWARD: "bold white on blue",
-    OpKind.BACKWARD: "bold black on green",
-    OpKind.BACKWARD_INPUT: "bold black on cyan",
-    OpKind.BACKWARD_WEIGHT: "bold black on yellow",
+    OpKind.FORWARD: ("bold white on blue", "bold black on bright_blue"),
+    OpKind.BACKWARD: ("bold black on green", "bold black on bright_green"),
+    OpKind.BACKWARD_INPUT: ("bold black on cyan", "bold black on bright_cyan"),
+    OpKind.BACKWARD_WEIGHT: ("bold black on yellow", "bold black on bright_yellow"),
+}
+"""By kind, for a rank's first stage, its second, its third as its first, and so on."""
+_PAIR_STYLE = "bold white on magenta"
+_FILLS = "-=~:"
+"""What fills the block of a rank's first stage, its second and so on, then from the first again."""
+_WORDS = {
+    OpKind.FORWARD: "F forward",
+    OpKind.BACKWARD: "B backward",
+    OpKind.BACKWARD_INPUT: "I its part for inputs",
+    OpKind.BACKWARD_WEIGHT: "W that for weights",
 }
 
 
-def render_timeline(timeline: Timeline, console: Console, title: str = "") -> None:
+def render_timeline(timeline: Timeline, console: Console, title: str = "", unit: str = " us") -> None:
     """Print one row per rank over a time axis that is fitted to the console's width.
 
     Ranks that differ only outside ``pp`` and have equal timelines share a row,
     and a line below says how many each row stands for. ``title`` begins the
-    line above the picture, which names the makespan.
+    line above the picture, which names the makespan; ``unit`` stands behind times.
     """
     rows = _rows(timeline)
     label_width = max((len(row.label) for row in rows), default=0) + 1
@@ -42,13 +54,14 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "") -> No
     head = f"{title}, {timeline.clock}" if title else timeline.clock
     makespan = format_us(timeline.makespan_us)
     column = format_us(1 / scale.columns_per_us) if scale.columns_per_us else "0"
-    console.print(Text(f"{head}: makespan {makespan} us, one column is {column} us"), soft_wrap=True)
+    console.print(Text(f"{head}: makespan {makespan}{unit}, one column is {column}{unit}"), soft_wrap=True)
     console.print(Text(" " * label_width + _axis(scale)), soft_wrap=True)
     for row in rows:
         line = Text(row.label.ljust(label_width))
         line.append_text(_picture(timeline, row.ranks[0], scale))
         console.print(line, soft_wrap=True)
-    console.print(Text("F forward, B backward, with the micro-batch where it fits; dots are idle."))
+    for sentence in _legend(timeline):
+        console.print(Text(sentence))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
         console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
@@ -58,21 +71,26 @@ def render_figures(simulation: Simulation, console: Console) -> None:
     """Print the table of figures below an empty line, ranks taken together as in the timeline."""
     console.print()
     console.print(Text(f"p2p {_p2p_text(simulation)}; times in us"))
+    rows = _rows(simulation.timeline)
+    console.print(figures_table([(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows]))
+
+
+def figures_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
+    """Figures by the name of their rank, or ranks."""
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", no_wrap=True)
     for heading in ("span", "busy", "bubble of span", "bubble of makespan", "peak activations"):
         table.add_column(heading, justify="right")
-    for row in _rows(simulation.timeline):
-        figures = simulation.figures[row.ranks[0]]
+    for name, figures in rows:
         table.add_row(
-            row.label.removeprefix("rank "),
+            name,
             format_us(figures.span_us),
             format_us(figures.busy_us),
             _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
             _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
             _peak_text(figures),
         )
-    console.print(table)
+    return table
 
 
 def format_us(time: Fraction) -> str:
@@ -132,6 +150,7 @@ _MIN_COLUMNS = 20
 _MIN_TICK_COLUMNS = 12
 _MOST_COLUMNS_PER_STEP = 4
 """Short schedules need not fill a wide terminal."""
+_ORDERS = ("first", "second", "third", "fourth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +203,49 @@ def _round_up(time: Fraction) -> Fraction:
 
 def _picture(timeline: Timeline, rank: int, scale: _Scale) -> Text:
     first = timeline.us(timeline.first_start)
+    stages = timeline.stages(rank)
     line = Text()
-    for span, kind in timeline.compute_spans(rank):
-        start, end = (_column(timeline.us(time) - first, scale) for time in (span.start, span.end))
+    for together in _side_by_side(timeline, rank):
+        ends = min(span.start for span in together), max(span.end for span in together)
+        start, end = (_column(timeline.us(time) - first, scale) for time in ends)
         start = max(start, len(line))
         if start < end:
             line.append("." * (start - len(line)), style="dim")
-            line.append(_block(span.op, kind, end - start), style=_STYLES[kind])
+            line.append(*_block([parse_op(span.op) for span in together], stages, end - start))
     line.append("." * (scale.num_columns - len(line)), style="dim")
     return line
+
+
+def _side_by_side(timeline: Timeline, rank: int) -> Iterator[list[Span]]:
+    """The compute operations of a rank in order of time, those that overlap together."""
+    together: list[Span] = []
+    for span, _ in timeline.compute_spans(rank):
+        if together and span.start >= max(before.end for before in together):
+            yield together
+            together = []
+        together.append(span)
+    if together:
+        yield together
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    """What letters and signs mean, those of the common case always."""
+    kinds = {OpKind.FORWARD, OpKind.BACKWARD}
+    num_stages, overlaps, splits = 1, False, False
+    for rank in range(len(timeline.ranks)):
+        kinds |= {kind for _, kind in timeline.compute_spans(rank)}
+        num_stages = max(num_stages, len(timeline.stages(rank)))
+        overlaps |= any(len(together) > 1 for together in _side_by_side(timeline, rank))
+        splits |= any(".s" in span.op for span, _ in timeline.compute_spans(rank))
+    words = ", ".join(word for kind, word in _WORDS.items() if kind in kinds)
+    yield f"{words}, with the micro-batch where it fits; dots are idle."
+    if num_stages > 1:
+        fills = ", ".join(f"{fill} its {order}" for fill, order in zip(_FILLS, _ORDERS[:num_stages], strict=False))
+        yield f"Blocks are filled by the stage of the rank: {fills}{' and so on' if num_stages > len(_FILLS) else ''}."
+    if overlaps:
+        yield "F3+B0 are side by side."
+    if splits:
+        yield "F0.1 is piece 1 of the sequences of micro-batch 0."
 
 
 def _column(time: Fraction, scale: _Scale) -> int:
@@ -200,7 +253,14 @@ def _column(time: Fraction, scale: _Scale) -> int:
     return ceil(time * scale.columns_per_us - Fraction(1, 2))
 
 
-def _block(op: str, kind: OpKind, width: int) -> str:
-    """``F12---``; only the letter, ``F-----``, where the micro-batch does not fit."""
-    label = f"{kind.value}{parse_op(op).micro_batch}"
-    return (label if len(label) <= width else kind.value).ljust(width, "-")
+def _block(ops: Sequence[Op], stages: Sequence[int], width: int) -> tuple[str, str]:
+    """``F12---`` and its style; only the letter, ``F-----``, where the micro-batch does not fit."""
+    labels = "+".join(map(_label, ops)), "+".join(op.kind.value for op in ops), "+"
+    label = next((label for label in labels if len(label) <= width), "")
+    chunk = stages.index(ops[0].stage)
+    style = _STYLES[ops[0].kind][chunk % 2] if len(ops) == 1 else _PAIR_STYLE
+    return label.ljust(width, _FILLS[chunk % len(_FILLS)]), style
+
+
+def _label(op: Op) -> str:
+    return f"{op.kind.value}{op.micro_batch}" + ("" if op.split is None else f".{op.split}")

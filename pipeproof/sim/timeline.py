@@ -73,8 +73,9 @@ class Timeline:
         return self._extent(tuple(span for span, _ in self._compute[rank]))
 
     def busy_us(self, rank: int) -> Fraction:
-        """Time that ``rank`` spends in compute operations (F, B, I, W)."""
-        return sum((self.us(span.end) - self.us(span.start) for span, _ in self._compute[rank]), Fraction(0))
+        """Time that ``rank`` spends in compute operations (F, B, I, W); two that run side by side count once."""
+        intervals = {(span.start, span.end, span.step) for span, _ in self._compute[rank]}
+        return sum((self.us(end) - self.us(start) for start, end, _ in intervals), Fraction(0))
 
     def bubble_of_makespan_us(self, rank: int) -> Fraction:
         """Time of the makespan in which ``rank`` does not compute."""
@@ -95,6 +96,10 @@ class Timeline:
     def compute_spans(self, rank: int) -> tuple[tuple[Span, OpKind], ...]:
         """The compute operations (F, B, I, W) of ``rank`` in order of time."""
         return self._compute[rank]
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` computes, in order of their numbers."""
+        return tuple(sorted({parse_op(span.op).stage for span, _ in self._compute[rank]}))
 
     def _extent(self, spans: tuple[Span, ...]) -> Fraction:
         if not spans:

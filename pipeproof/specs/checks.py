@@ -10,11 +10,10 @@ import re
 from math import isqrt
 from typing import TYPE_CHECKING
 
-from pipeproof.specs.problems import Problem, describe_value, listed
-from pipeproof.specs.schedule_checks import OWN_KINDS
+from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, listed
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, ScheduleSpec, SuppressSpec, TopologySpec
+    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, SuppressSpec, TopologySpec
 
 _CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
 
@@ -110,16 +109,30 @@ def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Prob
     return problems
 
 
-def check_chunks(schedule: ScheduleSpec) -> list[Problem]:
-    """PP106: several stages on a rank, if and only if the schedule takes turns between them."""
-    interleaved = schedule.kind == "interleaved"
-    if schedule.kind in OWN_KINDS or interleaved == (schedule.num_chunks > 1):
+def check_splits(plan: PlanSpec) -> list[Problem]:
+    """PP108: every sequence divides into its splits, and these over the TP ranks; PP106: not beside other cuts."""
+    schedule, topology = plan.schedule, plan.topology
+    num_splits = schedule.num_sequence_splits
+    if num_splits == 1:
         return []
-    if interleaved:
-        message = "`schedule.kind: interleaved` takes turns between the stages of a rank, and `num_chunks` is 1"
-        return [Problem("PP106", ("kind",), message, help="set num_chunks to 2 or more, or use kind: 1f1b")]
-    message = f"`schedule.num_chunks` is {schedule.num_chunks}, and `{schedule.kind}` has one stage on each rank"
-    return [Problem("PP106", ("num_chunks",), message, help="use kind: interleaved, or remove num_chunks")]
+    if topology.cp > 1:
+        message = f"sequences are cut into {num_splits} splits that follow each other, and over {topology.cp} cp ranks"
+        return [
+            Problem("PP106", ("schedule", "num_sequence_splits"), message, help="use one of the two: cp 1, or 1 split")
+        ]
+    unit = num_splits * (topology.tp if topology.sequence_parallel else 1)
+    lengths: dict[KeyPath, int] = {("model", "seq_length"): plan.model.seq_length}
+    for index, length in enumerate(schedule.seq_lengths or ()):
+        lengths["schedule", "seq_lengths", index] = length
+    problems = []
+    for path, length in lengths.items():
+        if length % unit:
+            reason = f"schedule.num_sequence_splits {num_splits}"
+            if unit != num_splits:
+                reason += f" x topology.tp {topology.tp} (sequence parallelism)"
+            message = f"{dotted(path)} {length} does not divide by {reason}"
+            problems.append(Problem("PP108", path, message, help=f"set it to {_multiples(length, unit)}"))
+    return problems
 
 
 def check_suppression(entry: SuppressSpec) -> list[Problem]:
@@ -140,7 +153,7 @@ def check_lengths(plan: PlanSpec) -> list[Problem]:
     """PP109: lists by global stage have one entry per stage."""
     num_stages = plan.num_stages
     lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
-    for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us"):
+    for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us"):
         lists["cost", name] = getattr(plan.cost, name)
     problems = []
     for path, values in lists.items():
@@ -161,7 +174,7 @@ def check_lengths(plan: PlanSpec) -> list[Problem]:
 def _stage_count(plan: PlanSpec) -> str:
     pp, num_chunks = plan.topology.pp, plan.schedule.num_chunks
     factors = f"topology.pp {pp}" if num_chunks == 1 else f"topology.pp {pp} x schedule.num_chunks {num_chunks}"
-    if not isinstance(plan.schedule.placement, str):
+    if isinstance(plan.schedule.placement, tuple):
         factors = "schedule.placement"
     return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
 

@@ -137,8 +137,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
             "release. It is refused rather than ignored, so that nothing is proved about a plan that "
             "would not run as written."
         ),
-        wrong="schedule: {kind: zb_h1, num_micro_batches: 4, micro_batch_size: 2}",
-        right="schedule: {kind: 1f1b, num_micro_batches: 4, micro_batch_size: 2}",
+        wrong="run: {backend: torch}",
+        right="run: {backend: paddle}",
     ),
     RuleDoc(
         code="PP108",

@@ -20,10 +20,6 @@ def _true(value: object) -> bool:
     return value is True
 
 
-def _more_than_one(value: object) -> bool:
-    return type(value) is int and value > 1
-
-
 def _one_of(*names: str) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in names
 
@@ -43,11 +39,6 @@ class Later:
     now: str
 
 
-_LATER_SCHEDULES = (
-    "eager_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min",
-    "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "optimal",
-)  # fmt: skip
-
 LATER: tuple[Later, ...] = (
     Later("model", "kind", _one_of("layers"), "models of your own layers", "use gpt"),
     Later("model", "layers", _anything, "models of your own layers", "remove the key and use kind: gpt"),
@@ -55,16 +46,6 @@ LATER: tuple[Later, ...] = (
     Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
     Later("model", "moe", _anything, "mixture of experts", "remove the key"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
-    Later(
-        "schedule",
-        "kind",
-        _one_of(*_LATER_SCHEDULES),
-        "more schedules",
-        "use gpipe, 1f1b or interleaved, or kind: file",
-    ),
-    Later("schedule", "variant", _other_than(""), "variants of schedules", "remove the key"),
-    Later("schedule", "num_sequence_splits", _more_than_one, "sequence splits", "use 1"),
-    Later("schedule", "placement", _one_of("v"), "other placements of stages", "use loop"),
     Later(
         "transport",
         "recv_post",

@@ -26,17 +26,23 @@ from pydantic_core import CoreSchema, PydanticKnownError
 
 from pipeproof.specs.boundary_checks import check_boundaries, check_boundary
 from pipeproof.specs.checks import (
-    check_chunks,
     check_cost,
     check_lengths,
     check_model,
     check_order,
+    check_splits,
     check_suppression,
     check_tensor_parallel,
 )
 from pipeproof.specs.problems import Problem, describe_value, nearest_name, problems_error
 from pipeproof.specs.schedule_checks import StagePlacement, check_own_schedule, check_placed_ranks, check_placement
 from pipeproof.specs.times import PositiveTimeByStage, StageTimes, Time, TimeByStage
+
+ScheduleName = Literal[
+    "gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half",
+    "v_min", "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "optimal", "custom", "file",
+]  # fmt: skip
+"""A kind of schedule; ``pipeproof.schedule.kinds`` says what each is."""
 
 AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
 """An axis of the device mesh."""
@@ -140,18 +146,23 @@ class TopologySpec(_Section):
 class ScheduleSpec(_Section):
     """The order in which each pipeline rank works on its micro-batches."""
 
-    kind: Literal["gpipe", "1f1b", "interleaved", "file", "custom"] = Field(
-        description="gpipe: all forwards, then all backwards; 1f1b: one forward, one backward after warm-up; "
-        "interleaved: 1f1b over several stages on each rank; file: read from path; custom: as programs give it."
+    kind: ScheduleName = Field(
+        description="Which schedule; `pipeproof schedule list` says what each is. file: read from path; custom: as "
+        "programs give it."
+    )
+    variant: Literal["torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced"] | None = Field(
+        default=None,
+        description="Whose order, where tools differ; without it, that of the backend's own tool.",
     )
     path: str | None = Field(
         default=None,
         description="With kind file, the file of the schedule, relative to the plan file.",
         json_schema_extra={"minLength": 1},
     )
-    format: Literal["auto", "text", "csv", "csv-comms"] = Field(
+    format: Literal["auto", "text", "csv", "csv-comms", "fleet"] = Field(
         default="auto",
-        description="Of the file: our text form, or PyTorch's CSV without or with communication; auto looks at it.",
+        description="Of the file: our text form, PyTorch's CSV without or with communication, or the strings of "
+        "Fleet's static scheduler; auto looks at it.",
     )
     programs: Annotated[tuple[Annotated[tuple[str, ...], _FROM_LIST], ...], _FROM_LIST] | None = Field(
         default=None, description="With kind custom, the operations of each pipeline rank in order, such as 0F0."
@@ -164,20 +175,39 @@ class ScheduleSpec(_Section):
     seq_lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**26)], ...], _FROM_LIST] | None = Field(
         default=None, description="Tokens per sequence of each micro-batch, where they differ."
     )
-    num_chunks: int = Field(default=1, ge=1, le=2**16, description="Stages per pipeline rank; 1 with gpipe and 1f1b.")
+    num_chunks: int = Field(
+        default=1, ge=1, le=2**16, description="Stages per pipeline rank, as many as the schedule takes."
+    )
+    micro_batch_group_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="With variant megatron, micro-batches that go through a chunk at a time; without it, as many as "
+        "there are pipeline ranks.",
+    )
     num_sequence_splits: int = Field(
-        default=1, ge=1, le=1, description="Pieces into which a sequence is cut; only 1 in this release."
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Equal pieces into which each sequence is cut; more than 1 with seq1f1b, file and custom.",
     )
-    placement: StagePlacement = Field(
-        default="loop",
-        description="How stages are dealt to ranks: loop, or with kinds file and custom the stages of each pipeline "
-        "rank; without a list, these place them as they compute them.",
+    memory_limit: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Most chunk activations of one micro-batch that a rank may hold, from F to the end of W. With kind "
+        "optimal; `advise` keeps to it too.",
     )
-    variant: None = Field(default=None, description="Which tool's variant of the schedule; none in this release.")
+    placement: StagePlacement | None = Field(
+        default=None,
+        description="How stages are dealt to ranks: loop, v (there and back), or the stages of each pipeline rank; a "
+        "stage listed on several ranks has a copy on each. Without it, as the schedule needs, and with kinds file and "
+        "custom as they compute them.",
+    )
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        _refuse([*check_chunks(self), *check_own_schedule(self), *check_placement(self)])
+        _refuse([*check_own_schedule(self), *check_placement(self)])
         return self
 
 
@@ -321,6 +351,11 @@ class CostSpec(_Section):
     )
     backward_input_us: TimeByStage | None = Field(default=None, description="The backward's input-gradient part.")
     backward_weight_us: TimeByStage | None = Field(default=None, description="The backward's weight-gradient part.")
+    overlapped_us: TimeByStage | None = Field(
+        default=None,
+        description="Time of a forward and a backward that run side by side, as in DualPipe; a list goes by the stage "
+        "of the forward. Without it, the sum of both.",
+    )
     p2p_latency_us: Time = Field(
         default=Fraction(0),
         description="Time of a message between two ranks.",
@@ -339,6 +374,22 @@ class CostSpec(_Section):
     def forward_of(self, stage: int) -> Fraction:
         """Microseconds of one forward of global stage ``stage``."""
         return _at(self.forward_us, stage)
+
+    def backward_input_of(self, stage: int) -> Fraction:
+        """Microseconds of the input-gradient part; half of the whole where only that is given."""
+        part = self.backward_input_us
+        return self.backward_of(stage) / 2 if part is None else _at(part, stage)
+
+    def backward_weight_of(self, stage: int) -> Fraction:
+        """Microseconds of the weight-gradient part; half of the whole where only that is given."""
+        part = self.backward_weight_us
+        return self.backward_of(stage) / 2 if part is None else _at(part, stage)
+
+    def overlapped_of(self, forward: int, backward: int) -> Fraction:
+        """Microseconds of a forward of one stage beside a whole backward of another."""
+        if self.overlapped_us is None:
+            return self.forward_of(forward) + self.backward_of(backward)
+        return _at(self.overlapped_us, forward)
 
     def backward_of(self, stage: int) -> Fraction:
         """Microseconds of one whole backward (input and weight gradients) of global stage ``stage``."""
@@ -409,8 +460,8 @@ class PlanSpec(_Section):
     def num_stages(self) -> int:
         """Number of stages over all pipeline ranks."""
         placement = self.schedule.placement
-        if not isinstance(placement, str):
-            return sum(map(len, placement))
+        if isinstance(placement, tuple):
+            return len({stage for stages in placement for stage in stages})
         return self.topology.pp * self.schedule.num_chunks
 
     @model_validator(mode="after")
@@ -420,6 +471,7 @@ class PlanSpec(_Section):
                 *check_tensor_parallel(self.model, self.topology),
                 *check_placed_ranks(self),
                 *check_lengths(self),
+                *check_splits(self),
                 *check_boundaries(self),
             ]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
@@ -18,12 +19,12 @@ MAX_STAGE = 2**32
 """Largest number of a stage."""
 
 
-def _validate_placement(value: object) -> Literal["loop"] | tuple[tuple[int, ...], ...]:
-    if value == "loop":
-        return "loop"
+def _validate_placement(value: object) -> Literal["loop", "v"] | tuple[tuple[int, ...], ...]:
+    if value == "loop" or value == "v":  # noqa: PLR1714: a comparison with each narrows the type
+        return value
     if not isinstance(value, list | tuple):
         code = "PP106" if isinstance(value, str) else "PP105"
-        raise problems_error([_not_a_placement(code, (), "loop or a list of the stages of each rank", value)])
+        raise problems_error([_not_a_placement(code, (), "loop, v or a list of the stages of each rank", value)])
     problems = []
     for rank, stages in enumerate(value):
         if not isinstance(stages, list | tuple):
@@ -44,18 +45,18 @@ def _not_a_placement(code: str, path: KeyPath, expected: str, found: object) -> 
     return Problem(code, path, f"`{name}` must be {expected}, found {describe_value(found)}")
 
 
-def _to_json(value: Literal["loop"] | tuple[tuple[int, ...], ...]) -> str | list[list[int]]:
+def _to_json(value: Literal["loop", "v"] | tuple[tuple[int, ...], ...]) -> str | list[list[int]]:
     return value if isinstance(value, str) else [list(stages) for stages in value]
 
 
 StagePlacement = Annotated[
-    Literal["loop"] | tuple[tuple[int, ...], ...],
+    Literal["loop", "v"] | tuple[tuple[int, ...], ...],
     PlainValidator(_validate_placement),
     PlainSerializer(_to_json, when_used="json"),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "const": "loop"},
+                {"type": "string", "enum": ["loop", "v"]},
                 {
                     "type": "array",
                     "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
@@ -64,7 +65,7 @@ StagePlacement = Annotated[
         }
     ),
 ]
-"""``loop``, or the stages of each pipeline rank."""
+"""``loop``, ``v``, or the stages of each pipeline rank."""
 
 
 def check_own_schedule(schedule: ScheduleSpec) -> list[Problem]:
@@ -88,34 +89,37 @@ def check_own_schedule(schedule: ScheduleSpec) -> list[Problem]:
 
 
 def check_placement(schedule: ScheduleSpec) -> list[Problem]:
-    """PP106: a list of stages by rank goes with a schedule of one's own, and has each stage once."""
+    """PP106: a list of stages by rank has every stage, each as often as the others, and says how many there are."""
     placement = schedule.placement
-    if isinstance(placement, str):
+    if not isinstance(placement, tuple):
         return []
     problems = []
-    if schedule.kind not in OWN_KINDS:
-        message = f"`schedule.placement` lists stages, and `kind: {schedule.kind}` deals them to ranks itself"
-        problems.append(Problem("PP106", ("placement",), message, help="use loop, or a schedule of your own"))
     if schedule.num_chunks > 1:
         message = "`schedule.num_chunks` is given together with a list of stages as `schedule.placement`"
         problems.append(Problem("PP106", ("num_chunks",), message, help="remove num_chunks", at_key=True))
-    stages = sorted(stage for stages in placement for stage in stages)
-    if stages != list(range(len(stages))):
-        lacking = [stage for stage in range(len(stages)) if stage not in stages]
-        message = (
-            f"`schedule.placement` lists {len(stages)} stages, and stage {listed(lacking, 'and')} is not among them"
-        )
-        problems.append(Problem("PP106", ("placement",), message, help="number stages from 0, each on one rank"))
+    copies = Counter(stage for stages in placement for stage in stages)
+    lacking = [stage for stage in range(max(copies, default=0)) if stage not in copies]
+    if lacking:
+        message = f"`schedule.placement` lists stage {max(copies)}, and stage {listed(lacking, 'and')} is not there"
+        problems.append(Problem("PP106", ("placement",), message, help="number stages from 0"))
+    elif len(set(copies.values())) > 1 and not any(len(set(mine)) < len(mine) for mine in placement):
+        few, many = (pick(copies, key=lambda stage: copies[stage]) for pick in (min, max))
+        message = f"`schedule.placement` has stage {few} on {copies[few]} and stage {many} on {copies[many]} ranks"
+        problems.append(Problem("PP106", ("placement",), message, help="list each stage once, or all equally often"))
     for rank, mine in enumerate(placement):
         if not mine:
             problems.append(Problem("PP106", ("placement", rank), f"pipeline rank {rank} has no stage"))
+        elif len(set(mine)) < len(mine):
+            problems.append(
+                Problem("PP106", ("placement", rank), f"pipeline rank {rank} has one stage twice: {list(mine)}")
+            )
     return problems
 
 
 def check_placed_ranks(plan: PlanSpec) -> list[Problem]:
     """PP109: a list of stages for each pipeline rank."""
     placement, pp = plan.schedule.placement, plan.topology.pp
-    if isinstance(placement, str) or len(placement) == pp:
+    if not isinstance(placement, tuple) or len(placement) == pp:
         return []
     ranks = f"{len(placement)} rank{'s' if len(placement) > 1 else ''}"
     message = f"`schedule.placement` has the stages of {ranks}, and topology.pp is {pp}"

@@ -39,7 +39,8 @@ BAD_OPERATION = RuleDoc(
     explanation=(
         "Operations are read strictly: the whole text must be one. PyTorch's own reader takes `2F0xyz` for `2F0`, "
         "and a slip of the pen becomes another schedule. Its CSV has compute operations (F, B, I, W and overlapped "
-        "pairs), SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD and REDUCE_GRAD; our text form has more."
+        "pairs), SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD and REDUCE_GRAD; our text form has more. Fleet's "
+        "strings have f and b, as in `f0;b0;` or `f0_vp1;b0_vp1;`."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0xyz, 0B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -78,7 +79,8 @@ WRONG_MICRO_BATCHES = RuleDoc(
     title="the schedule is for another number of micro-batches",
     explanation=(
         "`schedule.num_micro_batches` says how many micro-batches a step has, and sizes the global batch with it. "
-        "The programs must work on those, numbered from 0, and on no others."
+        "The programs must work on those, numbered from 0, and on no others. The same goes for the splits of "
+        "`schedule.num_sequence_splits`: where sequences are cut, each operation names its split, as in 2F0.s1."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 2, programs: [[0F0, 0B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -87,8 +89,9 @@ WRONG_FORMAT = RuleDoc(
     code="PP137",
     title="the schedule file is in another format",
     explanation=(
-        "`schedule.format` is text (our own), csv (PyTorch's, compute operations only) or csv-comms (PyTorch's, "
-        "with communication); auto looks at the content. The content is none of these, or not the one that is named."
+        "`schedule.format` is text (our own), csv (PyTorch's, compute operations only), csv-comms (PyTorch's, with "
+        "communication) or fleet (the strings of Fleet's static scheduler); auto looks at the content. The content is "
+        "none of these, or not the one that is named."
     ),
     wrong="schedule: {kind: file, path: with_sends.csv, format: csv, num_micro_batches: 4, micro_batch_size: 2}",
     right="schedule: {kind: file, path: with_sends.csv, format: csv-comms, num_micro_batches: 4, micro_batch_size: 2}",

@@ -1,4 +1,4 @@
-"""12x: every stage computes every micro-batch once, forward before backward, on the rank that owns it."""
+"""12x: every stage computes every micro-batch once, in order, on the rank that owns it."""
 
 from __future__ import annotations
 
@@ -195,6 +195,41 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
         )
 
 
+SPLITS = RuleDoc(
+    code="PP129",
+    title="the splits of a sequence are out of order",
+    severity="error",
+    explanation=(
+        "Causal attention of a split reads the keys and values of the splits before it: forwards of a micro-batch "
+        "run from its first split to its last. Backwards run from the last to the first, because the gradient of "
+        "those keys and values comes from the splits behind."
+    ),
+    wrong="rank 0: 0F0.s0 0F0.s1 0B0.s0 0B0.s1",
+    right="rank 0: 0F0.s0 0F0.s1 0B0.s1 0B0.s0",
+)
+
+
+def _check_splits(subject: Subject) -> Iterator[Finding]:
+    graph, table = subject.graph, subject.computes
+    if not graph.num_splits:
+        return
+    entry = np.arange(len(table.unit))
+    before = table.find(table.rank, table.stage, table.unit - 1)  # the split before it of the same micro-batch
+    follows = (before != NONE) & (table.unit % graph.num_splits > 0)
+    for first, onward in ((table.first[_F], True), (table.first_backward, False)):
+        here, previous = first[entry[follows]], first[before[follows]]
+        due, late = (previous, here) if onward else (here, previous)  # what should run first, and what should run next
+        for place in np.flatnonzero((due != NONE) & (late != NONE) & (late < due)).tolist():
+            needs, needed = int(late[place]), int(due[place])
+            yield finding(
+                SPLITS,
+                f"{subject.coords_text(int(graph.rank[needs]))} runs {graph.ops[needs]} before {graph.ops[needed]}, "
+                "whose keys and values, or the gradients of these, it reads",
+                help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
+                witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+            )
+
+
 FOREIGN = RuleDoc(
     code="PP124",
     title="a rank computes a stage or micro-batch that it does not have",
@@ -230,4 +265,5 @@ RULES = (
     Rule(DOUBLED, _check_doubled),
     Rule(ORDER, _check_order),
     Rule(FOREIGN, _check_foreign, needs_plan=True),
+    Rule(SPLITS, _check_splits),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeproof.comm.capabilities import BackendTable
+from pipeproof.schedule.foreign_checks import RawSchedule, check_splits
+from pipeproof.schedule.placed import Findings
 from pipeproof.schedule.text_form import parse_program
 from pipeproof.specs.finding import Finding, Location, Severity
 from pipeproof.specs.schedule_file import NO_OPERATIONS, ScheduleFileError, read_schedule_text
@@ -16,7 +18,7 @@ def load_program(path: Path, *, backend: BackendTable | None = None) -> Subject:
     """The programs of a file, to be judged alone by every rule that needs no plan.
 
     Raises:
-        ScheduleFileError: PP130 to PP133, PP138, the file cannot be read or is no program.
+        ScheduleFileError: PP130 to PP133, PP136, PP138, the file cannot be read or is no program.
     """
     return program_subject(read_schedule_text(path), file=str(path), backend=backend)
 
@@ -27,9 +29,12 @@ def program_subject(
     """The programs of a text; ``file`` is the name for places, ``facts`` what is known beside them.
 
     Raises:
-        ScheduleFileError: PP131 to PP133, PP138, the text is no program.
+        ScheduleFileError: PP131 to PP133, PP136, PP138, the text is no program.
     """
     program = parse_program(text, file)
+    findings = Findings()
+    check_splits(RawSchedule(program.rows_by_rank, program.origins, program.ends, None), None, findings)
+    findings.raise_any()
     if not any(program.rows_by_rank):
         message = "no rank of this program does anything: nothing could be wrong with it"
         raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file, 1, 1)))

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from pipeproof.comm.capabilities import BackendTable, backend_table
+from pipeproof.comm.capabilities import BackendTable, backend_table, declared_backend
 from pipeproof.comm.loaded import lower_loaded
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op
@@ -25,7 +25,6 @@ from pipeproof.specs.finding import (
     WitnessOp,
 )
 from pipeproof.specs.load import LoadedPlan
-from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.source import SourceMap
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.compute_table import ComputeTable, compute_table
@@ -178,15 +177,6 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     lowered = lower_loaded(loaded, boundary=boundary)
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
     return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins)
-
-
-def declared_backend(spec: PlanSpec) -> BackendTable:
-    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
-    table = backend_table(spec.run.backend, spec.run.device)
-    queue = spec.transport.queue
-    if queue is None or queue == table.queue:
-        return table
-    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)
 
 
 def graph_subject(

@@ -13,7 +13,7 @@ from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, 
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.errors import SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import OpsWitness
+from pipeproof.specs.finding import BadPlanAtError, OpsWitness
 
 times = st.builds(Fraction, st.integers(1, 6), st.integers(1, 4))
 
@@ -100,7 +100,7 @@ def test_an_eager_backend_is_async(make_plan):
 @pytest.mark.parametrize("row", [{"send_completes": "slots"}, {"queue": "pair"}])
 def test_a_backend_that_is_not_simulated_is_refused(make_plan, row):
     table = replace(backend_table("paddle", "cpu"), **row)
-    with pytest.raises(ValueError, match="not simulated"):
+    with pytest.raises(BadPlanAtError, match="not simulated"):
         simulate(make_plan(p2p="backend"), table)
 
 

@@ -51,7 +51,6 @@ HELP = {
     "missing_version": "add `pipeproof: 1`",
     "tab_indentation": "write spaces",
     "unclosed_brace": "close the brace",
-    "later_schedule": "use gpipe, 1f1b or interleaved",
 }
 
 

@@ -82,7 +82,7 @@ def test_neutral_values_of_later_features_are_accepted():
     neutral = example(
         model={"tied_embedding": False},
         topology={"cp": 1, "ep": 1},
-        schedule={"num_chunks": 1, "num_sequence_splits": 1, "placement": "loop", "variant": None},
+        schedule={"num_chunks": 1, "num_sequence_splits": 1, "placement": None, "variant": None},
         transport={"connections": "warm", "recv_post": "just_in_time"},
     )
     assert plan_from_dict(neutral).spec == plan_from_dict(example()).spec

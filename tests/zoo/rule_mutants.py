@@ -157,6 +157,13 @@ CASES = (
     ),
     of_program("PP122", "a forward runs twice", "rank 0: 0F0 0B0", ("0F0", "0F0 0F0"), kills=("PP122",)),
     of_program("PP123", "W before I", "rank 0: 0F0 0I0 0W0", ("0I0 0W0", "0W0 0I0"), kills=("PP123",)),
+    of_program(
+        "PP129",
+        "backwards of the splits of a sequence run in the order of its forwards",
+        "rank 0: 0F0.s0 0F0.s1 0B0.s1 0B0.s0",
+        ("0B0.s1 0B0.s0", "0B0.s0 0B0.s1"),
+        kills=("PP129",),
+    ),
     Case("PP124", "a forward of a tenth micro-batch of four", subject, with_a_stranger_s_forward, kills=("PP124",)),
     of_program(
         "PP125",
