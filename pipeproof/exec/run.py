@@ -120,6 +120,8 @@ def _require_carried_out(subject: Subject) -> None:
         (spec.topology.ep > 1, ("topology", "ep"), f"the plan has ep {spec.topology.ep}"),
         (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
         (len(subject.plan.sizes) > 1, ("schedule",), "micro-batches differ in size"),
+        (graph.num_splits > 0, ("schedule", "num_sequence_splits"), f"sequences are cut into {graph.num_splits} splits"),
+        (subject.plan.has_copies, ("schedule", "kind"), "stages have copies on several ranks"),
         *(
             (
                 getattr(spec.buffers, key) != field.default,

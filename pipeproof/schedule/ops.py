@@ -34,9 +34,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class OpKind(StrEnum):
@@ -110,8 +110,7 @@ TARGET_KINDS = frozenset({OpKind.WAIT, OpKind.FREE})
 AXES = ("pp", "dp", "tp", "cp", "ep")
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One operation of one rank's program.
 
     ``micro_batch`` is None for operations of a whole step; ``split`` is the
@@ -125,7 +124,7 @@ class Op:
     stage: int
     micro_batch: int | None = None
     target: Op | None = None
-    index: int | None = None
+    index: int | None = None  # type: ignore[assignment]  # nobody looks for the place of a value in an operation
     axis: str | None = None
     split: int | None = None
 

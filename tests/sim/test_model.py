@@ -185,7 +185,7 @@ def test_a_split_backward_takes_half_for_each_part(make_plan, edit):
         for row in rows[0]:
             if row.op.kind is OpKind.BACKWARD:
                 program += [
-                    replace(row, op=replace(row.op, kind=kind))
+                    replace(row, op=row.op._replace(kind=kind))
                     for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
                 ]
             else:

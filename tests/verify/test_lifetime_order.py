@@ -42,7 +42,7 @@ def graphs(draw, *, regular=False):
         match draw(st.sampled_from(["compute", "compute", "message", "barrier", "wait"])):
             case "compute":
                 op = Op(draw(st.sampled_from([OpKind.FORWARD, OpKind.BACKWARD, OpKind.STEP])), rank, len(rows[rank]))
-                op = dataclasses.replace(op, micro_batch=None) if op.kind is OpKind.STEP else op
+                op = op._replace(micro_batch=None) if op.kind is OpKind.STEP else op
                 put(draw, rows[rank], Row(op, queue=draw(st.sampled_from(QUEUES[:5]))))
             case "message" if num_ranks > 1:
                 peer = (rank + draw(st.integers(1, num_ranks - 1))) % num_ranks

@@ -175,7 +175,7 @@ def _codes(subject: Subject) -> Counter[str]:
 
 def _pattern(op: Op) -> Op:
     """An operation without its micro-batch: equal for operations that look alike."""
-    return replace(op, micro_batch=None, target=None if op.target is None else _pattern(op.target))
+    return op._replace(micro_batch=None, split=None, target=None if op.target is None else _pattern(op.target))
 
 
 @dataclass(frozen=True)
