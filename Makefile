@@ -31,6 +31,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
 	$(BIN)/python benchmarks/check.py
+	$(BIN)/python benchmarks/generate.py
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof import __version__
+from pipeproof.advise_command import advise
+from pipeproof.command_line import console_for, refusing_bad_plans, writable
+from pipeproof.convert_command import convert
 from pipeproof.exit_status import ExitStatus
-from pipeproof.specs.finding import BadPlanError, PipeproofError
+from pipeproof.schedule_command import schedule
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pipeproof.check_command import Form
     from pipeproof.exec.jobs import Fault
     from pipeproof.specs.load import LoadedPlan
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from pipeproof.verify.selection import Selection
 
 _PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-
-
-def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse an output that cannot be written before any work is done for it."""
-    if value is None:
-        return None
-    existing = next(path for path in (value, *value.absolute().parents) if path.exists())
-    is_directory = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
-    may_be_made = is_directory or existing in (value, value.absolute().parent)
-    if existing != value and not (may_be_made and existing.is_dir()):
-        raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
-    if not os.access(existing, os.W_OK):
-        raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
-    return value
 
 
 def _timeout(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -69,6 +55,11 @@ def main() -> None:
     Exit status: 0 clean, 1 errors found or a run that does not match, 2 bad input or a missing backend,
     3 a worker died or hung, 130 interrupted, 143 told to end.
     """
+
+
+main.add_command(schedule)
+main.add_command(convert)
+main.add_command(advise)
 
 
 @main.command()
@@ -104,10 +95,10 @@ def check(
     from pipeproof.check_command import exit_status_of, selection_of, show_report
 
     selection = selection_of(select, ignore)
-    with _refusing_bad_plans(form, file, color), _not_collecting():
+    with refusing_bad_plans(form, file, color), _not_collecting():
         report = _check(_load(file), selection) if program is None else _check_program(file, backend, selection)
     status = exit_status_of(report, strict=strict)
-    show_report(report, form, file, status, _console(color=color), everything=everything)
+    show_report(report, form, file, status, console_for(color=color), everything=everything)
     sys.exit(status)
 
 
@@ -121,7 +112,7 @@ def explain(code: str) -> None:
     if doc is None:
         known = ", ".join(doc.code for doc in all_docs())
         raise click.BadParameter(f"no code {code!r}; known are {known}", param_hint="CODE")
-    render_doc(doc, _console())
+    render_doc(doc, console_for())
 
 
 @main.command()
@@ -129,39 +120,41 @@ def explain(code: str) -> None:
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
 def show(plan: Path, rank: int | None) -> None:
     """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
-    with _refusing_bad_plans("text", plan):
+    with refusing_bad_plans("text", plan):
         from pipeproof.comm.loaded import lower_loaded
         from pipeproof.comm.show import render_program, render_show
 
         lowered = lower_loaded(_load(plan))
     if rank is not None and not 0 <= rank < lowered.mesh.num_ranks:
         raise click.BadParameter(f"{rank}: the plan has ranks 0..{lowered.mesh.num_ranks - 1}", param_hint="--rank")
-    render_show(lowered, _console())
+    render_show(lowered, console_for())
     if rank is not None:
-        render_program(lowered, rank, _console())
+        render_program(lowered, rank, console_for())
 
 
 @main.command()
 @_PLAN
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a Chrome/Perfetto trace.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def simulate(plan: Path, output: Path | None, as_json: bool) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
-    with _refusing_bad_plans("json" if as_json else "text", plan):
-        from pipeproof.comm.loaded import lower_loaded
+    with refusing_bad_plans("json" if as_json else "text", plan):
+        from pipeproof.comm.loaded import blaming_plan, lower_loaded
         from pipeproof.sim.figures import simulation_to_json
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.terminal import render_figures, render_timeline
         from pipeproof.sim.trace import write_trace
 
-        simulation = run_simulation(lower_loaded(_load(plan)))
+        loaded = _load(plan)
+        with blaming_plan(loaded):
+            simulation = run_simulation(lower_loaded(loaded))
         if output is not None:
             write_trace(simulation.timeline, output)
     if as_json:
         click.echo(json.dumps(simulation_to_json(simulation), indent=2))
         return
-    console = _console()
+    console = console_for()
     render_timeline(simulation.timeline, console)
     render_figures(simulation, console)
     if output is not None:
@@ -182,14 +175,14 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
 
 @main.command()
 @_PLAN
-@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
+@click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the measured timeline.")  # fmt: skip
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
               callback=_timeout, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
-@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=_writable,
+@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Keep what each worker printed here.")  # fmt: skip
 @click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=_parse_fault,
               help="Rehearse a failure: let RANK raise, die or hang at OP, as in 1:0F2:die.")  # fmt: skip
@@ -206,11 +199,11 @@ def run(
     from pipeproof.exec.command import run_command
     from pipeproof.exec.run import RunOptions
 
-    with _refusing_bad_plans("text", plan):
+    with refusing_bad_plans("text", plan):
         report = _check(_load(plan))
     options = RunOptions(timeout_s=timeout_s, logs=logs, fault=fault, unsafe=unsafe)
-    with _refusing_bad_plans("text", plan):
-        status = run_command(report, options, _console(), report_file, trace)
+    with refusing_bad_plans("text", plan):
+        status = run_command(report, options, console_for(), report_file, trace)
     sys.exit(status)
 
 
@@ -232,7 +225,7 @@ def doctor(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(doctor_to_json(report), indent=2))
     else:
-        render_doctor(report, _console())
+        render_doctor(report, console_for())
     sys.exit(report.exit_status)
 
 
@@ -272,29 +265,3 @@ def _check_program(file: Path, backend: str | None, selection: Selection) -> Rep
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--backend") from error
     return check_subject(load_program(file, backend=table), selection)
-
-
-def _console(*, stderr: bool = False, color: str = "auto") -> Console:
-    from rich.console import Console
-
-    if color == "always":  # the option was typed: it is stronger than NO_COLOR and than a terminal without colours
-        return Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
-    return Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
-
-
-@contextmanager
-def _refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
-    """Print the findings of a refused plan and exit with its status; nothing is shown as a traceback."""
-    try:
-        yield
-    except PipeproofError as error:
-        from pipeproof.check_command import show_refusal
-
-        status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
-        show_refusal(error, form, file, status, lambda: _console(stderr=True, color=color))
-        sys.exit(status)
-    except BrokenPipeError:
-        raise  # whoever read our output has gone: click ends quietly
-    except OSError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(ExitStatus.BAD_INPUT)

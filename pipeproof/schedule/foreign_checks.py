@@ -19,7 +19,8 @@ class Expected:
     """What a plan says of its schedule; None is whatever the schedule has.
 
     ``placement`` has the stages of each pipeline rank. ``num_splits`` is into
-    how many pieces sequences are cut.
+    how many pieces sequences are cut. With ``copies`` and no placement, every
+    rank that computes a stage has a copy of it, as nothing says otherwise.
     """
 
     num_ranks: int | None = None
@@ -27,6 +28,7 @@ class Expected:
     num_stages: int | None = None
     placement: tuple[tuple[int, ...], ...] | None = None
     num_splits: int | None = None
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,10 @@ def _wrong_count(schedule: RawSchedule, found: int, wanted: int, findings: Findi
 
 
 def _holders_of_stages(schedule: RawSchedule, expected: Expected) -> dict[int, tuple[int, ...]]:
-    """The ranks of each stage: as the plan places it, copies included, else the one that computes most of it."""
+    """The ranks of each stage: as the plan places it, copies included, else the one that computes most of it.
+
+    Where nothing is placed and copies are taken, all that compute it.
+    """
     if expected.placement is not None:
         placed: dict[int, tuple[int, ...]] = {}
         for rank, stages in enumerate(expected.placement):
@@ -184,5 +189,5 @@ def _holders_of_stages(schedule: RawSchedule, expected: Expected) -> dict[int, t
     computed = Counter((row.op.stage, rank) for rank, row in schedule.computations())
     holders: dict[int, tuple[int, ...]] = {}
     for stage, rank in sorted(computed, key=lambda key: (-computed[key], key)):
-        holders.setdefault(stage, (rank,))
+        holders[stage] = (*holders.get(stage, ()), rank) if expected.copies else holders.get(stage, (rank,))
     return holders

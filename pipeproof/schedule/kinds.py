@@ -11,18 +11,44 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from pipeproof.schedule.asap import StageCosts, even_costs
+from pipeproof.schedule.chimera import chimera
+from pipeproof.schedule.dualpipe import dualpipe
+from pipeproof.schedule.dualpipe_v import dualpipe_v
+from pipeproof.schedule.eager_1f1b import eager_1f1b
 from pipeproof.schedule.gpipe import gpipe
-from pipeproof.schedule.interleaved import interleaved
+from pipeproof.schedule.interleaved import VARIANTS, interleaved
+from pipeproof.schedule.interleaved_zb import interleaved_zb
+from pipeproof.schedule.looped_bfs import looped_bfs
 from pipeproof.schedule.one_f_one_b import one_f_one_b
 from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.seq1f1b import seq1f1b
+from pipeproof.schedule.zb_h1 import zb_h1
+from pipeproof.schedule.zb_h2 import zb_h2
+from pipeproof.schedule.zb_v import zb_v
 
 
 class Placement(StrEnum):
-    """Where stages lie: in turn around the ranks, there and back, or each on two ranks from both ends."""
+    """Where stages lie: in turn around the ranks, there and back, each on two ranks from both ends, or anywhere."""
 
     LOOP = "loop"
     V = "v"
     BOTH_WAYS = "both_ways"
+    ANY = "any"
+
+    @property
+    def text(self) -> str:
+        """In words, as the end of a sentence."""
+        return _PLACEMENT_TEXTS[self]
+
+
+_PLACEMENT_TEXTS = MappingProxyType(
+    {
+        Placement.LOOP: "in turn around the ranks (loop)",
+        Placement.V: "there and back (v)",
+        Placement.BOTH_WAYS: "on two ranks each, from both ends of the pipeline",
+        Placement.ANY: "as it is told",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +82,8 @@ class ScheduleKind:
 
     ``min_chunks`` and ``max_chunks`` bound the stages of a rank (None: any
     number). ``variants`` are the tools whose orders differ, the first being
-    the default where no backend says otherwise.
+    the default where no backend says otherwise. ``splits_sequences`` says that
+    it works on pieces of sequences.
     """
 
     name: str
@@ -67,6 +94,7 @@ class ScheduleKind:
     max_chunks: int | None = 1
     placement: Placement = Placement.LOOP
     variants: tuple[str, ...] = ()
+    splits_sequences: bool = False
 
 
 _KINDS = (
@@ -83,12 +111,86 @@ _KINDS = (
         lambda r: one_f_one_b(r.num_ranks, r.num_micro_batches),
     ),
     ScheduleKind(
+        "eager_1f1b",
+        "1F1B with a warm-up twice as long, which hides transfers",
+        "Zhuang et al., On Optimizing the Communication of Model Parallelism, arXiv:2211.05322",
+        lambda r: eager_1f1b(r.num_ranks, r.num_micro_batches),
+    ),
+    ScheduleKind(
         "interleaved",
         "1F1B that takes turns between several stages of each rank",
         "Narayanan et al., Megatron-LM, arXiv:2104.04473",
-        lambda r: interleaved(r.num_ranks, r.num_micro_batches, r.num_chunks),
+        lambda r: interleaved(r.num_ranks, r.num_micro_batches, r.num_chunks, r.variant or VARIANTS[0], r.group_size),
         min_chunks=2,
         max_chunks=None,
+        variants=VARIANTS,
+    ),
+    ScheduleKind(
+        "looped_bfs",
+        "each stage of a rank takes all micro-batches before the next stage begins",
+        "Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953",
+        lambda r: looped_bfs(r.num_ranks, r.num_micro_batches, r.num_chunks, r.placement),
+        max_chunks=None,
+        placement=Placement.ANY,
+    ),
+    ScheduleKind(
+        "zb_h1",
+        "1F1B whose weight gradients fill the end, in the memory of 1F1B",
+        "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1",
+        lambda r: zb_h1(r.num_ranks, r.num_micro_batches),
+    ),
+    ScheduleKind(
+        "zb_h2",
+        "a longer warm-up and later weight gradients, so that no rank idles, in about twice the memory",
+        "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.2",
+        lambda r: zb_h2(r.num_ranks, r.num_micro_batches),
+    ),
+    ScheduleKind(
+        "interleaved_zb",
+        "ZB-H1 that takes turns between several stages of each rank",
+        "Qi et al., arXiv:2401.10241, on chunks as PyTorch's ScheduleInterleavedZeroBubble has it",
+        lambda r: interleaved_zb(r.num_ranks, r.num_micro_batches, r.num_chunks),
+        min_chunks=2,
+        max_chunks=None,
+    ),
+    ScheduleKind(
+        "zb_v",
+        "stages there and back, so that no rank idles, in the memory of 1F1B",
+        "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
+        lambda r: zb_v(r.num_ranks, r.num_micro_batches),
+        min_chunks=2,
+        max_chunks=2,
+        placement=Placement.V,
+    ),
+    ScheduleKind(
+        "dualpipe",
+        "both ends feed micro-batches; forwards of one direction beside backwards of the other",
+        "DeepSeek-V3, arXiv:2412.19437; deepseek-ai/DualPipe",
+        lambda r: dualpipe(r.num_ranks, r.num_micro_batches),
+        placement=Placement.BOTH_WAYS,
+    ),
+    ScheduleKind(
+        "dualpipe_v",
+        "DualPipe cut in half: stages there and back, forwards of one way beside backwards of the other",
+        "Sea AI Lab and DeepSeek, deepseek-ai/DualPipe; PyTorch and Paddle Fleet have the same order",
+        lambda r: dualpipe_v(r.num_ranks, r.num_micro_batches),
+        min_chunks=2,
+        max_chunks=2,
+        placement=Placement.V,
+    ),
+    ScheduleKind(
+        "chimera",
+        "two 1F1B pipelines in opposite directions through the same ranks",
+        "Li and Hoefler, Chimera, arXiv:2107.06925",
+        lambda r: chimera(r.num_ranks, r.num_micro_batches),
+        placement=Placement.BOTH_WAYS,
+    ),
+    ScheduleKind(
+        "seq1f1b",
+        "1F1B over pieces of sequences",
+        "Sun et al., Seq1F1B, arXiv:2406.03488",
+        lambda r: seq1f1b(r.num_ranks, r.num_micro_batches, r.num_sequence_splits),
+        splits_sequences=True,
     ),
 )
 

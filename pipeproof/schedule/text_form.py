@@ -35,6 +35,7 @@ Example::
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,8 +121,15 @@ def format_program(graph: OpGraph) -> str:
     """
     if graph.global_rank != tuple(range(graph.num_ranks)):
         raise ValueError("a graph whose ranks stand for others has no text form: write the unfolded one")
-    lines = [*map(tensor_line, graph.tensors), *map(group_line, graph.groups)]
-    for rank, rows in enumerate(graph.rows()):
+    return format_rows(graph.rows(), graph.tensors, graph.groups)
+
+
+def format_rows(
+    rows_by_rank: Sequence[Sequence[Row]], tensors: Sequence[TensorSpec] = (), groups: Sequence[Group] = ()
+) -> str:
+    """The rows of each rank as text, one line per tensor, group and rank; ``read_program`` reads the same from it."""
+    lines = [*map(tensor_line, tensors), *map(group_line, groups)]
+    for rank, rows in enumerate(rows_by_rank):
         lines.append(" ".join([f"rank {rank}:", *(f"{row.op}{row_attributes(row)}" for row in rows)]))
     return "".join(f"{line}\n" for line in lines)
 

@@ -1,21 +1,60 @@
-"""Our generators beside PyTorch's own, operation by operation."""
+"""Our generators beside PyTorch's own, operation by operation, over grids of sizes."""
 
 import pytest
 
-from pipeproof.schedule import CHUNKED_GENERATORS
+from pipeproof.schedule.interleaved import interleaved
+from pipeproof.schedule.looped_bfs import looped_bfs
+from pipeproof.schedule.programs import UnfitSizesError
+from tests.schedule.make_torch_files import theirs
+
+pytestmark = pytest.mark.needs_torch
 
 
-@pytest.mark.needs_torch
-@pytest.mark.parametrize(
-    ("num_ranks", "num_chunks", "num_micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9)]
-)
-def test_interleaved_is_pytorchs_where_micro_batches_divide_by_ranks(num_ranks, num_chunks, num_micro_batches):
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+def actions(schedule, num_ranks):
+    """The actions of each rank in text, without PyTorch's idle slots."""
+    ranks = map(schedule._calculate_single_rank_operations, range(num_ranks))
+    return [[str(action) for action in ops if action is not None] for ops in ranks]
 
-    theirs = object.__new__(ScheduleInterleaved1F1B)  # its constructor wants stages that can run
-    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = num_ranks, num_chunks, num_micro_batches
-    theirs.number_of_rounds = num_micro_batches // num_ranks
-    theirs.microbatches_per_round = num_ranks
-    for rank, program in enumerate(CHUNKED_GENERATORS["interleaved"](num_ranks, num_micro_batches, num_chunks)):
-        actions = [str(action) for action in theirs._calculate_single_rank_operations(rank) if action is not None]
-        assert actions == [str(op) for op in program]
+
+def unmade(class_name, p, v, m):
+    """A schedule of PyTorch's with what its generation reads; its constructor also adds and checks transfers."""
+    from torch.distributed.pipelining import schedules
+
+    made = object.__new__(getattr(schedules, class_name))
+    made.pp_group_size, made.n_local_stages, made._n_microbatches, made._stages = p, v, m, [None] * v
+    made.number_of_rounds = max(1, m // p)
+    made.microbatches_per_round = m // made.number_of_rounds
+    return made
+
+
+def texts(schedule):
+    return [[str(op) for op in program] for program in schedule.programs]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+def test_interleaved_is_pytorchs_wherever_that_exists(p, v):
+    for m in range(1, 4 * p + 2):
+        if m % max(1, m // p) == 0:
+            assert texts(interleaved(p, m, v)) == actions(unmade("ScheduleInterleaved1F1B", p, v, m), p), m
+        else:
+            with pytest.raises(UnfitSizesError):
+                interleaved(p, m, v)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 3), (4, 2, 10), (3, 3, 7), (4, 2, 9), (4, 2, 13), (2, 2, 2)])
+def test_its_constructor_takes_and_refuses_the_same_sizes(p, v, m):
+    try:
+        ours = texts(interleaved(p, m, v))
+    except UnfitSizesError:
+        with pytest.raises(ValueError, match="multiple of the number of rounds"):
+            theirs("ScheduleInterleaved1F1B", p, v, m)
+    else:
+        assert ours == actions(theirs("ScheduleInterleaved1F1B", p, v, m), p)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+def test_looped_breadth_first_is_pytorchs(p, v):
+    for m in range(1, 2 * p + 3):
+        assert texts(looped_bfs(p, m, v)) == actions(unmade("ScheduleLoopedBFS", p, v, m), p), m

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.comm.loaded import lower_loaded, own_schedule
-from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
 from pipeproof.schedule.foreign import custom_schedule, load_schedule_file, read_schedule
 from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.finding import Location
 from pipeproof.specs.load import load_plan, plan_from_dict
@@ -78,11 +78,8 @@ def test_the_named_format_is_taken():
 @given(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 4), st.integers(1, 3), st.integers(2, 3))
 def test_whatever_our_generators_make_reads_back_and_fits(kind, num_ranks, rounds, num_chunks):
     num_micro_batches = rounds * num_ranks
-    if kind in GENERATORS:
-        num_chunks = 1
-        programs = GENERATORS[kind](num_ranks, num_micro_batches)
-    else:
-        programs = CHUNKED_GENERATORS[kind](num_ranks, num_micro_batches, num_chunks)
+    num_chunks = min(num_chunks, SCHEDULE_KINDS[kind].max_chunks or num_chunks)
+    programs = SCHEDULE_KINDS[kind].generate(Request(num_ranks, num_micro_batches, num_chunks)).programs
     expected = Expected(num_ranks, num_micro_batches, num_ranks * num_chunks)
     csv = "\n".join(",".join(map(str, program)) for program in programs)
     text = "\n".join(f"rank {rank}: {' '.join(map(str, program))}" for rank, program in enumerate(programs))
@@ -92,7 +89,7 @@ def test_whatever_our_generators_make_reads_back_and_fits(kind, num_ranks, round
 
 
 def test_a_generated_schedule_written_out_is_the_same_plan():
-    programs = [[*map(str, program)] for program in GENERATORS["1f1b"](2, 4)]
+    programs = [[*map(str, program)] for program in SCHEDULE_KINDS["1f1b"].generate(Request(2, 4)).programs]
     generated = lower_loaded(plan_from_dict(plan_dict(topology={"tp": 2}))).graph
     custom = plan_dict(topology={"tp": 2}, schedule={"kind": "custom", "programs": programs})
     written = lower_loaded(plan_from_dict(custom)).graph

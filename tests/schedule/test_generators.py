@@ -1,34 +1,24 @@
-import json
-from pathlib import Path
+"""What every generator without variants keeps to, and GPipe and 1F1B in particular."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule import CHUNKED_GENERATORS, GENERATORS
-from pipeproof.schedule.ops import OpKind
-
-GOLDENS = json.loads((Path(__file__).parent / "fleet_schedules.json").read_text())
+from pipeproof.schedule.asap import asap, even_costs
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.stage_ops import stage_ops
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 24))
-kinds = st.sampled_from(sorted(GENERATORS))
 
 
-def fleet_text(program):
-    return "".join(f"{op.kind.lower()}{op.micro_batch};" for op in program)
+def made(kind, num_ranks, num_micro_batches):
+    return SCHEDULE_KINDS[kind].generate(Request(num_ranks, num_micro_batches))
 
 
-@pytest.mark.parametrize("name", GOLDENS)
-def test_equal_to_what_paddle_itself_generates(name):
-    case = GOLDENS[name]
-    programs = GENERATORS[case["kind"]](case["pp"], case["acc"])
-    assert [fleet_text(program) for program in programs] == case["programs"]
-
-
-@given(kinds, sizes)
+@given(st.sampled_from(["gpipe", "1f1b", "eager_1f1b"]), sizes)
 def test_each_stage_runs_each_micro_batch_once_in_index_order(kind, size):
     num_ranks, num_micro_batches = size
-    programs = GENERATORS[kind](num_ranks, num_micro_batches)
+    programs = made(kind, *size).programs
     assert len(programs) == num_ranks
     for stage, program in enumerate(programs):
         assert {op.stage for op in program} == {stage}
@@ -39,29 +29,13 @@ def test_each_stage_runs_each_micro_batch_once_in_index_order(kind, size):
 @given(sizes)
 def test_1f1b_never_holds_more_than_its_warm_up_and_one(size):
     num_ranks, num_micro_batches = size
-    for rank, program in enumerate(GENERATORS["1f1b"](num_ranks, num_micro_batches)):
-        live = peak = 0
-        for op in program:
-            live += 1 if op.kind is OpKind.FORWARD else -1
-            peak = max(peak, live)
-        assert peak == min(num_micro_batches, num_ranks - rank)
+    timed = asap(made("1f1b", *size), even_costs(num_ranks))
+    for rank in range(num_ranks):
+        assert timed.peak(rank) == min(num_micro_batches, num_ranks - rank)
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 4))
-def test_interleaved_runs_every_chunk_in_order_and_forward_before_backward(num_ranks, rounds, num_chunks):
-    num_micro_batches = rounds * num_ranks
-    programs = CHUNKED_GENERATORS["interleaved"](num_ranks, num_micro_batches, num_chunks)
-    for rank, program in enumerate(programs):
-        for stage in range(rank, num_ranks * num_chunks, num_ranks):
-            forwards = [op.micro_batch for op in program if op.stage == stage and op.kind is OpKind.FORWARD]
-            backwards = [op.micro_batch for op in program if op.stage == stage and op.kind is OpKind.BACKWARD]
-            assert forwards == backwards == list(range(num_micro_batches))
-        warmup = next(i for i, op in enumerate(program) if op.kind is OpKind.BACKWARD) - 1
-        assert warmup == min(
-            2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks, num_micro_batches * num_chunks - 1
-        )
-
-
-def test_interleaved_names_the_nearest_numbers_that_fit():
-    with pytest.raises(ValueError, match="10 does not divide by that; use 8 or 12"):
-        CHUNKED_GENERATORS["interleaved"](4, 10, 2)
+@given(st.sampled_from(sorted(COMPUTE_KINDS)), st.integers(0, 9), st.lists(st.integers(0, 9)))
+def test_operations_made_at_once_are_those_made_one_by_one(kind, stage, micro_batches):
+    made = stage_ops(kind, stage, micro_batches)
+    assert made == [Op(kind, stage, micro_batch) for micro_batch in micro_batches]
+    assert all(type(op) is Op for op in made)

@@ -20,22 +20,33 @@ from pipeproof.schedule.ops import (
 )
 
 numbers = st.integers(0, 10**6)
-indexed = st.builds(
-    Op, st.sampled_from(sorted(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)), numbers, numbers
-)
 maybe = st.none() | numbers
+indexed = st.builds(
+    lambda kind, stage, batch, split: Op(kind, stage, batch, split=split),
+    st.sampled_from(sorted(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)),
+    numbers,
+    numbers,
+    maybe,
+)
 axes = st.sampled_from(AXES)
 reductions = st.builds(lambda s, a: Op(OpKind.REDUCE_GRAD, s, axis=a), numbers, st.none() | axes)
 collectives = st.builds(
     lambda kind, s, m, a: Op(kind, s, m, axis=a), st.sampled_from(sorted(CHILD_KINDS)), numbers, maybe, axes
 )
-parents = st.one_of(st.builds(Op, st.sampled_from(sorted(COMPUTE_KINDS)), numbers, numbers), reductions)
+computes = st.builds(
+    lambda kind, stage, batch, split: Op(kind, stage, batch, split=split),
+    st.sampled_from(sorted(COMPUTE_KINDS)),
+    numbers,
+    numbers,
+    maybe,
+)
+parents = st.one_of(computes, reductions)
 targets = st.one_of(
     indexed,
     reductions,
     collectives,
-    st.builds(Op, st.sampled_from([OpKind.STEP, OpKind.UNSHARD, OpKind.RESHARD]), numbers),
-    st.builds(Op, st.just(OpKind.SCALE_GRAD), numbers, maybe),
+    st.builds(lambda kind, s: Op(kind, s), st.sampled_from([OpKind.STEP, OpKind.UNSHARD, OpKind.RESHARD]), numbers),
+    st.builds(lambda s, m: Op(OpKind.SCALE_GRAD, s, m), numbers, maybe),
     st.builds(child_of, parents, numbers, st.sampled_from(sorted(CHILD_KINDS)), axes),
 )
 ops = st.one_of(targets, st.builds(wait_for, targets), st.builds(free_of, targets))

@@ -75,19 +75,26 @@ def test_the_example_of_the_page_is_read_and_right():
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
 numbers = st.integers(0, 40)
-computes = st.builds(Op, st.sampled_from(sorted(COMPUTE_KINDS)), numbers, numbers)
+computes = st.builds(lambda kind, s, m: Op(kind, s, m), st.sampled_from(sorted(COMPUTE_KINDS)), numbers, numbers)
 collectives = st.builds(lambda s, a: Op(OpKind.ALL_REDUCE, s, axis=a), numbers, st.sampled_from(AXES))
 children = st.builds(
     lambda parent, i, a: child_of(parent, i, OpKind.ALL_GATHER, a), computes, numbers, st.sampled_from(AXES)
 )
-transfers = st.builds(Op, st.sampled_from(sorted(TRANSFER_KINDS)), numbers, numbers)
-plain = st.one_of(computes, collectives, children, st.builds(Op, st.just(OpKind.STEP), numbers))
+transfers = st.builds(lambda kind, s, m: Op(kind, s, m), st.sampled_from(sorted(TRANSFER_KINDS)), numbers, numbers)
+plain = st.one_of(computes, collectives, children, st.builds(lambda s: Op(OpKind.STEP, s), numbers))
 name_lists = st.lists(names, max_size=2).map(tuple)
+
+
+def cut(op):
+    """The operation, of one split of its sequences."""
+    target = None if op.target is None else cut(op.target)
+    return op._replace(split=None if op.micro_batch is None else op.micro_batch % 3, target=target)
 
 
 @st.composite
 def graphs(draw):
     """Graphs of any rows: nothing in them has to be right."""
+    are_cut = draw(st.booleans())
     num_ranks = draw(st.integers(1, 3))
     tensors = []
     for _ in range(draw(st.integers(0, 2))):
@@ -100,7 +107,7 @@ def graphs(draw):
     groups = draw(st.lists(st.builds(Group, st.sampled_from(AXES), ranks, st.integers(1, 3)), max_size=2))
     rows = st.builds(
         Row,
-        st.one_of(plain, plain.map(wait_for), plain.map(free_of), transfers),
+        st.one_of(plain, plain.map(wait_for), plain.map(free_of), transfers).map(cut if are_cut else lambda op: op),
         tensor=st.integers(NONE, len(tensors) - 1),
         start=numbers,
         stop=numbers.map(lambda n: n + 40),

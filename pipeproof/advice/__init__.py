@@ -1,0 +1,1 @@
+"""What would make a plan's step shorter, by how much, and why: candidate schedules, timed and verified."""

@@ -1,0 +1,128 @@
+"""Advice in a terminal: the plan as it is, tables of candidates, and the change that makes the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeproof.advice.advise import MAX_REFUSED, Advice, Group, Verified
+from pipeproof.advice.candidates import Changed
+from pipeproof.advice.figures import Figures
+from pipeproof.advice.reasons import caveats, name_of, percent, why_better, why_now
+from pipeproof.advice.report import change_to
+from pipeproof.sim.terminal import format_us
+
+_TITLES = {
+    Group.BETTER: "Better, with the plan's own micro-batches",
+    Group.COPIED: "Better if every stage may stand on two ranks, with its weights twice",
+    Group.RESIZED: "Better with other micro-batches or splits, if time is in proportion to tokens",
+    Group.OVER_LIMIT: "Over the memory limit",
+}
+
+
+def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False) -> None:
+    """Print what was found; with ``all_reasons``, also why schedules were left out."""
+    _say(console, _now(advice))
+    for group, listed in advice.listed.items():
+        if listed:
+            console.print()
+            _say(console, f"{_TITLES[group]}:")
+            console.print(_table(advice, listed, group))
+    console.print()
+    _say(console, _unit(advice))
+    _say(console, _counts(advice))
+    if all_reasons:
+        for reason, count in advice.impossible.items():
+            _say(console, f"  not possible ({count}): {reason}")
+    console.print()
+    _render_best(advice, console)
+
+
+def _now(advice: Advice) -> str:
+    schedule = advice.candidates.spec.schedule
+    text = f"Now: {name_of(advice.candidates.spec)}, {schedule.num_micro_batches} x {schedule.micro_batch_size}"
+    if advice.present is None or advice.path is None:
+        text += ": it never ends."
+    else:
+        text += (
+            f": {format_us(advice.present.makespan_us)} us a step, {percent(advice.present.idle_ratio)} of it idle, "
+            f"peak {_peak(advice, advice.present)}. {why_now(advice.present, advice.path)}"
+        )
+    if advice.errors:
+        text += f" The plan does not pass check ({', '.join(advice.errors)}): mend that too."
+    return text
+
+
+def _table(advice: Advice, listed: Sequence[Verified], group: Group) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("micro-batches", "step us", "saved", "idle", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("deadlock", no_wrap=True)
+    for verified in listed:
+        candidate = verified.candidate
+        choice, figures = candidate.choice, candidate.figures
+        is_copied = Changed.COPIES in advice.candidates.changes(choice)
+        table.add_row(
+            name_of(candidate.spec) + (" (two copies)" if is_copied and group is not Group.COPIED else ""),
+            f"{choice.num_micro_batches} x {choice.micro_batch_size}",
+            format_us(figures.makespan_us),
+            _saved(advice, figures),
+            percent(figures.idle_ratio),
+            _peak(advice, figures) + (" needed" if group is Group.OVER_LIMIT else ""),
+            "conditional" if verified.failing else "robust",
+        )
+    return table
+
+
+def _render_best(advice: Advice, console: Console) -> None:
+    best = advice.best
+    if best is None:
+        limit = " within the memory limit" if advice.candidates.room is not None else ""
+        _say(console, "Mend the plan first." if advice.gave_up else f"Nothing that was tried is better{limit}.")
+        return
+    for sentence in (why_better(advice, best), *caveats(advice, best)):
+        _say(console, sentence)
+    _say(console, "Change the plan so:")
+    for line in change_to(advice, best).lines():
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _saved(advice: Advice, figures: Figures) -> str:
+    if advice.present is None:
+        return ""
+    saved = 1 - figures.makespan_us / advice.present.makespan_us
+    return percent(saved)
+
+
+def _peak(advice: Advice, figures: Figures) -> str:
+    return format_us(figures.peak / advice.candidates.activation)
+
+
+def _unit(advice: Advice) -> str:
+    candidates = advice.candidates
+    size = format_us(candidates.activation)
+    text = (
+        "Peak: most activations that a rank holds, from F to the end of B or W, in those of the plan's largest stage "
+        f"for a micro-batch (one is {size} times a transformer block's for a sequence)"
+    )
+    if candidates.room is not None:
+        text += f"; the limit is {format_us(candidates.room / candidates.activation)}"
+    return text + "."
+
+
+def _counts(advice: Advice) -> str:
+    text = f"Timed {advice.num_timed} candidates; {sum(advice.impossible.values())} more do not exist for their sizes"
+    if advice.refused:
+        codes = ", ".join(f"{code} ({count})" for code, count in advice.refused.items())
+        text += f"; {sum(advice.refused.values())} failed their check: {codes}"
+    if advice.gave_up:
+        return f"{text}. After more than {MAX_REFUSED} failures no more were checked."
+    return f"{text}. All that are listed passed their check." if any(advice.listed.values()) else f"{text}."
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

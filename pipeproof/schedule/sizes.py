@@ -1,0 +1,34 @@
+"""For which numbers of ranks and micro-batches each kind of schedule exists, as a condition that people can read.
+
+A condition is a Python expression in ``p`` (ranks) and ``m`` (micro-batches);
+the tests hold it against what the generators refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ANY_SIZES = "any"
+"""In place of a condition: every number of ranks and micro-batches will do."""
+
+_ROUNDS = "m % max(1, m // p) == 0"
+
+_CONDITIONS: Mapping[tuple[str, str | None], str] = MappingProxyType(
+    {
+        ("interleaved", "torch"): _ROUNDS,
+        ("interleaved", "megatron"): "m % p == 0",
+        ("interleaved", "fleet"): "m == p or m >= 2 * p",
+        ("interleaved", "fleet_fthenb"): "m == p",
+        ("interleaved", "fleet_balanced"): "m >= p",
+        ("interleaved_zb", None): _ROUNDS,
+        ("dualpipe", None): "p % 2 == 0 and m % 2 == 0 and m >= 2 * p",
+        ("dualpipe_v", None): "m >= 2 * p",
+        ("chimera", None): "p % 2 == 0",
+    }
+)
+
+
+def sizes_of(kind: str, variant: str | None = None) -> str:
+    """The condition of a kind, or of one of its variants; ``ANY_SIZES`` where there is none."""
+    return _CONDITIONS.get((kind, variant), ANY_SIZES)

@@ -1,0 +1,127 @@
+"""What holds for every kind of schedule: all work once, in order, on time, and refusals that name what fits."""
+
+import re
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import assume, given, settings
+
+from pipeproof.schedule.asap import asap, even_costs
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
+from pipeproof.specs.plan import ScheduleName
+from tests.schedule.drawn import generated, requests
+
+F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+few = settings(deadline=None)
+
+
+def work(schedule, kind):
+    """(stage, micro-batch, split) of all operations of a kind, over all ranks."""
+    return sorted(
+        (op.stage, op.micro_batch, op.split or 0) for program in schedule.programs for op in program if op.kind is kind
+    )
+
+
+def test_plans_can_name_every_kind():
+    assert set(get_args(ScheduleName)) == {*SCHEDULE_KINDS, "custom", "file"}
+
+
+@given(requests())
+@settings(few, max_examples=300)
+def test_all_work_is_done_once(drawn):
+    kind, request = drawn
+    schedule = generated(kind, request)
+    num_stages = 1 + max(op.stage for program in schedule.programs for op in program)
+    units = [
+        (stage, micro_batch, split)
+        for stage in range(num_stages)
+        for micro_batch in range(request.num_micro_batches)
+        for split in range(request.num_sequence_splits)
+    ]
+    assert num_stages == request.num_ranks * request.num_chunks
+    assert len(schedule.programs) == request.num_ranks
+    assert work(schedule, F) == units
+    assert sorted(work(schedule, B) + work(schedule, I)) == units
+    assert work(schedule, I) == work(schedule, W)
+
+
+@given(requests())
+@settings(few, max_examples=300)
+def test_every_schedule_finishes_and_never_runs_ahead_of_what_it_needs(drawn):
+    """Whatever stages cost; the order on each rank is that of time, which `asap` derives from what each needs."""
+    kind, request = drawn
+    schedule = generated(kind, request)
+    timed = asap(schedule, request.costs)
+    started = {
+        (op.kind, op.stage, op.micro_batch, op.split): (start, end)
+        for program, starts, ends in zip(schedule.programs, timed.starts, timed.ends, strict=True)
+        for op, start, end in zip(program, starts, ends, strict=True)
+    }
+    for (made, stage, micro_batch, split), (start, _) in started.items():
+        forward = started[F, stage, micro_batch, split]
+        if made in (B, I):
+            assert start >= forward[1]
+        if made is W:
+            assert start >= started[I, stage, micro_batch, split][1]
+
+
+@given(requests())
+@settings(few, max_examples=200)
+def test_stages_lie_as_the_table_says(drawn):
+    kind, request = drawn
+    p, chunks = request.num_ranks, range(request.num_chunks)
+    expected = {
+        "loop": lambda rank: [chunk * p + rank for chunk in chunks],
+        "any": lambda rank: [chunk * p + rank for chunk in chunks],
+        "v": lambda rank: [chunk * p + (p - 1 - rank if chunk % 2 else rank) for chunk in chunks],
+        "both_ways": lambda rank: {rank, p - 1 - rank},
+    }[kind.placement]
+    placement = stages_of(generated(kind, request).programs)
+    assert placement == tuple(tuple(sorted(expected(rank))) for rank in range(p))
+
+
+@given(requests())
+@settings(few, max_examples=200)
+def test_a_pair_is_a_forward_with_a_backward_behind_it(drawn):
+    kind, request = drawn
+    schedule = generated(kind, request)
+    for rank, program in enumerate(schedule.programs):
+        for place in schedule.pairs_of(rank):
+            assert program[place].kind is F
+            assert program[place + 1].kind in (B, I)
+            assert place + 1 not in schedule.pairs_of(rank)
+
+
+_NUMBER = re.compile(r"\d+")
+_FIELD = {"num_micro_batches": "num_micro_batches", "pp": "num_ranks", "num_chunks": "num_chunks"}
+
+
+@given(requests())
+@settings(few, max_examples=300)
+def test_a_refusal_names_a_value_that_fits(drawn):
+    kind, request = drawn
+    try:
+        kind.generate(request)
+        assume(False)
+    except UnfitSizesError as error:
+        key = error.key[-1]
+        assert str(error)
+        if key in _FIELD:
+            offered = [int(number) for number in _NUMBER.findall(error.help)]
+            assert any(fits(kind, replace(request, costs=None, **{_FIELD[key]: number})) for number in offered)
+
+
+def fits(kind, request):
+    try:
+        return bool(kind.generate(request))
+    except UnfitSizesError:
+        return False
+
+
+def test_asap_says_where_it_is_stuck():
+    crossed = Schedule(((Op(F, 0, 0), Op(B, 0, 0)), (Op(B, 1, 0), Op(F, 1, 0))))
+    with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1B0"):
+        asap(crossed, even_costs(2))

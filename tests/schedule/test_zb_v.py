@@ -1,0 +1,93 @@
+"""ZB-V in exact arithmetic, beside PyTorch's own and beside ZB-H1 on stages of twice the size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.zb_h1 import zb_h1
+from pipeproof.schedule.zb_v import zb_v
+from tests.schedule.zero_bubble import few, peaks, pytorch_texts, run, spans, texts, time, times, uneven_runs
+
+ranks = st.integers(1, 7)
+
+
+def idle_of(p, tf, ti, tw):
+    """What the makespan has beyond the work of a rank, for at least 2p - 1 micro-batches and two ranks."""
+    n = p - 1
+    return max(
+        n * ti,
+        2 * n * (ti - tw),
+        max(tf, ti) + (n - 1) * tw,
+        (2 * n - 1) * tf - (n - 1) * ti + max(0, tf - ti - tw) + n * max(0, ti - 2 * tw),
+    )
+
+
+def test_the_golden_of_four_ranks_and_eight_micro_batches():
+    timed = run(zb_v(4, 8))
+    assert timed.makespan == 51
+    assert spans(timed) == [48] * 4
+    assert peaks(timed) == [8] * 4
+
+
+@given(ranks, st.integers(0, 12), time)
+@few
+def test_with_equal_times_no_rank_idles_between_its_first_and_its_last_operation(p, more, t):
+    m = 2 * p - 1 + more
+    timed = run(zb_v(p, m), t, t, t)
+    assert spans(timed) == [6 * m * t] * p
+    assert timed.makespan == (6 * m + p - 1) * t
+
+
+@given(ranks, st.integers(1, 20), time)
+@few
+def test_makespan_with_equal_times_for_any_sizes(p, m, t):
+    assert run(zb_v(p, m), t, t, t).makespan == max(6 * m + p - 1, 4 * m + 4 * p - 2) * t
+
+
+@given(st.integers(2, 7), st.integers(0, 10), times)
+@few
+def test_makespan_with_any_even_times(p, more, even):
+    m = 2 * p - 1 + more
+    assert run(zb_v(p, m), *even).makespan == 2 * m * sum(even) + idle_of(p, *even)
+
+
+@pytest.mark.parametrize("even", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 4, 5)])
+def test_uneven_kinds_make_some_rank_idle(even):
+    timed = run(zb_v(4, 8), *even)
+    assert max(spans(timed)) > 16 * sum(even)
+    assert timed.makespan > 16 * sum(even) + 3 * even[0]
+
+
+def test_with_fewer_than_2p_minus_1_micro_batches_some_rank_idles_and_with_few_the_makespan_is_longer():
+    assert spans(run(zb_v(4, 6))) == [38, 37, 37, 36]  # the work is 36
+    assert run(zb_v(4, 6)).makespan == 39 == 6 * 6 + 3
+    assert run(zb_v(4, 5)).makespan == 34 > 6 * 5 + 3
+    assert run(zb_v(3, 4), 2, 2, 1).makespan == 46 > 2 * 4 * 5 + idle_of(3, 2, 2, 1)
+
+
+@pytest.mark.parametrize("p", [2, 4, 7])
+def test_one_micro_batch_takes_one_weight_gradient_more_than_the_chain_of_the_rest(p):
+    assert run(zb_v(p, 1)).makespan == 4 * p + 2  # 2p forwards, 2p input gradients, the last W: 4p + 1
+    last = zb_v(p, 1).programs[p - 1]
+    assert [str(op) for op in last[2:5]] == [f"{p}I0", f"{p}W0", f"{p - 1}I0"]
+
+
+@given(ranks, st.integers(1, 20), st.data())
+@few
+def test_peaks_are_the_same_for_any_times(p, m, data):
+    timed = data.draw(uneven_runs(zb_v(p, m)))
+    for freed_at in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT):
+        assert peaks(timed, freed_at) == [min(2 * p, m + 1 + rank, 2 * m) for rank in range(p)]
+
+
+def test_zb_h1_on_stages_of_twice_the_size_is_faster_where_weight_gradients_are_slow():
+    assert run(zb_v(4, 8), 1, 1, 1).makespan == 51 < run(zb_h1(4, 8), 2, 2, 2).makespan == 54
+    assert run(zb_v(4, 8), 1, 1, 10).makespan == 213 > run(zb_h1(4, 8), 2, 2, 20).makespan == 198
+
+
+@pytest.mark.needs_torch
+def test_it_is_pytorchs_over_a_grid():
+    for p in range(1, 8):
+        for m in range(1, 4 * p + 1):
+            assert texts(zb_v(p, m)) == pytorch_texts("ScheduleZBVZeroBubble", p, m, 2)
