@@ -33,6 +33,14 @@ def _times(context: click.Context, parameter: click.Parameter, value: str | None
     return times if len(times) > 1 else times[0]
 
 
+def _time(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
+    """One exact time."""
+    time = _times(context, parameter, value)
+    if not isinstance(time, Fraction):
+        raise click.BadParameter("give one time")
+    return time
+
+
 @click.group()
 def schedule() -> None:
     """List pipeline schedules, and show one on a timeline or in a format of another tool."""
@@ -78,7 +86,7 @@ def list_kinds(form: str) -> None:
 @click.option(
     "--latency",
     metavar="TIME",
-    callback=_times,
+    callback=_time,
     default="0",
     show_default=True,
     help="Time of a message between two ranks.",
@@ -104,7 +112,7 @@ def show_kind(
     backward_input: Times | None,
     backward_weight: Times | None,
     overlapped: Times | None,
-    latency: Times,
+    latency: Fraction,
     verify: bool,
     form: str,
     color: str,

@@ -25,9 +25,9 @@ from pipeproof.schedule.inexpressible import InexpressibleError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.programs import Schedule, stages_of
 from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
-from pipeproof.sim.figures import RankFigures, figures_to_json, number_to_json
+from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
 from pipeproof.sim.terminal import figures_table, format_us, render_timeline
-from pipeproof.sim.timed import figures_of_timed, timeline_of
+from pipeproof.sim.timed import timeline_of
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.problems import nearest_name
@@ -130,8 +130,15 @@ _OPTION_OF_KEY = MappingProxyType(
     }
 )
 """The keys of a plan by which messages call what is an option here."""
-_LONG_KEYS = re.compile("|".join(rf"`?\b{re.escape(key)}\b`?" for key in _OPTION_OF_KEY))
-_SHORT_KEYS = re.compile(r"`?\b(num_micro_batches|num_chunks|num_sequence_splits|micro_batch_group_size)\b`?")
+_KEY_OF_NAME = MappingProxyType(
+    {
+        key.split(".")[1]: key
+        for key in _OPTION_OF_KEY
+        if key not in ("topology.pp", "schedule.kind", "schedule.variant")
+    }
+)
+"""Names that stand without their section and are no words of plain English."""
+_KEYS = re.compile(r"`?\b(?:" + "|".join(map(re.escape, _OPTION_OF_KEY)) + "|" + "|".join(_KEY_OF_NAME) + r")\b`?")
 
 
 @contextmanager
@@ -146,19 +153,24 @@ def _in_words_of_options() -> Iterator[None]:
 
 
 def _with_options(text: str) -> str:
-    long = _LONG_KEYS.sub(lambda match: _OPTION_OF_KEY[match[0].strip("`")], text)
-    return _SHORT_KEYS.sub(lambda match: _OPTION_OF_KEY[f"schedule.{match[1]}"], long)
+    def option(match: re.Match[str]) -> str:
+        key = match[0].strip("`")
+        return _OPTION_OF_KEY[_KEY_OF_NAME.get(key, key)]
+
+    return _KEYS.sub(option, text)
 
 
 def _render(shown: _Shown, console: Console) -> None:
-    render_timeline(timeline_of(shown.timed), console, _title(shown.plan), unit="")
+    timeline = timeline_of(shown.timed)
+    render_timeline(timeline, console, _title(shown.plan), unit="")
     console.print()
-    console.print(Text(_costs_text(shown.costs)))
-    console.print(figures_table((str(figures.rank), figures) for figures in figures_of_timed(shown.timed)))
+    console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
+    console.print(figures_table((str(figures.rank), figures) for figures in figures_of(timeline)))
     if shown.verdict is None:
         return
     style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[shown.verdict.outcome]
-    console.print(Text.assemble("deadlock: ", (shown.verdict.outcome, style), f": {shown.verdict.reason}"))
+    said = Text.assemble("deadlock: ", (shown.verdict.outcome, style), f": {shown.verdict.reason}")
+    console.print(said, soft_wrap=True)
 
 
 def _title(plan: LoadedPlan) -> str:
@@ -188,7 +200,7 @@ def _to_json(shown: _Shown) -> dict[str, Any]:
     """The form of ``--format json``; see ``docs/schemas/schedule.schema.json``."""
     spec, schedule = shown.plan.spec, shown.plan.spec.schedule
     stages = stages_of(shown.schedule.programs)
-    figures = figures_of_timed(shown.timed)
+    figures = figures_of(timeline_of(shown.timed))
     return {
         "kind": schedule.kind,
         "variant": schedule.variant,

@@ -33,8 +33,9 @@ MAX_SPLITS = 8
 MAX_FORWARDS = 100_000
 """Most forwards of a step with more micro-batches than the plan has."""
 
-_OPTIMAL = "optimal"
-"""The kind that is made for a memory limit."""
+_OPTIMAL, _MAX_OPTIMAL_CHUNKS = "optimal", 2
+"""The kind that is made for given times and a memory limit. To make one takes as long as to make many others, so it is
+tried with the plan's own micro-batches only, and with few chunks."""
 
 _CHOSEN = (
     "kind", "variant", "path", "format", "programs", "num_micro_batches", "micro_batch_size", "num_chunks",
@@ -207,12 +208,19 @@ class Candidates:
         placements = (None, "v") if kind.placement is Placement.ANY and base.num_chunks > 1 else (None,)
         lengths = _divisors(self.spec.model.seq_length)
         splits = [n for n in lengths if 1 < n <= MAX_SPLITS] if kind.splits_sequences else [1]
-        limits: list[int | None] = [None]
-        if kind.name == _OPTIMAL and (self.room is not None or held is not None):
-            one = self._largest_activation(base)
-            limits = [int((held or 0) // one), None] if self.room is None else [int(self.room // one)]
+        limits = self._limits(base, held) if kind.name == _OPTIMAL else [None]
         for placement, num_splits, limit in product(placements, splits, limits):
             yield replace(base, placement=placement, num_sequence_splits=num_splits, memory_limit=limit)
+
+    def _limits(self, base: Choice, held: Fraction | None) -> list[int | None]:
+        """The memory limits to make a schedule for: the given one; without it, what the plan holds, and none."""
+        changes = self.changes(base)
+        if Changed.MICRO_BATCHES in changes or (Changed.CHUNKS in changes and base.num_chunks > _MAX_OPTIMAL_CHUNKS):
+            return []
+        one = self._largest_activation(base)
+        if self.room is not None:
+            return [int(self.room // one)]
+        return [None] if held is None else [int(held // one), None]
 
     def _largest_activation(self, choice: Choice) -> int:
         """An activation of a choice's largest stage, in those of a block for one sequence."""

@@ -87,7 +87,7 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
             if most is not None
             else (f"{kind.min_chunks} or more stages")
         )
-        near = min(max(chunks, kind.min_chunks), chunks if most is None else most)
+        near = kind.min_chunks if most is None else min(max(chunks, kind.min_chunks), most)
         raise UnfitSizesError(
             f"{kind.name} has {takes} on each rank, and schedule.num_chunks is {chunks}",
             help=f"set num_chunks to {near}",

@@ -7,7 +7,8 @@ the gradient reductions and the optimizer.
 
 - A receive is posted just before the wait for it, and the wait stands just
   before the operation that uses the tensor (an earlier receive spins on a GPU
-  and slows the compute beside it).
+  and slows the compute beside it). Where a rank uses what comes in another
+  order than it is sent, receives are posted in the order of the sends.
 - A send is posted right after its producer and never blocks it. A forward
   send is waited for before the backward of its micro-batch, which frees the
   activation; backward sends, and all sends of a program without backwards,
@@ -30,9 +31,12 @@ import numpy as np
 from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
+from pipeproof.comm.rank_writer import RankWriter
+from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
 from pipeproof.schedule.foreign import ForeignSchedule
+from pipeproof.schedule.ops import Op
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.specs.codes import RuleDoc
@@ -81,7 +85,9 @@ class LoweredPlan:
     between each two stages. ``schedule`` has the computations of each
     pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
     digest is of: folded, whether ``graph`` is or not. ``foreign`` is the
-    schedule where it was not generated.
+    schedule where it was not generated. ``receives`` says by pipeline rank
+    where inputs are received in another order than they are used; see
+    ``receive_order``.
     """
 
     spec: PlanSpec
@@ -94,6 +100,7 @@ class LoweredPlan:
     graph: OpGraph
     canonical: OpGraph
     foreign: ForeignSchedule | None = None
+    receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
 
     @property
     def folded(self) -> bool:
@@ -212,6 +219,9 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     nothing = OpGraph(Blocks().expand(), (), ())
     lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign)
     canonical = _graph(lowered, folded=True)
+    if (foreign is None or foreign.computes_only) and not used_as_sent(canonical):
+        lowered = replace(lowered, receives=receives_as_sent(lowered))
+        canonical = _graph(lowered, folded=True)
     lowered = replace(lowered, graph=canonical, canonical=canonical)
     num_replicas = mesh.num_ranks // canonical.num_ranks
     return lowered if canonical.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
@@ -291,7 +301,8 @@ def _columns(
             given.append(list(lowering.given(foreign.rows[coords["pp"]], reduce_axes)))
             continue
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
-        lowering.write(blocks, own if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
+        posts = plan.receives[coords["pp"]] if plan.receives else {}
+        RankWriter(lowering, blocks, posts).write(own if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
     return (columns_of(given, plan.num_splits) if given else blocks.expand()), tensors.specs
 
 

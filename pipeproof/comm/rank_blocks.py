@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
-from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
+from pipeproof.schedule.blocks import ANY
 from pipeproof.schedule.columns import NONE, Row, unit_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
@@ -24,6 +24,7 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.schedule.optable import TensorSpec
+from pipeproof.schedule.programs import Program
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer
 
@@ -86,8 +87,11 @@ class _Message:
 
 
 class Work(NamedTuple):
-    """What stands around a computation depends on this alone: its kind and stage, which size its unit of work has,
-    and the pipeline ranks that have this unit on the stages before and after (``NONE`` at the ends)."""
+    """All that the rows around a computation depend on.
+
+    Its kind and stage, which size its unit of work has, and the pipeline ranks
+    that have this unit on the stages before and after (``NONE`` at the ends).
+    """
 
     kind: OpKind
     stage: int
@@ -126,24 +130,16 @@ class RankBlocks:
     def _forward_only(self) -> bool:
         return all(op.kind is OpKind.FORWARD for op in self._program)
 
-    def write(self, blocks: Blocks, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
-        """Append the rank's whole program around its computations.
+    @property
+    def program(self) -> Program:
+        """The computations of the rank."""
+        return self._program
 
-        ``rows`` are the computations where they come from a file, with their
-        places; two in one batch overlap.
-        """
-        writer = _Writer(self, blocks)
-        if rows is None:
-            for op in self._program:
-                writer.use_one(op)
-        else:
-            for computations in _overlapping(rows):
-                writer.use(computations)
-        writer.wait_for_sends()
+    def updates(self, reduce_axes: Sequence[str]) -> Iterator[list[Row]]:
+        """The end of the step, stage by stage; nothing where no gradient is made."""
         if not self._forward_only:
             for stage in sorted({op.stage for op in self._program}):
-                blocks.use(blocks.add(list(self.update(stage, reduce_axes))))
-        blocks.end_rank()
+                yield list(self.update(stage, reduce_axes))
 
     def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The rows of a program that has its own communication, with what it leaves open filled in.
@@ -186,19 +182,35 @@ class RankBlocks:
                           batch=row.batch, origin=row.origin)  # fmt: skip
 
     def before(self, work: Work, batch: int) -> Iterator[Row]:
-        """What a computation waits for: its input, and the send that reads what it will free."""
-        forward = work.kind is OpKind.FORWARD
-        source = work.before if forward else work.after
-        if work.kind is not OpKind.BACKWARD_WEIGHT and self._is_elsewhere(source):  # a W reads what F and I kept
-            receive = Op(OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD, work.stage, batch)
-            messages = self._messages(receive, work.variant)
-            for message in messages:
+        """Receiving what a computation needs just in time."""
+        yield from self.receive(work, batch)
+        yield from self.ready(work, batch)
+
+    def receive(self, work: Work, batch: int) -> Iterator[Row]:
+        """Posting the receives of what a computation needs from another rank."""
+        receive = self._receive_of(work, batch)
+        if receive is not None:
+            source = work.before if receive.is_forward else work.after
+            for message in self._messages(receive, work.variant):
                 yield self._row(receive, message, source)
-            for _ in messages:
+
+    def ready(self, work: Work, batch: int) -> Iterator[Row]:
+        """What a computation waits for: its input, and the send that reads what it will free."""
+        receive = self._receive_of(work, batch)
+        if receive is not None:
+            for _ in self._messages(receive, work.variant):
                 yield Row(wait_for(receive))
             yield from self._gather(receive, work.variant)
-            if not forward:
+            if not receive.is_forward:
                 yield from self.wait(Op(OpKind.SEND_FORWARD, work.stage, batch), work.variant)
+
+    def _receive_of(self, work: Work, batch: int) -> Op | None:
+        """The receive of what a computation needs; None where it is on the rank. A W reads what F and I kept."""
+        if work.kind is OpKind.FORWARD:
+            return Op(OpKind.RECV_FORWARD, work.stage, batch) if self._is_elsewhere(work.before) else None
+        if work.kind is OpKind.BACKWARD_WEIGHT or not self._is_elsewhere(work.after):
+            return None
+        return Op(OpKind.RECV_BACKWARD, work.stage, batch)
 
     def compute(self, work: Work, batch: int) -> Iterator[Row]:
         """A computation with the collectives inside it; which pair it belongs to is for its use to say."""
@@ -366,81 +378,3 @@ class RankBlocks:
                 if axis in ("pp", *DATA_AXES) or axis in parameter.partial_over:
                     numel = prod(parameter.tp.local_shape(parameter.shape, self._num_tp))
                     yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)
-
-
-def _overlapping(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Computations one by one, those that overlap in twos."""
-    pair: list[Row] = []
-    for row in rows:
-        pair.append(row)
-        if row.batch == NONE or len(pair) > 1:
-            yield pair
-            pair = []
-
-
-class _Writer:
-    """Uses the blocks of one rank, each written when it is first used."""
-
-    def __init__(self, rank: RankBlocks, blocks: Blocks) -> None:
-        self._rank, self._blocks = rank, blocks
-        self._single: dict[Work, tuple[int, int | None]] = {}
-        self._pairs: dict[tuple[Work, ...], int] = {}
-        self._waits: dict[Work, int | None] = {}
-        self._alike: dict[tuple[OpKind, int], Work] = {}
-        """What stands around the computations of a stage, where that is the same for all units of work."""
-        self._late: list[tuple[int, int, int]] = []
-
-    def use_one(self, op: Op, origin: int = NONE) -> None:
-        """One computation, with all that stands around it."""
-        unit, work = self._work(op)
-        blocks = self._single.get(work)
-        if blocks is None:
-            blocks = self._single[work] = self._blocks.add(list(self._rows([work]))), self._wait_block(work)
-        block, wait = blocks
-        self._blocks.use(block, unit, origin)
-        if wait is not None:
-            self._late.append((wait, unit, origin))
-
-    def use(self, rows: Sequence[Row]) -> None:
-        """One computation, or two that overlap."""
-        if len(rows) == 1:
-            self.use_one(rows[0].op, rows[0].origin)
-            return
-        first, second = rows
-        units, works = zip(*(self._work(row.op) for row in rows), strict=True)
-        block = self._pairs.get(works)
-        if block is None:
-            block = self._pairs[works] = self._blocks.add(list(self._rows(works)))
-        self._blocks.use(block, units[0], first.origin, other=units[1], batch=first.batch)
-        for work, row, unit in zip(works, (first, second), units, strict=True):
-            wait = self._wait_block(work)
-            if wait is not None:
-                self._late.append((wait, unit, row.origin))
-
-    def wait_for_sends(self) -> None:
-        """The waits that stand at the end of the step, in the order of the sends."""
-        for block, unit, origin in self._late:
-            self._blocks.use(block, unit, origin)
-
-    def _work(self, op: Op) -> tuple[int, Work]:
-        """The unit of work of a computation, and what stands around it."""
-        unit = self._rank.unit(op)
-        if self._rank.units_differ:
-            return unit, self._rank.work(op, unit)
-        work = self._alike.get((op.kind, op.stage))
-        if work is None:
-            work = self._alike[op.kind, op.stage] = self._rank.work(op, 0)
-        return unit, work
-
-    def _rows(self, works: Sequence[Work]) -> Iterator[Row]:
-        for part in (self._rank.before, self._rank.compute, self._rank.after):
-            for work, batch in zip(works, (ANY, ANY_OTHER), strict=False):
-                yield from part(work, batch)
-
-    def _wait_block(self, work: Work) -> int | None:
-        if work not in self._waits:
-            send = self._rank.send_of(work, ANY)
-            late = send is not None and self._rank.waits_late(send)
-            rows = list(self._rank.wait(send, work.variant)) if send is not None and late else []
-            self._waits[work] = self._blocks.add(rows) if rows else None
-        return self._waits[work]

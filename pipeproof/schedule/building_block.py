@@ -84,43 +84,98 @@ class BuildingBlock:
 
 
 def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
-    """One program of F, I and W per pipeline rank; no rank ever holds more than ``2 num_ahead`` chunk activations.
+    """One program of F, I and W per pipeline rank, none of which ever holds more than ``2 num_ahead`` chunk activations.
 
-    Exists for any number of ranks and micro-batches. Weight gradients run in
+    Exists for any numbers of ranks and micro-batches. Weight gradients run in
     the order of the input gradients. Linear in operations.
     """
     ranks = [_Rank(rank, block, num_micro_batches) for rank in range(block.num_ranks)]
-    done = [num_micro_batches] + [0] * (4 * block.num_ranks)
+    num_done = [num_micro_batches] + [0] * (4 * block.num_ranks)
     num_left = 6 * block.num_ranks * num_micro_batches
     for slot in count():
         if not num_left:
             break
-        assert slot < _CYCLE * (num_micro_batches + block.num_ranks), "no schedule of this memory takes so long"
+        assert slot < _CYCLE * (num_micro_batches + block.num_ranks), "these blocks cannot take so long"
         moved = []
         for rank in ranks:
-            place = rank.choose(slot, done)
-            if place is not None:
-                rank.run(place, done[place + 1])
-                moved.append(place)
-                num_left -= 1
+            way = rank.choose(slot, num_done)
+            if way is not None:
+                rank.run(way, num_done)
+                moved.append(way.place)
             elif rank.weights:
                 rank.run_weight()
-                num_left -= 1
-        for place in moved:  # what others may go on with, from the next slot on
-            done[place + 1] += 1
+            else:
+                continue
+            num_left -= 1
+        for place in moved:
+            num_done[place + 1] += 1  # at the end of the slot: nobody goes on with it before
     return Schedule(tuple(tuple(rank.program) for rank in ranks))
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One of the four times that micro-batches pass a rank, by micro-batch: when, what runs, and what W is left."""
+
+    place: int
+    windows: list[tuple[int, int]]
+    ops: list[Op]
+    weights: list[Op]
+
+
 class _Rank:
-    """What one rank has run so far. In ``done``, the count of place ``k`` stands at ``k + 1``, behind what may come."""
+    """One rank while its program is written.
+
+    How many micro-batches are through place ``k`` is ``num_done[k + 1]``, so that ``num_done[k]`` have come there.
+    """
 
     def __init__(self, rank: int, block: BuildingBlock, num_micro_batches: int) -> None:
         p = block.num_ranks
         self.program: list[Op] = []
         self.weights: deque[Op] = deque()
-        self._places = (rank, 2 * p - 1 - rank, 2 * p + rank, 4 * p - 1 - rank)
-        self._windows = [block.windows(place, num_micro_batches) for place in self._places]
-        self._num_micro_batches = num_micro_batches
-        self._is_tight = num_micro_batches > block.num_ahead
+        """What is left of I that have run, oldest first."""
+        self._ways = [
+            _way(place, block, num_micro_batches) for place in (rank, 2 * p - 1 - rank, 2 * p + rank, 4 * p - 1 - rank)
+        ]
+        self._num_forwards_left = 2 * num_micro_batches
         self._num_free = 2 * block.num_ahead
-        ...
+        self._is_memory_short = num_micro_batches > block.num_ahead
+
+    def choose(self, slot: int, num_done: list[int]) -> _Way | None:
+        """Of what may run in this slot, the one that is due first."""
+        chosen, chosen_due = None, 0
+        keeps_memory = self._is_memory_short and self._num_forwards_left > 0
+        for way in self._ways:
+            micro_batch = num_done[way.place + 1]
+            if micro_batch == num_done[way.place]:
+                continue
+            first, due = way.windows[micro_batch]
+            if (slot < first and (keeps_memory or not way.weights)) or not (self._num_free or way.weights):
+                continue
+            if chosen is None or due < chosen_due:
+                chosen, chosen_due = way, due
+        return chosen
+
+    def run(self, way: _Way, num_done: list[int]) -> None:
+        """Run the next micro-batch of a way."""
+        micro_batch = num_done[way.place + 1]
+        self.program.append(way.ops[micro_batch])
+        if way.weights:
+            self.weights.append(way.weights[micro_batch])
+        else:
+            self._num_forwards_left -= 1
+            self._num_free -= 1
+
+    def run_weight(self) -> None:
+        """Run the oldest W, which frees the activation."""
+        self.program.append(self.weights.popleft())
+        self._num_free += 1
+
+
+def _way(place: int, block: BuildingBlock, num_micro_batches: int) -> _Way:
+    windows = block.windows(place, num_micro_batches)
+    micro_batches = range(num_micro_batches)
+    if place < 2 * block.num_ranks:
+        return _Way(place, windows, stage_ops(OpKind.FORWARD, place, micro_batches), [])
+    stage = 4 * block.num_ranks - 1 - place
+    input_gradients = stage_ops(OpKind.BACKWARD_INPUT, stage, micro_batches)
+    return _Way(place, windows, input_gradients, stage_ops(OpKind.BACKWARD_WEIGHT, stage, micro_batches))

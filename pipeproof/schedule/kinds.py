@@ -20,6 +20,7 @@ from pipeproof.schedule.interleaved import VARIANTS, interleaved
 from pipeproof.schedule.interleaved_zb import interleaved_zb
 from pipeproof.schedule.looped_bfs import looped_bfs
 from pipeproof.schedule.one_f_one_b import one_f_one_b
+from pipeproof.schedule.optimal import optimal
 from pipeproof.schedule.programs import Schedule
 from pipeproof.schedule.seq1f1b import seq1f1b
 from pipeproof.schedule.zb_h1 import zb_h1
@@ -73,7 +74,13 @@ class Request:
     @property
     def stage_costs(self) -> StageCosts:
         """The times of the stages; 1, 1 and 1 where none were given."""
-        return self.costs or even_costs(self.num_ranks * self.num_chunks)
+        return self.costs or even_costs(sum(map(len, self.stages_of_ranks)))
+
+    @property
+    def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The placement; in turn around the ranks where none was given."""
+        num_stages = self.num_ranks * self.num_chunks
+        return self.placement or tuple(tuple(range(rank, num_stages, self.num_ranks)) for rank in range(self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +198,14 @@ _KINDS = (
         "Sun et al., Seq1F1B, arXiv:2406.03488",
         lambda r: seq1f1b(r.num_ranks, r.num_micro_batches, r.num_sequence_splits),
         splits_sequences=True,
+    ),
+    ScheduleKind(
+        "optimal",
+        "the best of many orders for the times of each stage, any placement and a memory limit",
+        "greedy; pipeproof schedule solve improves on it",
+        lambda r: optimal(r.stages_of_ranks, r.num_micro_batches, r.stage_costs, r.memory_limit),
+        max_chunks=None,
+        placement=Placement.ANY,
     ),
 )
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.optimal import best_order
-from pipeproof.schedule.programs import Programs, Schedule
+from pipeproof.schedule.programs import Program, Schedule
 from pipeproof.schedule.workload import Placement, Workload, fits, in_index_order, make_workload
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import BadPlanError, Finding, Severity
 
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
+_F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+_KINDS = (_F, _I, _W)
 
 
 SOLVER_MISSING = RuleDoc(
@@ -107,8 +107,7 @@ def solve(
     ticks, bound = int(asap(first, work.costs).makespan), work.least_makespan()
     found = first
     if ticks > bound:
-        search = _Search(cp_model, work, first, on_progress)
-        found, bound = search.run(time_limit_s)
+        found, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)
         ticks = int(asap(found, work.costs).makespan)
     return Solution(found, work.in_units(ticks), work.in_units(bound), time.perf_counter() - started)
 
@@ -138,24 +137,106 @@ def _from_hint(hint: Schedule, work: Workload) -> Schedule:
     return schedule
 
 
-_KINDS = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
-
-
 class _Search:
-    """The model of a workload, and its search from a first schedule on."""
+    """The model of a workload, and the search from a first schedule on."""
 
-    def __init__(
-        self, cp_model: Any, work: Workload, first: Schedule, on_progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._cp_model, self._work, self._on_progress = cp_model, work, on_progress
-        self._first, self._timed = first, asap(first, work.costs)
-        self._horizon = int(self._timed.makespan)
+    def __init__(self, cp_model: Any, work: Workload, first: Schedule) -> None:
+        self._cp_model, self._work, self._first = cp_model, work, first
         self._model = cp_model.CpModel()
-        self._times = {kind: times for kind, times in zip(_KINDS, (work.forward, work.backward_input, work.backward_weight), strict=True)}
-        self._starts = {
-            (kind, stage, index): self._model.new_int_var(0, self._horizon - times[stage], f"{stage}{kind}{index}")
-            for kind, times in self._times.items()
-            for stage in range(work.num_stages)
-            for index in range(work.num_micro_batches)
-        }
+        timed = asap(first, work.costs)
+        self._horizon = int(timed.makespan)
         self._makespan = self._model.new_int_var(work.least_makespan(), self._horizon, "makespan")
+        self._model.add_hint(self._makespan, self._horizon)
+        self._starts: dict[Op, Any] = {}
+        self._ends: dict[Op, Any] = {}
+        for program, starts in zip(timed.programs, timed.starts, strict=True):
+            self._add_operations(program, starts)
+        for stage in range(work.num_stages):
+            self._add_order(stage)
+        for rank, stages in enumerate(work.placement):
+            if work.limits[rank] < work.num_micro_batches * len(stages):
+                self._add_memory(stages, work.limits[rank])
+        self._model.minimize(self._makespan)
+
+    def run(self, time_limit_s: float, on_progress: Callable[[Progress], None] | None) -> tuple[Schedule, int]:
+        """The best schedule, and the bound in ticks."""
+        solver = self._cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = time_limit_s
+        status = solver.solve(self._model, None if on_progress is None else self._reporter(on_progress))
+        if status == self._cp_model.UNKNOWN:  # the time was too short to begin
+            return self._first, self._work.least_makespan()
+        assert status in (self._cp_model.OPTIMAL, self._cp_model.FEASIBLE), "the first schedule is a solution"
+        return self._schedule(solver.value), round(solver.best_objective_bound)
+
+    def _add_operations(self, program: Program, hinted_starts: Sequence[Time]) -> None:
+        """Those of one rank, which runs one at a time."""
+        intervals = []
+        for op, hinted_start in zip(program, hinted_starts, strict=True):
+            time = self._work.costs.of(op)
+            start = self._model.new_int_var(0, self._horizon - time, str(op))
+            self._model.add_hint(start, int(hinted_start))
+            self._starts[op], self._ends[op] = start, start + time
+            intervals.append(self._model.new_fixed_size_interval_var(start, time, f"time of {op}"))
+        self._model.add_no_overlap(intervals)
+
+    def _add_order(self, stage: int) -> None:
+        """What each operation of a stage needs, and the one of its kind before it."""
+        edges = (0, *self._work.edges(), 0)
+        for index in range(self._work.num_micro_batches):
+            forward, backward, weight = (Op(kind, stage, index) for kind in _KINDS)
+            if stage:
+                self._add_before(Op(_F, stage - 1, index), forward, edges[stage])
+            if stage + 1 < self._work.num_stages:
+                self._add_before(Op(_I, stage + 1, index), backward, edges[stage + 1])
+            else:
+                self._add_before(forward, backward)
+            self._add_before(backward, weight)
+            for op in (forward, backward, weight) if index else ():
+                self._add_before(Op(op.kind, stage, index - 1), op)
+        last = Op(_W, stage, self._work.num_micro_batches - 1)
+        self._model.add(self._makespan >= self._ends[last])
+
+    def _add_before(self, first: Op, second: Op, latency: int = 0) -> None:
+        self._model.add(self._starts[second] >= self._ends[first] + latency)
+
+    def _add_memory(self, stages: Sequence[int], limit: int) -> None:
+        """No more than ``limit`` activations of one rank; on one stage that is an order, for all are in index order."""
+        num_batches = self._work.num_micro_batches
+        for stage in stages:
+            for index in range(limit, num_batches):
+                self._add_before(Op(_W, stage, index - limit), Op(_F, stage, index))
+        if len(stages) > 1:
+            lives = [
+                self._life(Op(_F, stage, index), Op(_W, stage, index))
+                for stage in stages
+                for index in range(num_batches)
+            ]
+            self._model.add_cumulative(lives, [1] * len(lives), limit)
+
+    def _life(self, forward: Op, weight: Op) -> Any:
+        """The interval for which an activation is held."""
+        length = self._model.new_int_var(0, self._horizon, f"length of {forward}")
+        return self._model.new_interval_var(self._starts[forward], length, self._ends[weight], f"life of {forward}")
+
+    def _schedule(self, value: Callable[[Any], int]) -> Schedule:
+        """Programs in the order of time; where I and W take none, in the order of what they need."""
+
+        def order(op: Op) -> tuple[int, int, int, int, int]:
+            assert op.micro_batch is not None
+            kind = _KINDS.index(op.kind)
+            return value(self._starts[op]), value(self._ends[op]), kind, op.micro_batch, -op.stage
+
+        return Schedule(tuple(tuple(sorted(program, key=order)) for program in self._first.programs))
+
+    def _reporter(self, on_progress: Callable[[Progress], None]) -> Any:
+        """What the solver calls with each solution that is better than those before it."""
+        in_units = self._work.in_units
+
+        class Reporter(self._cp_model.CpSolverSolutionCallback):  # type: ignore[misc,name-defined]
+            def on_solution_callback(self) -> None:
+                bound = round(self.best_objective_bound)
+                on_progress(Progress(in_units(round(self.objective_value)), in_units(bound)))
+
+        return Reporter()

@@ -49,8 +49,8 @@ def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
                 busy_us=timeline.busy_us(rank),
                 bubble_makespan_us=timeline.bubble_of_makespan_us(rank),
                 bubble_span_us=timeline.bubble_of_span_us(rank),
-                bubble_makespan_ratio=ratio(timeline.bubble_of_makespan_us(rank), makespan),
-                bubble_span_ratio=ratio(timeline.bubble_of_span_us(rank), span),
+                bubble_makespan_ratio=_ratio(timeline.bubble_of_makespan_us(rank), makespan),
+                bubble_span_ratio=_ratio(timeline.bubble_of_span_us(rank), span),
                 peak_activations=timeline.peak_activations(rank),
                 peak_activations_at_i=timeline.peak_activations_at_i(rank),
             )
@@ -58,8 +58,7 @@ def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
     return tuple(result)
 
 
-def ratio(part: Fraction, whole: Fraction) -> Fraction:
-    """A part of a whole; 0 of no time at all."""
+def _ratio(part: Fraction, whole: Fraction) -> Fraction:
     return part / whole if whole else Fraction(0)
 
 

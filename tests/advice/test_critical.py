@@ -22,9 +22,7 @@ def generated(name, num_ranks, num_micro_batches):
     """A schedule with as few chunks as it takes, or None where it does not exist."""
     kind = SCHEDULE_KINDS[name]
     splits = 2 if kind.splits_sequences else 1
-    placement = tuple(
-        tuple(chunk * num_ranks + rank for chunk in range(kind.min_chunks)) for rank in range(num_ranks)
-    )
+    placement = tuple(tuple(chunk * num_ranks + rank for chunk in range(kind.min_chunks)) for rank in range(num_ranks))
     request = Request(num_ranks, num_micro_batches, kind.min_chunks, splits, placement=placement)
     try:
         return kind.generate(request)

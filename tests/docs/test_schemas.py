@@ -48,7 +48,7 @@ def require_fit(name, content):
 
 
 def test_all_commands_with_json_have_a_schema():
-    assert set(SCHEMAS) == {"advise", "check", "simulate", "run", "doctor"}
+    assert set(SCHEMAS) == {"advise", "check", "simulate", "run", "doctor", "schedule", "schedule_list"}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))

@@ -1,0 +1,125 @@
+"""The whole program of one rank, written with blocks around its computations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pipeproof.comm.rank_blocks import RankBlocks, Work
+from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.ops import Op, OpKind
+
+
+class RankWriter:
+    """Uses the blocks of one rank, each written when it is first used.
+
+    ``posts`` has for some places of the rank's program whose inputs are to be
+    received before the computation there; before any other one its own is.
+    """
+
+    def __init__(self, rank: RankBlocks, blocks: Blocks, posts: Mapping[int, Sequence[Op]]) -> None:
+        self._rank, self._blocks, self._posts = rank, blocks, posts
+        self._single: dict[Work, tuple[int, int | None]] = {}
+        self._others: dict[tuple[tuple[Work, ...], bool], int] = {}
+        self._receives: dict[Work, int] = {}
+        self._waits: dict[Work, int | None] = {}
+        self._alike: dict[tuple[OpKind, int], Work] = {}
+        """What stands around the computations of a stage, where that is the same for all units of work."""
+        self._late: list[tuple[int, int, int]] = []
+
+    def write(self, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
+        """Append the rank's program.
+
+        ``rows`` are its computations where they have places in a file, or
+        overlap: then the two are in one batch.
+        """
+        if rows is None and not self._posts:
+            for op in self._rank.program:
+                self._use_one(op)
+        else:
+            place = 0
+            for computations in _overlapping(rows if rows is not None else map(Row, self._rank.program)):
+                self._use(computations, place)
+                place += len(computations)
+        for block, unit, origin in self._late:  # sends that are waited for at the end of the step, in their order
+            self._blocks.use(block, unit, origin)
+        for update in self._rank.updates(reduce_axes):
+            self._blocks.use(self._blocks.add(update))
+        self._blocks.end_rank()
+
+    def _use_one(self, op: Op, origin: int = NONE) -> None:
+        """One computation, with all that stands around it."""
+        unit, work = self._work(op)
+        blocks = self._single.get(work)
+        if blocks is None:
+            blocks = self._single[work] = self._blocks.add(list(self._rows([work]))), self._wait_block(work)
+        block, wait = blocks
+        self._blocks.use(block, unit, origin)
+        if wait is not None:
+            self._late.append((wait, unit, origin))
+
+    def _use(self, rows: Sequence[Row], place: int) -> None:
+        """One computation, or two that overlap, from a place of the program on."""
+        posts = [self._posts.get(place + i) for i in range(len(rows))]
+        if len(rows) == 1 and posts[0] is None:
+            self._use_one(rows[0].op, rows[0].origin)
+            return
+        units, works = zip(*(self._work(row.op) for row in rows), strict=True)
+        own_order = any(mine is not None for mine in posts)
+        if own_order:
+            for mine, row in zip(posts, rows, strict=True):
+                for computed in (row.op,) if mine is None else mine:
+                    self._receive(computed, row.origin)
+        block = self._others.get((works, own_order))
+        if block is None:
+            block = self._blocks.add(list(self._rows(works, received=own_order)))
+            self._others[works, own_order] = block
+        self._blocks.use(
+            block, units[0], rows[0].origin, other=units[1] if len(rows) > 1 else NONE, batch=rows[0].batch
+        )
+        for work, row, unit in zip(works, rows, units, strict=True):
+            wait = self._wait_block(work)
+            if wait is not None:
+                self._late.append((wait, unit, row.origin))
+
+    def _receive(self, computed: Op, origin: int) -> None:
+        """Post the receives of what a computation needs, if it needs any."""
+        unit, work = self._work(computed)
+        block = self._receives.get(work)
+        if block is None:
+            block = self._receives[work] = self._blocks.add(list(self._rank.receive(work, ANY)))
+        self._blocks.use(block, unit, origin)
+
+    def _work(self, op: Op) -> tuple[int, Work]:
+        """The unit of work of a computation, and what stands around it."""
+        unit = self._rank.unit(op)
+        if self._rank.units_differ:
+            return unit, self._rank.work(op, unit)
+        work = self._alike.get((op.kind, op.stage))
+        if work is None:
+            work = self._alike[op.kind, op.stage] = self._rank.work(op, 0)
+        return unit, work
+
+    def _rows(self, works: Sequence[Work], *, received: bool = False) -> Iterator[Row]:
+        before = self._rank.ready if received else self._rank.before
+        for part in (before, self._rank.compute, self._rank.after):
+            for work, batch in zip(works, (ANY, ANY_OTHER), strict=False):
+                yield from part(work, batch)
+
+    def _wait_block(self, work: Work) -> int | None:
+        if work not in self._waits:
+            send = self._rank.send_of(work, ANY)
+            late = send is not None and self._rank.waits_late(send)
+            rows = list(self._rank.wait(send, work.variant)) if send is not None and late else []
+            self._waits[work] = self._blocks.add(rows) if rows else None
+        return self._waits[work]
+
+
+def _overlapping(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Computations one by one, those that overlap in twos."""
+    pair: list[Row] = []
+    for row in rows:
+        pair.append(row)
+        if row.batch == NONE or len(pair) > 1:
+            yield pair
+            pair = []

@@ -1,0 +1,284 @@
+"""``pipeproof schedule list`` and ``show``: the picture, its figures, the formats, and options that cannot be meant."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from pipeproof.comm.generated import plan_schedule, stage_costs
+from pipeproof.comm.sample_plan import sample_plan
+from pipeproof.schedule.asap import asap
+from pipeproof.schedule.foreign import read_schedule
+from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule_command import FORMATS
+from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
+from tests.cli.commands import invoke, process
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
+SIZES = ("-p", 4, "-m", 8)
+
+
+def schema(name):
+    return Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text()))
+
+
+def shown(kind, *options):
+    result = invoke("schedule", "show", kind, *options)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(kind, *options):
+    result = invoke("schedule", "show", kind, *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    return re.sub(r"\s+", " ", result.stderr.split("Error: ")[1])
+
+
+def generated(kind, *, p=4, m=8, **options):
+    return plan_schedule(sample_plan(kind, p, m, num_chunks=SCHEDULE_KINDS[kind].min_chunks, **options).spec)
+
+
+# --- list ---
+
+
+def test_the_list_has_every_kind_with_its_title_and_variants():
+    result = invoke("schedule", "list")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    names = [line.split()[0] for line in lines if re.match(r"\w+ .* {2}", line)]
+    assert names == ["kind", *SCHEDULE_KINDS]
+    for kind in SCHEDULE_KINDS.values():
+        assert f"    {kind.title}" in lines
+        assert all(f"{variant}: " in result.stdout for variant in kind.variants)
+    facts = {line.split()[0]: re.split(" {2,}", line) for line in lines if line}
+    assert "I W" in facts["zb_h1"]
+    assert "B I W F+B" in facts["dualpipe_v"]
+    assert "both ways" in facts["chimera"]
+    assert "2 or more" in facts["interleaved"]
+
+
+def test_the_list_as_json():
+    result = invoke("schedule", "list", "--format", "json")
+    content = json.loads(result.stdout)
+    schema("schedule_list").validate(content)
+    by_name = {entry["name"]: entry for entry in content["schedules"]}
+    assert list(by_name) == list(SCHEDULE_KINDS)
+    assert by_name["dualpipe"]["overlaps"]
+    assert not by_name["chimera"]["overlaps"]
+    assert by_name["zb_h2"]["backwards"] == ["I", "W"]
+    assert by_name["seq1f1b"]["splits_sequences"]
+    assert [size["variant"] for size in by_name["interleaved"]["sizes"]] == list(SCHEDULE_KINDS["interleaved"].variants)
+
+
+# --- show: the grid ---
+
+
+def test_the_grid_of_1f1b(check_golden, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    check_golden("schedule_1f1b.txt", shown("1f1b", *SIZES))
+
+
+def test_the_grid_of_dualpipe_has_stages_pairs_and_parts_of_backwards(check_golden, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    check_golden("schedule_dualpipe.txt", shown("dualpipe", *SIZES, "--overlapped", "2", "--latency", "1/2"))
+
+
+def test_the_figures_are_those_of_asap_and_latency_counts():
+    for latency, makespan in ((0, 33), (1, 49)):
+        text = shown("1f1b", *SIZES, "--cost", "1,1,1", "--latency", latency)
+        assert f"makespan {makespan}, " in text
+    assert re.search(r"^0 +49 +24 ", text, re.MULTILINE)
+
+
+def test_costs_may_differ_by_stage_and_are_exact():
+    text = shown("1f1b", "-p", 2, "-m", 2, "--forward", "1/3,0.5", "--backward-input", "1", "--backward-weight", "0")
+    assert "times: F 1/3,1/2; I 1; W 0; B = I + W; latency 0" in text
+    assert json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,0.5,1/6", "--format", "json")) | {
+        "makespan": 2
+    } == json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,2/3,0", "--format", "json"))
+
+
+def test_peaks_are_named_freed_at_w_and_at_i():
+    text = shown("zb_h1", *SIZES)
+    rows = [line.split("  ")[-1].strip() for line in text.splitlines() if re.match(r"\d +\d", line)]
+    assert rows == ["4", "4 (3 at I)", "4 (2 at I)", "4 (1 at I)"]
+
+
+def test_a_schedule_is_named_robust_or_conditional_with_the_reason():
+    assert "deadlock: robust: no deadlock under any of" in shown("gpipe", *SIZES)
+    conditional = " ".join(shown("1f1b", *SIZES).split())
+    assert re.search(r"deadlock: conditional: safe on paddle-gloo, but deadlocks under \d+ of \d+ channel models: one "
+                     r"FIFO per .* at rendezvous", conditional)  # fmt: skip
+    assert "deadlock" not in shown("1f1b", *SIZES, "--no-verify")
+
+
+def test_a_schedule_that_does_not_pass_fails_the_command(monkeypatch):
+    from pipeproof import schedule_show
+    from pipeproof.specs.finding import Finding, Severity
+
+    wrong = ScheduleVerdict("paddle-gloo", (Finding("PP401", Severity.ERROR, "a circle"),), ())
+    monkeypatch.setattr(schedule_show, "judge_schedule", lambda plan: wrong)
+    assert wrong.outcome is Outcome.WRONG
+    for form in ("grid", "json"):
+        result = invoke("schedule", "show", "gpipe", *SIZES, "--format", form)
+        assert result.exit_code == 1
+        assert "a circle" in result.stdout
+
+
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
+def test_every_kind_is_shown_with_a_row_for_each_rank_that_fits(kind):
+    text = shown(kind, *SIZES, "--no-verify")
+    rows = re.findall(r"^rank \d (.*)$", text, re.MULTILINE)
+    assert len(rows) == 4
+    assert len({len(row) for row in rows}) == 1
+    assert all(len(line) <= 80 for line in text.splitlines()[1:])
+
+
+def test_colour_only_adds_to_the_letters():
+    plain = shown("dualpipe_v", *SIZES)
+    coloured = shown("dualpipe_v", *SIZES, "--color", "always")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+    styles = set(re.findall(r"\x1b\[([0-9;]*)m", coloured))
+    assert {"1;37;44", "1;30;104", "1;37;45"} <= styles  # forwards of the first stage, of the second, pairs
+
+
+# --- show: formats ---
+
+
+@pytest.mark.parametrize("form", ["text", "csv", "csv-comms", "fleet"])
+def test_files_are_what_the_writer_makes(form):
+    text = shown("1f1b", *SIZES, "--format", form)
+    assert text == write_schedule(generated("1f1b"), form)
+    assert read_schedule(text, "s", Expected(4, 8, 4)).schedule == generated("1f1b")
+
+
+def test_the_formats_are_those_that_are_written():
+    assert list(FORMATS) == ["grid", "json", *WRITTEN_FORMATS]
+
+
+def test_fleets_format_takes_fleets_variant():
+    """With 10 micro-batches on 4 ranks Fleet starts with a group of 6, PyTorch with one of 5."""
+    sizes = ("-p", 4, "-m", 10, "-v", 2)
+    fleet = shown("interleaved", *sizes, "--format", "fleet")
+    assert fleet == write_schedule(generated("interleaved", m=10, variant="fleet"), "fleet")
+    assert fleet.startswith("f0_vp0;f1_vp0;f2_vp0;f3_vp0;f4_vp0;f5_vp0;f0_vp1;")
+    theirs = shown("interleaved", *sizes, "--format", "fleet", "--variant", "torch")
+    assert theirs.startswith("f0_vp0;f1_vp0;f2_vp0;f3_vp0;f4_vp0;f0_vp1;")
+    assert "interleaved (torch), " in shown("interleaved", *sizes, "--no-verify")
+
+
+def test_what_a_format_cannot_say_is_refused():
+    assert "--format fleet: 0I0 is a part of a backward" in refused("zb_h1", *SIZES, "--format", "fleet")
+    assert "--format csv: 0F0.s0 is of one piece" in refused("seq1f1b", *SIZES, "--splits", 2, "--format", "csv")
+    assert "a stage is on one rank" in refused("chimera", *SIZES, "--format", "csv-comms")
+
+
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
+def test_json_fits_its_schema_and_has_the_programs_with_their_times(kind):
+    content = json.loads(shown(kind, *SIZES, "--format", "json", "--latency", "1/3"))
+    schema("schedule").validate(content)
+    spec = sample_plan(
+        kind, 4, 8, num_chunks=SCHEDULE_KINDS[kind].min_chunks, variant=content["variant"],
+        cost={"p2p_latency_us": "1/3"},
+    ).spec  # fmt: skip
+    timed = asap(plan_schedule(spec), stage_costs(spec))
+    assert content["verdict"]["outcome"] in ("robust", "conditional")
+    for rank, own in enumerate(content["ranks"]):
+        assert [op["op"] for op in own["ops"]] == [*map(str, timed.programs[rank])]
+        assert [op["start"] for op in own["ops"]] == [*map(float, timed.starts[rank])]
+        assert [op["end"] for op in own["ops"]] == [*map(float, timed.ends[rank])]
+        assert sum(op["overlaps"] for op in own["ops"]) == 2 * len(plan_schedule(spec).pairs_of(rank))
+        assert own["busy"] == timed.busy(rank)
+        assert own["peak_activations"] == timed.peak(rank)
+        assert own["peak_activations_at_i"] == timed.peak(rank, OpKind.BACKWARD_INPUT)
+
+
+def test_json_without_a_verdict_fits_too():
+    content = json.loads(shown("1f1b", *SIZES, "--format", "json", "--no-verify"))
+    schema("schedule").validate(content)
+    assert content["verdict"] is None
+    assert not schema("schedule").is_valid({**content, "verdict": {"outcome": "robust"}})
+    assert not schema("schedule").is_valid({**content, "ranks": []})
+
+
+@given(
+    st.sampled_from(sorted(SCHEDULE_KINDS)),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(["grid", "csv", "json"]),
+)
+@settings(max_examples=40)
+def test_whatever_the_sizes_it_is_shown_or_refused_with_a_value_that_fits(kind, p, m, form):
+    result = invoke("schedule", "show", kind, "-p", p, "-m", m, "--format", form)
+    if result.exit_code:
+        assert result.exit_code == 2
+        assert "schedule." not in result.stderr
+        if "--format" not in result.stderr:
+            assert "help: " in result.stderr
+    else:
+        assert result.stdout
+
+
+# --- show: what cannot be meant ---
+
+
+def test_an_unknown_kind_names_the_nearest():
+    assert "there is no schedule 'zbh1'; did you mean zb_h1?" in refused("zbh1", *SIZES)
+    assert "`pipeproof schedule list` has them all" in refused("nonsense", *SIZES)
+    assert "there is no schedule 'file'" in refused("file", *SIZES)
+
+
+WRONG = {
+    ("dualpipe", "-p", 3, "-m", 8): ("3 ranks are odd", "use 2 or 4"),
+    ("dualpipe", "-p", 4, "-m", 6): ("4 ranks need 8 micro-batches", "use 8"),
+    ("interleaved", "-p", 4, "-m", 9, "--variant", "megatron"): ("9 leaves 1", "use 8 or 12"),
+    ("interleaved", *SIZES, "-v", 1): ("-v is 1", "set -v to 2"),
+    ("gpipe", *SIZES, "-v", 2): ("one stage on each rank, and -v is 2", "set -v to 1"),
+    ("gpipe", *SIZES, "--variant", "torch"): ("--variant is torch", "remove the key"),
+    ("interleaved", *SIZES, "--variant", "other"): ("--variant", ""),
+    ("interleaved", *SIZES, "--group-size", 4): ("--group-size is Megatron's", ""),
+    ("1f1b", *SIZES, "--splits", 2): ("--splits is 2", "use kind seq1f1b"),
+    ("1f1b", *SIZES, "--forward", "1,1"): ("2 entries", ""),
+    ("1f1b", *SIZES, "--forward", "0"): ("--forward must be more than 0", ""),
+    ("1f1b", *SIZES, "--latency", "1,2"): ("--latency': give one time", ""),
+    ("1f1b", *SIZES, "--forward", "1e3"): ("'1e3' is not an exact time such as 1, 0.5 or 1/3", ""),
+    ("1f1b", *SIZES, "--forward", "1,x"): ("'x' is not an exact time", ""),
+    ("1f1b", *SIZES, "--forward", "1/0"): ("'1/0' is not an exact time", ""),
+    ("1f1b", *SIZES, "--cost", "1,1"): ("give three times, such as 1,1,1", ""),
+    ("1f1b", *SIZES, "--cost", "1"): ("give three times", ""),
+    ("1f1b", *SIZES, "--cost", "1,1,1", "--backward-input", "1"): ("--cost already says what --backward-input is", ""),
+    ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
+    ("1f1b", "-p", 4): ("Missing option '-m'", ""),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(map(str, case)))
+def test_sizes_and_costs_that_do_not_fit_are_refused_in_the_words_of_the_options(case):
+    message = refused(*case)
+    words, mend = WRONG[case]
+    assert words in message
+    assert mend in message
+    assert not re.search(r"schedule\.|topology\.|cost\.|_us\b|num_", message)
+
+
+def test_listing_is_quick_and_check_loads_none_of_it():
+    code = (
+        "import sys, pipeproof.cli\n"
+        "print(sorted(name for name in sys.modules if name.startswith('pipeproof.') and 'schedule' in name))\n"
+    )
+    import subprocess
+    import sys
+
+    from tests.cli.commands import REPOSITORY
+
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert loaded.stdout.strip() == "['pipeproof.schedule_command']"
+    assert process("schedule", "list").returncode == 0
