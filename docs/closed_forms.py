@@ -8,7 +8,8 @@ case beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -20,26 +21,43 @@ from sizes_and_times import Case
 from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import OpKind
 
-NAMES = """\
-`p` ranks, `m` micro-batches, `v` stages a rank, `k` pieces of a sequence, `r` the rank. `tf`, `ti`, `tw` are the
-times of a micro-batch on one stage: forward, and the two parts of a backward, with `tb = ti + tw`; `F[s]` and `B[s]`
-are those of a forward and a whole backward on stage `s`, where stages differ. `c` is the time of a message between
-two ranks, `D` that of a forward beside a whole backward (`tf + tb` if nothing else is said)."""
+NAMES = MappingProxyType(
+    {
+        "p": "ranks",
+        "m": "micro-batches",
+        "v": "stages on each rank",
+        "k": "pieces of each sequence",
+        "r": "the rank",
+        "tf": "time of a forward, of one micro-batch on one stage",
+        "ti": "time of a backward's part for inputs",
+        "tw": "time of its part for weights",
+        "tb": "time of a whole backward, `ti + tw`",
+        "F": "times of a forward by stage, where stages differ",
+        "B": "times of a whole backward by stage",
+        "D": "time of a forward beside a whole backward, `tf + tb` unless it is given",
+        "c": "time of a message between two ranks",
+    }
+)
+"""What expressions may speak of, in the order in which pages explain it."""
 
 _FUNCTIONS = MappingProxyType(
     {"min": min, "max": max, "sum": sum, "abs": abs, "range": range, "ceil": ceil, "__builtins__": {}}
 )
 
-_QUANTITIES = MappingProxyType(
+_OF_RANK: Mapping[str, Callable[[Timed, int], Time]] = MappingProxyType(
     {
-        "makespan": lambda timed, rank: timed.makespan,
-        "span of rank r": lambda timed, rank: timed.span(rank),
-        "peak activations of rank r": lambda timed, rank: timed.peak(rank),
+        "span of rank r": Timed.span,
+        "peak activations of rank r": Timed.peak,
         "peak activations of rank r, freed by I": lambda timed, rank: timed.peak(rank, OpKind.BACKWARD_INPUT),
-        "largest peak of a rank": lambda timed, rank: max(map(timed.peak, range(len(timed.programs)))),
     }
 )
-"""What a form may be of."""
+_OF_ALL: Mapping[str, Callable[[Timed], Time]] = MappingProxyType(
+    {
+        "makespan": lambda timed: timed.makespan,
+        "largest peak of a rank": lambda timed: max(map(timed.peak, range(len(timed.programs)))),
+    }
+)
+"""What a form may be of: each rank, or all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +65,9 @@ class ClosedForm:
     """One formula.
 
     ``relation`` of the quantity to the formula is ``=``, ``>=`` or ``<=``.
-    ``even`` forms are of stages with equal times. ``where`` has names of its own, in order. ``outside`` is a case beyond the condition for which
-    the equation is false, or for a bound a case in which it is not reached.
+    ``even`` forms are of stages with equal times. ``where`` has names of its
+    own, in order. ``outside`` is a case beyond the condition for which the
+    equation is false, or for a bound a case in which it is not reached.
     """
 
     quantity: str
@@ -69,7 +88,14 @@ class ClosedForm:
     @property
     def by_rank(self) -> bool:
         """Whether the quantity is of each rank."""
-        return "rank r" in self.quantity
+        return self.quantity in _OF_RANK
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of ``NAMES`` that it speaks of."""
+        text = " ".join([self.formula, self.condition, *(expression for _, expression in self.where)])
+        words = set(re.findall(r"[A-Za-z]+", text))
+        return tuple(name for name in NAMES if name in words)
 
     def fits(self, case: Case) -> bool:
         """Whether the condition is fulfilled."""
@@ -84,8 +110,7 @@ class ClosedForm:
 
     def true_value(self, timed: Timed, rank: int = 0) -> Time:
         """What the schedule has."""
-        value: Time = _QUANTITIES[self.quantity](timed, rank)
-        return value
+        return _OF_RANK[self.quantity](timed, rank) if self.by_rank else _OF_ALL[self.quantity](timed)
 
     def holds(self, case: Case, timed: Timed) -> bool:
         """Whether the relation is true of every rank."""
@@ -104,7 +129,8 @@ def _names(case: Case, rank: int, where: tuple[tuple[str, str], ...]) -> dict[st
     costs = case.costs
     names: dict[str, Any] = {
         **_FUNCTIONS, "p": case.p, "m": case.m, "v": case.num_chunks, "k": case.k, "r": rank, "c": case.c,
-        "tf": costs.forward[0] * case.k, "ti": costs.backward_input[0] * case.k, "tw": costs.backward_weight[0] * case.k,
+        "tf": costs.forward[0] * case.k, "ti": costs.backward_input[0] * case.k,
+        "tw": costs.backward_weight[0] * case.k,
         "F": [time * case.k for time in costs.forward],
         "B": [(i + w) * case.k for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)],
     }  # fmt: skip
@@ -199,6 +225,14 @@ def _forms_of(kind: str) -> tuple[ClosedForm, ...]:
             )  # fmt: skip
         case "chimera":
             return _chimera(case)
+        case "optimal":
+            return (
+                ClosedForm(
+                    "makespan", "max(sum(F[:r]) + m * (F[r] + B[r]) for r in range(p))", "v == 1",
+                    relation=">=", even=False,
+                    inside=replace(case, memory_limit=4), outside=replace(case, memory_limit=2),
+                ),
+            )  # fmt: skip
         case "seq1f1b":
             cut = replace(case, k=2)
             return (
@@ -230,8 +264,8 @@ def _zb_h2(case: Case) -> tuple[ClosedForm, ...]:
             " n * (tf + ti) - (n + s) * tw)",
             "m >= p and c == 0", where=spare, outside=replace(case, c=1),
         ),
-        ClosedForm("span of rank r", "m * (tf + ti + tw)", "m >= 2 * p - 1 and ti <= tf and tf + ti <= 2 * tw and c == 0",
-                   outside=replace(case, m=6)),
+        ClosedForm("span of rank r", "m * (tf + ti + tw)",
+                   "m >= 2 * p - 1 and ti <= tf and tf + ti <= 2 * tw and c == 0", outside=replace(case, m=6)),
         ClosedForm(_PEAK, "min(m, p + min(p - 1 - r, s) + min(r, s))", "m >= p", even=False, where=spare),
         ClosedForm(_PEAK_AT_I, "p - r + min(p - 1 - r, s)", "m >= p", even=False, where=spare),
     )  # fmt: skip

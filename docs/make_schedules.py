@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from shlex import join
+from types import MappingProxyType
 
 from closed_forms import NAMES, ClosedForm, closed_forms
 from pages import DOCS, main, table
@@ -23,13 +24,14 @@ from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.schedule.asap import Time
 from pipeproof.schedule.inexpressible import InexpressibleError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
-from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
 from pipeproof.schedule.sizes import ANY_SIZES, sizes_of
 from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
-from pipeproof.sim.figures import RankFigures
+from pipeproof.sim.figures import RankFigures, figures_of
 from pipeproof.sim.svg import schedule_svg
-from pipeproof.sim.timed import figures_of_timed
+from pipeproof.sim.timed import timeline_of
+from pipeproof.specs.finding import CycleWitness
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.render_cycle import cycle_drawing
 from pipeproof.verify.check import check
@@ -50,8 +52,9 @@ conditions. `custom` and `file` are schedules of one's own: [schedules from file
 
 Below, every schedule runs the same network: {p} ranks, {m} micro-batches; forward, gradient of inputs and gradient of
 weights of a micro-batch take 1 each on a rank's share of the network, messages take no time, and each rank computes as
-soon as it can. A rank with two stages has two halves of that share; where sequences are cut, they are cut in two. So
-each rank works for {work} in all, and what the makespan has above that is bubble.
+soon as it can. A rank with two stages has two halves of that share; where sequences are cut, they are cut in two. A
+forward beside a backward takes as long as one after the other, though it is there to take less. So each rank works for
+{work} in all, and what the makespan has above that is bubble.
 """
 
 COLUMNS = """\
@@ -67,10 +70,18 @@ COLUMNS = """\
 one, `pipeproof advise PLAN` which of them would make a plan faster.
 """
 
-DEADLOCK_OF_OTHERS = """\
-Under others it can wait for itself. The shortest cycle under the strictest of them, `^1` waiting for `^2` and the last
-for `^1` ([how to read it](../deadlock.md#the-witness)):
+CYCLE = """\
+A shortest cycle under the first model that is named: `^1` waits for `^2`, and the last for `^1`. ([Deadlock](../deadlock.md)
+says what the models are, and what helps.)
 """
+
+CROSSING = (
+    "Each of these ranks has a receive behind a send of its own, and that send waits for the receive of another.\n"
+)
+
+
+MEMORY_LIMITS = MappingProxyType({"optimal": 4})
+"""What is shown of kinds that keep to a limit: one stage a rank, in the memory of 1F1B."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +93,16 @@ class Shown:
     @cached_property
     def case(self) -> Case:
         """What the picture and the index show: every rank's share of the network takes 1, 1 and 1."""
-        num_chunks = max(self.kind.min_chunks, 2 if self.kind.max_chunks is None else 1)
+        limit = MEMORY_LIMITS.get(self.kind.name)
+        num_chunks = 2 if self.kind.max_chunks is None and limit is None else self.kind.min_chunks
         share = 1 if num_chunks == 1 else Fraction(1, num_chunks)
         splits = 2 if self.kind.splits_sequences else 1
-        return Case(self.kind.name, v=num_chunks, k=splits, f=share, i=share, w=share)
+        return Case(self.kind.name, v=num_chunks, k=splits, f=share, i=share, w=share, memory_limit=limit)
 
     @cached_property
     def figures(self) -> tuple[RankFigures, ...]:
         """Of each rank, in the picture."""
-        return figures_of_timed(self.case.timed())
+        return figures_of(timeline_of(self.case.timed()))
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -103,7 +115,7 @@ class Shown:
         case = self.case
         return sample_plan(
             case.kind, case.p, case.m, num_chunks=case.num_chunks,
-            num_sequence_splits=case.k, variant=next(iter(self.kind.variants), None),
+            num_sequence_splits=case.k, variant=next(iter(self.kind.variants), None), memory_limit=case.memory_limit,
         )  # fmt: skip
 
     @cached_property
@@ -205,6 +217,7 @@ def caption(case: Case) -> str:
     parts = [f"{case.kind}, {case.p} ranks, {case.m} micro-batches"]
     parts += [f"{case.num_chunks} stages a rank"] if case.num_chunks > 1 else []
     parts += [f"sequences cut in {case.k}"] if case.k > 1 else []
+    parts += [f"at most {case.memory_limit} activations"] if case.memory_limit is not None else []
     return ", ".join(parts)
 
 
@@ -314,7 +327,7 @@ def _variant_cells(kind: ScheduleKind, case: Case) -> list[str]:
             cells.append(f"none; {error.help}")
             continue
         first = first_with.setdefault(programs, variant)
-        peaks = " ".join(str(figures.peak_activations) for figures in figures_of_timed(own.timed()))
+        peaks = " ".join(str(figures.peak_activations) for figures in figures_of(timeline_of(own.timed())))
         cells.append(f"{number(own.timed().makespan)}; {peaks}" if first == variant else f"the order of `{first}`")
     return cells
 
@@ -325,7 +338,8 @@ def _forms(name: str) -> Iterator[str]:
     if not forms:
         return
     yield "## Closed forms\n"
-    yield NAMES + "\n"
+    names = {name for form in forms for name in form.names}
+    yield "Names: " + "; ".join(f"`{name}` {meaning}" for name, meaning in NAMES.items() if name in names) + ".\n"
     for form in forms:
         yield _form(form)
 
@@ -366,11 +380,23 @@ def _placement(shown: Shown) -> str:
 
 def _deadlock(shown: Shown) -> Iterator[str]:
     verdict = shown.verdict
+    assert verdict.outcome is not Outcome.WRONG, verdict.reason
     yield f"**{verdict.outcome.capitalize()}** for {caption(shown.case)}: {verdict.reason}.\n"
     if verdict.outcome is Outcome.CONDITIONAL:
         witness = next(finding.witness for finding in check(shown.plan).findings if finding.code in ("PP411", "PP412"))
-        yield DEADLOCK_OF_OTHERS
+        assert isinstance(witness, CycleWitness)
+        yield CYCLE
         yield "```text\n" + "".join(f"{line}\n" for line in cycle_drawing(witness)) + "```\n"
+        if _crosses(witness):
+            yield CROSSING
+
+
+def _crosses(witness: CycleWitness) -> bool:
+    """Whether every rank of the cycle both sends and receives."""
+    kinds: dict[int, set[OpKind]] = {}
+    for op in witness.ops:
+        kinds.setdefault(op.rank, set()).add(parse_op(op.op).kind)
+    return all({OpKind.SEND, OpKind.RECV} <= there for there in kinds.values())
 
 
 def plan_text(shown: Shown) -> str:
@@ -379,6 +405,7 @@ def plan_text(shown: Shown) -> str:
     further = [f"variant: {kind.variants[0]}"] if kind.variants else []
     further += [f"num_chunks: {case.num_chunks}"] if case.num_chunks > 1 else []
     further += [f"num_sequence_splits: {case.k}"] if case.k > 1 else []
+    further += [f"memory_limit: {case.memory_limit}"] if case.memory_limit is not None else []
     schedule = ", ".join(
         [f"kind: {kind.name}", *further, f"num_micro_batches: {case.m}", "micro_batch_size: 1"],
     )

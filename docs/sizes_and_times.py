@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeproof.schedule.asap import StageCosts, Time, Timed, asap
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule
 
 Times = Time | tuple[Time, ...]
@@ -58,13 +58,9 @@ class Case:
         """The schedule; UnfitSizesError where there is none."""
         kind = SCHEDULE_KINDS[self.kind]
         variant = self.variant or next(iter(kind.variants), None)
-        placement = None
-        if kind.placement is Placement.ANY:
-            stages = range(self.p * self.num_chunks)
-            placement = tuple(tuple(stages[rank :: self.p]) for rank in range(self.p))
         request = Request(
             self.p, self.m, self.num_chunks, self.k, variant,
-            costs=self.costs, memory_limit=self.memory_limit, placement=placement,
+            costs=self.costs, memory_limit=self.memory_limit,
         )  # fmt: skip
         return kind.generate(request)
 

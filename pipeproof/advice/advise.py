@@ -136,7 +136,7 @@ def _advise(
     lowered = report.subject.plan
     if not any(op.kind is not OpKind.FORWARD for program in lowered.programs for op in program):
         raise NoTrainingError("the plan's schedule has no backward, and advice is about training steps")
-    limit = memory_limit or loaded.spec.schedule.memory_limit
+    limit = loaded.spec.schedule.memory_limit if memory_limit is None else memory_limit
     candidates = Candidates(loaded, limit, has_copies=lowered.has_copies)
     clock = _present_clock(lowered)
     present = None if clock is None else figures_of(clock, block_sequences(loaded.spec))

@@ -94,7 +94,7 @@ class Candidates:
         limit is given, a schedule that is made for one is tried with that too.
         """
         for kind in SCHEDULE_KINDS.values():
-            for num_micro_batches, size in self._batches():
+            for num_micro_batches, size in self._batches:
                 for num_chunks in self._chunk_counts(kind):
                     is_more = num_micro_batches > self.spec.schedule.num_micro_batches
                     if is_more and self.spec.topology.pp * num_chunks * num_micro_batches > MAX_FORWARDS:
@@ -173,6 +173,7 @@ class Candidates:
             times["overlapped_us"] = [cost.overlapped_of(stage, stage) for stage in stages]
         return times
 
+    @cached_property
     def _batches(self) -> list[tuple[int, int]]:
         """Numbers of micro-batches and their sizes that make the same global batch, the given ones first."""
         schedule = self.spec.schedule
@@ -206,8 +207,8 @@ class Candidates:
     def _variations(self, kind: ScheduleKind, base: Choice, held: Fraction | None) -> Iterator[Choice]:
         """The same sizes with the splits, placements and memory limits that a schedule takes."""
         placements = (None, "v") if kind.placement is Placement.ANY and base.num_chunks > 1 else (None,)
-        lengths = _divisors(self.spec.model.seq_length)
-        splits = [n for n in lengths if 1 < n <= MAX_SPLITS] if kind.splits_sequences else [1]
+        length = self.spec.model.seq_length
+        splits = [n for n in range(2, MAX_SPLITS + 1) if length % n == 0] if kind.splits_sequences else [1]
         limits = self._limits(base, held) if kind.name == _OPTIMAL else [None]
         for placement, num_splits, limit in product(placements, splits, limits):
             yield replace(base, placement=placement, num_sequence_splits=num_splits, memory_limit=limit)

@@ -96,7 +96,7 @@ def why_better(advice: Advice, verified: Verified) -> str:
         "computing, by what runs side by side": advice.present.work_us - figures.work_us,
     }
     gains = [f"{format_us(gain)} us of {part}" for part, gain in changes.items() if gain > 0]
-    losses = [f"{format_us(-gain)} us of {part}" for part, gain in changes.items() if gain < 0]
+    losses = [f"{format_us(-gain)} us more of {part}" for part, gain in changes.items() if gain < 0]
     share = percent(abs(saved) / advice.present.makespan_us)
     if saved > 0:
         text = f"{name} saves {format_us(saved)} us of {format_us(advice.present.makespan_us)} ({share})"
@@ -107,7 +107,7 @@ def why_better(advice: Advice, verified: Verified) -> str:
     if gains:
         text += f": {' and '.join(gains)}"
     if losses:
-        text += f", against {' and '.join(losses)} more" if gains else f": {' and '.join(losses)} more"
+        text += f", against {' and '.join(losses)}" if gains else f": {' and '.join(losses)}"
     return text + "."
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pipeproof.advice.advise import MAX_REFUSED, Advice, Group, Verified
@@ -19,7 +18,7 @@ _TITLES = {
     Group.BETTER: "Better, with the plan's own micro-batches",
     Group.COPIED: "Better if every stage may stand on two ranks, with its weights twice",
     Group.RESIZED: "Better with other micro-batches or splits, if time is in proportion to tokens",
-    Group.OVER_LIMIT: "Over the memory limit",
+    Group.OVER_LIMIT: "Over the memory limit: they need what is their peak",
 }
 
 
@@ -30,7 +29,8 @@ def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False
         if listed:
             console.print()
             _say(console, f"{_TITLES[group]}:")
-            console.print(_table(advice, listed, group))
+            for line in _table(advice, listed, group):
+                _say(console, line)
     console.print()
     _say(console, _unit(advice))
     _say(console, _counts(advice))
@@ -56,26 +56,30 @@ def _now(advice: Advice) -> str:
     return text
 
 
-def _table(advice: Advice, listed: Sequence[Verified], group: Group) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("micro-batches", "step us", "saved", "idle", "peak"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("deadlock", no_wrap=True)
+def _table(advice: Advice, listed: Sequence[Verified], group: Group) -> list[str]:
+    """Lines of a table with a heading, as wide as its entries: in a narrow terminal no figure may be cut off."""
+    rows = [("schedule", "micro-batches", "step us", "saved", "idle", "peak", "deadlock")]
     for verified in listed:
-        candidate = verified.candidate
-        choice, figures = candidate.choice, candidate.figures
+        choice, figures = verified.candidate.choice, verified.candidate.figures
         is_copied = Changed.COPIES in advice.candidates.changes(choice)
-        table.add_row(
-            name_of(candidate.spec) + (" (two copies)" if is_copied and group is not Group.COPIED else ""),
-            f"{choice.num_micro_batches} x {choice.micro_batch_size}",
-            format_us(figures.makespan_us),
-            _saved(advice, figures),
-            percent(figures.idle_ratio),
-            _peak(advice, figures) + (" needed" if group is Group.OVER_LIMIT else ""),
-            "conditional" if verified.failing else "robust",
+        rows.append(
+            (
+                name_of(verified.candidate.spec) + (" (two copies)" if is_copied and group is not Group.COPIED else ""),
+                f"{choice.num_micro_batches} x {choice.micro_batch_size}",
+                format_us(figures.makespan_us),
+                _saved(advice, figures),
+                percent(figures.idle_ratio),
+                _peak(advice, figures),
+                "conditional" if verified.failing else "robust",
+            )
         )
-    return table
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [name.ljust(widths[0]), *(n.rjust(width) for n, width in zip(numbers, widths[1:], strict=False)), verdict]
+        )
+        for name, *numbers, verdict in rows
+    ]
 
 
 def _render_best(advice: Advice, console: Console) -> None:

@@ -7,6 +7,7 @@ from math import prod
 from rich.console import Console
 from rich.table import Table
 
+from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.schedule.optable import NONE
@@ -37,6 +38,7 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
         groups.add_row(group.axis, ", ".join(map(str, group.ranks)))
     if groups.row_count:
         console.print(groups)
+    console.print(f"weight gradients are added: {accumulation_of(plan)}")
     console.print("programs (transfers, waits and collectives: `--rank N`)")
     for rank, program in enumerate(plan.programs):
         console.print(f"  pp {rank}: {' '.join(map(str, program))}", soft_wrap=True)

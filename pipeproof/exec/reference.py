@@ -1,8 +1,9 @@
 """The process that runs the single-process reference beside the ranks.
 
 Started by the launcher as ``python -m pipeproof.exec.reference DIRECTORY
-EVENT_FD``. It trains the uncut model. Where tensor or data parallelism adds in
-another order it trains the ordered model instead, and takes each step of the
+EVENT_FD``. It trains the uncut model. Where the plan adds in another order, as
+tensor and data parallelism do, and schedules whose backwards are not in the
+order of micro-batches, it trains the ordered model instead, and takes each step of the
 uncut one from the same weights: the optimizer would turn differences that are
 rounding alone into whole steps. Both leave a file per step.
 """
@@ -14,14 +15,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeproof.comm.accumulation import Accumulation, accumulation_of, sum_orders
+from pipeproof.comm.loaded import lower_loaded
+from pipeproof.comm.lower import LoweredPlan
 from pipeproof.exec.jobs import EventSink, Job, save_step
 from pipeproof.exec.worker import end_with_launcher
-from pipeproof.specs.plan import PlanSpec
 
 
-def needs_ordered(spec: PlanSpec) -> bool:
-    """Whether the plan adds in another order than the uncut model: any tensor or data parallelism."""
-    return spec.topology.tp > 1 or spec.topology.dp > 1
+def needs_ordered(plan: LoweredPlan) -> bool:
+    """Whether the plan adds in another order than the uncut model, which runs micro-batches one by one."""
+    topology = plan.spec.topology
+    return topology.tp > 1 or topology.dp > 1 or accumulation_of(plan) is not Accumulation.IN_ORDER
 
 
 def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
@@ -29,12 +33,13 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from pipeproof.stages.reference.ordered import run_ordered
+    from pipeproof.stages.reference.ordered import Orders, run_ordered
     from pipeproof.stages.reference.uncut import run_uncut, uncut_step
 
-    spec = job.loaded_plan().spec
-    ordered = needs_ordered(spec)
-    for result in run_ordered(spec) if ordered else run_uncut(spec):
+    plan = lower_loaded(job.loaded_plan())
+    spec, ordered, orders = plan.spec, needs_ordered(plan), sum_orders(plan)
+    results = run_ordered(spec, Orders(orders.loss, orders.by_parameter(plan))) if ordered else run_uncut(spec)
+    for result in results:
         if ordered:
             save_step(job.step_file("ordered", result.step), result.loss, result.gradients)
             result = uncut_step(spec, result.weights, result.step)

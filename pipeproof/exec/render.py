@@ -57,7 +57,7 @@ def render_run(report: RunReport, console: Console) -> None:
     console.print(_gradient_table(report.steps[-1]))
     spec = report.subject.plan.spec
     if report.parallel_bound:
-        console.print("reference: one process, adding in the order of tp and dp")
+        console.print("reference: one process, adding in the order of the plan")
         console.print(f"distance to the plain uncut model: stated bound {report.parallel_bound:.3g}")
     else:
         console.print("reference: one process, uncut model, micro-batch by micro-batch")

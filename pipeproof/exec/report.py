@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipeproof.comm.accumulation import Accumulation
 from pipeproof.exec.codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
 from pipeproof.exec.compare import GradientResult, StepResult
 from pipeproof.exec.oplog import LogEntry
@@ -22,8 +23,7 @@ from pipeproof.verify.subject import Subject
 class RunReport:
     """Everything that a run has to show.
 
-    ``accumulation`` says in which order weight gradients came (DESIGN
-    invariant 11), ``threads`` the pinned compute threads per process,
+    ``accumulation`` says in which order weight gradients came, ``threads`` the pinned compute threads per process,
     ``parallel_bound`` the stated bound on ``uncut_max_rel_diff`` (0 where the
     plan must equal the uncut model bit for bit).
     """
@@ -36,7 +36,7 @@ class RunReport:
     timeline: Timeline
     parallel_bound: float
     threads: int
-    accumulation: str = "in_order"
+    accumulation: Accumulation
 
     @property
     def gradients(self) -> tuple[GradientResult, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
@@ -120,7 +121,11 @@ def _require_carried_out(subject: Subject) -> None:
         (spec.topology.ep > 1, ("topology", "ep"), f"the plan has ep {spec.topology.ep}"),
         (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
         (len(subject.plan.sizes) > 1, ("schedule",), "micro-batches differ in size"),
-        (graph.num_splits > 0, ("schedule", "num_sequence_splits"), f"sequences are cut into {graph.num_splits} splits"),
+        (
+            graph.num_splits > 0,
+            ("schedule", "num_sequence_splits"),
+            f"sequences are cut into {graph.num_splits} splits",
+        ),
         (subject.plan.has_copies, ("schedule", "kind"), "stages have copies on several ranks"),
         *(
             (
@@ -197,7 +202,7 @@ class StepCollector:
     def _compare(self, step: int) -> StepResult:
         plan = self._subject.plan
         uncut_file = self._job.step_file("uncut", step)
-        ordered_file = self._job.step_file("ordered", step) if needs_ordered(plan.spec) else uncut_file
+        ordered_file = self._job.step_file("ordered", step) if needs_ordered(plan) else uncut_file
         rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
         uncut, ordered = load_step(uncut_file), load_step(ordered_file)
         assert uncut[0] is not None
@@ -236,6 +241,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         steps=tuple(steps),
         log_findings=findings,
         timeline=measured_timeline(subject, logs),
-        parallel_bound=parallel_bound(spec) if needs_ordered(spec) else 0.0,
+        parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
         threads=threads,
+        accumulation=accumulation_of(subject.plan),
     )

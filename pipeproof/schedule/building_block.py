@@ -4,33 +4,35 @@ Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 Stages lie in a V: rank ``r`` has stages ``r`` and ``2p - 1 - r``. A micro-batch
 passes each rank four times: its forwards go down the ranks and back up, then
 its input gradients (I) go down and back up. These are the 4p *places* of its
-way. A slot is the time of one F, I or W; a rank has six to run per
+way. A slot is the time of one F, I or W; a rank has six to run for each
 micro-batch, so a block begins every six slots, and how long it lies between F
 and W is how much memory it takes.
 
-The paper repeats a block, then squeezes the result and reorders both its ends
+The paper repeats a block, squeezes the result and reorders both its ends
 greedily. Here everything follows from rank p - 1, which each way down reaches
 last. It runs the forwards of ``num_ahead`` micro-batches, as many as memory
-takes, and in slot 3p - 1, before which no I can get there, it begins a cycle
-that has no gap: cycle ``k`` is I of micro-batch ``k`` in slot ``3p - 1 + 6k``, then its other I, both W, and both forwards
-of micro-batch ``k + num_ahead`` in the last two slots. Reckoned from there, each micro-batch has at
-each place a first slot, where its block has it, and a due slot, the last from
-which it still reaches rank p - 1 in time. A rank runs what is due soonest of
-all that is there and not before its first slot, or else its oldest W. Once a rank has no
-forwards left to keep memory for, first slots count no more.
+takes. In slot 3p - 1, before which no I can be there, it begins cycles that have no gap:
+cycle ``k`` is I of micro-batch ``k`` in slot ``3p - 1 + 6k``, then the I on
+its way up, two W, and in the last two slots both forwards of micro-batch ``k + num_ahead``.
+Counted from there, each micro-batch has at each place a first slot, the one
+that its block gives it, and a due slot, from which it is still in time at rank
+p - 1. Of what is there and not before its first slot, a rank runs what is due
+soonest, or else its oldest W. Once a rank has no forwards left to keep memory
+for, first slots count no more.
 
 *Nothing can be shorter.* Let F, I and W take one slot each and transfers
-nothing; let C = 2 num_ahead <= 2p be the most chunk activations that a rank may hold.
-For m > num_ahead, rank p - 1 runs at most C forwards before slot 3p - 1: it
-idles for 3p - 1 - C slots by then. Behind its last forward there is a chain of p - 1
-forwards, 2p I and one W, and only 2C operations are left to rank p - 1: it
-idles for 3p - 2C slots more. So no order of these stages in this memory ends before::
+nothing, and let C = 2 num_ahead <= 2p be the most chunk activations that a
+rank may hold. For m > num_ahead, rank p - 1 runs at most C forwards before
+slot 3p - 1, so by then it has idled for 3p - 1 - C slots. Behind its last
+forward there is a chain of p - 1 forwards, 2p I and one W, but only 2C
+operations are left to rank p - 1 itself: it idles for 3p - 2C more. So no
+order of these stages in this memory ends before::
 
     6m + (3p - 1 - C) + max(0, 3p - 2C)
 
-Fewer micro-batches never fill that memory and need ``max(4p - 1 + 2m, 3p - 1 + 4m)``:
-that chain behind 2m forwards, or the 4m operations of rank p - 1 from slot 3p - 1 on.
-`v_min` and `v_half` end exactly then.
+Fewer micro-batches never fill that memory. They need ``max(4p - 1 + 2m, 3p - 1 + 4m)``:
+that chain behind 2m forwards, or the 4m operations of rank p - 1 from slot
+3p - 1 on. `v_min` and `v_half` end exactly then.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ _CYCLE = 6
 class BuildingBlock:
     """When a micro-batch is at each place of its way.
 
-    No two micro-batches want one slot of a rank if ``hop`` and ``turn`` are both 1 or
-    both 2. A cycle of rank p - 1 has time for the way to rank 0 and
+    No two micro-batches are given one slot of a rank if ``hop`` and ``turn`` are
+    both 1 or both 2. There is time for the way from rank p - 1 to rank 0 and
     back if ``3 num_ahead >= p + 2`` (``hop`` 1) or ``2 num_ahead >= p + 1`` (``hop`` 2).
     """
 
@@ -71,10 +73,11 @@ class BuildingBlock:
         cycles = range(first_cycle, first_cycle + _CYCLE * num_micro_batches, _CYCLE)
         match way:
             case 0:
-                forward = 4 - _CYCLE * self.num_ahead
-                early = [(2 * k, cycle + forward - down) for k, cycle in enumerate(cycles[: self.num_ahead])]
-                later = cycles[self.num_ahead :]
-                return early + [(cycle + forward - self.hop * down, cycle + forward - down) for cycle in later]
+                ahead = min(self.num_ahead, num_micro_batches)
+                early = [(place + 2 * k, first_cycle - 2 * (self.num_ahead - k) - down) for k in range(ahead)]
+                return early + [
+                    (cycle + 4 - self.hop * down, cycle + 4 - down) for cycle in cycles[: num_micro_batches - ahead]
+                ]
             case 1:
                 return [(0, cycle - self.num_ranks - down) for cycle in cycles]
             case 2:
@@ -84,10 +87,11 @@ class BuildingBlock:
 
 
 def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
-    """One program of F, I and W per pipeline rank, none of which ever holds more than ``2 num_ahead`` chunk activations.
+    """One program of F, I and W per pipeline rank, for any numbers of ranks and micro-batches.
 
-    Exists for any numbers of ranks and micro-batches. Weight gradients run in
-    the order of the input gradients. Linear in operations.
+    No rank ever holds more than ``2 num_ahead`` chunk activations until W frees
+    them. Weight gradients run in the order of the input gradients. Linear in
+    operations.
     """
     ranks = [_Rank(rank, block, num_micro_batches) for rank in range(block.num_ranks)]
     num_done = [num_micro_batches] + [0] * (4 * block.num_ranks)
@@ -114,7 +118,10 @@ def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One of the four times that micro-batches pass a rank, by micro-batch: when, what runs, and what W is left."""
+    """One of the four ways on which micro-batches pass a rank; lists are by micro-batch.
+
+    ``weights`` are the W that its operations leave behind, none if these are forwards.
+    """
 
     place: int
     windows: list[tuple[int, int]]
@@ -125,14 +132,14 @@ class _Way:
 class _Rank:
     """One rank while its program is written.
 
-    How many micro-batches are through place ``k`` is ``num_done[k + 1]``, so that ``num_done[k]`` have come there.
+    Through place ``k`` are ``num_done[k + 1]`` micro-batches, so that ``num_done[k]`` have come there.
     """
 
     def __init__(self, rank: int, block: BuildingBlock, num_micro_batches: int) -> None:
         p = block.num_ranks
         self.program: list[Op] = []
         self.weights: deque[Op] = deque()
-        """What is left of I that have run, oldest first."""
+        """The W of I that have run, oldest first."""
         self._ways = [
             _way(place, block, num_micro_batches) for place in (rank, 2 * p - 1 - rank, 2 * p + rank, 4 * p - 1 - rank)
         ]
@@ -149,7 +156,9 @@ class _Rank:
             if micro_batch == num_done[way.place]:
                 continue
             first, due = way.windows[micro_batch]
-            if (slot < first and (keeps_memory or not way.weights)) or not (self._num_free or way.weights):
+            too_early = slot < first and (keeps_memory or not way.weights)
+            lacks_memory = not (self._num_free or way.weights)
+            if too_early or lacks_memory:
                 continue
             if chosen is None or due < chosen_due:
                 chosen, chosen_due = way, due

@@ -92,9 +92,14 @@ def require_computations(rows: Sequence[Row], form: str, help: str) -> None:
             raise InexpressibleError(f"{row.op} is no computation, and {form} has only these", row=row, help=help)
 
 
-def computations_of(rows_by_rank: Sequence[Sequence[Row]]) -> tuple[tuple[Row, ...], ...]:
-    """The computations and their batches alone: without transfers, waits, reductions and attributes."""
-    return tuple(
-        tuple(Row(row.op, batch=row.batch, origin=row.origin) for row in rows if row.op.kind in COMPUTE_KINDS)
-        for rows in rows_by_rank
-    )
+def computations_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The computations, and which of them are one call, alone: no transfers, waits, reductions and attributes."""
+    computations = []
+    for rows in rows_by_rank:
+        mine = [row for row in rows if row.op.kind in COMPUTE_KINDS]
+        sizes = Counter(row.batch for row in mine)
+        batches = (row.batch if sizes[row.batch] > 1 else NONE for row in mine)
+        computations.append(
+            [Row(row.op, batch=batch, origin=row.origin) for row, batch in zip(mine, batches, strict=True)]
+        )
+    return computations

@@ -20,18 +20,26 @@ with 2 and 72 of 72 with 1. ``solve`` improves on it, and proves bounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, chain, product
 
 from pipeproof.schedule.asap import StageCosts, Time, asap
+from pipeproof.schedule.interleaved import interleaved
+from pipeproof.schedule.interleaved_zb import interleaved_zb
 from pipeproof.schedule.list_schedule import ListSchedule, Rule, Turn, Weights, list_schedule
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.v_half import v_half
+from pipeproof.schedule.v_min import v_min
 from pipeproof.schedule.weight_lag import with_weight_lag
-from pipeproof.schedule.workload import Placement, Workload, make_workload
+from pipeproof.schedule.workload import Placement, Workload, fits, in_index_order, make_workload
+from pipeproof.schedule.zb_v import zb_v
 
 _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""
+
+_NO_LIMIT = 2**62
 
 _BEST_RULES = (
     Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=1, reserve=2),
@@ -83,7 +91,7 @@ def best_order(work: Workload) -> Schedule:
 
 def _tries(work: Workload) -> Iterator[tuple[Time, Schedule | ListSchedule]]:
     """Makespans in ticks, each with what has it."""
-    for schedule in _in_turns(work):
+    for schedule in chain(_in_turns(work), _known(work)):
         yield asap(schedule, work.costs).makespan, schedule
     num_rules = max(1, _MAX_OPERATIONS // work.num_operations)
     for _, rule in zip(range(num_rules), _rules(), strict=False):
@@ -100,30 +108,49 @@ def _rules() -> Iterator[Rule]:
             yield rule
 
 
-def _in_turns(work: Workload) -> Iterator[Schedule]:
-    """Turns of F, I and W with the warm-up of 1F1B and with twice that, W at once, as late as in ZB-H1, or later."""
-    if work.num_stages > len(work.placement):
+def _known(work: Workload) -> Iterator[Schedule]:
+    """Schedules of the literature for several stages on each rank, those that exist for the sizes and fit in memory."""
+    num_ranks, num_batches = len(work.placement), work.num_micro_batches
+    num_chunks, rest = divmod(work.num_stages, num_ranks)
+    if rest or num_chunks == 1:
         return
+    makers: dict[tuple[tuple[int, ...], ...], tuple[Callable[[], Schedule], ...]] = {
+        tuple(tuple(range(rank, work.num_stages, num_ranks)) for rank in range(num_ranks)): (
+            lambda: interleaved(num_ranks, num_batches, num_chunks),
+            lambda: interleaved_zb(num_ranks, num_batches, num_chunks),
+        ),
+        tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)): (
+            lambda: zb_v(num_ranks, num_batches),
+            lambda: v_half(num_ranks, num_batches),
+            lambda: v_min(num_ranks, num_batches),
+        ),
+    }
+    for make in makers.get(work.placement, ()):
+        with suppress(UnfitSizesError):
+            schedule = Schedule(in_index_order(make().programs))
+            if fits(schedule, work):
+                yield schedule
+
+
+def _in_turns(work: Workload) -> Iterator[Schedule]:
+    """Turns of F, I and W, cut to memory: the warm-up of 1F1B and longer ones, W at once, as in ZB-H1 and ZB-H2, or late.
+
+    ``more`` is how much longer than in 1F1B and ZB-H1 the warm-up and the wait of W may be.
+    """
+    last = len(work.placement) - 1
+    if work.num_stages > last + 1:
+        return
+    num_batches = work.num_micro_batches
+    places = [work.limits[rank] if work.limits[rank] < num_batches else _NO_LIMIT for rank in work.rank_of]
     seen = set()
-    for per_hop in (1, 2):
-        warmups = _warmups(work, per_hop)
-        for most_lag in (0, 1, work.num_micro_batches):
-            lags = tuple(
-                min(stage * most_lag, work.limits[work.rank_of[stage]] - 1 - warmup)
-                for stage, warmup in enumerate(warmups)
-            )
+    for more in (0, max(0, num_batches - last - 1), last):
+        wanted = (min(last - stage + min(last - stage, more), place - 1) for stage, place in enumerate(places))
+        warmups = tuple(accumulate(wanted, min))  # more than the stage before has would never come
+        for late in ([0] * (last + 1), [stage + min(stage, more) for stage in range(last + 1)], [num_batches] * last):
+            lags = tuple(min(lag, place - 1 - warmup) for lag, place, warmup in zip(late, places, warmups, strict=False))
             if (warmups, lags) not in seen:
                 seen.add((warmups, lags))
                 yield _turns(work, warmups, lags)
-
-
-def _warmups(work: Workload, per_hop: int) -> tuple[int, ...]:
-    """Forwards ahead of the first turn, by stage: as many as fit in memory, and never fewer than the next stage has."""
-    warmups: list[int] = []
-    for stage, rank in enumerate(work.rank_of):
-        wanted = per_hop * (work.num_stages - 1 - stage)
-        warmups.append(min([wanted, work.limits[rank] - 1, *warmups[-1:]]))
-    return tuple(warmups)
 
 
 def _turns(work: Workload, warmups: Sequence[int], lags: Sequence[int]) -> Schedule:

@@ -54,12 +54,12 @@ def schedule_svg(timed: Timed, title: str) -> str:
     height = _TOP + _ROW * len(timed.programs) + _BELOW
     head = f"{title}: makespan {_decimal(timed.makespan)}"
     scale = _Scale(timed.makespan)
+    size = f'width="{_WIDTH}" height="{height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {size} role="img">',
         f"<title>{escape(head)}</title>",
         f"<style>{_STYLE}</style>",
-        f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
+        f'<rect class="paper" {size}/>',
         f'<text class="title" x="8" y="20">{escape(head)}</text>',
         *_axis(scale, len(timed.programs)),
     ]

@@ -1,11 +1,13 @@
 """What is listed is better, verified and within the limit; what is said about it is so."""
 
 from fractions import Fraction
+from functools import cache
 
 import pytest
 import yaml
 
 from pipeproof.advice import advise as search
+from pipeproof.advice import candidates
 from pipeproof.advice.advise import Group, NoTrainingError, advise
 from pipeproof.advice.candidates import Changed
 from pipeproof.advice.reasons import Cause, caveats, idle_parts, why_better, why_now
@@ -38,6 +40,17 @@ def steps(advice, *groups):
     }
 
 
+@pytest.fixture
+def only(monkeypatch):
+    """Leave only some kinds of schedules to be tried."""
+
+    def leave(*names):
+        kept = {name: candidates.SCHEDULE_KINDS[name] for name in names}
+        monkeypatch.setattr(candidates, "SCHEDULE_KINDS", kept)
+
+    return leave
+
+
 def test_1f1b_may_become_zb_h1_by_its_closed_form():
     """(m + p - 1)(f + b) = 33 becomes m(f + i + w) + (p - 1)f = 27, with the same four activations."""
     advice = advice_on(four_ranks())
@@ -58,7 +71,7 @@ def test_interleaved_may_become_1f1b_with_the_memory_of_fewer_chunks():
     assert all(verified.candidate.figures.peak > 9 for verified in listed(advice, Group.OVER_LIMIT))
 
 
-@pytest.mark.parametrize("limit", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("limit", [2, 4, 7])
 def test_the_memory_limit_is_kept(limit):
     advice = advice_on(four_ranks(num_layers=8, micro_batch_size=2), limit, with_over_limit=True)
     assert advice.candidates.room == limit * 4
@@ -72,17 +85,21 @@ def test_the_plans_own_limit_counts_and_the_option_is_stronger():
     data = four_ranks(memory_limit=4)
     assert advice_on(data).candidates.room == 4
     assert advice_on(data, 5).candidates.room == 5
-    assert advice_on(four_ranks()).candidates.room is None
+    without = advice_on(four_ranks(), with_over_limit=True)
+    assert without.candidates.room is None
+    assert without.listed[Group.OVER_LIMIT] == ()
+    assert Group.OVER_LIMIT not in advice_on(data).listed
 
 
-def test_a_plan_over_its_limit_is_told_what_fits_though_it_is_slower():
-    advice = advice_on(four_ranks(kind="gpipe", micro_batch_size=2, cost={"p2p_latency_us": 1}), 4)
-    assert (advice.present.makespan_us, advice.present.peak) == (39, 16)
-    assert steps(advice, Group.BETTER)["zb_h1", 1, 8][1] <= 8
-    slower = [v for v in listed(advice) if v.candidate.figures.makespan_us > 39]
-    assert slower
-    assert "us longer" in why_better(advice, slower[0])
-    assert "and fits the memory limit" in why_better(advice, slower[0])
+def test_a_plan_over_its_limit_is_told_what_fits_though_it_is_slower(only):
+    only("gpipe", "1f1b", "zb_h1")
+    advice = advice_on(four_ranks(kind="gpipe", cost={"p2p_latency_us": 1}), 4)
+    assert (advice.present.makespan_us, advice.present.peak) == (39, 8)
+    assert steps(advice) == {("zb_h1", 1, 8): (41, 4)}
+    assert why_better(advice, advice.best) == (
+        "zb_h1 takes 2 us longer (5.1 %) and fits the memory limit: 8 us of filling and draining the pipeline, "
+        "against 10 us more of waiting for messages."
+    )
 
 
 def test_the_slow_stages_rank_is_named():
@@ -103,7 +120,7 @@ def test_in_even_stages_the_rank_between_warm_up_and_cool_down_is_named():
 
 def test_where_messages_rule_an_edge_is_named_and_eager_1f1b_saves_them():
     """1F1B waits for 2c[(p - 1) + floor((m - 1)(p - 1) / p)], and eager 1F1B, where 2c <= f + b, for 2c(p - 1)."""
-    advice = advice_on(four_ranks(cost={"p2p_latency_us": "3/2"}), top=100)
+    advice = advice_on(four_ranks(cost={"p2p_latency_us": "3/2"}), top=1)
     assert idle_parts(advice.present, advice.path).largest is Cause.MESSAGES
     assert advice.present.makespan_us == 33 + 3 * (3 + 5)
     assert why_now(advice.present, advice.path) == (
@@ -114,12 +131,9 @@ def test_where_messages_rule_an_edge_is_named_and_eager_1f1b_saves_them():
     assert eager.figures.makespan_us == 33 + 3 * 3
 
 
-def test_eager_1f1b_is_recommended_where_only_whole_backwards_are_faster(monkeypatch):
-    """Among the schedules that do not cut the backward in two, it is the one that hides messages."""
-    from pipeproof.advice import candidates
-
-    whole = {name: candidates.SCHEDULE_KINDS[name] for name in ("gpipe", "1f1b", "eager_1f1b")}
-    monkeypatch.setattr(candidates, "SCHEDULE_KINDS", whole)
+def test_eager_1f1b_is_recommended_of_those_with_whole_backwards(only):
+    """Among the schedules that do not cut the backward in two, it is the one that hides messages in less memory."""
+    only("gpipe", "1f1b", "eager_1f1b")
     advice = advice_on(four_ranks(cost={"p2p_latency_us": "3/2"}))
     assert advice.best.candidate.choice.kind == "eager_1f1b"
     assert why_better(advice, advice.best) == ("eager_1f1b saves 15 us of 57 (26.3 %): 15 us of waiting for messages.")
@@ -142,9 +156,15 @@ PLANS = {
 }
 
 
+@cache
+def advised(name):
+    """Advice on one of the plans within nine activations, found once."""
+    return advice_on(PLANS[name], 9, top=3, with_over_limit=True)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_listed_passes_its_check_and_takes_the_time_that_is_said(name):
-    advice = advice_on(PLANS[name], 9, top=3, with_over_limit=True)
+    advice = advised(name)
     assert listed(advice)
     for verified in listed(advice):
         plan = verified.candidate.spec
@@ -161,7 +181,7 @@ def test_what_is_listed_passes_its_check_and_takes_the_time_that_is_said(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_the_change_makes_the_candidate_of_the_plan(name):
     """The lines are laid over the plan as a person would do it."""
-    advice = advice_on(PLANS[name], top=3)
+    advice = advised(name)
     for verified in listed(advice):
         changed = {section: dict(v) if isinstance(v, dict) else v for section, v in PLANS[name].items()}
         change = change_to(advice, verified)
@@ -179,11 +199,11 @@ def test_the_change_makes_the_candidate_of_the_plan(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_lists_are_in_order_and_nothing_on_them_is_outdone(name):
-    advice = advice_on(PLANS[name], top=4)
+    advice = advised(name)
     for group in (Group.BETTER, Group.COPIED, Group.RESIZED):
         times = [verified.candidate.figures.makespan_us for verified in listed(advice, group)]
         assert times == sorted(times)
-        assert all(time <= advice.present.makespan_us for time in times)
+        assert advice.present.peak > advice.candidates.room or all(t <= advice.present.makespan_us for t in times)
     assert all(not v.candidate.choice.num_sequence_splits > 1 for v in listed(advice, Group.BETTER))
     changes = advice.candidates.changes
     for one in listed(advice):
@@ -195,7 +215,7 @@ def test_lists_are_in_order_and_nothing_on_them_is_outdone(name):
 
 
 def test_each_group_asks_for_what_its_name_says():
-    advice = advice_on(PLANS["even"], 3, with_over_limit=True)
+    advice = advised("even")
     resizing = {Changed.MICRO_BATCHES, Changed.SPLITS}
     for verified in listed(advice, Group.BETTER):
         assert advice.candidates.changes(verified.candidate.choice) <= {Changed.CHUNKS}
@@ -203,7 +223,6 @@ def test_each_group_asks_for_what_its_name_says():
         assert advice.candidates.changes(verified.candidate.choice) & resizing
     for verified in listed(advice, Group.COPIED):
         assert Changed.COPIES in advice.candidates.changes(verified.candidate.choice)
-    assert Group.OVER_LIMIT not in advice_on(PLANS["even"], 3).listed
 
 
 def test_of_the_plans_own_schedule_nothing_is_advised_twice():
@@ -220,11 +239,11 @@ def test_one_rank_is_never_idle():
 
 
 def test_a_schedule_that_never_ends_is_advised_on():
-    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]]
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     data = plan_dict(schedule={"kind": "custom", "programs": programs, "num_micro_batches": 2, "micro_batch_size": 2})
     advice = advice_on(data)
     assert advice.present is None
-    assert advice.errors == ("PP302",)
+    assert advice.errors == ("PP401",)
     best = advice.best
     assert best.candidate.choice.num_micro_batches == 2
     assert why_better(advice, best).endswith("us; the plan's own schedule never ends.")
@@ -290,7 +309,7 @@ def test_progress_is_told_and_comes_to_an_end():
 
 
 def test_advice_is_the_same_every_time():
-    one, other = (steps(advice_on(PLANS["uneven"], top=4)) for _ in range(2))
+    one, other = steps(advised("uneven")), steps(advised.__wrapped__("uneven"))
     assert one == other
     assert [*one] == [*other]
 

@@ -2,12 +2,15 @@
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from rich.console import Console
 
+from pipeproof import advise_command
 from pipeproof.specs.load import load_plan
 from tests.advice.plans import four_ranks
 from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
@@ -130,9 +133,19 @@ def test_a_memory_limit_lists_what_it_excludes_only_with_all(write):
     brief, whole = (invoke("advise", path, "--memory-limit", 3, *more).stdout for more in ((), ("--all",)))
     assert "the limit is 3" in brief
     assert "Over the memory limit" not in brief
-    assert re.search(r"^zb_h1 +8 x 1 +27 .* 4 needed ", whole, re.MULTILINE)
+    over = whole.split("Over the memory limit: they need what is their peak:\n")[1]
+    assert re.search(r"^zb_h1 +8 x 1 +27 +18\.2 % +11\.1 % +4 ", over, re.MULTILINE)
     assert "not possible (" in whole
     assert "not possible (" not in brief
+
+
+def test_figures_are_whole_in_a_narrow_terminal(write, monkeypatch):
+    path = write(four_ranks(num_layers=8, micro_batch_size=4, cost={"forward_us": "1/3"}))
+    wide = invoke("advise", path, "--memory-limit", 3, "--all").stdout
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = invoke("advise", path, "--memory-limit", 3, "--all").stdout
+    assert "…" not in narrow
+    assert narrow == wide
 
 
 def test_top_bounds_each_list(write):
@@ -180,3 +193,16 @@ def test_a_plan_that_only_runs_forwards_is_refused(write):
 )
 def test_options_that_make_no_sense_are_refused(write, options):
     assert invoke("advise", write(four_ranks()), *options).exit_code == 2
+
+
+def test_progress_is_shown_on_a_terminal_and_leaves_no_trace_in_the_output(write, monkeypatch):
+    shown = StringIO()
+
+    def console(**options):
+        return Console(file=shown if options.get("stderr") else None, force_terminal=options.get("stderr"), width=100)
+
+    monkeypatch.setattr(advise_command, "console_for", console)
+    result = invoke("advise", write(four_ranks()))
+    assert "checking the plan" in shown.getvalue() or "timing schedules" in shown.getvalue()
+    assert result.stdout.startswith("Now: ")
+    assert "timing schedules" not in result.stdout

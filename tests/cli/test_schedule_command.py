@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule_command import FORMATS
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
-from tests.cli.commands import invoke, process
+from tests.cli.commands import REPOSITORY, invoke, process
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 SIZES = ("-p", 4, "-m", 8)
@@ -84,6 +86,12 @@ def test_the_list_as_json():
 def test_the_grid_of_1f1b(check_golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     check_golden("schedule_1f1b.txt", shown("1f1b", *SIZES))
+
+
+def test_the_picture_of_the_page_is_what_is_printed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (SCHEMAS.parent / "schedules" / "commands.md").read_text()
+    assert "\n".join(shown("1f1b", *SIZES).splitlines()[:6]) in page
 
 
 def test_the_grid_of_dualpipe_has_stages_pairs_and_parts_of_backwards(check_golden, monkeypatch):
@@ -274,11 +282,6 @@ def test_listing_is_quick_and_check_loads_none_of_it():
         "import sys, pipeproof.cli\n"
         "print(sorted(name for name in sys.modules if name.startswith('pipeproof.') and 'schedule' in name))\n"
     )
-    import subprocess
-    import sys
-
-    from tests.cli.commands import REPOSITORY
-
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert loaded.stdout.strip() == "['pipeproof.schedule_command']"
     assert process("schedule", "list").returncode == 0

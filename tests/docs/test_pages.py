@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 from pipeproof.cli import main
@@ -79,10 +80,14 @@ def test_there_are_commands_to_look_at():
 @pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "pipeproof"], ids=" ".join)
 def test_pipeproof_commands_can_be_typed(command):
     _, name, *arguments = command
-    wanted = [parameter for parameter in main.commands[name].params if parameter.param_type_name == "argument"]
     # with its parent, as on the command line: a command keeps what its first context told it of options
-    parent = main.make_context("pipeproof", [name], resilient_parsing=True)
-    main.commands[name].make_context(name, list(arguments) or ["PLAN"] * len(wanted), parent=parent)
+    parent, found = main.make_context("pipeproof", [name], resilient_parsing=True), main.commands[name]
+    while isinstance(found, click.Group):
+        parent = found.make_context(name, arguments[:1], parent=parent, resilient_parsing=True)
+        name, *arguments = arguments
+        found = found.commands[name]
+    if arguments:  # else it is a name in a sentence
+        found.make_context(name, list(arguments), parent=parent)
     for argument in arguments:
         if argument.startswith("examples/"):
             load_plan(ROOT / argument)

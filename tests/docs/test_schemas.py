@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from pipeproof.cli import main
+from pipeproof.comm.accumulation import Accumulation
 from pipeproof.exec.compare import GradientResult, Shard, StepResult
 from pipeproof.exec.oplog import LogEntry
 from pipeproof.exec.report import RunReport, measured_timeline
@@ -237,6 +238,7 @@ def made_up_report(*, gradient=0.0, loss=5.5, log_findings=()):
         timeline=measured_timeline(base, logs),
         parallel_bound=0.0,
         threads=1,
+        accumulation=Accumulation.IN_ORDER,
     )
 
 

@@ -1,7 +1,6 @@
 """Times of ``asap`` as a timeline: its figures, further stages, pairs and pieces of sequences in the picture."""
 
 import io
-import re
 from fractions import Fraction
 
 from hypothesis import given, settings

@@ -16,6 +16,7 @@ from pipeproof.stages.describe.layers import Layer, Parameter, describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage
+from pipeproof.stages.reference.ordered import Orders, run_ordered
 from tests.plans import plan_dict
 from tests.stages.tensor_parallel import InMemoryWorld, Issued
 
@@ -135,3 +136,10 @@ def _whole(parameter: Parameter, shards: list[np.ndarray]) -> np.ndarray:
         return np.concatenate(shards, parameter.tp.dim)
     assert len({shard.tobytes() for shard in shards}) == 1, f"ranks disagree about {parameter.name}"
     return shards[0].copy()
+
+
+def run_in_order(plan):
+    """The ordered reference, adding micro-batches in index order."""
+    order = range(plan.schedule.num_micro_batches)
+    names = [parameter.name for layer in describe_gpt(plan) for parameter in layer.parameters]
+    return run_ordered(plan, Orders(order, dict.fromkeys(names, order)))

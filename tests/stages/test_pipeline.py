@@ -6,9 +6,9 @@ import pytest
 from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.ordered import Orders, run_ordered
 from pipeproof.stages.reference.uncut import run_uncut
-from tests.stages.staged_run import StagedRun, make_plan, same_bits
+from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -37,10 +37,29 @@ def test_any_cut_is_bitwise_the_uncut_model_over_five_steps(dtype, optimizer, or
 
 def test_without_parallelism_the_ordered_model_is_bitwise_the_uncut_one():
     plan = make_plan(run={"steps": 3})
-    for ordered, uncut in zip(run_ordered(plan), run_uncut(plan), strict=True):
+    for ordered, uncut in zip(run_in_order(plan), run_uncut(plan), strict=True):
         assert ordered.loss.tobytes() == uncut.loss.tobytes()
         assert same_bits(ordered.gradients, uncut.gradients) == []
         assert same_bits(ordered.weights, uncut.weights) == []
+
+
+def test_another_order_of_micro_batches_is_added_in_that_order():
+    """Of one parameter only: the others keep their bits, its own change with every order."""
+    plan = make_plan(schedule={"num_micro_batches": 4}, run={"steps": 1})
+    (plain,) = run_in_order(plan)
+    names = list(plain.gradients)
+    orders = Orders(range(4), dict.fromkeys(names, range(4)) | {"norm.weight": (3, 1, 0, 2)})
+    (other,) = run_ordered(plan, orders)
+    assert same_bits(other.gradients, plain.gradients) == ["norm.weight"]
+    one_by_one = [one_micro_batch(plan, k)["norm.weight"] for k in (3, 1, 0, 2)]
+    assert other.gradients["norm.weight"].tobytes() == sum(one_by_one[1:], one_by_one[0]).tobytes()
+
+
+def one_micro_batch(plan, index):
+    """The gradients of one micro-batch: what its first addend is, with nothing behind it."""
+    names = [parameter.name for layer in describe_gpt(plan) for parameter in layer.parameters]
+    (result,) = run_ordered(plan, Orders((index,), dict.fromkeys(names, (index,))))
+    return result.gradients
 
 
 @pytest.mark.parametrize("damage", ["swap", "drop"])

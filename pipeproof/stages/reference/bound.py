@@ -16,8 +16,8 @@ FAILURE_PROBABILITY = 1e-9
 def parallel_bound(plan: PlanSpec) -> float:
     """A first-order bound of max|a - b| / max|b| for every gradient, and the loss, of one step from equal weights.
 
-    ``a`` is added in the plan's tensor- and data-parallel order, ``b`` in the
-    uncut model's. 0.0 where both orders are one.
+    ``a`` is added in the plan's order, ``b`` in the uncut model's; it is for
+    plans whose two orders differ.
 
     Derivation. To first order in the unit roundoff u, a computed gradient is
     the exact one plus the sum, over all roundings on the paths that lead to
@@ -42,7 +42,7 @@ def parallel_bound(plan: PlanSpec) -> float:
     such terms, and lambda is chosen so that all elements of all gradients hold
     it together but for ``FAILURE_PROBABILITY``.
 
-    With data parallelism alone only the additions of micro-batches differ.
+    Without tensor parallelism only the additions of micro-batches differ.
 
     What is assumed is that dependence of at most one; it is no theorem. Where
     the addends of a gradient nearly cancel, max|b| is small beside them and the
@@ -62,8 +62,6 @@ def parallel_bound(plan: PlanSpec) -> float:
     num_sums = topology.dp * schedule.num_micro_batches
     if topology.tp > 1:
         num_sums += _path_length(plan)
-    elif topology.dp == 1:
-        return 0.0
     num_elements = sum(math.prod(p.shape) for layer in describe_gpt(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))
     unit_roundoff = float(np.finfo(plan.run.dtype).eps) / 2.0

@@ -12,6 +12,8 @@ whose sums are written in the run's order, and this is that model:
   after the last micro-batch;
 - the embedding, the softmax's denominator and the target logit are added over
   pieces of the vocabulary in piece order; the maximum does not round;
+- the gradient of each parameter adds its micro-batches in the order in which
+  the plan's schedule does, from +0.0 on;
 - the gradient sums and losses of the data-parallel ranks' micro-batches are
   added in rank order after that.
 
@@ -27,8 +29,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +61,15 @@ CUT_DIM = {
 """By the end of a weight's name, the dim that its pieces cut; norm weights are not cut."""
 
 
-def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
+@dataclass(frozen=True)
+class Orders:
+    """Micro-batches of a data-parallel rank in the order in which losses, and gradients by parameter, are added."""
+
+    loss: Sequence[int]
+    gradients: Mapping[str, Sequence[int]]
+
+
+def run_ordered(plan: PlanSpec, orders: Orders) -> Iterator[StepResult]:
     """Train for the plan's steps in the order of sums of its parallel run, yielding after each; lazy."""
     model = OrderedModel(plan)
     optimizer = _optimizer(plan, [piece for pieces in model.weights.values() for piece in pieces])
@@ -67,10 +78,15 @@ def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
         weights = {name: model.joined(name, pieces) for name, pieces in model.weights.items()}
         losses, sums = [], []
         for rank in range(num_dp):
-            model.zero_gradients()
-            indices = range(rank * num_micro_batches, (rank + 1) * num_micro_batches)
-            losses.append(_add([_accumulate(model, step, index) for index in indices]))
-            sums.append(model.gradients())
+            loss = _InTurn[np.floating[Any]](orders.loss)
+            sums_of = {name: _InTurn[Tensor](order) for name, order in orders.gradients.items()}
+            for index in range(num_micro_batches):
+                of_one, gradients_of_one = _micro_batch(model, step, rank * num_micro_batches + index)
+                loss.put(index, [of_one])
+                for name, pieces in gradients_of_one.items():
+                    sums_of[name].put(index, pieces)
+            losses.append(loss.total[0])
+            sums.append({name: model.summed(name, in_turn.total) for name, in_turn in sums_of.items()})
         gradients = {name: _add_pieces([of_rank[name] for of_rank in sums]) for name in model.weights}
         for name, pieces in model.weights.items():
             for piece, grad in zip(pieces, gradients[name], strict=True):
@@ -80,12 +96,29 @@ def run_ordered(plan: PlanSpec) -> Iterator[StepResult]:
         yield StepResult(step, _add(losses), whole, weights)
 
 
-def _accumulate(model: OrderedModel, step: int, index: int) -> np.floating[Any]:
-    """Run one micro-batch, add its gradients to the buffers; its scaled loss."""
+class _InTurn(Generic[_Addend]):
+    """Adds lists of one length, which may come in any order, in a given order; holds back no more than it must."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(reversed(order))
+        self._held: dict[int, list[_Addend]] = {}
+        self.total: list[_Addend] = []
+
+    def put(self, index: int, addends: list[_Addend]) -> None:
+        """The addends of one micro-batch."""
+        self._held[index] = addends
+        while self._order and self._order[-1] in self._held:
+            mine = self._held.pop(self._order.pop())
+            self.total = [operator.add(*pair) for pair in zip(self.total, mine, strict=True)] if self.total else mine
+
+
+def _micro_batch(model: OrderedModel, step: int, index: int) -> tuple[np.floating[Any], dict[str, Pieces]]:
+    """Run one micro-batch: its scaled loss, and its gradients in pieces."""
+    model.zero_gradients()
     loss = model.loss(micro_batch(model.plan, step, index)) * loss_scale(model.plan, step, index)
     loss.backward()
     scalar: np.floating[Any] = loss.numpy()[()]
-    return scalar
+    return scalar, model.gradients()
 
 
 class OrderedModel:
@@ -122,12 +155,12 @@ class OrderedModel:
                 piece.grad = paddle.zeros_like(piece)
 
     def gradients(self) -> dict[str, Pieces]:
-        """The gradients summed over micro-batches; copies of a norm's weight all get the sum over copies."""
-        found = {}
-        for name, pieces in self.weights.items():
-            grads = [piece.grad.clone() for piece in pieces]  # the buffer itself is begun again by the next rank
-            found[name] = grads if _cut_dim(name) is not None else [_add(grads)] * len(grads)
-        return found
+        """The gradients as they are, in pieces, each a tensor of its own."""
+        return {name: [piece.grad.clone() for piece in pieces] for name, pieces in self.weights.items()}
+
+    def summed(self, name: str, pieces: Pieces) -> Pieces:
+        """A sum over micro-batches; copies of a norm's weight all get the sum over copies."""
+        return pieces if _cut_dim(name) is not None else [_add(pieces)] * len(pieces)
 
     def joined(self, name: str, pieces: Pieces) -> npt.NDArray[Any]:
         """The named weight, or its gradient, from its pieces: an array of its own."""
