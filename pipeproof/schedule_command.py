@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 
 import click
+
+from pipeproof.command_line import refusing_bad_plans, writable
 
 FORMATS = ("grid", "json", "text", "csv", "csv-comms", "fleet")
 """How a schedule is shown; the last four are those of ``pipeproof convert``."""
@@ -130,6 +133,26 @@ def show_kind(
         {f"{name}_us": time for name, time in costs.items() if time is not None},
     )  # fmt: skip
     show_schedule(wanted, form, verify=verify, color=color)
+
+
+@schedule.command("solve")
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
+              help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6), default=60, show_default=True,
+              help="Seconds of the solver's own clock, which counts its steps, so that results repeat; "
+              "one takes about 1 to 10 real seconds.")  # fmt: skip
+@click.option("--memory-limit", type=click.IntRange(1, 10**9),
+              help="Most chunk activations that a rank may hold; overrides the plan's.")  # fmt: skip
+def solve_for(plan: Path, *, output: Path, time_limit_s: int, memory_limit: int | None) -> None:
+    """Search for the shortest schedule of a plan, for its times, placement and memory limit.
+
+    The result is proved to be the shortest, or the gap is reported. It needs OR-tools: pip install 'pipeproof[solve]'.
+    """
+    with refusing_bad_plans("text", plan):
+        from pipeproof.solve_command import solve_plan
+
+        solve_plan(plan, output, time_limit_s, memory_limit)
 
 
 def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str, Times | None]:

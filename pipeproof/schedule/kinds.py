@@ -23,6 +23,8 @@ from pipeproof.schedule.one_f_one_b import one_f_one_b
 from pipeproof.schedule.optimal import optimal
 from pipeproof.schedule.programs import Schedule
 from pipeproof.schedule.seq1f1b import seq1f1b
+from pipeproof.schedule.v_half import v_half
+from pipeproof.schedule.v_min import v_min
 from pipeproof.schedule.zb_h1 import zb_h1
 from pipeproof.schedule.zb_h2 import zb_h2
 from pipeproof.schedule.zb_v import zb_v
@@ -165,6 +167,24 @@ _KINDS = (
         "stages there and back, so that no rank idles, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
         lambda r: zb_v(r.num_ranks, r.num_micro_batches),
+        min_chunks=2,
+        max_chunks=2,
+        placement=Placement.V,
+    ),
+    ScheduleKind(
+        "v_half",
+        "stages there and back, in half of the memory of 1F1B, for any times of F, I and W that are not far apart",
+        "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
+        lambda r: v_half(r.num_ranks, r.num_micro_batches),
+        min_chunks=2,
+        max_chunks=2,
+        placement=Placement.V,
+    ),
+    ScheduleKind(
+        "v_min",
+        "stages there and back, in a third of the memory of 1F1B, for equal times of F, I and W",
+        "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
+        lambda r: v_min(r.num_ranks, r.num_micro_batches),
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,

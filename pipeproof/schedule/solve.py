@@ -20,13 +20,16 @@ from typing import Any
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.optimal import best_order
-from pipeproof.schedule.programs import Program, Schedule
+from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
 from pipeproof.schedule.workload import Placement, Workload, fits, in_index_order, make_workload
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import BadPlanError, Finding, Severity
 
 _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)
+
+_MAX_TICKS = 2**45
+"""Longest schedule that is given to the solver, whose integers have 64 bits and which adds many of them."""
 
 
 SOLVER_MISSING = RuleDoc(
@@ -97,7 +100,7 @@ def solve(
 
     Raises:
         SolverMissingError: OR-tools is not installed.
-        UnfitSizesError: as for ``optimal``.
+        UnfitSizesError: as for ``optimal``; or the times have no common tick that is not tiny beside them.
         ValueError: as for ``optimal``; or the hint is not of this work or does not fit in memory, or cannot finish.
     """
     started = time.perf_counter()
@@ -105,6 +108,13 @@ def solve(
     work = make_workload(placement, num_micro_batches, costs, memory_limit)
     first = best_order(work) if hint is None else _from_hint(hint, work)
     ticks, bound = int(asap(first, work.costs).makespan), work.least_makespan()
+    if ticks > _MAX_TICKS:
+        raise UnfitSizesError(
+            f"the times have so many digits that a step takes {ticks:.0e} of their common part, and the solver counts "
+            f"to {_MAX_TICKS:.0e}",
+            help="round the times of the stages",
+            key=("cost",),
+        )
     found = first
     if ticks > bound:
         found, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)

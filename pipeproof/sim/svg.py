@@ -123,8 +123,8 @@ def _blocks(timed: Timed, rank: int) -> Iterator[_Block]:
     program = timed.programs[rank]
     times = list(zip(timed.starts[rank], timed.ends[rank], strict=True))
     for place, (op, (start, end)) in enumerate(zip(program, times, strict=True)):
-        with_before = place > 0 and times[place - 1] == (start, end)
-        with_next = place + 1 < len(program) and times[place + 1] == (start, end)
+        with_before = place > 0 and times[place - 1] == (start, end) and start < end
+        with_next = place + 1 < len(program) and times[place + 1] == (start, end) and start < end
         yield _Block(op, start, end, int(with_before), 2 if with_before or with_next else 1)
 
 

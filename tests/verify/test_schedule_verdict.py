@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.comm.sample_plan import sample_plan
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.write import write_schedule
 from pipeproof.specs.finding import Finding, Severity
 from pipeproof.specs.load import PlanFileError
 from pipeproof.verify.deadlock.models import MODELS
@@ -51,3 +52,18 @@ def test_the_sample_plan_has_a_layer_for_each_stage_and_unit_costs():
     assert spec.schedule.variant is None
     with pytest.raises(PlanFileError):
         sample_plan("1f1b", 0, 2)
+
+
+ON_ONE_RANK = [kind for kind in SCHEDULE_KINDS.values() if kind.placement != "both_ways" and not kind.splits_sequences]
+
+
+@pytest.mark.parametrize("kind", ON_ONE_RANK, ids=lambda kind: kind.name)
+def test_transfers_in_pytorchs_order_are_robust_in_every_schedule(kind, tmp_path, monkeypatch):
+    """A receive stands where its send does: no two transfers cross, under whatever model."""
+    monkeypatch.chdir(tmp_path)
+    variant = kind.variants[0] if kind.variants else None
+    for p, m in ((2, 4), (4, 8)):
+        schedule = kind.generate(Request(p, m, kind.min_chunks, variant=variant))
+        (tmp_path / "s.csv").write_text(write_schedule(schedule, "csv-comms"))
+        plan = sample_plan("file", p, m, num_chunks=kind.min_chunks, path="s.csv", format="csv-comms")
+        assert judge_schedule(plan).outcome is Outcome.ROBUST

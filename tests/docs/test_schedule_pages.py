@@ -1,0 +1,238 @@
+"""The pages of schedules are current, their figures true, their plans pass and their commands run."""
+
+import importlib
+import json
+import re
+import shlex
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree as ET
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.cli import main
+from pipeproof.schedule.asap import even_costs
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.specs.load import load_plan
+from pipeproof.verify.check import check
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "schedules"
+PICTURES = ROOT / "docs" / "images" / "schedules"
+KINDS = list(SCHEDULE_KINDS)
+
+
+@pytest.fixture(scope="module")
+def docs():
+    """The scripts of ``docs/`` that make the pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        names = ("make_schedules", "schedule_page", "closed_forms", "known_forms", "shown_schedule", "sizes_and_times")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def made(docs):
+    return docs.make_schedules.pages()
+
+
+def test_pages_and_pictures_are_current(docs, made):
+    stale = [path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    assert not stale, "run `python docs/make_schedules.py`"
+    assert not docs.make_schedules.strays(made)
+
+
+def test_every_kind_has_a_page_a_picture_and_a_line_in_the_index(made):
+    index = made[PAGES / "README.md"]
+    for kind in KINDS:
+        assert f"](../images/schedules/{kind}.svg)" in made[PAGES / f"{kind}.md"]
+        assert PICTURES / f"{kind}.svg" in made
+        assert f"| [`{kind}`]({kind}.md) |" in index
+
+
+def test_pages_of_kinds_that_are_gone_are_strays_and_other_files_are_not(docs, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(docs.make_schedules, "PAGES", tmp_path)
+    monkeypatch.setattr(docs.make_schedules, "PICTURES", tmp_path)
+    (tmp_path / "gone.md").write_text(docs.schedule_page.WRITTEN_BY + "text")
+    (tmp_path / "gone.svg").write_text("<svg/>")
+    (tmp_path / "by_hand.md").write_text("text")
+    assert {path.name for path in docs.make_schedules.strays({})} == {"gone.md", "gone.svg"}
+
+
+def test_a_kind_without_a_note_is_said(docs):
+    with pytest.raises(ValueError, match=r"docs/schedules/notes/nonesuch\.md is missing"):
+        docs.schedule_page.note("nonesuch")
+
+
+def test_the_index_compares_schedules_of_the_same_work(docs):
+    """Each rank computes 8 micro-batches of 3 time units, whatever its stages, copies and pieces."""
+    for kind in SCHEDULE_KINDS.values():
+        shown = docs.shown_schedule.Shown(kind)
+        assert {figures.busy_us for figures in shown.figures} == {24}
+
+
+def test_the_index_has_the_figures_of_the_golden_cases(docs, made):
+    """p = 4, m = 8: those of GPipe, 1F1B, interleaved, ZB-H1 and ZB-V, the latter two with halves of a rank."""
+    rows = {
+        re.search(r"\[`(\w+)`\]", line)[1]: [cell.strip() for cell in line.strip("|").split("|")]
+        for line in made[PAGES / "README.md"].splitlines()
+        if line.startswith("| [")
+    }
+    assert {kind: (rows[kind][5], rows[kind][7], rows[kind][8]) for kind in ("gpipe", "1f1b", "zb_h1", "dualpipe")} == {
+        "gpipe": ("33", "8", "1"),
+        "1f1b": ("33", "4", "1"),
+        "zb_h1": ("27", "4", "1"),
+        "dualpipe": ("26", "5", "2"),
+    }
+    assert (rows["interleaved"][5], rows["interleaved"][7]) == ("28.5", "5.5")
+    assert (rows["zb_v"][5], rows["zb_v"][6], rows["zb_v"][7]) == ("25.5", "5.9 % (0.0 %)", "4")
+    assert rows["gpipe"][9] == "robust"
+    assert rows["1f1b"][9].startswith("conditional")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_of_a_page_passes_check(kind, made, tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", made[PAGES / f"{kind}.md"], re.DOTALL)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(text)
+    report = check(load_plan(plan))
+    assert report.errors == ()
+    conditional = "**Conditional**" in made[PAGES / f"{kind}.md"]
+    assert bool({finding.code for finding in report.findings} & {"PP411", "PP412"}) == conditional
+
+
+def commands(text):
+    """The command lines of a page, in blocks and in code quotes."""
+    lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines += re.findall(r"`(pipeproof schedule show \w+ -p [^`]*)`", text)
+    return sorted({line.removeprefix("$ ") for line in lines})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_commands_of_a_page_run(kind, made, tmp_path, monkeypatch):
+    page = made[PAGES / f"{kind}.md"]
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "plan.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    there = commands(page)
+    assert len(there) > 3
+    for line in there:
+        name, *arguments = shlex.split(line)
+        assert name == "pipeproof"
+        quick = ["--no-verify"] if arguments[:2] == ["schedule", "show"] else []
+        done = CliRunner().invoke(main, [*arguments, *quick])
+        assert done.exit_code == 0, f"{line}: {done.output}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_beside_a_form_shows_its_case(kind, docs):
+    for form in docs.known_forms.closed_forms(kind):
+        for case in filter(None, (form.inside, form.outside)):
+            _, *arguments = case.command("--format", "json", "--no-verify")
+            shown = json.loads(CliRunner().invoke(main, arguments).stdout)
+            timed = case.timed()
+            assert Fraction(str(shown.get("makespan_exact", shown["makespan"]))) == timed.makespan
+            assert [rank["peak_activations"] for rank in shown["ranks"]] == [timed.peak(r) for r in range(case.p)]
+
+
+def grid(docs, kind):
+    """Sizes and times for which there is a schedule."""
+    about = SCHEDULE_KINDS[kind]
+    chunks = {about.min_chunks, min(about.max_chunks or 3, 3)}
+    splits = (1, 3) if about.splits_sequences else (1,)
+    overlapped = (None, 4, Fraction(3, 2)) if kind.startswith("dualpipe") else (None,)
+    limits = (None, 2) if kind == "optimal" else (None,)
+    num_ranks, num_micro_batches = ((1, 2, 3, 4), (1, 2, 5, 8, 9)) if kind != "optimal" else ((1, 3), (2, 4))
+    sizes = [(p, m, v, k) for p in num_ranks for m in num_micro_batches for v in chunks for k in splits]
+    for p, m, v, k in sizes:
+        case = docs.sizes_and_times.Case(kind, p, m, v, k)
+        for times in ({}, {"i": 2, "c": 1}, {"f": 3, "w": 2}, {"f": 2, "i": 3, "w": Fraction(9, 2)}):
+            for d in overlapped:
+                yield from (replace(case, **times, d=d, memory_limit=limit) for limit in limits)
+        if kind != "seq1f1b":
+            uneven = tuple(1 + (3 * stage) % 4 for stage in range(p * v))
+            yield replace(case, f=uneven, i=uneven[::-1], memory_limit=limits[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_forms_hold_wherever_their_condition_does(kind, docs):
+    forms = docs.known_forms.closed_forms(kind)
+    num_held = dict.fromkeys(forms, 0)
+    for case in grid(docs, kind):
+        try:
+            timed = case.timed()
+        except UnfitSizesError:
+            continue
+        for form in forms:
+            if form.fits(case):
+                assert form.holds(case, timed), (form.formula, case)
+                num_held[form] += 1
+    assert all(num_held.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_forms_hold_inside_and_fail_outside(kind, docs):
+    for form in docs.known_forms.closed_forms(kind):
+        assert form.fits(form.inside)
+        timed = form.inside.timed()
+        assert form.holds(form.inside, timed)
+        if form.relation != "=":
+            ranks = range(form.inside.p if form.by_rank else 1)
+            assert all(form.true_value(timed, rank) == form.says(form.inside, rank) for rank in ranks)
+        if form.outside is None:
+            assert form.condition == "True" or form.quantity.startswith("peak")
+            continue
+        as_equation = replace(form, relation="=")
+        assert not as_equation.holds(form.outside, form.outside.timed())
+        assert form.fits(form.outside) == (form.relation != "=")
+
+
+def test_a_wrong_form_would_be_found(docs):
+    (form, *_) = docs.known_forms.closed_forms("1f1b")
+    wrong = replace(form, formula="(m + p) * (tf + tb)")
+    assert not wrong.holds(form.inside, form.inside.timed())
+
+
+def test_a_case_has_the_times_of_its_command(docs):
+    case = docs.sizes_and_times.Case("interleaved", 2, 4, v=3, f=2, c=Fraction(1, 2))
+    assert case.costs == even_costs(6, Fraction(2), Fraction(1), Fraction(1), Fraction(1, 2))
+    assert shlex.join(case.command()) == "pipeproof schedule show interleaved -p 2 -m 4 -v 3 --cost 2,1,1 --latency 1/2"
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
+    """Block by block as in the program, from left to right by time; of a pair the forward above the backward."""
+    timed = docs.shown_schedule.Shown(SCHEDULE_KINDS[kind]).case.timed()
+    picture = ET.fromstring(made[PICTURES / f"{kind}.svg"])
+    rows = [group for group in picture.iter(f"{SVG}g") if group.get("class") == "block"]
+    assert len(rows) == len(timed.programs)
+    scale = None
+    for rank, row in enumerate(rows):
+        rects = row.findall(f"{SVG}rect")
+        ops, starts = timed.programs[rank], timed.starts[rank]
+        assert [rect.get("class")[0] for rect in rects] == [op.kind.value for op in ops]
+        for rect, start, end in zip(rects, starts, timed.ends[rank], strict=True):
+            left, width = float(rect.get("x")), float(rect.get("width"))
+            scale = scale or (width + 1) / float(end - start)
+            assert left == pytest.approx(60 + scale * float(start), abs=0.1)
+            assert width == pytest.approx(scale * float(end - start) - 1, abs=0.1)
+        labels = "".join(text.text for text in row.findall(f"{SVG}text"))
+        assert labels == "".join(
+            f"{op.kind.value}{op.micro_batch}{'' if op.split is None else f'.{op.split}'}" for op in ops
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_have_no_script_and_load_nothing(kind, made):
+    picture = made[PICTURES / f"{kind}.svg"]
+    assert "<script" not in picture
+    assert "@import" not in picture
+    assert not re.search(r"(href|src|url)\s*[=(]", picture)
+    assert "prefers-color-scheme:dark" in picture

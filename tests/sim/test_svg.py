@@ -1,0 +1,93 @@
+"""Pictures of schedules: what is drawn where, and what is left out."""
+
+import re
+from fractions import Fraction
+
+from pipeproof.schedule.asap import StageCosts, asap, even_costs
+from pipeproof.schedule.ops import parse_op
+from pipeproof.schedule.programs import Schedule
+from pipeproof.sim.svg import schedule_svg
+
+
+def picture(*programs, pairs=(), costs=None, title="t"):
+    schedule = Schedule(tuple(tuple(map(parse_op, program.split())) for program in programs), pairs)
+    num_stages = 1 + max((op.stage for program in schedule.programs for op in program), default=0)
+    return schedule_svg(asap(schedule, costs or even_costs(num_stages)), title)
+
+
+def blocks(svg):
+    """Class, x, y, width, height of every block."""
+    found = re.findall(r'<rect class="([FBIW]\d)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"/>', svg)
+    return [(look, *map(float, numbers)) for look, *numbers in found if float(numbers[3]) != 12]
+
+
+def labels(svg):
+    return re.findall(r">([^<>]*)</text>", svg.partition('<g class="block">')[2].partition("</g>")[0])
+
+
+def test_a_block_is_as_long_as_its_time_and_follows_the_one_before():
+    (forward, backward) = blocks(picture("0F0 0B0", costs=even_costs(1, 1, 1, 1)))
+    assert (forward[0], backward[0]) == ("F0", "B0")
+    assert backward[3] + 1 == 2 * (forward[3] + 1)
+    assert backward[1] == forward[1] + forward[3] + 1
+
+
+def test_a_rank_s_second_stage_is_paler_and_the_legend_says_so():
+    svg = picture("0F0 1F0 1B0 0B0")
+    assert [look for look, *_ in blocks(svg)] == ["F0", "F1", "B1", "B0"]
+    assert "paler: the second stage of a rank" in svg
+    assert "paler" not in picture("0F0 0B0")
+
+
+def test_the_two_of_a_pair_share_a_row_the_forward_above():
+    svg = picture("0F0 0F1 0B0 0B1", pairs=(frozenset({1}),))
+    _, above, below, _ = blocks(svg)
+    assert above[1] == below[1]
+    assert above[3] == below[3]
+    assert below[2] == above[2] + above[4]
+    assert above[4] == below[4] == 15
+    assert "one above the other: side by side" in svg
+
+
+def test_equal_times_in_a_row_are_no_pair():
+    assert {height for *_, height in blocks(picture("0F0 0F1 0B0 0B1"))} == {30}
+
+
+def test_computations_that_take_no_time_are_not_drawn():
+    svg = picture("0F0 0I0 0W0", costs=StageCosts((1,), (1,), (0,)))
+    assert [look for look, *_ in blocks(svg)] == ["F0", "I0"]
+
+
+def test_two_computations_without_time_are_no_pair():
+    svg = picture("0F0 0I0 0W0 0F1 0I1 0W1", costs=StageCosts((1,), (0,), (0,)))
+    assert [look for look, *_ in blocks(svg)] == ["F0", "F0"]
+    assert "side by side" not in svg
+
+
+def test_labels_shrink_then_break_then_go():
+    wide = labels(picture("0F0.s0 0F0.s1 0B0.s1 0B0.s0"))
+    assert wide == ["F0.0", "F0.1", "B0.1", "B0.0"]
+    ops = [f"0F{k}.s{s}" for k in range(10) for s in range(3)] + [
+        f"0B{k}.s{s}" for k in range(10) for s in reversed(range(3))
+    ]
+    assert labels(picture(" ".join(ops), costs=even_costs(1, 1, Fraction(1, 2), Fraction(1, 2))))[:4] == [
+        "F",
+        "0.0",
+        "F",
+        "0.1",
+    ]
+    many = [f"0F{k}" for k in range(100)] + [f"0B{k}" for k in range(100)]
+    assert labels(picture(" ".join(many))) == []
+
+
+def test_the_title_is_escaped_and_names_the_makespan():
+    svg = picture("0F0 0B0", title="<&>")
+    assert "&lt;&amp;&gt;: makespan 3" in svg
+    assert "<&>" not in svg
+
+
+def test_ranks_without_work_are_drawn_idle():
+    svg = picture("", "")
+    assert blocks(svg) == []
+    assert svg.count('class="lane"') == 2
+    assert "makespan 0" in svg

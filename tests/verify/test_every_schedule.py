@@ -1,0 +1,83 @@
+"""Every kind of schedule over a grid of sizes: no rule finds an error, and it finishes whatever stages cost.
+
+With EVERY_SIZE=1 in the environment, as in CI, all of them: 1 to 8 ranks, 1 to 4p
+micro-batches, 1 to 4 chunks, every variant. Without, some ranks, up to 3 chunks,
+and of micro-batches those around the multiples of p.
+"""
+
+import gc
+import os
+
+import pytest
+
+from pipeproof.schedule.asap import StageCosts, asap
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.specs.finding import BadPlanError
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify.check import check
+
+ALL_SIZES = os.environ.get("EVERY_SIZE") == "1"
+RANKS = range(1, 9) if ALL_SIZES else (1, 2, 3, 4, 7)
+MAX_CHUNKS = 4 if ALL_SIZES else 3
+
+
+def micro_batches(num_ranks):
+    every = range(1, 4 * num_ranks + 1)
+    near = {around + by for around in (num_ranks, 2 * num_ranks) for by in (-1, 0, 1)}
+    return every if ALL_SIZES else [m for m in every if m in near | {1, 2, 4 * num_ranks}]
+
+
+def requests(kind):
+    """(request, splits) of every size of the grid that the table row allows."""
+    most = MAX_CHUNKS if kind.max_chunks is None else min(MAX_CHUNKS, kind.max_chunks)
+    for num_ranks in RANKS:
+        for num_micro_batches in micro_batches(num_ranks):
+            for num_chunks in range(kind.min_chunks, most + 1):
+                for variant in kind.variants or (None,):
+                    for num_splits in (1, 2, 3) if kind.splits_sequences else (1,):
+                        yield Request(num_ranks, num_micro_batches, num_chunks, num_splits, variant)
+
+
+def plan_of(kind, request):
+    num_stages = request.num_ranks * request.num_chunks
+    variant = {} if request.variant is None else {"variant": request.variant}
+    return {
+        "pipeproof": 1,
+        "model": {"kind": "gpt", "num_layers": num_stages, "hidden_size": 4, "num_heads": 2, "ffn_size": 4,
+                  "vocab_size": 8, "seq_length": 6},
+        "topology": {"pp": request.num_ranks},
+        "schedule": {"kind": kind.name, "num_micro_batches": request.num_micro_batches, "micro_batch_size": 1,
+                     "num_chunks": request.num_chunks, "num_sequence_splits": request.num_sequence_splits, **variant},
+        "cost": {"forward_us": [1 + stage % 3 for stage in range(num_stages)]},
+    }  # fmt: skip
+
+
+def uneven(num_stages):
+    """Times in which every stage differs from its neighbours, in all three parts, and messages take a while."""
+    return StageCosts(
+        [1 + stage % 3 for stage in range(num_stages)],
+        [2 + stage % 2 for stage in range(num_stages)],
+        [1 + (stage + 1) % 4 for stage in range(num_stages)],
+        2,
+    )
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SCHEDULE_KINDS)
+def test_no_rule_finds_an_error_and_it_finishes(name):
+    kind = SCHEDULE_KINDS[name]
+    num_checked = 0
+    gc.disable()  # as the command does
+    try:
+        for request in requests(kind):
+            try:
+                report = check(plan_from_dict(plan_of(kind, request)))
+            except BadPlanError as refusal:
+                assert {finding.code for finding in refusal.findings} == {"PP140"}, request
+                continue
+            assert {finding.code for finding in report.findings} <= {"PP411"}, request
+            assert asap(report.subject.plan.schedule, uneven(request.num_ranks * request.num_chunks)).makespan > 0
+            num_checked += 1
+    finally:
+        gc.enable()
+    assert num_checked >= len(RANKS)
