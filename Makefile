@@ -26,6 +26,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_tables.py
 	$(BIN)/python docs/make_zoo.py
 	$(BIN)/python docs/make_mutation.py
+	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_pictures.py --run
 
 bench: $(VENV)/.demo         ## what the README claims about speed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from shlex import join
@@ -111,14 +112,15 @@ def _sizes(shown: Shown) -> Iterator[str]:
 
 
 def _refusals(case: Case) -> Iterator[str]:
-    """The first sizes that are refused for each key of the plan, in the words of the generator."""
+    """A case of each reason to refuse sizes, in the words of the generator."""
     told = set()
     for p, m in [(case.p, m) for m in (10, 9, 6, 3)] + [(p, case.m) for p in (3, 5)]:
         try:
             replace(case, p=p, m=m).schedule()
         except UnfitSizesError as error:
-            if error.key not in told:
-                told.add(error.key)
+            reason = re.sub(r"\d+", "", str(error))
+            if reason not in told:
+                told.add(reason)
                 yield f"p = {p}, m = {m} is refused: {error}. Help: {error.help}."
 
 

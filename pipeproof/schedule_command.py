@@ -14,7 +14,7 @@ import click
 
 from pipeproof.command_line import refusing_bad_plans, writable
 
-FORMATS = ("grid", "json", "text", "csv", "csv-comms", "fleet")
+FORMATS = ("grid", "svg", "json", "text", "csv", "csv-comms", "fleet")
 """How a schedule is shown; the last four are those of ``pipeproof convert``."""
 
 Times = Fraction | tuple[Fraction, ...]
@@ -97,7 +97,7 @@ def list_kinds(form: str) -> None:
 @click.option("--verify/--no-verify", default=True, show_default=True,
               help="For grid and json: check the schedule with its communication.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(FORMATS), default="grid", show_default=True,
-              help="A timeline with figures for people; the same as JSON; or a schedule file.")  # fmt: skip
+              help="A timeline with figures for people; a picture; figures as JSON; or a schedule file.")  # fmt: skip
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def show_kind(

@@ -26,6 +26,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.programs import Schedule, stages_of
 from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
 from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
+from pipeproof.sim.svg import schedule_svg
 from pipeproof.sim.terminal import figures_table, format_us, render_timeline
 from pipeproof.sim.timed import timeline_of
 from pipeproof.specs.finding import BadPlanError
@@ -77,6 +78,9 @@ def show_schedule(wanted: Wanted, form: str, *, verify: bool, color: str) -> Non
             raise click.UsageError(f"--format {form}: {error}") from error
         return
     costs = stage_costs(plan.spec)
+    if form == "svg":
+        click.echo(schedule_svg(asap(schedule, costs), _title(plan)), nl=False)
+        return
     verdict = judge_schedule(plan) if verify else None
     shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
     if form == "json":

@@ -15,7 +15,8 @@ from pipeproof.comm.loaded import blaming_plan, own_schedule
 from pipeproof.command_line import console_for
 from pipeproof.schedule.asap import asap
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
-from pipeproof.schedule.solve import Progress, Solution, solve
+from pipeproof.schedule.solve import Progress, Solution, UnfitHintError, solve
+from pipeproof.schedule.workload import most_held
 from pipeproof.schedule.write import write_schedule
 from pipeproof.sim.terminal import format_us
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
@@ -41,19 +42,12 @@ def solve_plan(plan: Path, output: Path, time_limit_s: float, memory_limit: int 
     with blaming_plan(loaded), _blaming_sizes():
         own = _own_schedule(loaded)
         with _showing_progress() as on_progress:
-            solution = solve(
-                stages_of(own.programs),
-                spec.schedule.num_micro_batches,
-                stage_costs(spec),
-                memory_limit or spec.schedule.memory_limit,
-                time_limit_s=time_limit_s,
-                on_progress=on_progress,
-            )
+            solution, unfit = _solve(own, spec, memory_limit, time_limit_s, on_progress)
     output.write_text(write_schedule(solution.schedule, "csv"), encoding="utf-8")
     console = console_for()
     for line in _verdict(solution):
         console.print(line, soft_wrap=True)
-    console.print(f"the plan's own schedule ({spec.schedule.kind}): {_own_makespan(own, spec)}", soft_wrap=True)
+    console.print(f"the plan's own schedule ({spec.schedule.kind}): {_own_makespan(own, spec)}{unfit}", soft_wrap=True)
     console.print(f"written to {output}; in the plan:\n", soft_wrap=True, markup=False)
     console.print(_section(spec, output, plan), soft_wrap=True, markup=False)
 
@@ -67,6 +61,24 @@ def _own_schedule(loaded: LoadedPlan) -> Schedule:
         )
     foreign = own_schedule(loaded)
     return plan_schedule(loaded.spec) if foreign is None else Schedule(foreign.programs)
+
+
+def _solve(
+    own: Schedule,
+    spec: PlanSpec,
+    memory_limit: int | None,
+    time_limit_s: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[Solution, str]:
+    """The solution, and why the plan's own schedule is none, where that is so."""
+    work = stages_of(own.programs), spec.schedule.num_micro_batches, stage_costs(spec)
+    limit = memory_limit or spec.schedule.memory_limit
+    try:
+        return solve(*work, limit, time_limit_s=time_limit_s, hint=own, on_progress=on_progress), ""
+    except UnfitHintError:
+        solution = solve(*work, limit, time_limit_s=time_limit_s, on_progress=on_progress)
+        most = max(most_held(own.programs))
+        return solution, f", for which a rank holds up to {most} activations" if limit and most > limit else ""
 
 
 @contextmanager

@@ -31,9 +31,9 @@ def fixed_orders(work: Workload) -> Iterator[Schedule]:
         return
     for make in _makers(work):
         with suppress(UnfitSizesError):
-            schedule = Schedule(in_index_order(make().programs))
+            schedule = make()
             if fits(schedule, work):
-                yield schedule
+                yield Schedule(in_index_order(schedule.programs))
 
 
 def _makers(work: Workload) -> tuple[Callable[[], Schedule], ...]:

@@ -12,15 +12,16 @@ every run.
 Memory is counted from the start of F to the end of W, as Qi et al.
 (arXiv:2401.10241) count it. Every backward is split into I and W.
 
-How good it is: for 4 ranks, 8 micro-batches and times of 1, where the optima
-are proved, it finds 27 of 27 with 4 activations, 32 of 31 with 3, 41 of 41
-with 2 and 72 of 72 with 1. ``solve`` improves on it, and proves bounds.
+How good it is: for 4 ranks, 8 micro-batches and times of 1 it finds 27 with 4
+activations a rank, 32 with 3, 41 with 2 and 72 with 1, where 27, 31, 41 and 72
+are proved to be the shortest. Over random workloads of 2 to 5 ranks and 2 to 9
+micro-batches with proved optima it is 0.7 % longer on average and 9 % at worst.
+``solve`` improves on it, and proves bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.fixed_orders import fixed_orders
@@ -31,7 +32,7 @@ from pipeproof.schedule.workload import Placement, Workload, make_workload
 _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""
 
-_BEST_RULES = (
+_RULES = (
     Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=1, reserve=2),
     Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=4),
     Rule(Turn.FORWARD, Weights.WHEN_FULL, oldest_first=False, patience=2, reserve=5),
@@ -45,8 +46,8 @@ _BEST_RULES = (
     Rule(Turn.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=7),
     Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=5),
 )
-"""Each the one that helps those before it most, over random workloads of 2 to 10 ranks. Together they come within 0.2 %
-of all rules on average."""
+"""Each the one that helps those before it most, over random workloads of 2 to 10 ranks; all 288 that there are come
+0.1 % closer to the optimum on average."""
 
 
 def optimal(
@@ -57,8 +58,8 @@ def optimal(
     ``costs`` are by stage, in any exact unit; nothing runs side by side, so
     that ``costs.overlapped`` is not read. ``memory_limit`` is the most
     activations that a rank may hold from F to the end of W, for all ranks or
-    one for each. Never slower than a schedule of ``fixed_orders``
-    that fits in the limit, 1F1B and ZB-H1 among them.
+    one for each. Never slower than a schedule of ``fixed_orders`` that fits in
+    the limit, 1F1B and ZB-H1 among them.
 
     Raises:
         UnfitSizesError: a rank may hold fewer activations than it has stages, or a stage is on two ranks.
@@ -84,16 +85,6 @@ def _tries(work: Workload) -> Iterator[tuple[Time, Schedule | ListSchedule]]:
     """Makespans in ticks, each with what has it."""
     for schedule in fixed_orders(work):
         yield asap(schedule, work.costs).makespan, schedule
-    num_rules = max(1, _MAX_OPERATIONS // work.num_operations)
-    for _, rule in zip(range(num_rules), _rules(), strict=False):
+    for rule in _RULES[: max(1, _MAX_OPERATIONS // work.num_operations)]:
         found = list_schedule(work, rule)
         yield found.makespan, found
-
-
-def _rules() -> Iterator[Rule]:
-    """All rules, the best first."""
-    yield from _BEST_RULES
-    for reserve, turn, weights, oldest_first, patience in product(range(8), Turn, Weights, (False, True), range(3)):
-        rule = Rule(turn, weights, oldest_first=oldest_first, patience=patience, reserve=reserve)
-        if rule not in _BEST_RULES:
-            yield rule

@@ -21,7 +21,7 @@ from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.optimal import best_order
 from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
-from pipeproof.schedule.workload import Placement, Workload, fits, in_index_order, make_workload
+from pipeproof.schedule.workload import Placement, Workload, fits, in_index_order, make_workload, most_held
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import BadPlanError, Finding, Severity
 
@@ -48,6 +48,10 @@ SOLVER_MISSING = RuleDoc(
 
 class SolverMissingError(BadPlanError):
     """OR-tools cannot be imported."""
+
+
+class UnfitHintError(ValueError):
+    """A schedule that is no solution cannot be begun with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +98,22 @@ def solve(
     """Search for the shortest schedule; arguments are those of ``optimal``.
 
     ``time_limit_s`` is in the solver's deterministic seconds, which count its
-    steps: on most machines one takes one to three seconds. ``hint`` is the
-    schedule to begin with, in place of the greedy one; whatever happens, none
-    longer than it comes back. ``on_progress`` is called with each improvement.
+    steps: one takes about one to ten seconds. The search begins with the greedy
+    schedule or with ``hint``, if that is shorter, and nothing longer comes
+    back. ``on_progress`` is called with each improvement.
 
     Raises:
         SolverMissingError: OR-tools is not installed.
         UnfitSizesError: as for ``optimal``; or the times have no common tick that is not tiny beside them.
-        ValueError: as for ``optimal``; or the hint is not of this work or does not fit in memory, or cannot finish.
+        UnfitHintError: the hint is not of this work, cannot finish or does not fit in memory.
+        ValueError: as for ``optimal``.
     """
     started = time.perf_counter()
     cp_model = _cp_model()
     work = make_workload(placement, num_micro_batches, costs, memory_limit)
-    first = best_order(work) if hint is None else _from_hint(hint, work)
+    first = best_order(work)
+    if hint is not None:
+        first = min(first, _from_hint(hint, work), key=lambda schedule: asap(schedule, work.costs).makespan)
     ticks, bound = int(asap(first, work.costs).makespan), work.least_makespan()
     if ticks > _MAX_TICKS:
         raise UnfitSizesError(
@@ -141,9 +148,14 @@ def _from_hint(hint: Schedule, work: Workload) -> Schedule:
         for stages in work.placement
     ]
     if ops != wanted:
-        raise ValueError("the hint does not compute what is to be scheduled")
+        raise UnfitHintError("the hint does not compute what is to be scheduled")
     if not fits(schedule, work):
-        raise ValueError("the hint holds more activations than the memory limit allows")
+        held = [f"{peak} on rank {rank}" for rank, peak in enumerate(most_held(schedule.programs))]
+        raise UnfitHintError(f"the hint holds more activations than the memory limit allows: {', '.join(held)}")
+    try:
+        asap(schedule, work.costs)
+    except ValueError as error:
+        raise UnfitHintError(f"the hint cannot finish: {error}") from error
     return schedule
 
 

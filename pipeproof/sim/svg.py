@@ -12,14 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
-from math import floor, log10
+from math import ceil, floor, log10
 
 from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 
-_WIDTH, _LEFT, _RIGHT = 960, 60, 12
-"""Of the whole picture, and beside the time axis, in pixels at full size."""
+_LEFT, _RIGHT = 60, 12
+"""Beside the time axis, in pixels at full size."""
+_LEAST, _MOST, _SHORTEST = 888, 6000, 15
+"""Length of the time axis: long enough for the shortest block to have this width, within these bounds."""
+_TICK = 75
+"""Least distance of two times on the axis."""
 _TOP, _ROW, _BLOCK, _BELOW = 56, 36, 30, 44
 """Above the rows; from row to row; height of a block; below the rows, for the legend."""
 _GAP = 1
@@ -53,10 +57,11 @@ def schedule_svg(timed: Timed, title: str) -> str:
     """The picture of a schedule; ``title`` stands above it, with the makespan."""
     height = _TOP + _ROW * len(timed.programs) + _BELOW
     head = f"{title}: makespan {_decimal(timed.makespan)}"
-    scale = _Scale(timed.makespan)
-    size = f'width="{_WIDTH}" height="{height}"'
+    scale = _Scale(timed.makespan, _length(timed))
+    width = _LEFT + scale.length + _RIGHT
+    size = f'width="{width}" height="{height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {size} role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size} role="img">',
         f"<title>{escape(head)}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect class="paper" {size}/>',
@@ -72,10 +77,19 @@ def schedule_svg(timed: Timed, title: str) -> str:
 @dataclass(frozen=True, slots=True)
 class _Scale:
     makespan: Time
+    length: int
 
     def x(self, time: Time) -> Fraction:
         """Where a time lies, in pixels from the left."""
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * Fraction(time) / (Fraction(self.makespan) or 1)
+        return _LEFT + self.length * Fraction(time) / (Fraction(self.makespan) or 1)
+
+
+def _length(timed: Timed) -> int:
+    """Of the time axis, in pixels."""
+    times = (zip(*both, strict=True) for both in zip(timed.starts, timed.ends, strict=True))
+    shortest = min((end - start for rank in times for start, end in rank if start < end), default=0)
+    wanted = ceil(_SHORTEST * timed.makespan / shortest) if shortest else _LEAST
+    return max(_LEAST, min(wanted, _MOST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,7 @@ def _axis(scale: _Scale, num_ranks: int) -> Iterator[str]:
     bottom = _TOP + _ROW * num_ranks - (_ROW - _BLOCK)
     if not scale.makespan:
         return
-    step = _round_up(Fraction(scale.makespan) / 12)
+    step = _round_up(Fraction(scale.makespan) * _TICK / scale.length)
     for count in range(floor(scale.makespan / step) + 1):
         x = _pixels(scale.x(count * step))
         yield f'<text x="{x}" y="{_TOP - 10}" text-anchor="middle">{_decimal(count * step)}</text>'
@@ -110,7 +124,7 @@ def _round_up(time: Fraction) -> Fraction:
 def _row(timed: Timed, rank: int, stages: Sequence[int], scale: _Scale) -> Iterator[str]:
     top = _TOP + _ROW * rank
     yield f'<text x="8" y="{top + _BLOCK // 2 + 4}">rank {rank}</text>'
-    yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BLOCK}"/>'
+    yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{scale.length}" height="{_BLOCK}"/>'
     yield '<g class="block">'
     for block in _blocks(timed, rank):
         if block.start < block.end:
@@ -179,8 +193,9 @@ def _legend(timed: Timed, y: int) -> Iterator[str]:
             yield f'<text x="{x + 17}" y="{y}">{text}</text>'
             x += 32 + 6 * len(text)
     sentences = []
-    if any(len(stages) > 1 for stages in stages_of(timed.programs)):
-        sentences.append("paler: the second stage of a rank")
+    most = max(map(len, stages_of(timed.programs)), default=0)
+    if most > 1:
+        sentences.append(f"paler: {'the' if most == 2 else 'every'} second stage of a rank")
     if any(block.parts > 1 for rank in range(len(timed.programs)) for block in _blocks(timed, rank)):
         sentences.append("one above the other: side by side")
     if any(op.split is not None for program in timed.programs for op in program):

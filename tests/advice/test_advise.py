@@ -71,6 +71,19 @@ def test_interleaved_may_become_1f1b_with_the_memory_of_fewer_chunks():
     assert all(verified.candidate.figures.peak > 9 for verified in listed(advice, Group.OVER_LIMIT))
 
 
+def test_what_is_faster_with_more_memory_and_slower_with_less_are_both_listed(only):
+    only("gpipe", "1f1b", "zb_h1", "zb_h2")
+    advice = advice_on(four_ranks(cost={"p2p_latency_us": 1}))
+    assert steps(advice) == {("zb_h2", 1, 8): (30, 7), ("zb_h1", 1, 8): (41, 4)}
+
+
+def test_what_runs_side_by_side_is_named_as_a_gain(only):
+    only("dualpipe_v")
+    advice = advice_on(four_ranks(num_layers=8, cost={"overlapped_us": 2}))
+    assert "us of computing, by what runs side by side" in why_better(advice, advice.best)
+    assert advice.best.candidate.spec.cost.overlapped_us == 1
+
+
 @pytest.mark.parametrize("limit", [2, 4, 7])
 def test_the_memory_limit_is_kept(limit):
     advice = advice_on(four_ranks(num_layers=8, micro_batch_size=2), limit, with_over_limit=True)

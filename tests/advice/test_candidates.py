@@ -192,6 +192,23 @@ def test_a_limit_of_the_plan_goes_on_in_the_new_stages_activations():
     assert candidates_of(four_ranks(), 6).plan_of(Choice("zb_h1", 1, 8, 1)).schedule.memory_limit is None
 
 
+def test_a_schedule_for_a_limit_is_made_for_the_plans_own_micro_batches_with_few_chunks():
+    """Six of two blocks each are twelve of one. Without a limit it is made for what the plan holds, and for none."""
+
+    def limits(candidates, held):
+        tried = [choice for choice in candidates.choices(held) if choice.kind == "optimal"]
+        assert {choice.num_micro_batches for choice in tried} == {8}
+        return {(c.num_chunks, c.placement, c.memory_limit) for c in tried}
+
+    given = candidates_of(four_ranks(num_layers=16, micro_batch_size=2), 6)
+    assert limits(given, Fraction(8)) == {(1, None, 6), (2, None, 12), (2, "v", 12)}
+    free = candidates_of(four_ranks(num_layers=16, micro_batch_size=2))
+    assert limits(free, Fraction(36)) == {
+        (1, None, 4), (1, None, None), (2, None, 9), (2, None, None), (2, "v", 9), (2, "v", None)
+    }  # fmt: skip
+    assert limits(free, None) == {(1, None, None), (2, None, None), (2, "v", None)}
+
+
 def test_more_micro_batches_than_can_be_timed_at_once_are_not_tried():
     data = plan_dict(
         model={"num_layers": 64},

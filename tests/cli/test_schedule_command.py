@@ -169,7 +169,7 @@ def test_files_are_what_the_writer_makes(form):
 
 
 def test_the_formats_are_those_that_are_written():
-    assert list(FORMATS) == ["grid", "json", *WRITTEN_FORMATS]
+    assert list(FORMATS) == ["grid", "svg", "json", *WRITTEN_FORMATS]
 
 
 def test_fleets_format_takes_fleets_variant():

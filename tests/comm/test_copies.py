@@ -1,4 +1,4 @@
-"""Stages that stand on two ranks: each micro-batch takes one copy of every stage, and the copies sum their gradients."""
+"""Stages on two ranks: each micro-batch takes one copy of every stage, and the copies sum their gradients."""
 
 from dataclasses import replace
 

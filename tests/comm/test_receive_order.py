@@ -17,7 +17,8 @@ USED_BACKWARDS = [
 
 def custom(programs, **sections):
     num_micro_batches = 1 + max(int(op[2:]) for program in programs for op in program)
-    return subject(schedule={"kind": "custom", "programs": programs, "num_micro_batches": num_micro_batches}, **sections)
+    schedule = {"kind": "custom", "programs": programs, "num_micro_batches": num_micro_batches}
+    return subject(schedule=schedule, **sections)
 
 
 def test_an_earlier_message_is_received_before_the_one_that_is_needed():

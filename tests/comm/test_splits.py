@@ -57,7 +57,7 @@ def test_micro_batches_of_several_lengths_are_cut_too():
 @pytest.mark.parametrize(
     ("sections", "code", "words"),
     [
-        ({"model": {"seq_length": 25}}, "PP108", "model.seq_length 25 does not divide by schedule.num_sequence_splits 2"),
+        ({"model": {"seq_length": 25}}, "PP108", "model.seq_length 25 does not divide by schedule.num_sequence"),
         ({"topology": {"pp": 2, "tp": 4, "sequence_parallel": True}, "model": {"seq_length": 12}}, "PP108",
          "x topology.tp 4 (sequence parallelism)"),
         ({"schedule": {"seq_lengths": [8, 8, 7, 8]}}, "PP108", "schedule.seq_lengths[2] 7 does not divide"),

@@ -7,7 +7,8 @@ import shlex
 from click.testing import CliRunner
 
 from pipeproof import cli
-from pipeproof.sim.errors import UNFINISHED, SimulationError
+from pipeproof.comm.loaded import blaming_plan, lower_loaded
+from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.codes import PLAN_FILE_CODES, ExampleKind
 from pipeproof.specs.finding import BadPlanError
@@ -36,8 +37,8 @@ SCHEDULES = {
 
 
 def can_run(doc):
-    """Whether its examples are input of ``check``, or of what it would be run by without processes."""
-    is_check = doc.wrong.startswith("pipeproof check ")
+    """Whether its examples are input of ``check`` or ``convert``, or of what it would be run by without processes."""
+    is_check = doc.wrong.startswith(("pipeproof check ", "pipeproof convert "))
     return is_check if doc.example_kind is ExampleKind.COMMAND else doc.example_kind is not ExampleKind.OUTCOME
 
 
@@ -46,6 +47,8 @@ def findings_of(doc, text, folder):
     match doc.example_kind:
         case ExampleKind.PLAN if doc.code in FILE_CODES:
             return refused_or(lambda: of_file(text, folder))
+        case ExampleKind.PLAN if doc is NOT_SIMULATED:
+            return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder))))
         case ExampleKind.PLAN:
             return refused_or(lambda: check(load_plan(overlaid(text, folder))).findings)
         case ExampleKind.PROGRAM if doc is UNFINISHED:
@@ -78,6 +81,13 @@ def simulated(text):
     return ()
 
 
+def simulated_plan(loaded):
+    """Nothing, if the plan can be simulated."""
+    with blaming_plan(loaded):
+        simulate(lower_loaded(loaded))
+    return ()
+
+
 def overlaid(text, folder):
     """A plan file: the base plan of the tests with the keys of a fragment over its own, and schedules beside it."""
     tree = parse_text(text, "example")
@@ -103,13 +113,14 @@ def of_file(fragment, folder):
 
 
 def of_command(line, folder):
-    """The findings that ``pipeproof ...`` reports, with a folder ``plans`` that holds ``gpt.yaml``."""
+    """The findings that ``pipeproof ...`` reports, with ``plans/gpt.yaml`` and ``zero_bubble.csv`` in the folder."""
     name, *arguments = shlex.split(line, comments=True)
     assert name == "pipeproof"
     plans = folder / "plans"
     plans.mkdir(exist_ok=True)
     (plans / "gpt.yaml").write_text(EXAMPLE)
-    paths = [str(folder / argument) if argument.startswith("plans/") else argument for argument in arguments]
+    (folder / "zero_bubble.csv").write_text(SCHEDULES["schedules/zb.csv"])
+    paths = [str(folder / word) if word.startswith(("plans/", "zero_bubble")) else word for word in arguments]
     result = CliRunner().invoke(cli.main, paths)
     assert result.exit_code in (0, 1, 2), result.output
     return tuple(Reported(*found) for found in re.findall(r"^(\w+)\[(PP\d{3})\]", result.output, re.MULTILINE))

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from pipeproof.cli import main
 from pipeproof.schedule.asap import even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.specs.load import load_plan
+from pipeproof.specs.load import load_plan, plan_from_dict
 from pipeproof.verify.check import check
+from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "schedules"
@@ -103,6 +105,16 @@ def test_the_plan_of_a_page_passes_check(kind, made, tmp_path):
     assert report.errors == ()
     conditional = "**Conditional**" in made[PAGES / f"{kind}.md"]
     assert bool({finding.code for finding in report.findings} & {"PP411", "PP412"}) == conditional
+
+
+def test_the_schedules_of_ones_own_that_are_shown_pass_check():
+    """On the page of schedules from files; a block lays its keys over a small plan."""
+    text = (ROOT / "docs" / "schedules-from-files.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "programs:" in block]
+    assert len(blocks) == 3
+    for block in blocks:
+        plan = plan_from_dict(plan_dict(**yaml.safe_load(block)))
+        assert check(plan).errors == ()
 
 
 def commands(text):
@@ -213,20 +225,26 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
     picture = ET.fromstring(made[PICTURES / f"{kind}.svg"])
     rows = [group for group in picture.iter(f"{SVG}g") if group.get("class") == "block"]
     assert len(rows) == len(timed.programs)
-    scale = None
+    lane = next(rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "lane")
+    begin, scale = float(lane.get("x")), float(lane.get("width")) / float(timed.makespan)
     for rank, row in enumerate(rows):
         rects = row.findall(f"{SVG}rect")
         ops, starts = timed.programs[rank], timed.starts[rank]
         assert [rect.get("class")[0] for rect in rects] == [op.kind.value for op in ops]
         for rect, start, end in zip(rects, starts, timed.ends[rank], strict=True):
             left, width = float(rect.get("x")), float(rect.get("width"))
-            scale = scale or (width + 1) / float(end - start)
-            assert left == pytest.approx(60 + scale * float(start), abs=0.1)
-            assert width == pytest.approx(scale * float(end - start) - 1, abs=0.1)
+            assert left == pytest.approx(begin + scale * float(start), abs=0.01)
+            assert width == pytest.approx(scale * float(end - start) - 1, abs=0.01)
         labels = "".join(text.text for text in row.findall(f"{SVG}text"))
         assert labels == "".join(
             f"{op.kind.value}{op.micro_batch}{'' if op.split is None else f'.{op.split}'}" for op in ops
         )
+
+
+def test_the_command_draws_the_picture_of_a_page(made):
+    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--format", "svg"])
+    assert drawn.exit_code == 0
+    assert drawn.stdout == made[PICTURES / "gpipe.svg"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.compare import compare_step, max_rel_diff
 from pipeproof.exec.jobs import Job, dump_plan, load_step, save_step
 from pipeproof.exec.render import render_run, step_line
@@ -289,7 +290,8 @@ def report_of(ours, reference, *, verified=True, loss=LOSS, reference_loss=LOSS)
     one = subject(topology={"pp": 1})
     step = compare_step(one.plan, 0, [(loss, ours)], (reference_loss, reference), (reference_loss, reference))
     logs = {0: faithful_log(one.graph, 0, num_steps=1)}
-    return RunReport(one, plan_digest(one), verified, (step,), (), measured_timeline(one, logs), 0.0, 1)
+    timeline = measured_timeline(one, logs)
+    return RunReport(one, plan_digest(one), verified, (step,), (), timeline, 0.0, 1, accumulation_of(one.plan))
 
 
 def whole_of_one():

@@ -123,6 +123,14 @@ def test_nothing_runs_later_than_its_first_slot_and_its_due_slot(name, p, m):
                 assert start <= max(block.windows(place, m)[op.micro_batch])
 
 
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
+@few
+def test_early_forwards_are_due_one_pair_after_the_other_right_before_the_first_cycle(p, num_ahead, m):
+    down = BuildingBlock(p, num_ahead, hop=1, turn=1).windows(p - 1, m)
+    last_dues = [3 * p - 3 - 2 * k for k in range(num_ahead)]
+    assert [due for _, due in down[:num_ahead]] == last_dues[::-1][:m]
+
+
 @pytest.mark.parametrize(("hop", "turn", "meet"), [(1, 1, False), (2, 2, False), (1, 2, True), (2, 1, True)])
 def test_two_micro_batches_are_never_given_one_slot_if_both_steps_are_alike(hop, turn, meet):
     assert any(_slots_meet(BuildingBlock(p, p, hop, turn)) for p in range(2, 12)) is meet

@@ -5,16 +5,16 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 
 from pipeproof.schedule.asap import asap, even_costs
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
 from pipeproof.specs.plan import ScheduleName
 from tests.schedule.drawn import generated, requests
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+F, B, INPUT, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 few = settings(deadline=None)
 
 
@@ -44,8 +44,8 @@ def test_all_work_is_done_once(drawn):
     assert num_stages == request.num_ranks * request.num_chunks
     assert len(schedule.programs) == request.num_ranks
     assert work(schedule, F) == units
-    assert sorted(work(schedule, B) + work(schedule, I)) == units
-    assert work(schedule, I) == work(schedule, W)
+    assert sorted(work(schedule, B) + work(schedule, INPUT)) == units
+    assert work(schedule, INPUT) == work(schedule, W)
 
 
 @given(requests())
@@ -62,10 +62,10 @@ def test_every_schedule_finishes_and_never_runs_ahead_of_what_it_needs(drawn):
     }
     for (made, stage, micro_batch, split), (start, _) in started.items():
         forward = started[F, stage, micro_batch, split]
-        if made in (B, I):
+        if made in (B, INPUT):
             assert start >= forward[1]
         if made is W:
-            assert start >= started[I, stage, micro_batch, split][1]
+            assert start >= started[INPUT, stage, micro_batch, split][1]
 
 
 @given(requests())
@@ -91,7 +91,7 @@ def test_a_pair_is_a_forward_with_a_backward_behind_it(drawn):
     for rank, program in enumerate(schedule.programs):
         for place in schedule.pairs_of(rank):
             assert program[place].kind is F
-            assert program[place + 1].kind in (B, I)
+            assert program[place + 1].kind in (B, INPUT)
             assert place + 1 not in schedule.pairs_of(rank)
 
 
@@ -99,26 +99,32 @@ _NUMBER = re.compile(r"\d+")
 _FIELD = {"num_micro_batches": "num_micro_batches", "pp": "num_ranks", "num_chunks": "num_chunks"}
 
 
-@given(requests())
-@settings(few, max_examples=300)
-def test_a_refusal_names_a_value_that_fits(drawn):
-    kind, request = drawn
+def sizes(kind):
+    for num_ranks in range(1, 7):
+        for num_micro_batches in range(1, 3 * num_ranks + 2):
+            for num_chunks in range(kind.min_chunks, min(3, kind.max_chunks or 3) + 1):
+                for variant in kind.variants or (None,):
+                    yield Request(num_ranks, num_micro_batches, num_chunks, variant=variant)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULE_KINDS if name != "optimal"])  # which takes any size
+def test_a_refusal_names_a_value_that_fits(name):
+    kind = SCHEDULE_KINDS[name]
+    for request in sizes(kind):
+        refusal = refusal_of(kind, request)
+        field = None if refusal is None else _FIELD.get(refusal.key[-1])
+        if field is not None:
+            offered = [int(number) for number in _NUMBER.findall(refusal.help)]
+            assert any(not refusal_of(kind, replace(request, **{field: n})) for n in offered), (request, refusal.help)
+
+
+def refusal_of(kind, request):
+    """Why the generator refuses the sizes; None where it takes them."""
     try:
         kind.generate(request)
-        assume(False)
     except UnfitSizesError as error:
-        key = error.key[-1]
-        assert str(error)
-        if key in _FIELD:
-            offered = [int(number) for number in _NUMBER.findall(error.help)]
-            assert any(fits(kind, replace(request, costs=None, **{_FIELD[key]: number})) for number in offered)
-
-
-def fits(kind, request):
-    try:
-        return bool(kind.generate(request))
-    except UnfitSizesError:
-        return False
+        return error
+    return None
 
 
 def test_asap_says_where_it_is_stuck():

@@ -69,7 +69,7 @@ def test_the_example_means_what_it_says():
 
 def test_the_example_of_the_page_is_read_and_right():
     page = (Path(__file__).parents[2] / "docs" / "schedules-from-files.md").read_text()
-    (block,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    (block,) = (text for text in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "rank 0:" in text)
     assert check_graph(parse_program(block).graph()).findings == ()
 
 

@@ -58,3 +58,9 @@ def test_idle_time_grows_where_weight_gradients_do_not_fill_the_difference(even,
 def test_unequal_times_and_latency_cost_v_half_nothing_that_grows():
     for even, latency in (((10, 12, 9), 0), ((10, 10, 10), 5)):
         assert time_of_one_more(v_half, 6, even, latency) == 2 * sum(even) < time_of_one_more(v_min, 6, even, latency)
+
+
+@given(st.integers(2, 4), times, time)
+@few
+def test_with_latency_idle_time_grows_for_any_times(p, even, latency):
+    assert time_of_one_more(v_min, p, even, latency) > 2 * sum(even)

@@ -37,6 +37,9 @@ def test_a_rank_s_second_stage_is_paler_and_the_legend_says_so():
     assert [look for look, *_ in blocks(svg)] == ["F0", "F1", "B1", "B0"]
     assert "paler: the second stage of a rank" in svg
     assert "paler" not in picture("0F0 0B0")
+    three = picture("0F0 1F0 2F0 2B0 1B0 0B0")
+    assert [look for look, *_ in blocks(three)] == ["F0", "F1", "F0", "B0", "B1", "B0"]
+    assert "paler: every second stage of a rank" in three
 
 
 def test_the_two_of_a_pair_share_a_row_the_forward_above():
@@ -76,8 +79,22 @@ def test_labels_shrink_then_break_then_go():
         "F",
         "0.1",
     ]
-    many = [f"0F{k}" for k in range(100)] + [f"0B{k}" for k in range(100)]
-    assert labels(picture(" ".join(many))) == []
+    many = [f"0F{k}" for k in range(600)] + [f"0B{k}" for k in range(600)]
+    assert labels(picture(" ".join(many), costs=even_costs(1, 1, Fraction(1, 2), Fraction(1, 2)))) == []
+
+
+def test_pictures_grow_so_that_the_shortest_block_can_be_read_up_to_a_bound():
+    def width(svg):
+        return int(re.search(r'viewBox="0 0 (\d+) ', svg)[1])
+
+    def of(num_micro_batches):
+        batches = range(num_micro_batches)
+        return picture(" ".join([*(f"0F{k}" for k in batches), *(f"0B{k}" for k in batches)]))
+
+    assert width(of(1)) == width(of(8)) == 960
+    assert 960 < width(of(40)) < width(of(80)) < 6100
+    assert min(block[3] for block in blocks(of(40))) >= 14
+    assert width(of(1000)) == width(of(2000)) == 6072
 
 
 def test_the_title_is_escaped_and_names_the_makespan():

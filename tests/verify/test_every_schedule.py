@@ -62,6 +62,16 @@ def uneven(num_stages):
     )
 
 
+def checked(kind, request):
+    """The report on a plan; None where the schedule does not exist for these sizes."""
+    try:
+        return check(plan_from_dict(plan_of(kind, request)))
+    except BadPlanError as refusal:
+        if {finding.code for finding in refusal.findings} != {"PP140"}:
+            raise
+        return None
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SCHEDULE_KINDS)
 def test_no_rule_finds_an_error_and_it_finishes(name):
@@ -70,14 +80,12 @@ def test_no_rule_finds_an_error_and_it_finishes(name):
     gc.disable()  # as the command does
     try:
         for request in requests(kind):
-            try:
-                report = check(plan_from_dict(plan_of(kind, request)))
-            except BadPlanError as refusal:
-                assert {finding.code for finding in refusal.findings} == {"PP140"}, request
+            report = checked(kind, request)
+            if report is None:
                 continue
             assert {finding.code for finding in report.findings} <= {"PP411"}, request
             assert asap(report.subject.plan.schedule, uneven(request.num_ranks * request.num_chunks)).makespan > 0
             num_checked += 1
     finally:
         gc.enable()
-    assert num_checked >= len(RANKS)
+    assert num_checked >= 4
