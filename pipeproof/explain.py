@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
 from pipeproof.schedule.inexpressible import INEXPRESSIBLE
+from pipeproof.schedule.solve import SOLVER_MISSING
 from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
@@ -26,6 +27,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *PARTITION_CODES,
         *LOWERING_CODES,
         INEXPRESSIBLE,
+        SOLVER_MISSING,
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
         NOT_SIMULATED,

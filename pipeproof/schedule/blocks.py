@@ -2,9 +2,10 @@
 
 What stands around a forward of stage 3 (its receive, the wait, the
 collectives inside it, its send) is the same for every micro-batch. A *block*
-is that run of rows, written once; a program is a sequence of (block,
-unit of work: micro-batch, or one split of its sequences). Expanding it is indexing, so a plan of a million operations costs
-as many Python steps as it has distinct blocks.
+is that run of rows, written once; a program is a sequence of (block, unit of
+work: a micro-batch, or one split of its sequences). Expanding it is indexing,
+so a plan of a million operations costs as many Python steps as it has distinct
+blocks.
 """
 
 from __future__ import annotations

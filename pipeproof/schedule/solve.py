@@ -196,11 +196,11 @@ class _Search:
         """Those of one rank, which runs one at a time."""
         intervals = []
         for op, hinted_start in zip(program, hinted_starts, strict=True):
-            time = self._work.costs.of(op)
-            start = self._model.new_int_var(0, self._horizon - time, str(op))
+            duration = self._work.costs.of(op)
+            start = self._model.new_int_var(0, self._horizon - duration, str(op))
             self._model.add_hint(start, int(hinted_start))
-            self._starts[op], self._ends[op] = start, start + time
-            intervals.append(self._model.new_fixed_size_interval_var(start, time, f"time of {op}"))
+            self._starts[op], self._ends[op] = start, start + duration
+            intervals.append(self._model.new_fixed_size_interval_var(start, duration, f"time of {op}"))
         self._model.add_no_overlap(intervals)
 
     def _add_order(self, stage: int) -> None:

@@ -64,8 +64,8 @@ def _transfer_rules(lowered: LoweredPlan, backend: BackendTable | None) -> tuple
     table = backend if backend is not None else declared_backend(lowered.spec)
     if table.send_completes == "slots" or table.queue != "directed_edge":
         message = f"{table.name} (send_completes {table.send_completes}, queue {table.queue}) is not simulated"
-        help = "set cost.p2p to async or rendezvous"
-        raise BadPlanAtError(Finding(NOT_SIMULATED.code, Severity.ERROR, message, help=help), ("cost", "p2p"))
+        mend = "set cost.p2p to async or rendezvous"
+        raise BadPlanAtError(Finding(NOT_SIMULATED.code, Severity.ERROR, message, help=mend), ("cost", "p2p"))
     rendezvous = table.send_completes == "rendezvous"
     return table.send_completes, TransferRules(rendezvous, table.host_blocks_on_post)
 

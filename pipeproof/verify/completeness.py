@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeproof.schedule.derive import BoolColumn
-from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.optable import NONE, IntColumn
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeproof.schedule.derive import BoolColumn, packed
-from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
+from pipeproof.schedule.ops import SEND_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness

@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.advice.candidates import MAX_FORWARDS, Candidates, Changed, Choice
+from pipeproof.advice.change import change_between
 from pipeproof.advice.figures import asap_clock, block_sequences, figures_of
 from pipeproof.comm.generated import plan_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
@@ -123,6 +124,23 @@ def test_the_same_stages_keep_their_layers_and_times():
         assert plan.stages == tuple(map(tuple, stages))
         assert plan.cost.forward_us == (2, 1, 1, 3)
     assert {choice.num_chunks for choice in candidates.choices(None)} == {1}  # four blocks, four ranks
+
+
+def test_stages_that_are_cut_anew_are_no_longer_listed():
+    data = four_ranks(num_layers=8, cost={"forward_us": [4, 3, 1, 4]})
+    data["stages"] = [
+        ["embed", "layer.0", "layer.1"],
+        ["layer.2", "layer.3", "layer.4"],
+        ["layer.5"],
+        ["layer.6", "layer.7", "norm", "head"],
+    ]
+    candidates = candidates_of(data)
+    plan = candidates.plan_of(Choice("interleaved", 2, 8, 1))
+    assert plan.stages is None
+    assert plan.cost.forward_us == (3, 1, 1, 1, 1, 1, 1, 3)  # a block takes one; what is above that, embed and head
+    change = change_between(candidates.data, plan.model_dump(mode="json", exclude_unset=True))
+    assert change.remove == ("stages",)
+    assert "# remove stages" in change.lines()
 
 
 def test_stages_that_lack_a_layer_or_are_empty_are_not_cut_anew():

@@ -11,6 +11,7 @@ from tests.docs.rule_examples import can_run, findings_of
 ROOT = Path(__file__).parents[2]
 
 NOT_RUN = {
+    "PP142": ("what is installed on the machine", "cli/test_schedule_solve.py"),
     "PP901": ("a log that differs from the graph", "exec/test_oplog.py"),
     "PP902": ("a worker that dies", "exec/test_run.py"),
     "PP903": ("a worker that hangs", "exec/test_run.py"),
@@ -21,7 +22,7 @@ NOT_RUN = {
     "PP908": ("a gradient that rounding does not explain", "exec/test_run.py"),
     "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
 }
-"""Codes whose findings come when processes run, not from what is written: why, and the test that brings them."""
+"""Codes whose findings come when commands run, not from what is written: why, and the test that brings them."""
 
 WEAKER = {"PP412", "PP413"}
 """Errors where the backend's table says that the plan hangs; the examples are judged for one where they warn."""

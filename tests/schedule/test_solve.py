@@ -102,16 +102,16 @@ def test_it_lies_between_the_bounds_and_the_greedy_schedule(work):
 def test_the_greedy_schedule_is_close_to_the_shortest():
     draw = random.Random(1)
     ratios = []
-    for _ in range(30):
+    for _ in range(20):
         placement = draw.choice([loop(draw.randint(2, 4)), loop(draw.randint(2, 3), 2), there_and_back(3)])
         stages = range(sum(map(len, placement)))
         costs = StageCosts(*([draw.randint(5, 9) for _ in stages] for _ in range(3)), draw.choice([0, 1, 3]))
         least = max(map(len, placement))
         work = placement, draw.randint(2, 6), costs, draw.randint(least, least * len(placement))
-        solution = solve(*work, time_limit_s=1)
+        solution = solve(*work, time_limit_s=0.3)
         if solution.proved:
             ratios.append(asap(optimal(*work), costs).makespan / solution.makespan)
-    assert len(ratios) > 24
+    assert len(ratios) > 15
     assert max(ratios) < 1.1
     assert sum(ratios) / len(ratios) < 1.015
 
@@ -131,11 +131,11 @@ def test_a_rank_may_have_a_limit_of_its_own():
     assert tight.makespan > solve(loop(3), 6, costs, 3, time_limit_s=5).makespan
 
 
-HARD = there_and_back(4), 8, StageCosts(*([7, 9, 8, 6, 9, 7, 8, 9],) * 2, [6, 5, 7, 8, 5, 6, 7, 5], 2), 5
+HARD = loop(3, 2), 6, StageCosts([7, 9, 8, 6, 9, 7], [9, 6, 7, 8, 8, 7], [6, 5, 7, 8, 5, 6], 2), 3
 
 
 def test_it_is_the_same_in_every_run_when_time_ends_before_the_proof():
-    first, second = (solve(*HARD, time_limit_s=0.3) for _ in range(2))
+    first, second = (solve(*HARD, time_limit_s=0.2) for _ in range(2))
     assert not first.proved
     assert 0 < first.gap < 1
     assert (first.schedule, first.bound) == (second.schedule, second.bound)
@@ -143,7 +143,7 @@ def test_it_is_the_same_in_every_run_when_time_ends_before_the_proof():
 
 def test_every_improvement_is_told():
     told = []
-    solution = solve(*HARD, time_limit_s=0.3, on_progress=told.append)
+    solution = solve(*HARD, time_limit_s=0.2, on_progress=told.append)
     makespans, bounds = ([getattr(progress, name) for progress in told] for name in ("makespan", "bound"))
     assert len(told) > 1
     assert makespans == sorted(makespans, reverse=True)

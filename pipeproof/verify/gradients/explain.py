@@ -157,7 +157,8 @@ class _Account:
                 yield self._problem(
                     Cause.LOST,
                     ("twice",),
-                    f"micro-batch {self._model.graph.unit_text(micro_batch)} is added {int(total[twice[0]])} times ({names})",
+                    f"micro-batch {self._model.graph.unit_text(micro_batch)} is added {int(total[twice[0]])} times "
+                    f"({names})",
                     "add every micro-batch once",
                     tuple(ops),
                 )
