@@ -13,11 +13,11 @@ from pages import DOCS, table
 from shown_schedule import Shown, caption, number, plan_text
 from sizes_and_times import Case
 
-from pipeproof.schedule.inexpressible import InexpressibleError
+from pipeproof.schedule.formats.inexpressible import InexpressibleError
+from pipeproof.schedule.formats.write import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule.generators.sizes import ANY_SIZES, sizes_of
 from pipeproof.schedule.kinds import Placement, ScheduleKind
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.schedule.sizes import ANY_SIZES, sizes_of
-from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
 from pipeproof.sim.figures import figures_of
 from pipeproof.sim.timed import timeline_of
 from pipeproof.specs.finding import CycleWitness

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof import __version__
-from pipeproof.advise_command import advise
-from pipeproof.command_line import console_for, refusing_bad_plans, writable
-from pipeproof.convert_command import convert
+from pipeproof.commands.advise import advise
+from pipeproof.commands.convert import convert
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.schedule import schedule
 from pipeproof.exit_status import ExitStatus
-from pipeproof.schedule_command import schedule
 
 if TYPE_CHECKING:
-    from pipeproof.check_command import Form
+    from pipeproof.commands.check import Form
     from pipeproof.exec.jobs import Fault
     from pipeproof.specs.load import LoadedPlan
     from pipeproof.verify.check import Report
@@ -92,7 +92,7 @@ def check(
         raise click.UsageError("give one of PLAN and --program FILE")
     if backend is not None and program is None:
         raise click.BadParameter("a plan says its backend itself, in `run`", param_hint="--backend")
-    from pipeproof.check_command import exit_status_of, selection_of, show_report
+    from pipeproof.commands.check import exit_status_of, selection_of, show_report
 
     selection = selection_of(select, ignore)
     with refusing_bad_plans(form, file, color), _not_collecting():

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
-from pipeproof.schedule.inexpressible import INEXPRESSIBLE
-from pipeproof.schedule.solve import SOLVER_MISSING
+from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
+from pipeproof.schedule.generators.solve import SOLVER_MISSING
 from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.schedule.asap import StageCosts
-from pipeproof.schedule.dealt import dealt
+from pipeproof.schedule.generators.dealt import dealt
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 from pipeproof.specs.codes import RuleDoc

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeproof.comm.lower import LoweredPlan, lower
-from pipeproof.schedule.foreign import ForeignSchedule, custom_schedule, load_schedule_file
-from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.formats.foreign import ForeignSchedule, custom_schedule, load_schedule_file
+from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.specs.finding import BadPlanAtError, BadPlanError
 from pipeproof.specs.load import LoadedPlan, PlanFileError
 from pipeproof.stages.describe.boundary import Boundary

@@ -35,7 +35,7 @@ from pipeproof.comm.rank_writer import RankWriter
 from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
-from pipeproof.schedule.foreign import ForeignSchedule
+from pipeproof.schedule.formats.foreign import ForeignSchedule
 from pipeproof.schedule.ops import Op
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
 from pipeproof.schedule.programs import Programs, Schedule, stages_of

@@ -11,23 +11,23 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from pipeproof.schedule.asap import StageCosts, even_costs
-from pipeproof.schedule.chimera import chimera
-from pipeproof.schedule.dualpipe import dualpipe
-from pipeproof.schedule.dualpipe_v import dualpipe_v
-from pipeproof.schedule.eager_1f1b import eager_1f1b
-from pipeproof.schedule.gpipe import gpipe
-from pipeproof.schedule.interleaved import VARIANTS, interleaved
-from pipeproof.schedule.interleaved_zb import interleaved_zb
-from pipeproof.schedule.looped_bfs import looped_bfs
-from pipeproof.schedule.one_f_one_b import one_f_one_b
-from pipeproof.schedule.optimal import optimal
+from pipeproof.schedule.generators.chimera import chimera
+from pipeproof.schedule.generators.dualpipe import dualpipe
+from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
+from pipeproof.schedule.generators.eager_1f1b import eager_1f1b
+from pipeproof.schedule.generators.gpipe import gpipe
+from pipeproof.schedule.generators.interleaved import VARIANTS, interleaved
+from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
+from pipeproof.schedule.generators.looped_bfs import looped_bfs
+from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.optimal import optimal
+from pipeproof.schedule.generators.seq1f1b import seq1f1b
+from pipeproof.schedule.generators.v_half import v_half
+from pipeproof.schedule.generators.v_min import v_min
+from pipeproof.schedule.generators.zb_h1 import zb_h1
+from pipeproof.schedule.generators.zb_h2 import zb_h2
+from pipeproof.schedule.generators.zb_v import zb_v
 from pipeproof.schedule.programs import Schedule
-from pipeproof.schedule.seq1f1b import seq1f1b
-from pipeproof.schedule.v_half import v_half
-from pipeproof.schedule.v_min import v_min
-from pipeproof.schedule.zb_h1 import zb_h1
-from pipeproof.schedule.zb_h2 import zb_h2
-from pipeproof.schedule.zb_v import zb_v
 
 
 class Placement(StrEnum):

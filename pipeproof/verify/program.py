@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeproof.comm.capabilities import BackendTable
-from pipeproof.schedule.foreign_checks import RawSchedule, check_splits
-from pipeproof.schedule.placed import Findings
-from pipeproof.schedule.text_form import parse_program
+from pipeproof.schedule.formats.foreign_checks import RawSchedule, check_splits
+from pipeproof.schedule.formats.placed import Findings
+from pipeproof.schedule.formats.text_form import parse_program
 from pipeproof.specs.finding import Finding, Location, Severity
 from pipeproof.specs.schedule_file import NO_OPERATIONS, ScheduleFileError, read_schedule_text
 from pipeproof.verify.facts import NO_FACTS, Facts

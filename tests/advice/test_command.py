@@ -10,7 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from rich.console import Console
 
-from pipeproof import advise_command
+from pipeproof.commands import advise as advise_command
 from pipeproof.specs.load import load_plan
 from tests.advice.plans import four_ranks
 from tests.cli.commands import EXAMPLES, REPOSITORY, invoke

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.convert_command import FORMATS
+from pipeproof.commands.convert import FORMATS
+from pipeproof.schedule.formats.write import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
 from tests.cli.commands import invoke
 
 FILES = Path(__file__).parents[1] / "schedule" / "files"

@@ -13,13 +13,13 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.comm.generated import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
+from pipeproof.commands.schedule import FORMATS
 from pipeproof.schedule.asap import asap
-from pipeproof.schedule.foreign import read_schedule
-from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.formats.foreign import read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
+from pipeproof.schedule.formats.write import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.write import WRITTEN_FORMATS, write_schedule
-from pipeproof.schedule_command import FORMATS
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
 from tests.cli.commands import REPOSITORY, invoke, process
 
@@ -129,7 +129,7 @@ def test_a_schedule_is_named_robust_or_conditional_with_the_reason():
 
 
 def test_a_schedule_that_does_not_pass_fails_the_command(monkeypatch):
-    from pipeproof import schedule_show
+    from pipeproof.commands import schedule_show
     from pipeproof.specs.finding import Finding, Severity
 
     wrong = ScheduleVerdict("paddle-gloo", (Finding("PP401", Severity.ERROR, "a circle"),), ())
@@ -283,5 +283,5 @@ def test_listing_is_quick_and_check_loads_none_of_it():
         "print(sorted(name for name in sys.modules if name.startswith('pipeproof.') and 'schedule' in name))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    assert loaded.stdout.strip() == "['pipeproof.schedule_command']"
+    assert loaded.stdout.strip() == "['pipeproof.commands.schedule']"
     assert process("schedule", "list").returncode == 0

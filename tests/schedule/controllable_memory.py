@@ -4,8 +4,8 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from pipeproof.schedule.v_half import v_half
-from pipeproof.schedule.v_min import v_min
+from pipeproof.schedule.generators.v_half import v_half
+from pipeproof.schedule.generators.v_min import v_min
 from tests.schedule.zero_bubble import run
 
 KINDS = {"v_min": (v_min, lambda p: (p + 4) // 3), "v_half": (v_half, lambda p: p // 2 + 1)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.schedule.asap import asap, even_costs
-from pipeproof.schedule.interleaved import interleaved
+from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError

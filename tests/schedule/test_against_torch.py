@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeproof.schedule.interleaved import interleaved
-from pipeproof.schedule.looped_bfs import looped_bfs
+from pipeproof.schedule.generators.interleaved import interleaved
+from pipeproof.schedule.generators.looped_bfs import looped_bfs
 from pipeproof.schedule.programs import UnfitSizesError
 from tests.schedule.make_torch_files import theirs
 

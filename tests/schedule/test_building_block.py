@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.building_block import BuildingBlock, repeated
+from pipeproof.schedule.generators.building_block import BuildingBlock, repeated
+from pipeproof.schedule.generators.zb_v import zb_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.zb_v import zb_v
 from tests.schedule.controllable_memory import KINDS, kinds, shortest
 from tests.schedule.originators import recorded
 from tests.schedule.zero_bubble import few, peaks, run, spans, time, times, uneven_runs

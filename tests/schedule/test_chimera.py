@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
-from pipeproof.schedule.chimera import chimera
-from pipeproof.schedule.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.chimera import chimera
+from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import UnfitSizesError
 from tests.schedule.originators import actions, recorded

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.schedule.foreign import read_schedule
-from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.formats.foreign import read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.specs.schedule_file import ScheduleFileError
 from tests.schedule.make_torch_files import SCHEDULES, theirs, write_all

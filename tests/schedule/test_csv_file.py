@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.schedule.build import build_graph
-from pipeproof.schedule.foreign import read_schedule
-from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.formats.foreign import read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind, parse_op, wait_for
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.schedule_file import ScheduleFileError

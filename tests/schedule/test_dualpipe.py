@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap
-from pipeproof.schedule.dualpipe import dualpipe
-from pipeproof.schedule.dualpipe_v import dualpipe_v
+from pipeproof.schedule.generators.dualpipe import dualpipe
+from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError
 from tests.schedule.originators import actions, recorded

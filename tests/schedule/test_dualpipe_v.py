@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap
-from pipeproof.schedule.dualpipe_v import _rank_program, dualpipe_v
+from pipeproof.schedule.generators.dualpipe_v import _rank_program, dualpipe_v
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 from tests.schedule.originators import actions, recorded

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.loaded import lower_loaded
-from pipeproof.schedule.foreign import read_schedule
-from pipeproof.schedule.foreign_checks import Expected
-from pipeproof.schedule.gpipe import gpipe
-from pipeproof.schedule.inexpressible import InexpressibleError
+from pipeproof.schedule.formats.foreign import read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
+from pipeproof.schedule.formats.inexpressible import InexpressibleError
+from pipeproof.schedule.formats.write import convert_schedule, write_schedule
+from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule
-from pipeproof.schedule.write import convert_schedule, write_schedule
 from pipeproof.specs.load import load_plan, plan_from_dict
 from pipeproof.specs.schedule_file import ScheduleFileError
 from tests.plans import plan_dict

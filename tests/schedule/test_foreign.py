@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.comm.loaded import lower_loaded, own_schedule
-from pipeproof.schedule.foreign import custom_schedule, load_schedule_file, read_schedule
-from pipeproof.schedule.foreign_checks import Expected
+from pipeproof.schedule.formats.foreign import custom_schedule, load_schedule_file, read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.finding import Location

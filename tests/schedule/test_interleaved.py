@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
-from pipeproof.schedule.interleaved import VARIANTS, interleaved
+from pipeproof.schedule.generators.interleaved import VARIANTS, interleaved
+from pipeproof.schedule.generators.turns import in_groups
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
-from pipeproof.schedule.turns import in_groups
 
 ranks, chunks, micro_batches = st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)
 variants = st.sampled_from(VARIANTS)

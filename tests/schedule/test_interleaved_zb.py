@@ -4,10 +4,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeproof.schedule.interleaved_zb import interleaved_zb
+from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
+from pipeproof.schedule.generators.zb_h1 import zb_h1
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.schedule.zb_h1 import zb_h1
 from tests.schedule.zero_bubble import few, peaks, pytorch_texts, run, texts, times, uneven_runs
 
 ranks = st.integers(1, 6)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pipeproof.schedule.generators.sizes import _CONDITIONS, ANY_SIZES, sizes_of
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.schedule.sizes import _CONDITIONS, ANY_SIZES, sizes_of
 
 VARIANTS = [(kind, variant) for kind in SCHEDULE_KINDS.values() for variant in kind.variants or (None,)]
 

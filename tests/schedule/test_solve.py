@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
-from pipeproof.schedule.gpipe import gpipe
-from pipeproof.schedule.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.gpipe import gpipe
+from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.optimal import optimal
+from pipeproof.schedule.generators.solve import SolverMissingError, UnfitHintError, solve
+from pipeproof.schedule.generators.workload import most_held
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.schedule.optimal import optimal
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
-from pipeproof.schedule.solve import SolverMissingError, UnfitHintError, solve
-from pipeproof.schedule.workload import most_held
 from tests.schedule.workloads import anywhere, check_schedule, costs_of, loop, lower_bounds, there_and_back, workloads
 
 KINDS = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)

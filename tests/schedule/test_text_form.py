@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.op_text import near_op
+from pipeproof.schedule.formats.op_text import near_op
+from pipeproof.schedule.formats.text_form import format_program, looks_like_program, parse_program
 from pipeproof.schedule.ops import (
     AXES,
     COMPUTE_KINDS,
@@ -23,7 +24,6 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.schedule.optable import Group, TensorSpec
-from pipeproof.schedule.text_form import format_program, looks_like_program, parse_program
 from pipeproof.specs.finding import Location
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.schedule_file import ScheduleFileError

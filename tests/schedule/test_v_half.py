@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule.v_half import v_half
+from pipeproof.schedule.generators.v_half import v_half
 from tests.schedule.controllable_memory import time_of_one_more
 from tests.schedule.zero_bubble import few, peaks, run, spans, time, times
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.foreign import read_schedule
-from pipeproof.schedule.foreign_checks import Expected
-from pipeproof.schedule.inexpressible import INEXPRESSIBLE, InexpressibleError
+from pipeproof.schedule.formats.foreign import read_schedule
+from pipeproof.schedule.formats.foreign_checks import Expected
+from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError
+from pipeproof.schedule.formats.write import WRITTEN_FORMATS, convert_schedule, write_schedule
+from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.one_f_one_b import one_f_one_b
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule
-from pipeproof.schedule.write import WRITTEN_FORMATS, convert_schedule, write_schedule
 from pipeproof.specs.schedule_file import ScheduleFileError
 from tests.schedule.test_kinds import generated, requests
 

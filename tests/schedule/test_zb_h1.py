@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.zb_h1 import zb_h1
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule
-from pipeproof.schedule.zb_h1 import zb_h1
 from tests.schedule import paddle_own
 from tests.schedule.zero_bubble import few, peaks, pytorch_texts, run, spans, texts, times, uneven_runs
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeproof.schedule.generators.zb_h1 import zb_h1
+from pipeproof.schedule.generators.zb_h2 import zb_h2
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.zb_h1 import zb_h1
-from pipeproof.schedule.zb_h2 import zb_h2
 from tests.schedule.zero_bubble import few, peaks, run, spans, time, times, uneven_runs
 
 ranks = st.integers(1, 7)

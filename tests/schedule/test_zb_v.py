@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeproof.schedule.generators.zb_h1 import zb_h1
+from pipeproof.schedule.generators.zb_v import zb_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.zb_h1 import zb_h1
-from pipeproof.schedule.zb_v import zb_v
 from tests.schedule.zero_bubble import few, peaks, pytorch_texts, run, spans, texts, time, times, uneven_runs
 
 ranks = st.integers(1, 7)

@@ -3,7 +3,7 @@
 import re
 from textwrap import dedent
 
-from pipeproof.schedule.text_form import parse_program
+from pipeproof.schedule.formats.text_form import parse_program
 from pipeproof.verify.subject import graph_subject
 from tests.zoo.case import Case
 

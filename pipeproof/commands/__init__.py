@@ -1,0 +1,1 @@
+"""What the commands do, one file each; ``pipeproof.cli`` has those that need few lines."""

@@ -1,0 +1,61 @@
+"""What the commands share: the console, where output may go, and how what is refused is shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.exit_status import ExitStatus
+from pipeproof.specs.finding import BadPlanError, PipeproofError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeproof.commands.check import Form
+
+
+def writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse an output that cannot be written before any work is done for it; the callback of such an option."""
+    if value is None:
+        return None
+    existing = next(path for path in (value, *value.absolute().parents) if path.exists())
+    is_directory = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
+    may_be_made = is_directory or existing in (value, value.absolute().parent)
+    if existing != value and not (may_be_made and existing.is_dir()):
+        raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
+    if not os.access(existing, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
+    return value
+
+
+def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
+    """The terminal, or the pipe, that people read; ``color`` is ``auto``, ``always`` or ``never``."""
+    from rich.console import Console
+
+    if color == "always":  # the option was typed: it is stronger than NO_COLOR and than a terminal without colours
+        return Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
+    return Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
+
+
+@contextmanager
+def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
+    """Print the findings of a refused plan and exit with its status; nothing is shown as a traceback."""
+    try:
+        yield
+    except PipeproofError as error:
+        from pipeproof.commands.check import show_refusal
+
+        status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
+        show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
+        sys.exit(status)
+    except BrokenPipeError:
+        raise  # whoever read our output has gone: click ends quietly
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)

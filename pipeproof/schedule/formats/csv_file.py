@@ -1,0 +1,150 @@
+"""PyTorch's CSV of a pipeline schedule, in both of its formats.
+
+``PipelineScheduleMulti._dump_csv`` and ``_PipelineScheduleRuntime._dump_csv``
+(torch 2.13, ``torch/distributed/pipelining/schedules.py``) write one line for
+each rank and one cell for each ``_Action``. In the compute-only format a cell
+is a time step and may be empty (the rank idles); in the format with
+communication cells are in the order of issue, and none is empty. Cells are
+
+- ``2F0``, ``2B0`` (a whole backward), ``2I0``, ``2W0``;
+- ``(0F7;7B3)OVERLAP_F_B``: a forward and a backward that run side by side;
+- with communication also ``2SEND_F0``, ``2RECV_F0``, ``2SEND_B0``,
+  ``2RECV_B0``, and for sharded weights ``2UNSHARD``, ``2RESHARD``, ``2REDUCE_GRAD``.
+
+Their reader matches the beginning of a cell and ignores the rest, so that
+``2F0xyz`` passes there; here the whole cell must match. As theirs does, this
+reader takes blanks around an operation, and cells in double quotes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.formats.op_text import OpReader
+from pipeproof.schedule.formats.placed import Findings, Placed, end_of, placed_line
+from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.specs.finding import Location
+from pipeproof.specs.problems import shortened
+from pipeproof.specs.schedule_file import BAD_OPERATION, NO_OPERATIONS
+from pipeproof.specs.source import LINE_BREAK
+
+WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE_GRAD})
+CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
+"""What PyTorch's CSV can say."""
+
+_OVERLAP = re.compile(r"\([ \t]*([^();]*?)[ \t]*;[ \t]*([^();]*?)[ \t]*\)OVERLAP_F_B")
+_CELL = re.compile(r'[ \t]*("?)([^",]*?)\1[ \t]*(,|\Z)')
+_SOME_CELL = re.compile(r'(?:^|,)[ \t"]*(?:\(?\d+_?[A-Za-z]|,)')
+
+
+@dataclass(frozen=True, slots=True)
+class CsvSchedule:
+    """One row for each operation of each rank, in order; the two of an overlapped pair share a ``batch``.
+
+    A row's ``origin`` is a place in ``origins``. ``ends`` are the places
+    behind the last cell of each rank, ``idle`` those of empty cells.
+    """
+
+    rows_by_rank: tuple[tuple[Row, ...], ...]
+    origins: tuple[Location, ...]
+    ends: tuple[Location, ...]
+    idle: tuple[Location, ...]
+
+    def first_other_than_compute(self) -> Row | None:
+        """The first row of the format with communication; None in a file of the compute-only format."""
+        rows = (row for rows in self.rows_by_rank for row in rows)
+        return next((row for row in rows if row.op.kind not in COMPUTE_KINDS), None)
+
+
+def looks_like_csv(text: str) -> bool:
+    """Whether any cell of the first line that is not blank begins as one of such a file does, or is empty."""
+    first = next((line for line in LINE_BREAK.split(text) if line.strip()), "")
+    return _SOME_CELL.search(first) is not None
+
+
+def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
+    """Every line as the cells of a rank; blank lines at the end do not count.
+
+    Findings: PP131 for a blank line between others, PP132 for cells.
+    """
+    lines = [placed_line(line, file, number) for number, line in enumerate(LINE_BREAK.split(text), start=1)]
+    while lines and not lines[-1].text.strip():
+        lines.pop()
+    reader = _Reader(findings)
+    for rank, line in enumerate(lines):
+        reader.rank(_words(line))
+        if not line.text.strip(" \t,"):
+            findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
+    return CsvSchedule(
+        tuple(map(tuple, reader.rows)), tuple(reader.origins), tuple(map(end_of, lines)), tuple(reader.idle)
+    )
+
+
+def _words(line: Placed) -> list[Placed]:
+    """The cells of a line without what surrounds them; what cannot be split is one cell."""
+    words, place, goes_on = [], 0, True
+    while goes_on:
+        match = _CELL.match(line.text, place)
+        start, stop = match.span(2) if match else (place, len(line.text))
+        words.append(line.part(start, stop))
+        goes_on = match is not None and match[3] == ","
+        place = match.end() if match else stop
+    return words
+
+
+class _Reader:
+    """Reads the cells of one file, rank by rank."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._ops = OpReader(findings)
+        self.rows: list[list[Row]] = []
+        self.origins: list[Location] = []
+        self.idle: list[Location] = []
+
+    def rank(self, words: Iterable[Placed]) -> None:
+        """The cells of the next rank."""
+        self.rows.append([])
+        num_pairs = 0
+        for word in words:
+            if not word.text:
+                self.idle.append(word.place)
+            elif "OVERLAP" in word.text or word.text.startswith("("):
+                self._pair(word, num_pairs)
+                num_pairs += 1
+            elif (op := self._op(word)) is not None:
+                self._append(op, word, NONE)
+
+    def _append(self, op: Op, word: Placed, batch: int) -> None:
+        self.rows[-1].append(Row(op, batch=batch, origin=len(self.origins)))
+        self.origins.append(word.place)
+
+    def _op(self, word: Placed) -> Op | None:
+        op = self._ops.read(word)
+        if op is not None and (op.kind not in CELL_KINDS or op.axis is not None):
+            message = f"{op} is an operation of our text form, which PyTorch's CSV does not have"
+            self._bad(word, message, "write the schedule in the text form, one `rank N:` line for each rank")
+            return None
+        return op
+
+    def _pair(self, word: Placed, batch: int) -> None:
+        match = _OVERLAP.fullmatch(word.text)
+        if match is None:
+            message = f"`{shortened(word.text)}` is not an overlapped pair"
+            self._bad(word, message, "write it as in (0F7;7B3)OVERLAP_F_B")
+            return
+        first, second = (word.part(*match.span(group)) for group in (1, 2))
+        forward, backward = self._op(first), self._op(second)
+        if forward is None or backward is None:
+            return
+        if forward.kind is not OpKind.FORWARD or backward.kind not in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+            self._bad(word, f"{forward} and {backward} are not a forward and a backward", "only such pairs overlap")
+            return
+        self._append(forward, first, batch)
+        self._append(backward, second, batch)
+
+    def _bad(self, word: Placed, message: str, help: str) -> None:
+        self._findings.add(BAD_OPERATION, word.location, message, help)

@@ -1,0 +1,105 @@
+"""What a format cannot say: converting a schedule refuses it by name and leaves nothing out silently."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.formats.text_words import row_attributes
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
+from pipeproof.specs.codes import ExampleKind, RuleDoc
+
+INEXPRESSIBLE = RuleDoc(
+    code="PP141",
+    title="the format to be written cannot say this",
+    explanation=(
+        "Formats differ in what they can say. Fleet's strings have whole forwards and backwards on stages that are "
+        "dealt to ranks in turn. PyTorch's CSV also has the two parts of a backward and overlapped pairs, and with "
+        "communication what its runtime does, nothing else. Our text form has everything. `pipeproof convert` leaves "
+        "nothing out by itself; with `--only-computations` transfers, waits, reductions and attributes are left out."
+    ),
+    wrong="pipeproof convert zero_bubble.csv --to fleet   # I and W are parts of a backward",
+    right="pipeproof convert zero_bubble.csv --to text",
+    kind=ExampleKind.COMMAND,
+)
+
+_BACKWARDS = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
+
+
+class InexpressibleError(ValueError):
+    """A format cannot say what a schedule has.
+
+    ``row`` is what cannot be said, None where that is no one row. ``help`` is what can be done.
+    """
+
+    def __init__(self, message: str, *, row: Row | None = None, help: str | None = None) -> None:
+        super().__init__(message)
+        self.row = row
+        self.help = help
+
+
+def steps_of(rows: Sequence[Row], form: str) -> Iterator[tuple[Row, ...]]:
+    """What a rank does one after the other: single rows, and overlapped pairs of a forward and a backward.
+
+    ``form`` is the name of the format in messages.
+
+    Raises:
+        InexpressibleError: rows are one call that is no such pair.
+    """
+    sizes = Counter(row.batch for row in rows)
+    place = 0
+    while place < len(rows):
+        row = rows[place]
+        if row.batch == NONE:
+            yield (row,)
+            place += 1
+            continue
+        pair = tuple(rows[place : place + 2])
+        kinds = [member.op.kind for member in pair if member.batch == row.batch]
+        if sizes[row.batch] != 2 or len(kinds) != 2 or kinds[0] is not OpKind.FORWARD or kinds[1] not in _BACKWARDS:
+            message = f"{row.op} is one call with others, and {form} has only a forward with a backward behind it"
+            raise InexpressibleError(message, row=row)
+        yield pair
+        place += 2
+
+
+def require_bare(rows: Sequence[Row], form: str) -> None:
+    """Refuse rows that say more than their operation and batch.
+
+    Raises:
+        InexpressibleError: a row is of one split of its sequences, or has attributes.
+    """
+    for row in rows:
+        if row.op.split is not None:
+            raise InexpressibleError(
+                f"{row.op} is of one piece of its sequences, and {form} has no such pieces", row=row
+            )
+        more = row_attributes(replace(row, batch=NONE))
+        if more:
+            raise InexpressibleError(f"{row.op} has the attributes {more}, and {form} has none", row=row)
+
+
+def require_computations(rows: Sequence[Row], form: str, help: str) -> None:
+    """Refuse rows that are no computations.
+
+    Raises:
+        InexpressibleError: there is one.
+    """
+    for row in rows:
+        if row.op.kind not in COMPUTE_KINDS:
+            raise InexpressibleError(f"{row.op} is no computation, and {form} has only these", row=row, help=help)
+
+
+def computations_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The computations, and which of them are one call, alone: no transfers, waits, reductions and attributes."""
+    computations = []
+    for rows in rows_by_rank:
+        mine = [row for row in rows if row.op.kind in COMPUTE_KINDS]
+        sizes = Counter(row.batch for row in mine)
+        batches = (row.batch if sizes[row.batch] > 1 else NONE for row in mine)
+        computations.append(
+            [Row(row.op, batch=batch, origin=row.origin) for row, batch in zip(mine, batches, strict=True)]
+        )
+    return computations

@@ -1,0 +1,117 @@
+"""Interleaved 1F1B: each rank holds several stages (chunks) and takes turns between them.
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", arXiv:2104.04473, section 2.2, where the
+micro-batches divide by the ranks: ``p`` of them go through a chunk before the
+next one has its turn. Tools differ in what they do with other numbers, each in
+its own variant. With ``m = n p`` micro-batches
+
+- ``torch``, ``megatron`` (groups of ``p``) and ``fleet`` are equal for every ``n``;
+- ``fleet_balanced`` is equal to them for ``n >= 2``;
+- ``fleet_fthenb`` exists for ``n = 1`` alone. There it, ``fleet_balanced`` and
+  the others take the forwards in one order and the backwards in one order, and
+  differ in their warm-up: all forwards, ``(v - 1) p + (p - 1 - r)`` and
+  ``(v - 1) p + 2 (p - 1 - r)`` of them.
+"""
+
+from __future__ import annotations
+
+from pipeproof.schedule.generators.interleaved_fleet import fleet, fleet_balanced, fleet_fthenb
+from pipeproof.schedule.generators.rounds import equal_rounds
+from pipeproof.schedule.generators.turns import in_groups
+from pipeproof.schedule.programs import Schedule, UnfitSizesError
+
+VARIANTS = ("torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced")
+"""Whose order it is; the first is meant where none is named."""
+
+
+def interleaved(
+    num_ranks: int,
+    num_micro_batches: int,
+    num_chunks: int,
+    variant: str = VARIANTS[0],
+    group_size: int | None = None,
+) -> Schedule:
+    """One program per pipeline rank; stage ``c * p + r`` is chunk ``c`` of rank ``r``.
+
+    ``group_size`` is how many micro-batches go through a chunk at a time, in
+    ``megatron`` only; the others derive it.
+
+    Raises:
+        UnfitSizesError: the variant does not exist for these sizes; its help names the nearest that fit.
+    """
+    if group_size is not None and variant != "megatron":
+        raise UnfitSizesError(
+            f"the variant {variant} derives how many micro-batches go through a chunk at a time",
+            help="use variant megatron, or remove the key",
+            key=("schedule", "micro_batch_group_size"),
+        )
+    match variant:
+        case "torch":
+            return interleaved_torch(num_ranks, num_micro_batches, num_chunks)
+        case "megatron":
+            return interleaved_megatron(num_ranks, num_micro_batches, num_chunks, group_size)
+        case "fleet":
+            return fleet(num_ranks, num_micro_batches, num_chunks)
+        case "fleet_fthenb":
+            return fleet_fthenb(num_ranks, num_micro_batches, num_chunks)
+        case "fleet_balanced":
+            return fleet_balanced(num_ranks, num_micro_batches, num_chunks)
+    raise ValueError(f"{variant!r} is no variant of interleaved 1F1B; there are {', '.join(VARIANTS)}")
+
+
+def interleaved_torch(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    """PyTorch's ``ScheduleInterleaved1F1B`` (``torch/distributed/pipelining/schedules.py`` of torch 2.13).
+
+    ``max(1, m // p)`` rounds of equal size ``g``; rank ``r`` begins with
+    ``(v - 1) g + 2 (p - 1 - r)`` forwards. Fewer micro-batches than ranks are
+    one round.
+
+    Raises:
+        UnfitSizesError: the micro-batches do not divide by the rounds.
+    """
+    rounds = equal_rounds("interleaved 1F1B as PyTorch has it", num_ranks, num_micro_batches)
+    return in_groups(num_ranks, num_chunks, rounds)
+
+
+def interleaved_megatron(
+    num_ranks: int, num_micro_batches: int, num_chunks: int, group_size: int | None = None
+) -> Schedule:
+    """Megatron-Core's interleaved schedule (``megatron/core/pipeline_parallel/schedules.py``, 2026).
+
+    ``group_size`` is its ``microbatch_group_size_per_vp_stage``, by default
+    ``p``: so many micro-batches go through a chunk at a time, in the last
+    group those that are left. Rank ``r`` begins with
+    ``(v - 1) group_size + 2 (p - 1 - r)`` forwards.
+
+    Raises:
+        UnfitSizesError: fewer micro-batches than ranks, a group smaller than the ranks or larger than all
+            micro-batches, or a last group smaller than the ranks, which would make bubbles.
+    """
+    size = num_ranks if group_size is None else group_size
+    _check_group_size(num_ranks, num_micro_batches, size)
+    num_groups, left = divmod(num_micro_batches, size)
+    if 0 < left < num_ranks:
+        below = num_micro_batches - left
+        raise UnfitSizesError(
+            f"interleaved 1F1B as Megatron-Core has it takes {size} micro-batches at a time through each chunk, and "
+            f"in the last group at least as many as there are ranks, {num_ranks}: {num_micro_batches} leaves {left}",
+            help=f"use {below} or {below + num_ranks}",
+        )
+    return in_groups(num_ranks, num_chunks, [size] * num_groups + ([left] if left else []))
+
+
+def _check_group_size(num_ranks: int, num_micro_batches: int, size: int) -> None:
+    if num_micro_batches < num_ranks:
+        raise UnfitSizesError(
+            f"Megatron-Core interleaves stages for at least as many micro-batches as ranks, and {num_micro_batches} "
+            f"is less than {num_ranks}",
+            help=f"use {num_ranks}",
+        )
+    if not num_ranks <= size <= num_micro_batches:
+        raise UnfitSizesError(
+            f"Megatron-Core takes at least as many micro-batches at a time through a chunk as there are ranks, "
+            f"{num_ranks}, and at most all {num_micro_batches}, not {size}",
+            help=f"use {num_ranks}" + (f" to {num_micro_batches}" if num_micro_batches > num_ranks else ""),
+            key=("schedule", "micro_batch_group_size"),
+        )

@@ -1,0 +1,233 @@
+"""One way through a workload: every rank always begins what a rule prefers among what it could begin.
+
+The rule is asked whenever a rank is free and something may have changed. Time
+goes forward from event to event, so the cost is linear in operations (times
+the stages of a rank). Nothing is ever taken back, and it always comes to the end:
+
+*Why memory never locks.* A forward takes a place in its rank's memory, which
+only the W of the same stage and micro-batch gives back. On each stage,
+micro-batches come in index order. Let K be the oldest micro-batch of the
+whole pipeline with a forward that has not begun. All older ones have no
+forwards left; their I and W need no memory and wait for nothing but each
+other, so they finish. On a rank with v stages, of which K still needs n, K
+holds v - n places. The micro-batches behind K hold at most ``limit - v``
+there, for a forward of a micro-batch *behind* the oldest that still needs its
+rank begins only within that bound, and as long as K needs the rank no older
+one counts as behind. So n places are free for K, and its next forward begins.
+The bound is the banker's algorithm for this case (what K needs is part of what
+any later micro-batch needs), so that no safe forward is refused either, but
+for what a rule keeps in ``reserve``.
+
+*Why waiting never locks.* A rank that waits (``patience``) waits for an
+arrival whose time is known, since its sender has begun.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from heapq import heappop, heappush
+from math import inf
+
+from pipeproof.schedule.generators.workload import Workload
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.programs import Schedule
+
+_F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+_Choice = tuple[OpKind, int]
+"""Kind and stage; the micro-batch is the next one."""
+
+
+class Turn(Enum):
+    """Which goes first where a rank has a forward and an I to run."""
+
+    ALTERNATE = auto()
+    """Whichever did not run last."""
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Weights(Enum):
+    """When a W goes before a forward or an I."""
+
+    WHEN_IDLE = auto()
+    """Never: it runs when there is nothing else."""
+    WHEN_FULL = auto()
+    """When a forward is there that memory does not let begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a rank prefers.
+
+    Of several stages, those of the oldest micro-batch go first, or, without
+    ``oldest_first``, the one nearest to the loss. A rank lets a W wait if
+    something else arrives within ``patience`` halves of that W's time.
+    ``reserve`` eighths of the memory that micro-batches behind the oldest may
+    take are not given to them.
+    """
+
+    turn: Turn
+    weights: Weights
+    oldest_first: bool
+    patience: int
+    reserve: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListSchedule:
+    """The choices of each rank in order, and when the last one ends, in ticks."""
+
+    choices: tuple[tuple[_Choice, ...], ...]
+    makespan: int
+
+    def schedule(self) -> Schedule:
+        """The programs."""
+        programs = []
+        for choices in self.choices:
+            num_begun = dict.fromkeys(choices, 0)
+            program = []
+            for choice in choices:
+                program.append(Op(*choice, num_begun[choice]))
+                num_begun[choice] += 1
+            programs.append(tuple(program))
+        return Schedule(tuple(programs))
+
+
+def list_schedule(work: Workload, rule: Rule) -> ListSchedule:
+    """Run a step by ``rule``."""
+    run = _Run(work, rule)
+    run.to_the_end()
+    return ListSchedule(tuple(map(tuple, run.choices)), run.makespan)
+
+
+class _Run:
+    def __init__(self, work: Workload, rule: Rule) -> None:
+        self._work, self._rule = work, rule
+        self._num_batches = work.num_micro_batches
+        self._rank_of, self._stages = work.rank_of, work.placement
+        num_stages = work.num_stages
+        self._edges = work.edges()
+        self._forwards = [0] * num_stages
+        self._inputs = [0] * num_stages
+        self._weights = [0] * num_stages
+        """How many of each have begun, by stage."""
+        self._forward_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
+        self._input_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
+        """When what the k-th of each needs is there, as far as that is known."""
+        self._forward_arrivals[0] = [0] * self._num_batches
+        num_ranks = len(work.placement)
+        self._free_at = [0] * num_ranks
+        self._held = [0] * num_ranks
+        self._forward_was_last = [False] * num_ranks
+        self._room_behind = [
+            (limit - len(stages)) * (8 - rule.reserve) // 8
+            for limit, stages in zip(work.limits, work.placement, strict=True)
+        ]
+        """What micro-batches behind the oldest may take."""
+        self._events = [(0, work.rank_of[0])]
+        self.choices: list[list[_Choice]] = [[] for _ in range(num_ranks)]
+        self.makespan = 0
+
+    def to_the_end(self) -> None:
+        while self._events:
+            now, rank = heappop(self._events)
+            if self._free_at[rank] <= now:
+                choice = self._choose(rank, now)
+                if choice is not None:
+                    self._begin(rank, now, choice)
+        assert sum(map(len, self.choices)) == self._work.num_operations, "memory has locked"
+
+    def _choose(self, rank: int, now: int) -> _Choice | None:
+        forward, is_blocked, soon = self._forward(rank, now)
+        backward, soon = self._input(rank, now, soon)
+        weight = self._weight(rank)
+        if weight is not None and is_blocked and self._rule.weights is Weights.WHEN_FULL:
+            return _W, weight
+        if forward is not None and backward is not None:
+            turn = self._rule.turn
+            if turn is Turn.ALTERNATE:
+                turn = Turn.BACKWARD if self._forward_was_last[rank] else Turn.FORWARD
+            return (_F, forward) if turn is Turn.FORWARD else (_I, backward)
+        if forward is not None:
+            return _F, forward
+        if backward is not None:
+            return _I, backward
+        if weight is None or 2 * (soon - now) < self._rule.patience * self._work.backward_weight[weight]:
+            return None
+        return _W, weight
+
+    def _forward(self, rank: int, now: int) -> tuple[int | None, bool, float]:
+        """The stage whose forward may begin; whether memory holds one back; when the next is there."""
+        chosen, oldest, is_blocked, soon = None, inf, False, inf
+        for stage in reversed(self._stages[rank]):
+            index, arrivals = self._forwards[stage], self._forward_arrivals[stage]
+            if index >= len(arrivals):
+                continue
+            arrival = arrivals[index]
+            if not self._has_room(rank, index):
+                is_blocked = is_blocked or arrival <= now
+            elif arrival > now:
+                soon = min(soon, arrival)
+            elif chosen is None or (self._rule.oldest_first and index <= oldest):
+                chosen, oldest = stage, index
+        return chosen, is_blocked, soon
+
+    def _has_room(self, rank: int, index: int) -> bool:
+        if self._held[rank] >= self._work.limits[rank]:
+            return False
+        stages = self._stages[rank]
+        oldest = self._forwards[stages[-1]]
+        if index <= oldest:
+            return True
+        behind = sum(max(0, self._forwards[stage] - oldest - 1) for stage in stages[:-1])
+        return behind < self._room_behind[rank]
+
+    def _input(self, rank: int, now: int, soon: float) -> tuple[int | None, float]:
+        """The stage whose I may begin, and when the next forward or I is there."""
+        chosen = None
+        for stage in self._stages[rank] if self._rule.oldest_first else reversed(self._stages[rank]):
+            index, arrivals = self._inputs[stage], self._input_arrivals[stage]
+            if index >= len(arrivals):
+                continue
+            if arrivals[index] > now:
+                soon = min(soon, arrivals[index])
+            elif chosen is None:
+                chosen = stage
+        return chosen, soon
+
+    def _weight(self, rank: int) -> int | None:
+        """The stage with the oldest W that may begin."""
+        begun = self._weights
+        ready = [stage for stage in self._stages[rank] if begun[stage] < self._inputs[stage]]
+        return min(ready, key=begun.__getitem__) if ready else None
+
+    def _begin(self, rank: int, now: int, choice: _Choice) -> None:
+        kind, stage = choice
+        self.choices[rank].append(choice)
+        if kind is _F:
+            end = now + self._work.forward[stage]
+            self._forwards[stage] += 1
+            self._held[rank] += 1
+            self._forward_was_last[rank] = True
+            if stage + 1 < len(self._rank_of):
+                self._arrive(self._forward_arrivals, stage + 1, end + self._edges[stage])
+            else:
+                self._input_arrivals[stage].append(end)
+        elif kind is _I:
+            end = now + self._work.backward_input[stage]
+            self._inputs[stage] += 1
+            self._forward_was_last[rank] = False
+            if stage:
+                self._arrive(self._input_arrivals, stage - 1, end + self._edges[stage - 1])
+        else:
+            end = now + self._work.backward_weight[stage]
+            self._weights[stage] += 1
+            self._held[rank] -= 1
+        self._free_at[rank] = end
+        self.makespan = max(self.makespan, end)
+        heappush(self._events, (end, rank))
+
+    def _arrive(self, arrivals: list[list[int]], stage: int, time: int) -> None:
+        arrivals[stage].append(time)
+        heappush(self._events, (time, self._rank_of[stage]))
