@@ -126,13 +126,15 @@ class _Walk:
         while at is not None:
             at = self._before(*at)
 
-    def _before(self, rank: int, last: int) -> tuple[int, int] | None:
+    def _before(self, rank: int, place: int) -> tuple[int, int] | None:
         """Count a computation, or two that run side by side; where the path comes from, None at its beginning."""
         starts, ends = self._timed.starts[rank], self._timed.ends[rank]
-        start, end = starts[last], ends[last]
-        first = last
+        start, end = starts[place], ends[place]
+        first = last = place
         while first and (starts[first - 1], ends[first - 1]) == (start, end):
             first -= 1
+        while last + 1 < len(ends) and (starts[last + 1], ends[last + 1]) == (start, end):
+            last += 1
         _add(self.compute, rank, end - start)
         self.within[rank] = start, max(end, self.within.get(rank, (0, end))[1])
         free_at = ends[first - 1] if first else 0
