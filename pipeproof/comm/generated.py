@@ -41,7 +41,7 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
         request = Request(
             num_ranks=plan.topology.pp,
             num_micro_batches=schedule.num_micro_batches,
-            num_chunks=schedule.num_chunks,
+            num_chunks=_num_chunks(plan, kind),
             num_sequence_splits=schedule.num_sequence_splits,
             variant=schedule.variant or default_variant(kind, plan.run.backend),
             group_size=schedule.micro_batch_group_size,
@@ -80,18 +80,16 @@ def stage_costs(plan: PlanSpec) -> StageCosts:
 def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
     """Raise UnfitSizesError for keys that do not go with the kind."""
     schedule = plan.schedule
-    chunks, most = schedule.num_chunks, kind.max_chunks
+    chunks, most = _num_chunks(plan, kind), kind.max_chunks
     if chunks < kind.min_chunks or (most is not None and chunks > most):
-        takes = (
-            {1: "one stage"}.get(kind.min_chunks, f"{kind.min_chunks} stages")
-            if most is not None
-            else (f"{kind.min_chunks} or more stages")
-        )
+        few = "one stage" if kind.min_chunks == 1 else f"{kind.min_chunks} stages"
+        takes = few if most is not None else f"{kind.min_chunks} or more stages"
         near = kind.min_chunks if most is None else min(max(chunks, kind.min_chunks), most)
+        listed_stages = isinstance(schedule.placement, tuple)
         raise UnfitSizesError(
-            f"{kind.name} has {takes} on each rank, and schedule.num_chunks is {chunks}",
-            help=f"set num_chunks to {near}",
-            key=("schedule", "num_chunks"),
+            f"{kind.name} has {takes} on each rank, and the plan {chunks}",
+            help=f"list {near} for each rank" if listed_stages else f"set num_chunks to {near}",
+            key=("schedule", "placement" if listed_stages else "num_chunks"),
         )
     if schedule.variant is not None and schedule.variant not in kind.variants:
         has = f"has variants {listed(kind.variants, 'and')}" if kind.variants else "is the same in all tools"
@@ -119,6 +117,32 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
             help="remove the key",
             key=("schedule", "placement"),
         )
+
+
+def _num_chunks(plan: PlanSpec, kind: ScheduleKind) -> int:
+    """Stages of each rank, copies counted once: as the plan says, or as the stages that it lists come to.
+
+    Raises:
+        UnfitSizesError: it lists copies, or ranks with more stages than others, for a schedule that has no such.
+    """
+    placement, num_ranks = plan.schedule.placement, plan.topology.pp
+    if not isinstance(placement, tuple):
+        return plan.schedule.num_chunks
+    key = ("schedule", "placement")
+    if sum(map(len, placement)) > plan.num_stages and kind.placement is not Placement.BOTH_WAYS:
+        raise UnfitSizesError(
+            f"{kind.name} has one copy of each stage, and schedule.placement lists several",
+            help="list each stage once, or use dualpipe or chimera",
+            key=key,
+        )
+    if plan.num_stages % num_ranks and kind.placement is not Placement.ANY:
+        raise UnfitSizesError(
+            f"{kind.name} has as many stages on each rank, and schedule.placement lists {plan.num_stages} stages for "
+            f"{num_ranks} ranks",
+            help="deal as many stages to each rank, or use looped_bfs or optimal",
+            key=key,
+        )
+    return max(1, plan.num_stages // num_ranks)
 
 
 def _any_placement(plan: PlanSpec) -> tuple[tuple[int, ...], ...]:
