@@ -153,7 +153,9 @@ class Launcher:
             if ready:
                 on_progress()
             self._raise_if_dead()
-            if not ready:  # after a pause of our own (a large step to compare) the events that came meanwhile go first
+            # After a pause of our own (a large step to compare) the ranks' events that came meanwhile go first. Those
+            # of the reference may never cease, and say nothing about the ranks.
+            if all(key.data.rank is None for key, _ in ready):
                 self._raise_if_hung()
         self._raise_if_dead()
 

@@ -1,7 +1,10 @@
 """The launcher's judgement and its clean-up, without starting a worker."""
 
 import os
+import selectors
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -76,6 +79,30 @@ def test_a_silent_reference_is_no_hang_while_the_ranks_move(launcher):
     hear(launcher, 1.0)
     launcher._reference_heard_s = NOW_S - 3600.0
     launcher._raise_if_hung()
+
+
+def test_a_reference_that_never_ceases_to_report_hides_no_hang(launcher, tmp_path):
+    """Its steps may come faster than the launcher looks; only what ranks say is progress of ranks."""
+    hear(launcher, 6.0)
+    read_end, write_end = os.pipe()
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    reference = launch._Worker("reference", None, sleeping, read_end, tmp_path / "reference.out")
+    launcher._workers.append(reference)
+    launcher._selector.register(read_end, selectors.EVENT_READ, reference)
+    reports = iter(range(100))
+
+    def report():
+        os.write(write_end, b'{"kind":"step","step":%d}\n' % next(reports))
+
+    try:
+        report()
+        with pytest.raises(WorkerFailedError, match="PP903: rank 0"):
+            launcher._watch(report)
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+        os.close(read_end)
+        os.close(write_end)
 
 
 # --- the job's directory ---

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from pipeproof.schedule.asap import asap, even_costs
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
 from pipeproof.specs.plan import ScheduleName
@@ -66,6 +66,31 @@ def test_every_schedule_finishes_and_never_runs_ahead_of_what_it_needs(drawn):
             assert start >= forward[1]
         if made is W:
             assert start >= started[INPUT, stage, micro_batch, split][1]
+
+
+def head(schedule, rank, costs):
+    """When a rank can begin at the earliest, where all micro-batches enter at the first stage."""
+    holder = {op.stage: r for r, program in enumerate(schedule.programs) for op in program}
+    first = min(op.stage for op in schedule.programs[rank])
+    crossings = sum(holder[stage] != holder[stage + 1] for stage in range(first))
+    return sum(costs.forward[:first]) + crossings * costs.latency
+
+
+@given(requests())
+@settings(few, max_examples=200)
+def test_no_schedule_that_is_fed_at_one_end_is_shorter_than_any_ranks_head_and_work(drawn):
+    kind, request = drawn
+    assume(kind.placement is not Placement.BOTH_WAYS)
+    schedule = generated(kind, request)
+    timed = asap(schedule, request.costs)
+    for rank in range(request.num_ranks):
+        assert timed.makespan >= head(schedule, rank, request.costs) + timed.busy(rank)
+
+
+def test_a_schedule_that_is_fed_at_both_ends_may_be_shorter():
+    """4 ranks, 8 micro-batches, unit costs: 3 units until a single front reaches the last rank, and 24 of work."""
+    schedule = SCHEDULE_KINDS["dualpipe"].generate(Request(4, 8))
+    assert asap(schedule, even_costs(4)).makespan == 26 < 3 + 8 * 3
 
 
 @given(requests())
