@@ -1,10 +1,11 @@
 """Times the generation of every kind of schedule, beside PyTorch's own generation of those that it has.
 
 ``python benchmarks/generate.py [REPEATS]`` prints, for 64 ranks and 256
-micro-batches, the fastest of REPEATS (7) runs of our generator of each kind
-that exists at these sizes (of one run, where that takes more than a second),
-with 4 stages on each rank where the kind takes any number. Beside them, where PyTorch is installed
-(``pip install torch==2.13.0``), the fastest run of the method
+micro-batches, the processor time of the fastest of REPEATS (7) runs of our
+generator of each kind that exists at these sizes (of one run, where that takes
+more than a second), with 4 stages on each rank where the kind takes any number.
+Beside them, where PyTorch is installed (``pip install torch==2.13.0``), the
+fastest run of the method
 ``_calculate_single_rank_operations`` of its schedule classes over all ranks:
 this makes the same computations in the same order, but for idle slots. Runs of
 both take turns in one process, without garbage collection. Nothing is
@@ -38,7 +39,9 @@ def main() -> None:
     """Measure each kind in turn and print one line for it."""
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     with_torch = importlib.util.find_spec("torch") is not None
-    print(f"generation for {RANKS} ranks and {MICRO_BATCHES} micro-batches, seconds, fastest of {repeats}")
+    print(
+        f"generation for {RANKS} ranks and {MICRO_BATCHES} micro-batches, seconds of processor time, fastest of {repeats}"
+    )
     print(f"{'kind':<28} {'stages':>6} {'operations':>10} {'pipeproof':>9} {'PyTorch':>8} {'ratio':>6}")
     for kind, variant in kinds_and_variants():
         request = request_for(kind, variant)
@@ -87,16 +90,16 @@ def torch_generation(class_name: str, request: Request) -> Callable[[], object]:
 
 
 def fastest(runs: list[Callable[[], object]], repeats: int) -> list[float]:
-    """The fastest time of each, taking turns."""
+    """The fastest time of each, taking turns; all that is made is kept, so that every run is given new memory."""
     times: list[list[float]] = [[] for _ in runs]
+    kept = []
     gc.collect()
     gc.disable()
     for _ in range(repeats):
         for mine, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
-            made = run()
-            mine.append(time.perf_counter() - start)
-            del made
+            start = time.process_time()
+            kept.append(run())
+            mine.append(time.process_time() - start)
     gc.enable()
     return list(map(min, times))
 
