@@ -39,9 +39,7 @@ def main() -> None:
     """Measure each kind in turn and print one line for it."""
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     with_torch = importlib.util.find_spec("torch") is not None
-    print(
-        f"generation for {RANKS} ranks and {MICRO_BATCHES} micro-batches, seconds of processor time, fastest of {repeats}"
-    )
+    print(f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, seconds of processor time, fastest of {repeats}")
     print(f"{'kind':<28} {'stages':>6} {'operations':>10} {'pipeproof':>9} {'PyTorch':>8} {'ratio':>6}")
     for kind, variant in kinds_and_variants():
         request = request_for(kind, variant)
