@@ -86,8 +86,9 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
         takes = few if most is not None else f"{kind.min_chunks} or more stages"
         near = kind.min_chunks if most is None else min(max(chunks, kind.min_chunks), most)
         listed_stages = isinstance(schedule.placement, tuple)
+        found = f"schedule.placement lists {chunks}" if listed_stages else f"schedule.num_chunks is {chunks}"
         raise UnfitSizesError(
-            f"{kind.name} has {takes} on each rank, and the plan {chunks}",
+            f"{kind.name} has {takes} on each rank, and {found}",
             help=f"list {near} for each rank" if listed_stages else f"set num_chunks to {near}",
             key=("schedule", "placement" if listed_stages else "num_chunks"),
         )

@@ -150,13 +150,14 @@ class Launcher:
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._read(key.data)
+            # Judged with what has just been read, before a pause of our own (a large step to compare), and not while
+            # ranks have something to say. The reference may always have, which is no progress of theirs.
+            if all(key.data.rank is None for key, _ in ready):
+                self._raise_if_dead()
+                self._raise_if_hung()
             if ready:
                 on_progress()
             self._raise_if_dead()
-            # After a pause of our own (a large step to compare) the ranks' events that came meanwhile go first. Those
-            # of the reference may never cease, and say nothing about the ranks.
-            if all(key.data.rank is None for key, _ in ready):
-                self._raise_if_hung()
         self._raise_if_dead()
 
     def _raise_if_hung(self) -> None:
