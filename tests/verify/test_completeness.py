@@ -75,6 +75,13 @@ def test_numbers_too_high_for_the_table_are_refused():
         ("0F0 0F0 0B0", {"PP122"}),
         ("0F0 0B0 0I0 0W0", {"PP122"}),
         ("0F0 0I0 0W0 0W0", {"PP122"}),
+        ("0F0 0B0 0W0", {"PP121", "PP122"}),  # B beside either part alone is too much already
+        ("0F0 0B0 0I0 0F1 0B1", {"PP121", "PP122"}),
+        ("0F0.s0 0F0.s1 0B0.s1 0B0.s0", set()),
+        ("0F0.s0 0F0.s1 0I0.s1 0I0.s0 0W0.s0 0W0.s1", set()),  # W reads what I left, of its own split alone
+        ("0F0.s0 0F0.s1 0F1.s0 0F1.s1 0B1.s1 0B1.s0 0B0.s1 0B0.s0", set()),  # micro-batches in any order
+        ("0F0.s1 0F0.s0 0B0.s1 0B0.s0", {"PP129"}),
+        ("0F0.s0 0F0.s1 0I0.s0 0I0.s1 0W0.s0 0W0.s1", {"PP129"}),
         ("0B0 0F0", {"PP123"}),
         ("0I0 0F0 0W0", {"PP123"}),
         ("0F0 0W0 0I0", {"PP123"}),
@@ -83,6 +90,27 @@ def test_numbers_too_high_for_the_table_are_refused():
 )
 def test_programs_of_one_rank(text, expected):
     assert codes(program(text)) == expected
+
+
+def test_a_whole_backward_beside_its_parts_names_the_backwards_alone():
+    (found,) = errors(program("0F0 0B0 0I0 0W0"))
+    assert found.message.startswith("rank 0 runs 0B0, 0I0, 0W0: stage 0 does the work of micro-batch 0 more than once")
+
+
+def test_splits_out_of_order_name_what_should_have_come_first():
+    (found,) = errors(program("0F0.s0 0F0.s2 0F0.s1 0B0.s2 0B0.s1 0B0.s0"))
+    assert found.message == (
+        "rank 0 runs 0F0.s2 before 0F0.s1, whose keys and values, or the gradients of these, it reads"
+    )
+    assert found.help == "move 0F0.s1 before 0F0.s2"
+
+
+@pytest.mark.parametrize("stranger", ["0F7", "9F0", "9F7"])
+def test_work_that_no_copy_has_is_foreign(stranger):
+    """Beyond the last stage, the last micro-batch, or both: with copies, who has what is looked up in a table."""
+    base = subject(topology={"pp": 2}, schedule={"kind": "chimera", "num_micro_batches": 1})
+    mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op(stranger))))
+    assert "PP124" in codes(mutant)
 
 
 def test_what_is_missing_is_named_with_its_rank():
