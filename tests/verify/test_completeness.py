@@ -108,7 +108,7 @@ def test_splits_out_of_order_name_what_should_have_come_first():
 @pytest.mark.parametrize("stranger", ["0F7", "9F0", "9F7"])
 def test_work_that_no_copy_has_is_foreign(stranger):
     """Beyond the last stage, the last micro-batch, or both: with copies, who has what is looked up in a table."""
-    base = subject(topology={"pp": 2}, schedule={"kind": "chimera", "num_micro_batches": 1})
+    base = subject(topology={"pp": 2}, schedule={"kind": "chimera", "num_micro_batches": 2})
     mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op(stranger))))
     assert "PP124" in codes(mutant)
 
