@@ -44,7 +44,7 @@ def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
         PlanFileError: with everything found wrong, in the order of the file: PP100 to PP109.
     """
     name = os.fspath(path)
-    tree = parse_text(_read_text(name), name)
+    tree = parse_text(read_text(name), name)
     source = tree.source
     findings = [
         Finding(problem.code, Severity.ERROR, problem.message, source.at(problem.span), problem.help)
@@ -112,8 +112,8 @@ def _place(finding: Finding) -> tuple[int, int, str]:
     return (location.line, location.column, finding.code) if location is not None else (0, 0, finding.code)
 
 
-def _read_text(name: str) -> str:
-    """The text of a file.
+def read_text(name: str) -> str:
+    """The text of a plan file, or of one like it; a byte order mark is left out.
 
     Raises:
         PlanFileError: PP100.

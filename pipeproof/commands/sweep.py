@@ -1,0 +1,168 @@
+"""``pipeproof sweep``: a plan with many values for some of its keys, every point checked and simulated.
+
+It loads what it needs when it runs, as the commands of ``cli`` do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.sweep.evaluate import PointResult
+    from pipeproof.sweep.load import Sweep
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a picture that cannot be made before any work is done."""
+    if value is not None and value.suffix.lower() not in _PICTURES:
+        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
+    if value is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
+    return writable(context, parameter, value)
+
+
+@click.command()
+@click.argument("sweep", metavar="SWEEP", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Results file, to which points are appended and from which the sweep goes on; by default SWEEP with "
+                   "the suffix .results.jsonl.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
+@click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
+              help="What is best: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
+@click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
+@click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "csv"]), default="text", show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=_picture,
+              help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
+def sweep(
+    sweep: Path,
+    output: Path | None,
+    workers: int | None,
+    sort: str,
+    columns: str | None,
+    top: int,
+    form: Literal["text", "json", "csv"],
+    plot: Path | None,
+) -> None:
+    """Check and simulate a plan with many values for some of its keys, and list the best.
+
+    A point that is refused is a result with its code. Ctrl-C keeps what is there, and the same command goes on.
+    """
+    with refusing_bad_plans("text", sweep):
+        from pipeproof.sweep.load import load_sweep
+
+        loaded = load_sweep(sweep)
+    shown = _columns(loaded, columns, sort)
+    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers)
+    with refusing_bad_plans("text", sweep):
+        _show(loaded, results, form, shown, sort, top)
+        if plot is not None:
+            _plot(loaded, results, plot, sort)
+    sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
+
+
+def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
+    """The columns of the table.
+
+    Raises:
+        click.BadParameter: what is named is neither a key that the sweep sets nor a figure.
+    """
+    from pipeproof.specs.problems import nearest_name
+    from pipeproof.sweep.table import DEFAULT_FIGURES, FIGURES
+
+    def require(name: str, known: tuple[str, ...], option: str) -> None:
+        if name not in known:
+            near = nearest_name(name, known)
+            mend = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
+            raise click.BadParameter(f"no column {name!r}; {mend}", param_hint=option)
+
+    require(sort, tuple(FIGURES), "--sort")
+    if columns is None:
+        return [*sweep.keys, *dict.fromkeys((sort, *DEFAULT_FIGURES))]
+    names = [name.strip() for name in columns.split(",")]
+    for name in names:
+        require(name, (*sweep.keys, *FIGURES), "--columns")
+    return names
+
+
+def _results(sweep: Sweep, output: Path, workers: int | None) -> tuple[PointResult, ...]:
+    """The results of all points: those of the results file, and the rest, which is appended to it."""
+    from pipeproof.sweep.results import ResultsFileError, open_results
+    from pipeproof.sweep.run import run_sweep
+
+    try:
+        with open_results(output, sweep) as file:
+            if file.note is not None:
+                click.echo(f"note: {file.note}", err=True)
+            if file.done:
+                click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
+            with _showing_progress(len(file.done), len(sweep.points)) as advance:
+
+                def keep(result: PointResult) -> None:
+                    file.append(result)
+                    advance()
+
+                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep)
+    except ResultsFileError as error:
+        raise click.BadParameter(str(error), param_hint="--output") from error
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted: results so far are in {output}; the same command goes on from there", err=True)
+        sys.exit(ExitStatus.INTERRUPTED)
+
+
+@contextmanager
+def _showing_progress(done: int, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, where that is a terminal; what is yielded says that one more point is done."""
+    console = console_for(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as bars:
+        task = bars.add_task("points", total=total, completed=done)
+        yield lambda: bars.advance(task)
+
+
+def _show(
+    sweep: Sweep, results: tuple[PointResult, ...], form: Literal["text", "json", "csv"],
+    columns: list[str], sort: str, top: int,
+) -> None:  # fmt: skip
+    from pipeproof.sweep.table import render_table, sweep_to_csv, sweep_to_json
+
+    match form:
+        case "text":
+            render_table(sweep, results, console_for(), columns=columns, sort=sort, top=top)
+        case "json":
+            click.echo(json.dumps(sweep_to_json(sweep, results), indent=2))
+        case "csv":
+            click.echo(sweep_to_csv(sweep, results), nl=False)
+
+
+def _plot(sweep: Sweep, results: tuple[PointResult, ...], path: Path, sort: str) -> None:
+    from pipeproof.sweep.plot import NothingToPlotError, plot_sweep
+
+    try:
+        plot_sweep(sweep, results, path, sort)
+    except NothingToPlotError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.FAILED)
+    click.echo(f"plot written to {path}", err=True)

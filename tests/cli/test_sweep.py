@@ -1,0 +1,182 @@
+"""``pipeproof sweep``: goes on where it was, refuses kindly, and what it writes is what its schema says."""
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pipeproof.sweep import run as run_module
+from pipeproof.sweep.load import load_sweep
+from pipeproof.sweep.results import open_results
+from tests.cli.commands import REPOSITORY, invoke
+from tests.sweep.files import write_sweep
+
+GRID = {"schedule.num_micro_batches": [3, 4], "topology.tp": [1, 3]}
+SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "sweep.schema.json").read_text()))
+
+
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch):
+    """Threads in place of processes, which take a second to start; ``tests/sweep/test_run.py`` has those."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    monkeypatch.setattr(run_module, "_own_processes", ThreadPoolExecutor)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path, {"grid": GRID})
+
+
+def test_table_results_file_and_going_on(sweep):
+    first = invoke("sweep", sweep)
+    assert first.exit_code == 0, first.output
+    assert "best by makespan: 2 of 4 points" in first.stdout
+    assert "refused PP108: 2; first schedule.num_micro_batches=3, topology.tp=3: " in first.stdout
+    results = sweep.with_suffix(".results.jsonl")
+    before = results.read_bytes()
+    assert len(before.splitlines()) == 5
+    again = invoke("sweep", sweep)
+    assert again.stdout == first.stdout
+    assert f"4 of 4 points are in {results}" in again.stderr
+    assert results.read_bytes() == before
+    results.write_bytes(before[:-7])
+    mended = invoke("sweep", sweep)
+    assert "the last line was cut short" in mended.stderr
+    assert mended.stdout == first.stdout
+    assert results.read_bytes() == before
+
+
+def test_json_fits_its_schema_and_csv_has_the_same(sweep, tmp_path):
+    out = tmp_path / "other.jsonl"
+    content = json.loads(invoke("sweep", sweep, "--format", "json", "-o", out).stdout)
+    SCHEMA.validate(content)
+    assert [point["status"] for point in content["points"]] == ["ok", "refused", "ok", "refused"]
+    rows = list(csv.DictReader(io.StringIO(invoke("sweep", sweep, "--format", "csv", "-o", out).stdout)))
+    assert [row["status"] for row in rows] == [point["status"] for point in content["points"]]
+    assert [float(row["makespan"]) for row in rows[::2]] == [point["makespan"] for point in content["points"][::2]]
+    for broken in ({**content, "points": []}, {**content, "digest": "0"}, {**content, "more": 1}):
+        assert not SCHEMA.is_valid(broken)
+    assert not SCHEMA.is_valid({**content, "points": [{**content["points"][0], "status": "refused"}]})
+    assert not sweep.with_suffix(".results.jsonl").exists()
+
+
+def test_results_of_another_sweep(sweep, tmp_path):
+    assert invoke("sweep", sweep).exit_code == 0
+    write_sweep(tmp_path, {"grid": {"topology.tp": [1]}})
+    result = invoke("sweep", sweep)
+    assert result.exit_code == 2
+    assert "another sweep" in result.stderr
+    assert "--output" in result.stderr
+
+
+def test_a_bad_sweep_file_is_shown_with_its_line(tmp_path):
+    sweep = write_sweep(tmp_path, "plan: base.json\ngrid:\n  schedule.knd: [gpipe]\n")
+    result = invoke("sweep", sweep)
+    assert result.exit_code == 2
+    assert "error[PP102]: a plan has no key `schedule.knd`" in result.stderr
+    assert "sweep.yaml:3:3" in result.stderr
+    assert "help: did you mean `schedule.kind`?" in result.stderr
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sort", "makspan"], "did you mean 'makespan'?"),
+        (["--columns", "topology.tp,pp"], "no column 'pp'"),
+        (["--plot", "sweep.txt"], "pictures end with .png, .svg, .pdf"),
+        (["--workers", "0"], "--workers"),
+        (["-o", "/no/such/file.jsonl"], "there is no directory"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_before_the_work(options, words, sweep, tmp_path):
+    result = invoke("sweep", sweep, *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def test_a_picture(sweep, tmp_path):
+    result = invoke("sweep", sweep, "--plot", tmp_path / "out.svg", "--sort", "peak")
+    assert result.exit_code == 0, result.output
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+    refused = write_sweep(tmp_path, {"grid": {"topology.tp": [3]}})
+    result = invoke("sweep", refused, "--plot", tmp_path / "none.svg", "-o", tmp_path / "refused.jsonl")
+    assert result.exit_code == 1
+    assert "no point of the sweep has figures" in result.stderr
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_work(sweep, tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    result = invoke("sweep", sweep, "--plot", tmp_path / "out.svg")
+    assert result.exit_code == 2
+    assert "pip install 'pipeproof[plot]'" in " ".join(result.stderr.split())
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def test_a_point_that_failed_is_status_3(sweep, monkeypatch):
+    import pipeproof.sweep.evaluate
+
+    def broken(*arguments):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(pipeproof.sweep.evaluate, "simulate", broken)
+    result = invoke("sweep", sweep)
+    assert result.exit_code == 3
+    assert "failed: 2; first " in result.stdout
+    assert "RuntimeError: broken, twice" in result.stdout
+
+
+@pytest.mark.parametrize("num_lines", [0, 2], ids=["as its workers start", "with a result"])
+def test_ctrl_c_keeps_results_and_the_same_command_goes_on(num_lines, tmp_path):
+    """In a process group of its own with real workers, all of which get the signal, as on a terminal."""
+    sweep = write_sweep(tmp_path, {"grid": {"schedule.num_micro_batches": list(range(2, 600))}})
+    results = sweep.with_suffix(".results.jsonl")
+    command = [sys.executable, "-m", "pipeproof", "sweep", str(sweep), "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children_file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    try:
+        children = set()
+        while not (len(children) > 1 and _num_lines(results) >= num_lines) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            children = set(children_file.read_text().split())  # Python has one of its own beside the worker
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted: results so far are in" in stderr
+    assert "Traceback" not in stderr
+    while any(map(_lives, children)) and time.monotonic() < deadline:  # that one ends a little later
+        time.sleep(0.02)
+    assert not any(map(_lives, children))
+    kept = _num_lines(results)
+    assert max(1, num_lines) <= kept < 599
+    with open_results(results, load_sweep(sweep)) as file:  # as the next command does
+        assert len(file.done) == kept - 1
+        assert file.note is None
+
+
+def _num_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _lives(pid):
+    """Whether a process still runs; one that has ended may wait for its parent for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,52 @@
+"""The sweep file and the code of the pages on sweeps and comparing do what the pages say."""
+
+import json
+import re
+
+import pytest
+
+from pipeproof.sweep.load import load_sweep
+from tests.cli.commands import EXAMPLES, REPOSITORY
+
+
+def blocks(page, language):
+    text = (REPOSITORY / "docs" / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text((EXAMPLES / "gpt_pp4.yaml").read_text().replace("layers: 4", "layers: 8"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_sweep_of_the_page(folder, capsys):
+    (text,) = blocks("sweep.md", "yaml")
+    (folder / "sweep.yaml").write_text(text)
+    points = load_sweep("sweep.yaml").points
+    assert len(points) == 3 * 2 * 2 + 1
+    assert points[1].plan["topology"]["pp"] == 8
+    assert points[1].plan["cost"]["forward_us"] == 100
+    assert points[-1].plan["schedule"] == {
+        "kind": "zb_v", "num_chunks": 2, "num_micro_batches": 8, "micro_batch_size": 2,
+    }  # fmt: skip
+    (code,) = blocks("sweep.md", "python")
+    exec(compile(code, "sweep.md", "exec"), {})
+    *results, best = capsys.readouterr().out.splitlines()
+    assert len(results) == len(points)
+    assert all("Status.OK" in line for line in results)
+    assert float(best) > 0
+
+
+def test_the_medians_of_the_page(folder, capsys):
+    entries = [
+        {"step": step, "rank": stage, "queue": "compute", "op": f"{stage}{kind}0", "start_us": 0, "end_us": end}
+        for step, end in enumerate((900, 10, 12, 17))
+        for stage in (0, 1)
+        for kind in "FB"
+    ]
+    (folder / "run.json").write_text(json.dumps({"timeline": entries}))
+    (code,) = blocks("comparing.md", "python")
+    exec(compile(code, "comparing.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == ["forward_us [12, 12]", "backward_us [12, 12]"]

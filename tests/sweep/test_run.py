@@ -1,0 +1,179 @@
+"""Points are evaluated as the commands would, on any executor, and what breaks is recorded."""
+
+import json
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from fractions import Fraction
+
+import pytest
+
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.sweep.evaluate import PointResult, Status, evaluate
+from pipeproof.sweep.load import load_sweep
+from pipeproof.sweep.run import run_sweep
+from pipeproof.verify.check import check
+from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
+
+GRID = {"schedule.kind": ["1f1b", "gpipe", "zb_h1"], "schedule.num_micro_batches": [3, 4, 5]}
+
+
+class Here(Executor):
+    """Evaluates at once, in this thread; breaks when ``most`` points were taken."""
+
+    def __init__(self, most=10**9):
+        self.taken, self.most, self.largest = 0, most, 0
+
+    def submit(self, function, /, *arguments):
+        if self.taken == self.most:
+            raise BrokenExecutor("enough")
+        self.taken += 1
+        future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+
+def test_figures_are_those_of_check_and_simulate(tmp_path):
+    sweep = sweep_of(tmp_path, grid=GRID, include=[{"cost.forward_us": "1/3", "topology.dp": 2}])
+    results = run_sweep(sweep, Here())
+    assert [result.id for result in results] == [point.id for point in sweep.points]
+    for point, result in zip(sweep.points, results, strict=True):
+        report = check(plan_from_dict(point.plan))
+        simulation = simulate(report.subject.lowered)
+        schedule = report.subject.plan.spec.schedule
+        sequences = schedule.num_micro_batches * schedule.micro_batch_size * report.subject.plan.spec.topology.dp
+        assert (result.status, result.settings) == (Status.OK, point.settings)
+        assert result.makespan == simulation.makespan
+        assert result.sequence == simulation.makespan / sequences
+        busy = sum(rank.busy_us for rank in simulation.figures)
+        assert result.idle_ratio == 1 - busy / (simulation.makespan * len(simulation.figures))
+        assert result.most_idle_ratio >= result.idle_ratio
+        assert result.peak_activations == max(rank.peak_activations for rank in simulation.figures)
+        assert set(result.warnings) == {f.code for f in report.findings if f.severity == "warning"}
+    assert results[-1].makespan.denominator == 3
+
+
+def test_a_shorter_last_micro_batch_counts_as_it_is(tmp_path):
+    sweep = sweep_of(tmp_path, grid={"schedule.last_micro_batch_size": [1]})
+    (result,) = run_sweep(sweep, Here())
+    assert result.makespan / result.sequence == 3 * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("point", "code"),
+    [
+        ({"schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 3}}, "PP140"),
+        ({"topology.pp": 8}, "PP110"),
+        ({"topology.tp": 3}, "PP108"),
+        ({"schedule.num_micro_batches": "4"}, "PP105"),
+        ({"schedule.num_micro_batches": None}, "PP104"),
+        ({"topology": {"tp": 2, "sequence_parallel": True}, "transport": "partial"}, "PP201"),
+        ({"schedule.kind": "gpipe", "cost.p2p": "backend", "transport.queue": "pair"}, "PP152"),
+        ({"schedule": {"kind": "file", "path": "none.csv"}}, "PP130"),
+    ],
+)
+def test_a_point_that_is_refused_is_a_result(point, code, tmp_path):
+    (result,) = run_sweep(sweep_of(tmp_path, include=[point]), Here())
+    assert (result.status, result.code) == (Status.REFUSED, code), result.message
+    assert result.message
+    assert result.makespan is None
+
+
+def test_schedule_files_are_relative_to_the_base_plan(tmp_path):
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    write_sweep(folder, {})
+    (folder / "orders.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    named = {"kind": "file", "path": "orders.csv", "num_micro_batches": 1}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(json.dumps({"plan": "plans/base.json", "include": [{"schedule": named}]}))
+    (result,) = run_sweep(load_sweep(path), Here())
+    assert result.status is Status.OK, result.message
+
+
+RESULTS = [
+    PointResult(
+        "0" * 16, {"a.b": 1}, Status.OK, Fraction(1, 3), Fraction(7), Fraction(1, 7), Fraction(1, 2), 4, ("PP411",)
+    ),
+    PointResult("1" * 16, {"a": {"b": None}}, Status.REFUSED, code="PP140", message="no"),
+    PointResult("2" * 16, {"a": [1, "x"]}, Status.FAILED, message="died"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: str(result.status))
+def test_results_come_back_from_json(result):
+    assert PointResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_points_that_are_done_are_skipped(tmp_path):
+    sweep = sweep_of(tmp_path, grid=GRID)
+    all_of_them = run_sweep(sweep, Here())
+    here, new = Here(), []
+    done = {result.id: result for result in all_of_them[:6]}
+    assert run_sweep(sweep, here, done=done, on_result=new.append) == all_of_them
+    assert here.taken == 3
+    assert tuple(new) == all_of_them[6:]
+
+
+def test_threads_are_an_executor_too_and_stay_open(tmp_path):
+    sweep = sweep_of(tmp_path, grid=GRID)
+    with ThreadPoolExecutor(2) as pool:
+        assert run_sweep(sweep, pool, num_in_flight=2) == run_sweep(sweep, Here())
+        assert pool.submit(lambda: 3).result() == 3
+    with pytest.raises(ValueError, match="num_workers"):
+        run_sweep(sweep, Here(), num_workers=2)
+
+
+def test_no_more_points_are_handed_over_than_asked(tmp_path):
+    class Counting(ThreadPoolExecutor):
+        flying = largest = 0
+
+        def submit(self, function, /, *arguments):
+            Counting.flying += 1
+            Counting.largest = max(Counting.largest, Counting.flying)
+            future = super().submit(function, *arguments)
+            future.add_done_callback(self.landed)
+            return future
+
+        def landed(self, _):
+            Counting.flying -= 1
+
+    with Counting(2) as pool:
+        run_sweep(sweep_of(tmp_path, grid=GRID), pool, num_in_flight=3)
+    assert 1 < Counting.largest <= 3
+
+
+def test_what_raises_is_tried_twice_and_has_failed(tmp_path):
+    sweep, here = sweep_of(tmp_path, grid=GRID), Here()
+    results = run_sweep(sweep, here, evaluate_point=raises_at_four)
+    failed = [result for result in results if result.status is Status.FAILED]
+    assert [result.settings["schedule.num_micro_batches"] for result in failed] == [4, 4, 4]
+    assert {result.message for result in failed} == {"RuntimeError: four, twice"}
+    assert here.taken == 9 + 3
+
+
+def test_an_executor_that_breaks_is_told_and_results_so_far_are_kept(tmp_path):
+    kept = []
+    with pytest.raises(BrokenExecutor):
+        run_sweep(sweep_of(tmp_path, grid=GRID), Here(most=5), num_in_flight=1, on_result=kept.append)
+    assert len(kept) == 5
+
+
+def test_own_processes_give_the_same(tmp_path):
+    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4]})
+    assert run_sweep(sweep, num_workers=2) == run_sweep(sweep, Here())
+
+
+def test_a_killed_worker_costs_its_own_point_only(tmp_path):
+    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4, 5]})
+    results = run_sweep(sweep, num_workers=2, evaluate_point=dies_at_four)
+    assert [result.status for result in results] == [Status.OK, Status.FAILED, Status.OK]
+    assert "died, twice" in results[1].message
+
+
+def test_a_worker_that_is_killed_once_is_made_good(tmp_path):
+    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4]})
+    results = run_sweep(sweep, num_workers=1, evaluate_point=dies_once)
+    assert results == tuple(evaluate(point, sweep.plan_file) for point in sweep.points)

@@ -1,0 +1,115 @@
+"""What people and programs see of a sweep: best first, columns chosen, refusals with their codes, pictures."""
+
+import csv
+import io
+import json
+from fractions import Fraction
+from xml.etree import ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+from pipeproof.sweep.evaluate import PointResult, Status
+from pipeproof.sweep.load import Sweep
+from pipeproof.sweep.plot import NothingToPlotError, plot_sweep
+from pipeproof.sweep.points import Point
+from pipeproof.sweep.table import FIGURES, best_first, render_table, settings_text, sweep_to_csv
+
+
+def result(number, settings, makespan, **figures):
+    figures = {"sequence": Fraction(1), "idle": Fraction(0), "most_idle": Fraction(0), "peak": 1, **figures}
+    return PointResult(
+        f"{number:016x}", settings, Status.OK, Fraction(makespan), Fraction(figures["sequence"]),
+        Fraction(figures["idle"]), Fraction(figures["most_idle"]), figures["peak"], figures.get("warnings", ()),
+    )  # fmt: skip
+
+
+RESULTS = (
+    result(0, {"schedule.kind": "1f1b", "topology.pp": 2}, 300, sequence=2, peak=3, warnings=("PP411",)),
+    result(1, {"schedule.kind": "gpipe", "topology.pp": 4}, 100, sequence="10/3", idle="1/4", peak=9),
+    PointResult("2" * 16, {"topology.pp": 5}, Status.REFUSED, code="PP140", message="not for [5]"),
+    result(3, {"schedule.kind": "1f1b", "topology.pp": 4}, 100, sequence=1, peak=2),
+    PointResult("4" * 16, {"topology": {"pp": 6, "tp": None}}, Status.FAILED, message="died, twice"),
+)
+SWEEP = Sweep(
+    "sweep.yaml", "base.yaml", ("schedule.kind", "topology.pp", "topology"),
+    tuple(Point(one.settings, {}, one.id) for one in RESULTS), "0" * 64,
+)  # fmt: skip
+
+
+def text_of(**options):
+    stream = io.StringIO()
+    options = {"columns": [*SWEEP.keys, "makespan", "idle", "peak"], "sort": "makespan", "top": 20, **options}
+    render_table(SWEEP, RESULTS, Console(file=stream, width=100, highlight=False), **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("by", "order"), [("makespan", [1, 3, 0]), ("sequence", [3, 0, 1]), ("idle", [0, 3, 1]), ("peak", [3, 0, 1])]
+)
+def test_best_first_and_equal_ones_in_order(by, order):
+    assert [int(one.id, 16) for one in best_first(RESULTS, by)] == order
+
+
+def test_the_table_has_the_chosen_columns_and_says_why_points_are_missing():
+    text = text_of()
+    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["gpipe", "4", "-", "100", "25.0%", "9"],
+        ["1f1b", "4", "-", "100", "0.0%", "2"],
+        ["1f1b", "2", "-", "300", "0.0%", "3"],
+    ]
+    assert "refused PP140: 1; first topology.pp=5: not for [5]" in text
+    assert "failed: 1; first topology=pp 6, tp null: died, twice" in text
+    assert "warning PP411: 1 of 3" in text
+    head = next(line for line in text.splitlines() if line.startswith("┃"))
+    assert [cell.strip() for cell in head.split("┃")[1:-1]] == [
+        "kind", "pp", "topology", "makespan us", "idle", "peak",
+    ]  # fmt: skip
+
+
+def test_rows_and_columns_can_be_fewer():
+    text = text_of(columns=["peak"], sort="peak", top=1)
+    assert [line for line in text.splitlines() if line.startswith("│")] == ["│    2 │"]
+    assert "1 of 5 points" in text
+
+
+def test_csv_has_every_point_in_the_sweeps_order():
+    rows = list(csv.DictReader(io.StringIO(sweep_to_csv(SWEEP, RESULTS))))
+    assert [row["status"] for row in rows] == ["ok", "ok", "refused", "ok", "failed"]
+    assert (rows[0]["makespan"], rows[1]["sequence"], rows[1]["idle"]) == ("300", repr(10 / 3), "0.25")
+    assert (rows[2]["schedule.kind"], rows[2]["makespan"], rows[2]["code"]) == ("", "", "PP140")
+    assert json.loads(rows[4]["topology"]) == {"pp": 6, "tp": None}
+    assert set(FIGURES) <= set(rows[0])
+
+
+def labels(path):
+    """The texts of a picture, which matplotlib notes beside the shapes of their letters."""
+    ET.parse(path)  # it is one
+    return [line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")]
+
+
+def test_the_picture_has_a_line_for_each_choice_of_the_other_keys(tmp_path):
+    path = tmp_path / "sweep.svg"
+    plot_sweep(SWEEP, RESULTS, path, "makespan")
+    found = labels(path)
+    assert {"schedule.kind 1f1b", "schedule.kind gpipe", "topology.pp", "makespan us"} <= set(found)
+
+
+def test_without_numbers_points_are_bars(tmp_path):
+    path = tmp_path / "sweep.svg"
+    sweep = Sweep("s", "b", ("schedule.kind",), (), "0" * 64)
+    bars = [result(i, {"schedule.kind": kind}, 100 + i) for i, kind in enumerate(("1f1b", "gpipe"))]
+    plot_sweep(sweep, bars, path, "peak")
+    assert {*map(settings_text, bars), "peak"} <= set(labels(path))
+
+
+def test_a_png_is_one(tmp_path):
+    path = tmp_path / "sweep.png"
+    plot_sweep(SWEEP, RESULTS, path, "sequence")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_nothing_to_plot(tmp_path):
+    with pytest.raises(NothingToPlotError):
+        plot_sweep(SWEEP, RESULTS[2:3], tmp_path / "sweep.png", "makespan")
