@@ -1,0 +1,54 @@
+"""``pipeproof compare``: two timelines side by side, such as predicted and measured.
+
+It loads what it needs when it runs, as the commands of ``cli`` do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeproof.commands.line import console_for, refusing_bad_plans
+
+if TYPE_CHECKING:
+    from pipeproof.sim.timeline_files import TimelineFile
+
+
+@click.command()
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Only this step, of each file that has several.")
+@click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
+              help="How many operations to list whose lengths are farthest apart.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"]) -> None:
+    """Compare two timelines: how far lengths, starts and totals are apart, and where the order parts.
+
+    Each of A and B is a plan, which is simulated, a trace that `simulate -o` or `run -o` wrote, or a report of
+    `run --report`. The exit status is 0 however far they are apart.
+    """
+    first, second = _read("A", a), _read("B", b)
+    from pipeproof.sim.compare import compare_timelines
+    from pipeproof.sim.compare_text import comparison_to_json, render_comparison
+
+    try:
+        comparison = compare_timelines(first, second, step)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if form == "json":
+        click.echo(json.dumps(comparison_to_json(comparison, worst=worst), indent=2))
+    else:
+        render_comparison(comparison, console_for(), worst=worst)
+
+
+def _read(name: str, path: Path) -> TimelineFile:
+    with refusing_bad_plans("text", path):
+        from pipeproof.sim.timeline_files import TimelineFileError, read_timeline
+
+        try:
+            return read_timeline(path)
+        except TimelineFileError as error:
+            raise click.BadParameter(str(error), param_hint=name) from error

@@ -1,0 +1,157 @@
+"""Timelines of an operation each, from what the commands write and from plans, for comparing them.
+
+A trace has whole nanoseconds and leaves out what takes no time (except
+computations and transfers); a run report has measured microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeproof.comm.loaded import blaming_plan, lower_loaded
+from pipeproof.schedule.ops import Op, parse_op
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load import load_plan
+
+Source = Literal["plan", "trace", "report"]
+
+
+class TimelineFileError(ValueError):
+    """A file that is no timeline; the message has its name, the place in it, and what would be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOp:
+    """One operation as it ran; times in exact microseconds of its timeline's clock.
+
+    ``order`` breaks ties of time as the rank's program does.
+    """
+
+    rank: int
+    step: int
+    queue: str
+    op: Op
+    start: Fraction
+    end: Fraction
+    order: int
+
+    @property
+    def duration(self) -> Fraction:
+        """From start to end, in microseconds."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class TimelineFile:
+    """The operations of a file, and what the file is; ``measured`` says that they really ran."""
+
+    file: str
+    source: Source
+    measured: bool
+    ops: tuple[TimedOp, ...]
+
+
+def read_timeline(path: Path) -> TimelineFile:
+    """Read a trace or a run report, or simulate a plan; the content says which of them a file is.
+
+    Raises:
+        TimelineFileError: it is JSON of another kind, or an event is no operation.
+        BadPlanError: as a plan, it cannot be read, lowered or simulated.
+        SimulationError: the plan comes to no end.
+    """
+    content = _json_object(path)
+    if content is None or "pipeproof" in content:
+        return _simulated(path)
+    name = str(path)
+    if isinstance(content.get("traceEvents"), list):
+        return _of_trace(name, content)
+    if isinstance(content.get("timeline"), list):
+        ops = tuple(_each(name, "timeline entry", content["timeline"], _of_entry))
+        return TimelineFile(name, "report", measured=True, ops=_some(name, ops))
+    mend = "a plan, a trace (`simulate -o`, `run -o`) and a report (`run --report`) have one"
+    if "makespan" in content and "ranks" in content:
+        mend = "these are the figures of a simulation; `simulate -o` writes its timeline"
+    raise TimelineFileError(f"{name}: it has no timeline; {mend}")
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """The file's content if it is a JSON object; anything else is for the plan reader, which says what is wrong."""
+    try:
+        with path.open("rb") as stream:
+            if not stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+                return None
+            stream.seek(0)
+            content = json.loads(stream.read())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _simulated(path: Path) -> TimelineFile:
+    loaded = load_plan(path)
+    with blaming_plan(loaded):
+        timeline = simulate(lower_loaded(loaded)).timeline
+    ops = (
+        TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
+        for s in timeline.spans
+    )
+    return TimelineFile(str(path), "plan", measured=False, ops=tuple(ops))
+
+
+def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
+    events = [event for event in content["traceEvents"] if isinstance(event, dict)]
+    queues = {
+        (event.get("pid"), event.get("tid")): str(event.get("args", {}).get("name"))
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "thread_name"
+    }
+
+    def of_slice(event: Mapping[str, Any], _: int) -> TimedOp:
+        start, about = _exact(event["ts"]), event["args"]
+        rank, queue = int(event["pid"]), queues[event["pid"], event["tid"]]
+        end = start + _exact(event["dur"])
+        return TimedOp(
+            rank, int(about["step"]), queue, parse_op(event["name"]), start, end, int(about["op_id"])
+        )  # fmt: skip
+
+    ops = tuple(_each(name, "slice", [event for event in events if event.get("ph") == "X"], of_slice))
+    other = content.get("otherData")
+    measured = isinstance(other, dict) and other.get("clock") == "measured"
+    return TimelineFile(name, "trace", measured, _some(name, ops))
+
+
+def _of_entry(entry: Mapping[str, Any], index: int) -> TimedOp:
+    return TimedOp(
+        int(entry["rank"]), int(entry["step"]), str(entry["queue"]), parse_op(entry["op"]),
+        _exact(entry["start_us"]), _exact(entry["end_us"]), index,
+    )  # fmt: skip
+
+
+def _each(
+    name: str, what: str, items: list[Any], read: Callable[[Mapping[str, Any], int], TimedOp]
+) -> Iterator[TimedOp]:
+    for index, item in enumerate(items):
+        try:
+            yield read(item, index)
+        except KeyError as error:
+            raise TimelineFileError(
+                f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
+            ) from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise TimelineFileError(f"{name}: {what} {index} is no operation: {error}") from error
+
+
+def _some(name: str, ops: tuple[TimedOp, ...]) -> tuple[TimedOp, ...]:
+    if not ops:
+        raise TimelineFileError(f"{name}: its timeline is empty")
+    return ops
+
+
+def _exact(us: Any) -> Fraction:
+    """Microseconds as written, in whole picoseconds: the last digits of a sum of floats say nothing."""
+    return Fraction(round(us * 10**6), 10**6)
