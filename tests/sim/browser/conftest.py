@@ -1,0 +1,77 @@
+"""Pages in a real Chromium. Without it these tests are skipped; ``make test-browser`` installs it and runs them."""
+
+import shutil
+
+import pytest
+from driver import BROWSER, Browser
+
+from pipeproof.comm.lower import lower
+from pipeproof.sim.html.page import write_html
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load import plan_from_dict
+
+
+def pytest_collection_modifyitems(items):
+    if shutil.which(BROWSER) is None:
+        skip = pytest.mark.skip(reason="Chromium is not installed; `make test-browser` installs it and runs this")
+        for item in items:
+            if item.get_closest_marker("needs_browser"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+def plan_of(kind, p, m, v=1, tp=1):
+    return plan_from_dict(
+        {
+            "pipeproof": 1,
+            "model": {
+                "kind": "gpt",
+                "num_layers": p * v,
+                "hidden_size": 16,
+                "num_heads": 4,
+                "ffn_size": 16,
+                "vocab_size": 16,
+                "seq_length": 8,
+            },
+            "topology": {"pp": p, "tp": tp},
+            "schedule": {"kind": kind, "num_micro_batches": m, "micro_batch_size": 1, "num_chunks": v},
+            "cost": {"forward_us": 10, "backward_us": 20, "p2p_latency_us": 2},
+        }
+    ).spec
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory):
+    """``page(plans...)``: the file with the timelines of plans, each (kind, ranks, micro-batches, chunks)."""
+
+    def make(*plans):
+        timelines = []
+        for plan in plans:
+            lowered = lower(plan_of(*plan))
+            timelines.append((" ".join(map(str, plan)), simulate(lowered).timeline, lowered.graph))
+        path = tmp_path_factory.mktemp("page") / "timeline.html"
+        write_html(timelines, path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small(page):
+    return page(("1f1b", 4, 8))
+
+
+@pytest.fixture
+def opened(browser, small):
+    """The page of 1F1B on four ranks, anew; whatever the browser complains about in the test fails it."""
+    browser.prefer("light")
+    browser.open(small)
+    browser.settle()
+    yield browser
+    assert browser.complaints() == []

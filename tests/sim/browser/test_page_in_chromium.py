@@ -1,0 +1,226 @@
+"""The timeline page, opened and used: pointer, keys, buttons, search, colours, print and size."""
+
+import pytest
+
+pytestmark = pytest.mark.needs_browser
+
+MAKESPAN = (8 + 3) * 30 + 2 * 2 * (3 + 7 * 3 // 4)
+"""Of 1F1B with the costs of ``plan_of``, by its closed form."""
+TOP = "return document.getElementById('canvas').getBoundingClientRect().top"
+PIXEL = """
+const pen = document.getElementById("canvas").getContext("2d");
+return Array.from(pen.getImageData(Math.round(arguments[0]), Math.round(arguments[1]), 1, 1).data).slice(0, 3);
+"""
+
+
+def place(browser, op, rank, k=0):
+    """The middle of an op, in pixels of the window."""
+    box = browser.run("return pipeproof.place(...arguments)", op, rank, k)
+    return box["x"] + box["w"] / 2, box["y"] + box["h"] / 2 + browser.run(TOP)
+
+
+def view(browser):
+    return browser.run("const {t0, t1, y} = pipeproof.state; return [t0, t1, y]")
+
+
+def tip(browser):
+    return browser.run("const tip = document.getElementById('tip'); return tip.hidden ? null : tip.textContent")
+
+
+def status(browser):
+    return browser.run("return document.getElementById('status').textContent")
+
+
+def pixel(browser, x, y):
+    return tuple(browser.run(PIXEL, x, y - browser.run(TOP)))
+
+
+def test_the_page_draws_itself_and_asks_for_nothing(opened):
+    assert opened.run("return performance.getEntriesByType('resource').length") == 0
+    assert view(opened)[:2] == [0, MAKESPAN]
+    assert opened.run("return document.title") == "1f1b 4 8"
+
+
+def test_hovering_tells_what_an_operation_a_message_and_a_bubble_are(opened):
+    opened.move(*place(opened, "1F2", 1))
+    assert tip(opened).startswith("1F2: forward on rank 1 pp1\n32 \u00b5s to 42 \u00b5s, takes 10 \u00b5s")
+    opened.move(*place(opened, "1RECV_F0", 1))
+    assert "512 bytes" in tip(opened)
+    assert "from 0SEND_F0 on rank 0: sent at 10 \u00b5s, arrived at 12 \u00b5s" in tip(opened)
+    x, y = place(opened, "0F3", 0)
+    opened.move(x + 60, y)
+    assert "rank 0 pp0 is idle: waits for a message from rank 1" in tip(opened)
+    opened.move(x, opened.run("return innerHeight") - 5)
+    assert tip(opened) is None
+
+
+def test_hovering_a_curve_tells_the_activations_held(opened):
+    x, y = place(opened, "0F3", 0)
+    opened.move(x, y + 50)
+    assert tip(opened).startswith("rank 0 pp0 holds 4 chunk activations at ")
+
+
+def test_a_click_chooses_an_operation_and_keys_go_on_from_there(opened):
+    opened.click(*place(opened, "2F0", 2))
+    assert status(opened).startswith("2F0: forward on rank 2 pp2; ")
+    opened.press(".")
+    assert status(opened).startswith("2F1: ")
+    opened.press(",")
+    opened.press(">")
+    assert "on rank 2 pp2" in status(opened)
+    opened.press("Escape")
+    assert status(opened) == ""
+
+
+def test_the_wheel_zooms_around_the_pointer(opened):
+    x, y = place(opened, "1B3", 1)
+    time = "const {t0, t1, width} = pipeproof.state; return t0 + (arguments[0] - 132) / (width - 140) * (t1 - t0)"
+    before = opened.run(time, round(x))
+    opened.wheel(x, y, -400)
+    assert opened.run(time, round(x)) == pytest.approx(before)
+    begin, end, _ = view(opened)
+    assert end - begin == pytest.approx(MAKESPAN * 2.718281828 ** (-400 * 0.0015))
+
+
+def test_dragging_pans_in_both_directions(opened):
+    opened.press("+", "+", "+", "+")
+    _, y = place(opened, "2B3", 2)
+    before = view(opened)
+    opened.drag(600, y, 120, -40)
+    begin, end, top = view(opened)
+    assert end - begin == pytest.approx(before[1] - before[0])
+    assert begin - before[0] == pytest.approx(-120 / (1200 - 140) * (end - begin), rel=0.02)
+    assert top == before[2] == 0  # all rows are visible: there is nothing to scroll
+    assert status(opened).startswith("Click an operation")
+
+
+def test_keys_pan_zoom_and_fit(opened):
+    whole = view(opened)
+    opened.press("+", "ArrowRight")
+    begin, end, _ = view(opened)
+    assert end - begin == pytest.approx(0.7 * MAKESPAN)
+    assert begin == pytest.approx(0.15 * MAKESPAN + 0.15 * 0.7 * MAKESPAN)
+    opened.press("0")
+    assert view(opened) == whole
+
+
+def test_a_rank_out_of_sight_is_found_by_search_and_the_second_enter_finds_the_next(opened):
+    opened.press(*("+" * 12), "ArrowLeft", "ArrowLeft")
+    opened.press("/")
+    opened.press(*"3b7", "Enter")
+    assert status(opened).startswith("3B7: backward on rank 3 pp3")
+    x, _ = place(opened, "3B7", 3)
+    assert 132 < x < 1200
+    opened.press("Enter")
+    assert status(opened).startswith("3B7: ")  # there is only one
+    opened.press("x", "Enter")
+    assert status(opened) == "there is no operation 3b7x"
+
+
+def test_colours_tell_kinds_and_causes_of_bubbles_apart(opened):
+    x, y = place(opened, "0F3", 0)
+    colours = {pixel(opened, *(at + shift for at, shift in zip(place(opened, op, 3), (0, 9), strict=True)))
+               for op in ("3F0", "3B0")}  # fmt: skip
+    colours |= {pixel(opened, x + 60, y - 9), pixel(opened, 160, place(opened, "3F0", 3)[1] - 9)}
+    assert colours == {(0x34, 0x61, 0xC1), (0x27, 0x80, 0x3F), (0xD9, 0xD2, 0xF0), (0xE3, 0xE6, 0xEA)}
+    opened.press("b")
+    assert pixel(opened, x + 60, y - 9) == (0xEE, 0xF0, 0xF3)
+
+
+def test_the_critical_path_is_drawn_along_its_operations_and_nowhere_else(opened):
+    on, off = place(opened, "0F0", 0), place(opened, "0F2", 0)
+    top = opened.run("return pipeproof.place('0F0', 0).y") + opened.run(TOP)
+    before = pixel(opened, on[0], top), pixel(opened, off[0], top)
+    opened.press("c")
+    red = (0xCF, 0x22, 0x2E)
+    assert red not in before
+    assert (pixel(opened, on[0], top), pixel(opened, off[0], top)) == (red, before[1])
+
+
+def test_buttons_say_whether_they_are_on_and_hide_rows(opened):
+    pressed = "return document.querySelector('[data-switch=queues]').getAttribute('aria-pressed')"
+    _, below = place(opened, "1F0", 1)
+    assert opened.run(pressed) == "true"
+    button = opened.run(
+        "const r = document.querySelector('[data-switch=queues]').getBoundingClientRect(); return [r.x, r.y]"
+    )
+    opened.click(button[0] + 5, button[1] + 5)
+    assert opened.run(pressed) == "false"
+    assert place(opened, "1F0", 1)[1] < below
+
+
+def test_the_page_follows_the_readers_colours_until_told_otherwise(opened):
+    def paper():
+        return pixel(opened, 600, opened.run(TOP) + opened.run("return pipeproof.state.height") - 3)
+
+    assert paper() == (0xFF, 0xFF, 0xFF)
+    opened.prefer("dark")
+    assert paper() == (0x0D, 0x11, 0x17)
+    opened.press("t")
+    assert paper() == (0xFF, 0xFF, 0xFF)
+
+
+def test_keys_are_explained_and_everything_is_reached_by_tab(opened):
+    opened.press("?")
+    assert opened.run("return document.getElementById('help').open")
+    assert "find an operation" in opened.run("return document.getElementById('help').textContent")
+    opened.press("Escape")
+    assert not opened.run("return document.getElementById('help').open")
+    assert opened.run("return [...document.querySelectorAll('button, input, canvas')].every(e => e.tabIndex === 0)")
+
+
+def test_printing_shows_all_rows_on_white_and_then_the_view_is_as_before(opened):
+    opened.prefer("dark")
+    opened.run("window.dispatchEvent(new Event('beforeprint'))")
+    height = opened.run("return document.getElementById('canvas').height")
+    corner = "return Array.from(document.getElementById('canvas').getContext('2d').getImageData(2799, 100, 1, 1).data)"
+    assert opened.run(corner) == [255, 255, 255, 255]
+    assert height == 2 * round(opened.run("return pipeproof.state.height"))
+    opened.run("window.dispatchEvent(new Event('afterprint'))")
+    opened.settle()
+    assert opened.run("return pipeproof.state.width") == 1200
+    assert opened.run("return document.documentElement.dataset.theme ?? null") is None
+    assert opened.pdf().startswith(b"%PDF")
+
+
+def test_two_timelines_stand_above_each_other_and_tell_how_they_differ(browser, page):
+    browser.prefer("light")
+    browser.open(page(("gpipe", 2, 4), ("1f1b", 2, 4)))
+    browser.settle()
+    first, second = place(browser, "0B1", 0, 0), place(browser, "0B1", 0, 1)
+    assert second[1] > first[1]
+    browser.move(*second)
+    assert "against gpipe 2 4: ends " in tip(browser)
+    browser.move(*place(browser, "0F0", 0, 1))
+    assert "ends at the same time, as long" in tip(browser)
+    same = pixel(browser, place(browser, "0F0", 0, 1)[0], place(browser, "0F0", 0, 1)[1] - 9)
+    assert same == (0xC8, 0xCC, 0xD1)
+    browser.press("d")
+    assert pixel(browser, place(browser, "0F0", 0, 1)[0], place(browser, "0F0", 0, 1)[1] - 9) == (0x34, 0x61, 0xC1)
+    assert browser.complaints() == []
+
+
+def test_a_hundred_thousand_operations_load_in_two_seconds_and_pan_smoothly(browser, page):
+    browser.open(page(("interleaved", 16, 256, 4)))
+    browser.settle()
+    assert browser.run("return pipeproof.size") > 97_000
+    loaded_ms = browser.run("return performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert loaded_ms < 2000
+    frames = """
+    const times = [];
+    for (const share of [1, 0.3, 0.1, 0.01]) {
+      pipeproof.state.t1 = pipeproof.state.t0 + share * (pipeproof.state.t1 - pipeproof.state.t0);
+      const frames = [];
+      for (let n = 0; n < 21; n++) {
+        const begin = performance.now();
+        pipeproof.state.t0 += 1;
+        pipeproof.state.t1 += 1;
+        pipeproof.draw();
+        frames.push(performance.now() - begin);
+      }
+      times.push(frames.sort((a, b) => a - b)[10]);
+    }
+    return times;
+    """
+    assert max(browser.run(frames)) < 50
+    assert browser.complaints() == []
