@@ -7,6 +7,8 @@ batch of the given plan. What its stages take is derived:
 - its layers take what they take in the given plan (``recut`` says how that is read from times of stages);
 - a micro-batch of half the sequences takes half the time: what a kernel loses on small inputs is not known here;
 - a message takes the given latency, whatever its size.
+
+Times that the plan computes (``cost.analytic``) are computed anew.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class Candidates:
         num_stages = self.spec.topology.pp * choice.num_chunks
         if num_stages != self.spec.num_stages:
             data.pop("stages", None)
-        if (num_stages, choice.micro_batch_size) != (self.spec.num_stages, self.spec.schedule.micro_batch_size):
+        given = self.spec.num_stages, self.spec.schedule.micro_batch_size
+        if (num_stages, choice.micro_batch_size) != given and self.spec.cost.analytic is None:
             data["cost"] = self._cost(data, num_stages, choice.micro_batch_size)
         return plan_from_dict(data).spec
 

@@ -127,6 +127,10 @@ def caveats(advice: Advice, verified: Verified) -> list[str]:
             "Every stage stands on two ranks: weights, their gradients and optimizer states are held twice, and the "
             "time to add up both gradients is not counted."
         )
+    if advice.candidates.spec.cost.analytic is not None:
+        if changes & {Changed.CHUNKS, Changed.MICRO_BATCHES, Changed.SPLITS}:
+            result.append("Its times are computed anew from the device's data sheet.")
+        return result
     if Changed.CHUNKS in changes:
         result.append("A stage's time is taken to lie evenly on its layers, which are cut anew.")
     if changes & {Changed.MICRO_BATCHES, Changed.SPLITS}:

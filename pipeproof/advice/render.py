@@ -17,7 +17,7 @@ from pipeproof.sim.terminal import format_us
 _TITLES = {
     Group.BETTER: "Better, with the plan's own micro-batches",
     Group.COPIED: "Better if every stage may stand on two ranks, with its weights twice",
-    Group.RESIZED: "Better with other micro-batches or splits, if time is in proportion to tokens",
+    Group.RESIZED: "Better with other micro-batches or splits",
     Group.OVER_LIMIT: "Over the memory limit: they need what is their peak",
 }
 
@@ -28,7 +28,9 @@ def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False
     for group, listed in advice.listed.items():
         if listed:
             console.print()
-            _say(console, f"{_TITLES[group]}:")
+            is_computed = advice.candidates.spec.cost.analytic is not None
+            belief = "" if is_computed or group is not Group.RESIZED else ", if time is in proportion to tokens"
+            _say(console, f"{_TITLES[group]}{belief}:")
             for line in _table(advice, listed, group):
                 _say(console, line)
     console.print()

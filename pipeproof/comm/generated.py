@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeproof.comm.analytic.resolve import resolved_cost
 from pipeproof.schedule.asap import StageCosts
 from pipeproof.schedule.generators.dealt import dealt
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
@@ -64,7 +65,7 @@ def default_variant(kind: ScheduleKind, backend: str) -> str | None:
 
 def stage_costs(plan: PlanSpec) -> StageCosts:
     """The times of one unit of work by stage, in exact microseconds: a split takes its share of the micro-batch."""
-    cost, stages = plan.cost, range(plan.num_stages)
+    cost, stages = resolved_cost(plan), range(plan.num_stages)
     share = plan.schedule.num_sequence_splits
     return StageCosts(
         forward=tuple(cost.forward_of(stage) / share for stage in stages),

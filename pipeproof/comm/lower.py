@@ -28,6 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeproof.comm.analytic.resolve import with_times
 from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
@@ -81,6 +82,7 @@ LOWERING_CODES = (TOO_LARGE, UNFIT_SCHEDULE)
 class LoweredPlan:
     """A plan with everything that is derived from it: one object for rules, simulator and executor.
 
+    ``spec`` has given times: those of ``cost.analytic`` are computed.
     ``boundary`` is the activation of the model; ``edges`` has what crosses
     between each two stages. ``schedule`` has the computations of each
     pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
@@ -213,6 +215,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     layers = describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
+    plan = with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     own = boundary or describe_boundary(plan)

@@ -57,7 +57,19 @@ def check_order(topology: TopologySpec) -> list[Problem]:
 
 
 def check_cost(cost: CostSpec) -> list[Problem]:
-    """The backward time is given whole, or as both of its parts (PP104), and not twice (PP106)."""
+    """The backward time is given whole, or as both of its parts (PP104), and no time twice (PP106)."""
+    if cost.analytic is not None:
+        return [
+            Problem(
+                "PP106",
+                (name,),
+                f"`cost.{name}` is given together with `cost.analytic`, which computes it",
+                help=f"remove {name}, or give all times and remove analytic",
+                at_key=True,
+            )
+            for name in sorted(cost.model_fields_set)
+            if name.endswith("_us") and getattr(cost, name) is not None
+        ]
     parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
     if cost.backward_us is not None and parts:
         beside = listed([f"`cost.{name}`" for name in parts], "and")
@@ -82,6 +94,16 @@ def check_cost(cost: CostSpec) -> list[Problem]:
             )
         ]
     return []
+
+
+def check_analytic(plan: PlanSpec) -> list[Problem]:
+    """PP106: computed times are of a type whose peak the data sheets have."""
+    analytic = plan.cost.analytic
+    if analytic is None or analytic.dtype is not None or plan.run.dtype != "float64":
+        return []
+    message = "`cost.analytic` has no times for run.dtype float64"
+    mend = "add `dtype: bfloat16` or `dtype: float32` to cost.analytic"
+    return [Problem("PP106", ("cost", "analytic"), message, help=mend)]
 
 
 def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Problem]:

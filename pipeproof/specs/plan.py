@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import prod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -19,13 +19,17 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
+from pipeproof.specs.analytic import AnalyticSpec
 from pipeproof.specs.boundary_checks import check_boundaries, check_boundary
 from pipeproof.specs.checks import (
+    check_analytic,
     check_cost,
     check_lengths,
     check_model,
@@ -366,10 +370,20 @@ class CostSpec(_Section):
         description="When a send ends: at once, when its receive is posted, or as run.backend does it.",
     )
 
+    analytic: AnalyticSpec | None = Field(
+        default=None, description="In place of all times here: the device from whose data sheet they are computed."
+    )
+
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         _refuse(check_cost(self))
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused_times(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Times beside ``analytic`` would be refused when the dump is loaded."""
+        dumped: dict[str, Any] = dump(self)
+        return {key: value for key, value in dumped.items() if self.analytic is None or not key.endswith("_us")}
 
     def forward_of(self, stage: int) -> Fraction:
         """Microseconds of one forward of global stage ``stage``."""
@@ -472,6 +486,7 @@ class PlanSpec(_Section):
                 *check_placed_ranks(self),
                 *check_lengths(self),
                 *check_splits(self),
+                *check_analytic(self),
                 *check_boundaries(self),
             ]
         )

@@ -166,6 +166,10 @@ def _sections() -> dict[KeyPath, tuple[str, ...]]:
         model = _model_in(field.annotation)
         if model is not None:
             sections[(name,)] = tuple(model.model_fields)
+            for key, inner in model.model_fields.items():
+                nested = _model_in(inner.annotation)
+                if nested is not None:
+                    sections[name, key] = tuple(nested.model_fields)
     return sections
 
 

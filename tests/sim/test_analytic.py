@@ -1,0 +1,411 @@
+"""Computed costs: FLOPs against hand-computed numbers and rules of thumb, what bounds them, links, exactness."""
+
+from fractions import Fraction
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.advice.candidates import Candidates, Choice
+from pipeproof.cli import main
+from pipeproof.comm.analytic.devices import DEVICES
+from pipeproof.comm.analytic.links import Links, crosses_nodes
+from pipeproof.comm.analytic.resolve import GRID_US, AnalyticCosts, PhaseTime, resolved_cost, with_times
+from pipeproof.comm.generated import stage_costs
+from pipeproof.comm.lower import lower, mesh_of
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.finding import BadPlanError
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.plan import PlanSpec, TopologySpec
+from pipeproof.specs.schema import plan_json_schema
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, describe_gpt
+from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
+from tests.plans import plan_dict
+
+MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
+
+
+def plan(analytic=None, **sections):
+    cost = {"analytic": {"device": "h200", "dtype": "bfloat16", **(analytic or {})}}
+    sections = {"model": MODEL, "topology": {"pp": 1}, **sections}
+    return plan_from_dict(plan_dict(cost=cost, **sections)).spec
+
+
+def costs(spec):
+    return AnalyticCosts(spec, spec.cost.analytic)
+
+
+def works(spec, layer="layer.0", *, flash=True):
+    return layer_work(spec, layer, costs(spec).size, 2, flash=flash)
+
+
+def flops(spec, layer="layer.0", phase=None, unit=None, *, flash=True):
+    chosen = (w for w in works(spec, layer, flash=flash) if phase in (None, w.phase) and unit in (None, w.unit))
+    return sum(w.flops for w in chosen)
+
+
+def one(spec, name, phase, *, flash=True):
+    (found,) = (w for w in works(spec, flash=flash) if (w.name, w.phase) == (name, phase))
+    return found
+
+
+# FLOPs and bytes
+
+
+def test_a_small_block_by_hand():
+    """2 sequences of 8 tokens, hidden 16, 4 heads of 4, ffn 32: every product written out."""
+    spec = plan(model={})
+    tokens, pairs = 16, 2 * 36  # 8 * 9 / 2 pairs up to the diagonal, in each of two rows
+    by_hand = {
+        "attn.qkv": 2 * tokens * 16 * 48,
+        "attn.out": 2 * tokens * 16 * 16,
+        "mlp.gate_up": 2 * tokens * 16 * 64,
+        "mlp.down": 2 * tokens * 32 * 16,
+    }
+    for name, product in by_hand.items():
+        assert [one(spec, name, phase).flops for phase in Phase] == [product] * 3
+    assert one(spec, "attn.core", Phase.FORWARD).flops == 2 * (2 * pairs * 16)
+    assert one(spec, "attn.core", Phase.INPUT).flops == 5 * (2 * pairs * 16)
+    assert flops(spec, "head", Phase.FORWARD, Unit.MATMUL) == 2 * tokens * 16 * 32
+    assert one(spec, "attn.out", Phase.FORWARD).num_bytes == 2 * (16 * 16 + 16 * 16 + 16 * 16)
+    assert one(spec, "attn.out", Phase.WEIGHT).num_bytes == 2 * (16 * 16 + 16 * 16) + 8 * 16 * 16
+    assert one(spec, "attn.core", Phase.FORWARD).num_bytes == 2 * 4 * 16 * 16
+    assert one(spec, "mlp.add", Phase.FORWARD) == Work("mlp.add", Phase.FORWARD, Unit.VECTOR, 16 * 16, 2 * 3 * 16 * 16)
+
+
+def test_unfused_attention_computes_and_stores_all_scores():
+    spec = plan(model={})
+    scores = 2 * 8 * 8 * 4
+    assert one(spec, "attn.scores", Phase.FORWARD, flash=False).flops == 2 * scores * 4
+    assert one(spec, "attn.mix", Phase.INPUT, flash=False).flops == 4 * scores * 4
+    assert one(spec, "attn.softmax", Phase.FORWARD, flash=False).num_bytes == 2 * 2 * scores
+    assert one(spec, "attn.scores", Phase.FORWARD, flash=False).num_bytes == 2 * (scores + 2 * 16 * 16)
+    # 8 * 8 of 8 * 9 / 2 pairs, the products of the forward twice as many in the backward without the scores again
+    assert flops(spec, unit=Unit.ATTENTION) * Fraction(64, 36) * Fraction(6, 7) == sum(
+        one(spec, name, phase, flash=False).flops
+        for name in ("attn.scores", "attn.mix")
+        for phase in (Phase.FORWARD, Phase.INPUT)
+    )
+
+
+def test_six_flops_per_weight_and_token_but_for_attention():
+    """6 N T (arXiv:2001.08361): N the weights of products, T the tokens; attention comes on top."""
+    spec = plan(schedule={"micro_batch_size": 3})
+    tokens = 3 * 4096
+    layers = {layer.name: layer for layer in describe_gpt(spec)}
+    for name in ("layer.0", "head"):
+        weights = sum(p.shape[0] * p.shape[1] for p in layers[name].parameters if len(p.shape) == 2)
+        assert flops(spec, name, unit=Unit.MATMUL) == 6 * weights * tokens
+    core = flops(spec, unit=Unit.ATTENTION)
+    assert core == Fraction(7, 6) * 6 * (4096 + 1) * 4096 * tokens  # 7 products where 6 are counted
+    assert 0 < flops(spec, unit=Unit.VECTOR) < Fraction(2, 1000) * flops(spec)
+
+
+@settings(deadline=None, max_examples=30)
+@given(tp=st.sampled_from([1, 2, 4, 8]), sequence_parallel=st.booleans(), rows=st.integers(1, 4))
+def test_tensor_parallelism_shares_products_and_more_tokens_are_more(tp, sequence_parallel, rows):
+    topology = {"tp": tp, "sequence_parallel": sequence_parallel}
+    whole, cut = plan(schedule={"micro_batch_size": rows}), plan(topology=topology, schedule={"micro_batch_size": rows})
+    double = plan(topology=topology, schedule={"micro_batch_size": 2 * rows})
+    for layer in ("embed", "layer.0", "norm", "head"):
+        for unit in (Unit.MATMUL, Unit.ATTENTION):
+            assert flops(cut, layer, unit=unit) * tp == flops(whole, layer, unit=unit)
+        assert flops(double, layer) == 2 * flops(cut, layer)
+    norm = one(cut, "mlp_norm", Phase.FORWARD).flops
+    assert norm * (tp if sequence_parallel else 1) == one(whole, "mlp_norm", Phase.FORWARD).flops
+
+
+def test_context_parallelism_shares_everything_but_the_keys():
+    whole, cut = plan(), plan(topology={"pp": 1, "cp": 4})
+    assert flops(cut) * 4 == flops(whole)
+    core, core_cut = (one(spec, "attn.core", Phase.FORWARD) for spec in (whole, cut))
+    assert core.num_bytes == 2 * 4 * (2 * 4096) * 4096  # q, k, v and o of two rows, 2 bytes an element
+    assert core_cut.num_bytes == 2 * (2 * 1024 + 2 * 4096) * 2 * 4096
+
+
+@pytest.mark.parametrize("num_splits", [2, 4])
+def test_splits_do_the_work_of_the_whole_and_read_weights_again(num_splits):
+    whole = costs(plan()).stages[0]
+    cut = costs(plan(schedule={"kind": "seq1f1b", "num_sequence_splits": num_splits})).stages[0]
+    weights = 4 * (4 * 4096**2 + 3 * 4096 * 14336) + 32000 * 4096
+    keys = 4 * 2 * 2 * 4096 * 4096  # of four blocks; all splits together read (n + 1) / 2 of them
+    for phase in Phase:
+        assert cut[phase].flops == whole[phase].flops
+    more = cut[Phase.FORWARD].num_bytes - whole[Phase.FORWARD].num_bytes
+    assert more == (num_splits - 1) * 2 * weights + keys * Fraction(num_splits - 1, 2) * 2
+
+
+# Roofline
+
+
+def test_an_operation_takes_the_longer_of_compute_and_memory():
+    of = costs(plan({"matmul_efficiency": 0.5, "memory_efficiency": 0.25}))
+    product = Work("x", Phase.FORWARD, Unit.MATMUL, Fraction(989 * 10**6), Fraction(1))
+    copy = Work("x", Phase.FORWARD, Unit.VECTOR, Fraction(1), Fraction(4_800_000))
+    assert of.work(product) == PhaseTime(product.flops, product.num_bytes, compute_us=Fraction(2))
+    assert of.work(copy) == PhaseTime(copy.flops, copy.num_bytes, memory_us=Fraction(4))
+
+
+def test_large_products_are_bound_by_compute_and_small_ones_and_norms_by_memory():
+    of = costs(plan())
+    assert of.work(one(plan(), "mlp.down", Phase.FORWARD)).memory_us == 0
+    assert of.work(one(plan(), "mlp_norm", Phase.FORWARD)).compute_us == 0
+    tiny = plan(model={**MODEL, "seq_length": 16})
+    assert costs(tiny).work(one(tiny, "mlp.down", Phase.FORWARD)).compute_us == 0
+
+
+def test_float32_uses_its_own_peak_and_size():
+    half, single = (costs(plan({"dtype": dtype})).stages[0][Phase.FORWARD] for dtype in ("bfloat16", "float32"))
+    assert (single.flops, single.num_bytes) == (half.flops, 2 * half.num_bytes)
+    assert single.compute_us > 989 / 67 * Fraction(99, 100) * half.compute_us
+    assert costs(plan({"dtype": None})).stages == costs(plan({"dtype": "float32"})).stages
+
+
+# Links
+
+
+def test_a_ring_by_hand():
+    spec = plan({"launch_us": 10, "node_step_us": 0.5, "link_efficiency": 1}, topology={"pp": 1, "tp": 4})
+    links = Links(spec, spec.cost.analytic, DEVICES["h200"])
+    numel = 45 * 10**6  # 90 MB in bfloat16
+    expected = {
+        CollectiveKind.ALL_REDUCE: (135, 10 + 6 * Fraction(1, 2) + 300),  # 2 * 3/4 of 90 MB at 450 GB/s
+        CollectiveKind.REDUCE_SCATTER: (Fraction(135, 2), 10 + 3 * Fraction(1, 2) + 150),
+        CollectiveKind.ALL_GATHER: (270, 10 + 3 * Fraction(1, 2) + 600),  # each rank brings 90 MB
+    }
+    for kind, (megabytes, time) in expected.items():
+        collective = Collective(kind, "tp", numel, "x")
+        assert links.collective_bytes(collective, 2) == megabytes * 10**6
+        assert links.collective_us(collective, 2) == time
+
+
+def test_stages_pay_for_the_collectives_that_their_layers_issue():
+    alone, cut = costs(plan()).stages[0], costs(plan(topology={"pp": 1, "tp": 2, "sequence_parallel": True})).stages[0]
+    assert all(alone[phase].links_us == 0 for phase in Phase)
+    activation = 2 * 4096 * 4096 * 2  # 2 rows of 4096 tokens, 4096 elements of 2 bytes, twice: base plan has 2 rows
+    # forward: embed 1, a block 4 (gather and scatter around attention and MLP), head 1; half of each crosses
+    scalars = 3 * 2 * 4096 * 2  # three all-reduces of a number per token
+    assert cut[Phase.FORWARD].link_bytes == 18 * activation / 2 + scalars
+    assert cut[Phase.INPUT].link_bytes == 18 * activation / 2
+    assert cut[Phase.WEIGHT].links_us == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.fixed_dictionaries({axis: st.integers(1, 4) for axis in ("tp", "cp", "ep", "dp", "pp")}),
+    order=st.permutations(["tp", "cp", "ep", "dp", "pp"]),
+    ranks_per_node=st.integers(1, 24),
+)
+def test_an_axis_crosses_nodes_where_one_of_its_groups_does(sizes, order, ranks_per_node):
+    topology = TopologySpec(**sizes, order=tuple(order))
+    mesh = mesh_of(PlanSpec.model_construct(topology=topology))
+    for axis in order:
+        nodes = [{rank // ranks_per_node for rank in group.ranks} for group in mesh.groups(axis)]
+        assert crosses_nodes(topology, axis, ranks_per_node) == any(len(of_group) > 1 for of_group in nodes)
+
+
+@pytest.mark.parametrize(
+    ("topology", "transport", "time"),
+    [
+        ({"pp": 2}, "full", 21 + 64),  # 2 x 4096 x 4096 elements of 2 bytes at 1048.576 GB/s
+        ({"pp": 2, "tp": 2}, "full", 21 + 64),
+        ({"pp": 2, "tp": 2, "sequence_parallel": True}, "full", 21 + 32),
+        ({"pp": 2, "tp": 2}, "partial", 21 + 32 + 21 + 32),  # a half, and the gather of the other
+    ],
+)
+def test_messages_by_hand(topology, transport, time):
+    spec = plan({"link_efficiency": 1}, topology=topology, transport=transport)
+    device = costs(spec).device
+    of = costs(spec)
+    fast = type(device)(
+        **{name: getattr(device, name) for name in ("bfloat16", "float32", "memory", "network", "ranks_per_node")},
+        link=1048.576, peer=1048.576, source="",
+    )  # fmt: skip
+    of.links = Links(of.links.plan, of.analytic, fast)
+    assert of.messages == (time,)
+
+
+def test_between_nodes_messages_use_the_network():
+    inside, across = (costs(plan({"ranks_per_node": n}, topology={"pp": 4})) for n in (4, 2))
+    assert all(slow > fast for slow, fast in zip(across.messages, inside.messages, strict=True))
+    num_bytes = 2 * 4096 * 4096 * 2
+    assert across.messages[0] == 20 + 5 + Fraction(num_bytes, 50 * 1000) / Fraction(3, 4)
+
+
+def test_a_pair_of_mi300x_has_one_link_and_a_ring_all_of_them():
+    of = costs(plan({"device": "mi300x"}, topology={"pp": 2}))
+    assert of.messages[0] == 21 + Fraction(2 * 4096 * 4096 * 2, 64 * 1000) / Fraction(3, 4)
+
+
+def test_declared_boundaries_count_with_their_own_types_and_layouts():
+    entries = [
+        {"name": "x", "dims": "sbh", "tp": "sharded(s)", "receiver_tp": "sharded(b)"},
+        {"name": "ids", "dims": "sb", "dtype": "int64"},
+    ]
+    of = costs(plan(topology={"pp": 2, "tp": 2}, boundaries=entries))
+    bandwidth = 450 * 1000 * Fraction(3, 4)
+    assert of.messages == (42 + (4096 * 2 * 4096 // 2 * 2 + 4096 * 2 * 8) / bandwidth,)
+
+
+# Times of a plan
+
+
+def test_times_are_on_the_grid_and_near_what_they_stand_for():
+    spec = plan(topology={"pp": 4, "tp": 2})
+    cost, of = resolved_cost(spec), costs(spec)
+    for stage, phases in enumerate(of.stages):
+        parts = (cost.forward_of(stage), cost.backward_input_of(stage), cost.backward_weight_of(stage))
+        for time, phase in zip(parts, Phase, strict=True):
+            assert isinstance(time, Fraction)
+            assert (time / GRID_US).denominator == 1
+            assert abs(time - phases[phase].us) <= GRID_US / 2
+        assert cost.backward_of(stage) == parts[1] + parts[2]
+    assert abs(cost.p2p_latency_us - max(of.messages)) <= GRID_US / 2
+    assert resolved_cost(spec) == cost
+
+
+def test_given_times_stay_as_they_are():
+    spec = plan_from_dict(plan_dict(cost={"forward_us": 5})).spec
+    assert with_times(spec) is spec
+
+
+def test_a_stage_without_layers_takes_a_little():
+    stages = [["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"], []]
+    spec = plan(topology={"pp": 2}, stages=stages)
+    cost = resolved_cost(spec)
+    assert (cost.forward_of(1), cost.backward_of(1)) == (GRID_US, 0)
+
+
+def test_the_largest_micro_batch_counts():
+    schedule = {"micro_batch_size": 1, "seq_lengths": [1024, 4096, 2048, 512]}
+    assert resolved_cost(plan(schedule=schedule)) == resolved_cost(plan(schedule={"micro_batch_size": 1}))
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1", "seq1f1b", "optimal"])
+def test_simulator_and_schedules_take_the_computed_times(kind):
+    schedule = {"kind": kind, **({"num_sequence_splits": 2} if kind == "seq1f1b" else {})}
+    spec = plan(topology={"pp": 2, "tp": 2}, schedule=schedule)
+    given_times = spec.model_copy(update={"cost": resolved_cost(spec)})
+    computed = simulate(lower(spec))
+    assert computed == simulate(lower(given_times))
+    assert computed.makespan > 4 * sum(stage_costs(spec).forward)
+    assert stage_costs(spec) == stage_costs(given_times)
+
+
+def test_rendezvous_stays_rendezvous():
+    data = plan_dict(topology={"pp": 2}, cost={"analytic": "h200", "p2p": "rendezvous"})
+    assert resolved_cost(plan_from_dict(data).spec).p2p == "rendezvous"
+
+
+def test_advice_computes_the_times_of_its_candidates_anew():
+    data = plan_dict(model=MODEL, topology={"pp": 2}, cost={"analytic": {"device": "h100", "dtype": "bfloat16"}})
+    loaded = plan_from_dict(data)
+    half = Candidates(loaded, None).plan_of(Choice("1f1b", 1, 8, 1))
+    assert half.cost.analytic == loaded.spec.cost.analytic
+    ratio = resolved_cost(half).forward_of(0) / resolved_cost(loaded.spec).forward_of(0)
+    assert Fraction(1, 2) < ratio < Fraction(51, 100)  # weights are read for half the tokens
+
+
+def test_advice_asks_nobody_to_believe_in_proportions(shown):
+    cost = {"analytic": {"device": "h200", "dtype": "bfloat16"}}
+    data = plan_dict(model=MODEL, topology={"pp": 2}, cost=cost, schedule={"micro_batch_size": 1, "kind": "gpipe"})
+    output = shown(data, "advise").output
+    assert "Better with other micro-batches or splits:" in output
+    assert "proportion" not in output
+    assert "Its times are computed anew" in output
+
+
+# Plans
+
+
+def test_the_plain_string_is_the_device():
+    short, long = (plan_from_dict(plan_dict(cost={"analytic": a})).spec for a in ("a100", {"device": "a100"}))
+    assert short == long
+    for spec in (short, long):  # as workers are sent it
+        assert plan_from_dict(spec.model_dump(mode="json")).spec == spec
+    validator = jsonschema.Draft202012Validator(plan_json_schema())
+    for analytic, is_valid in (("a100", True), ({"device": "a100"}, True), ("a10", False), ({"devise": "a100"}, False)):
+        assert validator.is_valid(plan_dict(cost={"analytic": analytic})) == is_valid
+
+
+@pytest.mark.parametrize(
+    ("cost", "run", "code", "words"),
+    [
+        ({"analytic": "h20"}, {}, "PP106", "did you mean `h200`?"),
+        ({"analytic": {"device": "H-200"}}, {}, "PP106", "did you mean `h200`?"),
+        ({"analytic": {"device": "h200", "dtipe": "float32"}}, {}, "PP102", "did you mean `dtype`?"),
+        ({"analytic": {"dtype": "float32"}}, {}, "PP104", "cost.analytic.device"),
+        ({"analytic": {"device": "h200", "matmul_efficiency": 1.5}}, {}, "PP106", "at most 1"),
+        ({"analytic": 3}, {}, "PP105", "a mapping of keys"),
+        ({"analytic": "h200", "forward_us": 100}, {}, "PP106", "remove forward_us"),
+        ({"analytic": "h200", "p2p_latency_us": 1}, {}, "PP106", "remove p2p_latency_us"),
+        ({"analytic": "h200"}, {"dtype": "float64"}, "PP106", "add `dtype: bfloat16`"),
+    ],
+)
+def test_what_is_wrong_is_said(cost, run, code, words):
+    with pytest.raises(BadPlanError) as caught:
+        plan_from_dict(plan_dict(cost=cost, run=run))
+    (finding,) = caught.value.findings
+    assert finding.code == code
+    assert words in f"{finding.message} {finding.help}"
+
+
+def test_times_beyond_all_bounds_are_refused():
+    spec = plan(model={**MODEL, "seq_length": 2**26}, schedule={"micro_batch_size": 10**6})
+    with pytest.raises(BadPlanError, match="more than 1000000000000 us"):
+        resolved_cost(spec)
+
+
+def test_data_sheets_are_whole_and_in_the_order_of_their_years():
+    assert {*DEVICES} == {"a100", "h100", "h200", "h800", "b200", "mi300x"}
+    for device in DEVICES.values():
+        assert device.bfloat16 > device.float32 > 10
+        assert device.memory > device.link >= device.peer > device.network
+        assert len(device.source) > 20
+    bound = {name: resolved_cost(plan({"device": name})).forward_of(0) for name in DEVICES}
+    assert bound["a100"] > bound["h100"] >= bound["h800"] > bound["b200"]
+
+
+# What is printed
+
+
+@pytest.fixture
+def shown(tmp_path):
+    def show(data, command="show"):
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return CliRunner().invoke(main, [command, str(path), *(["--costs"] if command == "show" else [])])
+
+    return show
+
+
+def test_the_table_has_stages_shares_and_assumptions(shown):
+    cost = {"analytic": {"device": "h200", "dtype": "bfloat16"}}
+    spec = plan(model={**MODEL, "num_layers": 8}, topology={"pp": 4, "tp": 2})
+    result = shown(plan_dict(model={**MODEL, "num_layers": 8}, topology={"pp": 4, "tp": 2}, cost=cost))
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.output.splitlines()]
+    assert [row[0] for row in rows if row[1:2] == ["F"]] == ["0", "1-2", "3"]
+    (middle,) = (row for row in rows if row[:2] == ["1-2", "F"])
+    time = costs(spec).stages[1][Phase.FORWARD]
+    assert middle[2] == f"{float(time.us):.1f}"
+    assert sum(int(share) for share in middle[7::2]) in (99, 100, 101)
+    assert "h200 in bfloat16, flash attention, assumed to reach 0.7 of peak in matrix products" in result.output
+    assert "inside a node; every edge has it" in result.output
+
+
+def test_costs_or_a_program_not_both(tmp_path):
+    result = CliRunner().invoke(main, ["show", str(tmp_path), "--costs", "--rank", "0"])
+    assert (result.exit_code, "one of --rank and --costs" in result.output) == (2, True)
+
+
+def test_no_costs_to_show_is_said(shown):
+    result = shown(plan_dict(cost={"forward_us": 100}))
+    assert result.exit_code == 2
+    assert "cost: {analytic: h200}" in result.output
+    result = shown(plan_dict(cost={"analytic": "h200"}, stages=[["embed", "layr.0"], ["head"]]))
+    assert result.exit_code == 2
+    assert "PP111" in result.output
