@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-torch lint docs bench mutants clean
+.PHONY: demo test test-torch browser test-browser lint docs bench mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,13 @@ test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch ca
 	$(BIN)/python -c 'import torch'
 	$(BIN)/python -m pytest -n 2 -m needs_torch
 
+browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
+	command -v chromium && command -v chromedriver || \
+	  { apt-get update -q && apt-get install -q -y --no-install-recommends chromium chromium-driver; }
+
+test-browser: $(VENV)/.dev browser   ## opens timeline pages in Chromium
+	$(BIN)/python -m pytest -m needs_browser
+
 lint: $(VENV)/.dev           ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -24,6 +31,7 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
 	$(BIN)/python docs/make_rules.py
 	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_costs.py
 	$(BIN)/python docs/make_zoo.py
 	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_schedules.py
@@ -33,6 +41,7 @@ bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
 	$(BIN)/python benchmarks/check.py
 	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/simulate.py
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md

@@ -50,13 +50,29 @@ def keys_part() -> str:
         else:
             kind, default = "a list of mappings", _default(name, about, schema)
         top.append((f"[`{name}`](#{name})", kind, default, about["description"]))
-        sections.append(_section(name, schema["$defs"][reference.rpartition("/")[2]]))
+        sections += _sections(name, schema["$defs"][reference.rpartition("/")[2]], schema["$defs"])
     header = ("key", "value", "default", "meaning")
     return "\n".join(["### The whole plan\n", table(header, top), *sections])
 
 
+def _sections(name: str, section: dict[str, Any], defs: dict[str, Any]) -> list[str]:
+    """The table of a section, and of the sections inside it."""
+    inner = [
+        (f"{name}.{key}", defs[option["$ref"].rpartition("/")[2]])
+        for key, about in _mapping(section)["properties"].items()
+        for option in about.get("anyOf", ())
+        if "$ref" in option
+    ]
+    return [_section(name, section), *(part for found in inner for part in _sections(*found, defs))]
+
+
+def _mapping(section: dict[str, Any]) -> dict[str, Any]:
+    """The form of a section that has keys, where it may also be a plain string."""
+    return next((option for option in section.get("anyOf", ()) if "properties" in option), section)
+
+
 def _section(name: str, section: dict[str, Any]) -> str:
-    mapping = next((option for option in section.get("anyOf", ()) if "properties" in option), section)
+    mapping = _mapping(section)
     rows = [
         (f"`{name}.{key}`", _type(about), _default(key, about, mapping), about["description"])
         for key, about in mapping["properties"].items()
@@ -79,6 +95,8 @@ def _literal(value: Any) -> str:
 
 def _type(about: dict[str, Any]) -> str:
     """A value's type and bounds in words."""
+    if "$ref" in about:
+        return "a name, or a mapping"
     if "anyOf" in about:
         options = [_type(option) for option in about["anyOf"] if option.get("type") != "null"]
         return ", or ".join(dict.fromkeys(options))

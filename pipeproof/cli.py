@@ -15,14 +15,18 @@ import click
 
 from pipeproof import __version__
 from pipeproof.commands.advise import advise
+from pipeproof.commands.compare import compare
 from pipeproof.commands.convert import convert
 from pipeproof.commands.line import console_for, refusing_bad_plans, writable
 from pipeproof.commands.schedule import schedule
+from pipeproof.commands.sweep import sweep
+from pipeproof.commands.timeline_file import timeline_file, write_timeline
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.commands.check import Form
     from pipeproof.exec.jobs import Fault
+    from pipeproof.sim.simulate import Engine
     from pipeproof.specs.load import LoadedPlan
     from pipeproof.verify.check import Report
     from pipeproof.verify.selection import Selection
@@ -60,6 +64,8 @@ def main() -> None:
 main.add_command(schedule)
 main.add_command(convert)
 main.add_command(advise)
+main.add_command(sweep)
+main.add_command(compare)
 
 
 @main.command()
@@ -118,8 +124,16 @@ def explain(code: str) -> None:
 @main.command()
 @_PLAN
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
-def show(plan: Path, rank: int | None) -> None:
+@click.option("--costs", is_flag=True, help="Show instead what each stage takes by cost.analytic, and what bounds it.")
+def show(plan: Path, rank: int | None, costs: bool) -> None:
     """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
+    if costs:
+        if rank is not None:
+            raise click.UsageError("give one of --rank and --costs")
+        from pipeproof.commands.costs import show_costs
+
+        show_costs(plan)
+        return
     with refusing_bad_plans("text", plan):
         from pipeproof.comm.loaded import lower_loaded
         from pipeproof.comm.show import render_program, render_show
@@ -134,23 +148,25 @@ def show(plan: Path, rank: int | None) -> None:
 
 @main.command()
 @_PLAN
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Write a Chrome/Perfetto trace.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+              help="Write the timeline: .html is a page for a browser, .json a Chrome/Perfetto trace.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def simulate(plan: Path, output: Path | None, as_json: bool) -> None:
+@click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
+              help="Longest paths, the reference model, or whichever applies; the times are the same.")  # fmt: skip
+def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
     with refusing_bad_plans("json" if as_json else "text", plan):
         from pipeproof.comm.loaded import blaming_plan, lower_loaded
         from pipeproof.sim.figures import simulation_to_json
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.terminal import render_figures, render_timeline
-        from pipeproof.sim.trace import write_trace
 
         loaded = _load(plan)
         with blaming_plan(loaded):
-            simulation = run_simulation(lower_loaded(loaded))
+            lowered = lower_loaded(loaded)
+            simulation = run_simulation(lowered, engine=engine)
         if output is not None:
-            write_trace(simulation.timeline, output)
+            written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph)
     if as_json:
         click.echo(json.dumps(simulation_to_json(simulation), indent=2))
         return
@@ -158,7 +174,7 @@ def simulate(plan: Path, output: Path | None, as_json: bool) -> None:
     render_timeline(simulation.timeline, console)
     render_figures(simulation, console)
     if output is not None:
-        console.print(f"trace written to {output}; open it in chrome://tracing or ui.perfetto.dev", soft_wrap=True)
+        console.print(written, soft_wrap=True)
 
 
 def _parse_fault(context: click.Context, parameter: click.Parameter, value: str | None) -> Fault | None:

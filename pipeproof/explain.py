@@ -8,7 +8,7 @@ from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
-from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED
+from pipeproof.sim.errors import NOT_FAST, NOT_SIMULATED, UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
@@ -31,6 +31,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
         NOT_SIMULATED,
+        NOT_FAST,
         UNFINISHED,
         *RUN_CODES,
     )

@@ -14,6 +14,7 @@ from math import lcm
 
 import numpy as np
 
+from pipeproof.schedule.derive import packed
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.specs.plan import CostSpec
@@ -21,7 +22,7 @@ from pipeproof.specs.plan import CostSpec
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """``ticks[op_id]`` for every operation of a graph, and the latency of a message between ranks.
+    """``ticks[op_id]``, at least 0, for every operation of a graph, and the latency of a message between ranks.
 
     ``beside`` has for the first of two overlapped computations the second: both take ``ticks`` of the first.
     """
@@ -35,15 +36,19 @@ class Durations:
 def durations_of(graph: OpGraph, cost: CostSpec) -> Durations:
     """F, B, I and W take what ``cost`` says of their stage, a split its share of that; all else takes no time."""
     share = max(1, graph.num_splits)
-    by_kind_and_stage = {
-        (op.kind, op.stage): compute_us(op, cost) / share for op in graph.ops if op.kind in COMPUTE_KINDS
-    }
+    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS))
+    _, examples, sort = np.unique(
+        packed(graph.kind[computes], graph.stage[computes]), return_index=True, return_inverse=True
+    )
+    by_sort = [compute_us(graph.ops[op_id], cost) / share for op_id in computes[examples].tolist()]
     beside = _overlapped(graph)
     of_pairs = {first: _pair_us(graph.ops[first], graph.ops[second], cost) / share for first, second in beside.items()}
-    times = (cost.p2p_latency_us, *by_kind_and_stage.values(), *of_pairs.values())
+    times = (cost.p2p_latency_us, *by_sort, *of_pairs.values())
     ticks_per_us = lcm(*(time.denominator for time in times))
-    scaled = {key: int(time * ticks_per_us) for key, time in by_kind_and_stage.items()}
-    ticks = [scaled.get((op.kind, op.stage), 0) for op in graph.ops]
+    table = [0, *(int(time * ticks_per_us) for time in by_sort)]
+    place = np.zeros(graph.num_ops, dtype=np.int64)
+    place[computes] = sort + 1
+    ticks = [table[i] for i in place.tolist()]
     for first, time in of_pairs.items():
         ticks[first] = int(time * ticks_per_us)
     return Durations(tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, beside)

@@ -40,6 +40,19 @@ NOT_SIMULATED = RuleDoc(
     right="cost: {p2p: async}\ntransport: {queue: pair}",
 )
 
+NOT_FAST = RuleDoc(
+    code="PP153",
+    title="the fast engine does not time this plan",
+    severity="error",
+    explanation=(
+        "`pipeproof simulate --engine fast` was asked for, and the plan's times fit into 64 bits no longer when they "
+        "are scaled to a common tick; or a rank sends to itself, or a collective is called by a rank that is not of "
+        "its group. The reference model times such plans, and is what the engine `auto` takes for them."
+    ),
+    wrong="cost: {forward_us: [1/999999999989, 1/999999999961]}",
+    right="cost: {forward_us: [0.25, 0.5]}",
+)
+
 _MOST_NAMED = 8
 
 

@@ -37,25 +37,43 @@ class RankFigures:
 
 def figures_of(timeline: Timeline) -> tuple[RankFigures, ...]:
     """The figures of every rank of a timeline; a ratio of no time at all is 0."""
-    makespan = timeline.makespan_us
-    result = []
-    for rank, coords in enumerate(timeline.ranks):
-        span = timeline.span_us(rank)
-        result.append(
-            RankFigures(
-                rank=rank,
-                coords=coords,
-                span_us=span,
-                busy_us=timeline.busy_us(rank),
-                bubble_makespan_us=timeline.bubble_of_makespan_us(rank),
-                bubble_span_us=timeline.bubble_of_span_us(rank),
-                bubble_makespan_ratio=_ratio(timeline.bubble_of_makespan_us(rank), makespan),
-                bubble_span_ratio=_ratio(timeline.bubble_of_span_us(rank), span),
-                peak_activations=timeline.peak_activations(rank),
-                peak_activations_at_i=timeline.peak_activations_at_i(rank),
-            )
+    return tuple(
+        rank_figures(
+            rank,
+            coords,
+            makespan_us=timeline.makespan_us,
+            span_us=timeline.span_us(rank),
+            busy_us=timeline.busy_us(rank),
+            peak_activations=timeline.peak_activations(rank),
+            peak_activations_at_i=timeline.peak_activations_at_i(rank),
         )
-    return tuple(result)
+        for rank, coords in enumerate(timeline.ranks)
+    )
+
+
+def rank_figures(
+    rank: int,
+    coords: Mapping[str, int],
+    *,
+    makespan_us: Fraction,
+    span_us: Fraction,
+    busy_us: Fraction,
+    peak_activations: int,
+    peak_activations_at_i: int,
+) -> RankFigures:
+    """The figures of one rank, with the bubbles that follow; a ratio of no time at all is 0."""
+    return RankFigures(
+        rank=rank,
+        coords=coords,
+        span_us=span_us,
+        busy_us=busy_us,
+        bubble_makespan_us=makespan_us - busy_us,
+        bubble_span_us=span_us - busy_us,
+        bubble_makespan_ratio=_ratio(makespan_us - busy_us, makespan_us),
+        bubble_span_ratio=_ratio(span_us - busy_us, span_us),
+        peak_activations=peak_activations,
+        peak_activations_at_i=peak_activations_at_i,
+    )
 
 
 def _ratio(part: Fraction, whole: Fraction) -> Fraction:
@@ -74,6 +92,7 @@ def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
         "unit": "us",
         "p2p": simulation.p2p,
         "send_completes": simulation.send_completes,
+        "engine": simulation.engine,
         "ranks": [_rank_to_json(figures) for figures in simulation.figures],
     }
 

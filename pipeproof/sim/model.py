@@ -30,7 +30,7 @@ from typing import Any
 
 import simpy
 
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.costs import Durations
 
@@ -66,21 +66,45 @@ def run_model(graph: OpGraph, durations: Durations, rules: TransferRules) -> Out
     return _Model(graph, durations, rules).run()
 
 
+class _Moments:
+    """When something happened to each operation; an event only where a process waits for what is yet to come.
+
+    Most of what processes ask for has happened before they ask. Events for all of it would take half of the time.
+    """
+
+    def __init__(self, env: simpy.Environment, num_ops: int) -> None:
+        self._env = env
+        self._awaited: dict[int, simpy.Event] = {}
+        self.at: list[int | None] = [None] * num_ops
+
+    def happens(self, op_id: int) -> None:
+        """It happens to ``op_id`` now."""
+        self.at[op_id] = int(self._env.now)
+        event = self._awaited.pop(op_id, None)
+        if event is not None:
+            event.succeed()
+
+    def coming(self, op_id: int) -> simpy.Event:
+        """The event that it happens to ``op_id``, to which it has not happened yet."""
+        return self._awaited.setdefault(op_id, self._env.event())
+
+
 class _Model:
     def __init__(self, graph: OpGraph, durations: Durations, rules: TransferRules) -> None:
         self._graph, self._durations, self._rules = graph, durations, rules
         self._env = simpy.Environment(initial_time=0)
-        self._starts: list[int | None] = [None] * len(graph.ops)
-        self._ends: list[int | None] = [None] * len(graph.ops)
+        self._kinds = [KINDS[code] for code in graph.kind.tolist()]
+        self._match, self._waits_for = graph.match.tolist(), graph.waits_for.tolist()
+        self._group, self._position = graph.group.tolist(), graph.position.tolist()
+        self._starts, self._posts, self._ends = (_Moments(self._env, graph.num_ops) for _ in range(3))
+        """A transfer starts when its queue has come to it."""
         self._stuck_at: list[int | None] = [None] * graph.num_ranks
-        transfers = [op_id for op_id, op in enumerate(graph.ops) if op.kind in TRANSFER_KINDS]
-        self._posted = {op_id: self._env.event() for op_id in transfers}
-        self._begun = {op_id: self._env.event() for op_id in transfers}
-        """The queue has come to the transfer."""
-        self._done = {op_id: self._env.event() for op_id in transfers}
         self._queues: dict[tuple[int, int], list[int]] = {}
-        for op_id in transfers:
-            self._queues.setdefault((int(graph.rank[op_id]), int(graph.channel[op_id])), []).append(op_id)
+        for op_id, (kind, *queue) in enumerate(
+            zip(self._kinds, graph.rank.tolist(), graph.channel.tolist(), strict=True)
+        ):
+            if kind in TRANSFER_KINDS:
+                self._queues.setdefault((queue[0], queue[1]), []).append(op_id)
         self._meetings: dict[tuple[int, int], tuple[simpy.Event, list[int]]] = {}
 
     def run(self) -> Outcome:
@@ -89,87 +113,82 @@ class _Model:
         for transfers in self._queues.values():
             self._env.process(self._queue(transfers))
         self._env.run()
-        return Outcome(tuple(self._starts), tuple(self._ends), tuple(self._stuck_at))
+        return Outcome(tuple(self._starts.at), tuple(self._ends.at), tuple(self._stuck_at))
 
     def _host(self, rank: int) -> _Process:
         for op_id in self._graph.rank_ops(rank):
             self._stuck_at[rank] = op_id
-            kind = self._graph.ops[op_id].kind
+            kind = self._kinds[op_id]
             if kind in TRANSFER_KINDS:
-                self._posted[op_id].succeed()
+                self._posts.happens(op_id)
                 if self._rules.host_blocks_on_post:
-                    yield self._done[op_id]
+                    yield from self._until_done(op_id)
                 continue
-            if self._ends[op_id] is not None:
+            if self._ends.at[op_id] is not None:
                 continue  # it ran beside the first of its pair
-            self._start(op_id)
+            self._starts.happens(op_id)
             if kind is OpKind.WAIT:
-                yield self._completion(int(self._graph.waits_for[op_id]))
+                yield from self._until_done(self._waits_for[op_id])
             elif kind in COLLECTIVE_KINDS:
-                yield self._meeting(op_id)
+                yield from self._until_met(op_id)
             else:
                 yield from self._compute(op_id)
-            self._end(op_id)
+            self._ends.happens(op_id)
         self._stuck_at[rank] = None
 
     def _compute(self, op_id: int) -> _Process:
         other = self._durations.beside.get(op_id)
         if other is not None:
-            self._start(other)
+            self._starts.happens(other)
         if self._durations.ticks[op_id]:
             yield self._env.timeout(self._durations.ticks[op_id])
         if other is not None:
-            self._end(other)
+            self._ends.happens(other)
 
     def _queue(self, transfers: list[int]) -> _Process:
         carry_out = self._rendezvous if self._rules.rendezvous else self._buffered
         for op_id in transfers:
-            yield self._posted[op_id]
-            self._start(op_id)
-            self._begun[op_id].succeed(int(self._env.now))
+            if self._posts.at[op_id] is None:
+                yield self._posts.coming(op_id)
+            self._starts.happens(op_id)
             yield from carry_out(op_id)
-            self._end(op_id)
-            self._done[op_id].succeed()
+            self._ends.happens(op_id)
 
     def _buffered(self, op_id: int) -> _Process:
-        if self._graph.ops[op_id].kind in SEND_KINDS:
+        if self._kinds[op_id] in SEND_KINDS:
             return
-        sent = yield self._beginning_of_partner(op_id)
+        yield from self._until_begun(self._match[op_id])
+        sent = self._starts.at[self._match[op_id]]
+        assert sent is not None
         arrival = sent + self._durations.latency_ticks
         if arrival > self._env.now:
             yield self._env.timeout(arrival - self._env.now)
 
     def _rendezvous(self, op_id: int) -> _Process:
-        yield self._beginning_of_partner(op_id)
+        yield from self._until_begun(self._match[op_id])
         if self._durations.latency_ticks:
             yield self._env.timeout(self._durations.latency_ticks)
 
-    def _beginning_of_partner(self, transfer: int) -> simpy.Event:
-        partner = self._graph.match_of.get(transfer)
-        return self._begun[partner] if partner is not None else self._never()
+    def _until_begun(self, transfer: int) -> _Process:
+        if transfer == NONE:
+            yield self._env.event()  # which never happens
+        if self._starts.at[transfer] is None:
+            yield self._starts.coming(transfer)
 
-    def _completion(self, target: int) -> simpy.Event:
+    def _until_done(self, target: int) -> _Process:
         if target == NONE:
-            return self._never()
-        return self._done.get(target) or self._env.timeout(0)  # whatever is no transfer, the host has done itself
+            yield self._env.event()  # which never happens
+        if self._kinds[target] in TRANSFER_KINDS and self._ends.at[target] is None:
+            yield self._ends.coming(target)  # whatever is no transfer, the host has done itself
 
-    def _meeting(self, op_id: int) -> simpy.Event:
-        """Come to a collective; the event that its last member has come."""
-        group = int(self._graph.group[op_id])
+    def _until_met(self, op_id: int) -> _Process:
+        """Come to a collective, and stay until its last member has come."""
+        group = self._group[op_id]
         if group == NONE:  # of its own rank alone
-            return self._env.timeout(0)
-        key = (group, int(self._graph.position[op_id]))
+            return
+        key = (group, self._position[op_id])
         met, members = self._meetings.setdefault(key, (self._env.event(), []))
         members.append(op_id)
         if len(members) == len(self._graph.groups[group].ranks):
             met.succeed()
-        return met
-
-    def _never(self) -> simpy.Event:
-        return self._env.event()
-
-    def _start(self, op_id: int) -> None:
-        self._starts[op_id] = int(self._env.now)
-
-    def _end(self, op_id: int) -> None:
-        self._ends[op_id] = int(self._env.now)
+        yield met

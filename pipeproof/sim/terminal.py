@@ -70,7 +70,7 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", unit:
 def render_figures(simulation: Simulation, console: Console) -> None:
     """Print the table of figures below an empty line, ranks taken together as in the timeline."""
     console.print()
-    console.print(Text(f"p2p {_p2p_text(simulation)}; times in us"))
+    console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
     rows = _rows(simulation.timeline)
     console.print(figures_table([(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows]))
 

@@ -125,6 +125,23 @@ def test_simulate(good, tmp_path):
     assert json.loads(trace.read_text())
 
 
+def test_simulate_writes_a_page_where_the_output_is_html(good, tmp_path):
+    page = tmp_path / "plan.HTML"
+    result = invoke("simulate", good, "-o", page)
+    assert result.exit_code == 0
+    assert f"timeline written to {page}; open it in a browser" in result.stdout
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("name", ["trace.txt", "trace", "html"])
+def test_simulate_refuses_an_output_of_another_form_before_the_work(name, good, tmp_path, started):
+    result = invoke("simulate", good, "-o", tmp_path / name)
+    assert result.exit_code == 2
+    assert "ends neither in .html (a page) nor in .json (a Chrome/Perfetto trace)" in " ".join(result.stderr.split())
+    assert started == []
+    assert not (tmp_path / name).exists()
+
+
 def test_simulate_as_json_is_all_of_stdout(good, tmp_path):
     trace = tmp_path / "trace.json"
     result = invoke("simulate", good, "--json", "-o", trace)

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from pipeproof import cli
 from pipeproof.comm.loaded import blaming_plan, lower_loaded
-from pipeproof.sim.errors import NOT_SIMULATED, UNFINISHED, SimulationError
+from pipeproof.sim.errors import NOT_FAST, NOT_SIMULATED, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.codes import PLAN_FILE_CODES, ExampleKind
 from pipeproof.specs.finding import BadPlanError
@@ -49,6 +49,8 @@ def findings_of(doc, text, folder):
             return refused_or(lambda: of_file(text, folder))
         case ExampleKind.PLAN if doc is NOT_SIMULATED:
             return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder))))
+        case ExampleKind.PLAN if doc is NOT_FAST:
+            return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder)), engine="fast"))
         case ExampleKind.PLAN:
             return refused_or(lambda: check(load_plan(overlaid(text, folder))).findings)
         case ExampleKind.PROGRAM if doc is UNFINISHED:
@@ -81,10 +83,10 @@ def simulated(text):
     return ()
 
 
-def simulated_plan(loaded):
+def simulated_plan(loaded, **options):
     """Nothing, if the plan can be simulated."""
     with blaming_plan(loaded):
-        simulate(lower_loaded(loaded))
+        simulate(lower_loaded(loaded), **options)
     return ()
 
 

@@ -22,7 +22,9 @@ def docs_module(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize("script", ["make_rules.py", "make_tables.py", "make_zoo.py", "make_mutation.py"])
+@pytest.mark.parametrize(
+    "script", ["make_rules.py", "make_tables.py", "make_zoo.py", "make_mutation.py", "make_costs.py"]
+)
 def test_generated_pages_are_current(script):
     done = subprocess.run(
         [sys.executable, f"docs/{script}", "--check"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -1,0 +1,161 @@
+"""Times both engines of the simulator on graphs of four sizes, beside PyTorch's own dry run of the same schedule.
+
+``python benchmarks/simulate.py`` prints, for interleaved 1F1B of about 1,000,
+10,000, 130,000 and 1,000,000 operations and for each engine,
+
+- the processor time of the first run in a new process (``cold``: with numba,
+  this loads it and compiles) and of the fastest of several more (``warm``);
+- operations a second, warm;
+- the peak of the memory that one more run allocates, for each operation.
+
+What takes more than ten seconds is run once, cold.
+
+A run is from the op table and its durations to the start and end of every
+operation. ``simpy`` is the reference model;
+``fast`` the longest paths, walked in Python; ``fast, numba`` the same walked
+by compiled code, where numba is installed. ``whole`` is what
+``pipeproof.simulate`` does: durations, engine and figures, without a timeline.
+``PyTorch`` is ``_simulate_comms_compute``, where PyTorch is installed
+(``pip install torch==2.13.0``): it orders the operations in steps and gives
+them no times. Its operations are fewer: waits are not among them.
+
+Nothing is asserted: times are the machine's.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+SIZES = {"1k": (4, 2, 16), "10k": (8, 4, 32), "130k": (32, 4, 96), "1M": (64, 4, 384)}
+"""(ranks, stages on each, micro-batches) by name."""
+
+ENGINES = ("simpy", "fast", "fast, numba", "whole", "PyTorch")
+REPEATS = 5
+MOST_SECONDS = 10
+
+
+def main() -> None:
+    """Measure each engine at each size in a process of its own and print one line for it."""
+    print(f"{'':<6} {'engine':<12} {'operations':>10} {'cold s':>8} {'warm s':>8} {'warm ops/s':>12} {'bytes/op':>9}")
+    for size in SIZES:
+        for engine in ENGINES:
+            measured = in_own_process(size, engine)
+            if measured is None:
+                continue
+            num_ops, cold, warm, peak = (measured[key] for key in ("num_ops", "cold", "warm", "peak"))
+            each = f"{peak / num_ops:>9,.0f}" if peak else f"{'-':>9}"
+            print(f"{size:<6} {engine:<12} {num_ops:>10,} {cold:>8.3f} {warm:>8.4f} {num_ops / warm:>12,.0f} {each}")
+    for module, package in (("numba", "numba"), ("torch", "torch==2.13.0")):
+        if importlib.util.find_spec(module) is None:
+            print(f"{module} is not installed: pip install {package} to see it beside this")
+
+
+def in_own_process(size: str, engine: str) -> dict[str, float] | None:
+    """The measurement; None where what it needs is not installed."""
+    needs = {"fast, numba": "numba", "PyTorch": "torch"}.get(engine)
+    if needs is not None and importlib.util.find_spec(needs) is None:
+        return None
+    command = [sys.executable, __file__, "--part", size, engine]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure(size: str, engine: str) -> dict[str, float]:
+    """Make the graph, then run the engine on it again and again, the last time with its memory traced."""
+    num_ops, run = torch_run(size) if engine == "PyTorch" else our_run(size, engine)
+    gc.collect()
+    gc.disable()
+    times = [seconds(run)]
+    if times[0] > MOST_SECONDS:
+        return {"num_ops": num_ops, "cold": times[0], "warm": times[0], "peak": 0}
+    times += [seconds(run) for _ in range(REPEATS)]
+    tracemalloc.start()
+    run()
+    _, peak = tracemalloc.get_traced_memory()
+    return {"num_ops": num_ops, "cold": times[0], "warm": min(times[1:]), "peak": peak}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The processor time of one run."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def our_run(size: str, engine: str) -> tuple[int, Callable[[], object]]:
+    """The number of operations, and what is measured."""
+    from pipeproof import lower, plan_from_dict, simulate
+    from pipeproof.sim.costs import durations_of
+    from pipeproof.sim.fast import run_fast
+    from pipeproof.sim.model import TransferRules, run_model
+
+    lowered = lower(plan_from_dict(plan(*SIZES[size])).spec)
+    graph, rules = lowered.graph, TransferRules(rendezvous=False)
+    durations = durations_of(graph, lowered.spec.cost)
+    runs: dict[str, Callable[[], object]] = {
+        "simpy": lambda: run_model(graph, durations, rules),
+        "fast": lambda: run_fast(graph, durations, rules, compiled=False),
+        "fast, numba": lambda: run_fast(graph, durations, rules, compiled=True),
+        "whole": lambda: simulate(lowered, engine="fast"),
+    }
+    return graph.num_ops, runs[engine]
+
+
+def plan(ranks: int, chunks: int, micro_batches: int) -> dict[str, Any]:
+    """Interleaved 1F1B with one layer on each stage, and messages that take time."""
+    return {
+        "pipeproof": 1,
+        "model": {
+            "kind": "gpt", "num_layers": ranks * chunks, "hidden_size": 64, "num_heads": 8, "ffn_size": 128,
+            "vocab_size": 256, "seq_length": 64,
+        },
+        "topology": {"pp": ranks},
+        "schedule": {
+            "kind": "interleaved", "variant": "torch", "num_micro_batches": micro_batches, "micro_batch_size": 1,
+            "num_chunks": chunks,
+        },
+        "cost": {"forward_us": 100, "backward_us": 200, "p2p_latency_us": 3},
+    }  # fmt: skip
+
+
+def torch_run(size: str) -> tuple[int, Callable[[], object]]:
+    """PyTorch's dry run of the same schedule, lowered by its own ``_add_send_recv``."""
+    from torch.distributed.pipelining import schedules
+
+    ranks, chunks, micro_batches = SIZES[size]
+
+    def stage_to_rank(stage: int) -> int:
+        return stage % ranks
+
+    made = object.__new__(schedules.ScheduleInterleaved1F1B)
+    made.pp_group_size, made.n_local_stages, made._n_microbatches = ranks, chunks, micro_batches
+    made.number_of_rounds = max(1, micro_batches // ranks)
+    made.microbatches_per_round = micro_batches // made.number_of_rounds
+    order = {
+        rank: [action for action in made._calculate_single_rank_operations(rank) if action is not None]
+        for rank in range(ranks)
+    }
+    lowered = schedules._add_send_recv(order, stage_to_rank=stage_to_rank, num_stages=ranks * chunks)
+
+    def run() -> object:
+        fresh = {rank: list(actions) for rank, actions in lowered.items()}  # which it empties
+        return schedules._simulate_comms_compute(fresh, stage_to_rank, ranks * chunks)
+
+    return sum(map(len, lowered.values())), run
+
+
+if __name__ == "__main__":
+    if "--part" in sys.argv:
+        where = sys.argv.index("--part")
+        print(json.dumps(measure(*sys.argv[where + 1 : where + 3])))
+    else:
+        main()
