@@ -2,7 +2,8 @@
 
 With EVERY_SIZE=1 in the environment, as in CI, all of them: 1 to 8 ranks, 1 to 4p
 micro-batches, 1 to 4 chunks, every variant. Without, some ranks, up to 3 chunks,
-and of micro-batches those around the multiples of p.
+and of micro-batches those around p and 2p; `optimal`, which tries many orders
+for each size, is given these alone in CI too.
 """
 
 import gc
@@ -11,7 +12,7 @@ import os
 import pytest
 
 from pipeproof.schedule.asap import StageCosts, asap
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.verify.check import check
@@ -21,21 +22,22 @@ RANKS = range(1, 9) if ALL_SIZES else (1, 2, 3, 4, 7)
 MAX_CHUNKS = 4 if ALL_SIZES else 3
 
 
-def micro_batches(num_ranks):
+def micro_batches(name, num_ranks):
+    """All up to 4p, or those around p and 2p; always these of the kind that tries many orders for each size."""
     every = range(1, 4 * num_ranks + 1)
     near = {around + by for around in (num_ranks, 2 * num_ranks) for by in (-1, 0, 1)}
-    return every if ALL_SIZES else [m for m in every if m in near | {1, 2, 4 * num_ranks}]
+    few = [m for m in every if m in near | {1, 2, 4 * num_ranks}]
+    return every if ALL_SIZES and name != "optimal" else few
 
 
-def requests(kind):
-    """(request, splits) of every size of the grid that the table row allows."""
+def requests(kind, num_ranks):
+    """Every size of the grid with this many ranks that the table row allows."""
     most = MAX_CHUNKS if kind.max_chunks is None else min(MAX_CHUNKS, kind.max_chunks)
-    for num_ranks in RANKS:
-        for num_micro_batches in micro_batches(num_ranks):
-            for num_chunks in range(kind.min_chunks, most + 1):
-                for variant in kind.variants or (None,):
-                    for num_splits in (1, 2, 3) if kind.splits_sequences else (1,):
-                        yield Request(num_ranks, num_micro_batches, num_chunks, num_splits, variant)
+    for num_micro_batches in micro_batches(kind.name, num_ranks):
+        for num_chunks in range(kind.min_chunks, most + 1):
+            for variant in kind.variants or (None,):
+                for num_splits in (1, 2, 3) if kind.splits_sequences else (1,):
+                    yield Request(num_ranks, num_micro_batches, num_chunks, num_splits, variant)
 
 
 def plan_of(kind, request):
@@ -72,20 +74,21 @@ def checked(kind, request):
         return None
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("name", SCHEDULE_KINDS)
-def test_no_rule_finds_an_error_and_it_finishes(name):
+def test_no_rule_finds_an_error_and_it_finishes(name, num_ranks):
     kind = SCHEDULE_KINDS[name]
     num_checked = 0
     gc.disable()  # as the command does
     try:
-        for request in requests(kind):
+        for request in requests(kind, num_ranks):
             report = checked(kind, request)
             if report is None:
                 continue
             assert {finding.code for finding in report.findings} <= {"PP411"}, request
-            assert asap(report.subject.plan.schedule, uneven(request.num_ranks * request.num_chunks)).makespan > 0
+            assert asap(report.subject.plan.schedule, uneven(num_ranks * request.num_chunks)).makespan > 0
             num_checked += 1
     finally:
         gc.enable()
-    assert num_checked >= 4
+    assert num_checked > 0 or (kind.placement is Placement.BOTH_WAYS and num_ranks % 2)
