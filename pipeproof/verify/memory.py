@@ -9,9 +9,8 @@ from math import prod
 import numpy as np
 
 from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.verify.subject import Subject
-
-ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 
 _TAKES = frozenset({OpKind.FORWARD})
 _GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
@@ -34,11 +33,11 @@ class InFlight:
 def in_flight(subject: Subject) -> tuple[InFlight, ...]:
     """Per rank: held from the start of F to the end of B (of W, where backward is split)."""
     graph = subject.graph
-    item_bytes = prod(subject.plan.boundary.local_shape) * ITEM_BYTES[subject.plan.boundary.dtype]
+    boundary_bytes = prod(subject.plan.boundary.local_shape) * dtype_bytes(subject.plan.boundary.dtype)
     change = graph.is_kind(_TAKES).astype(np.int64) - graph.is_kind(_GIVES_BACK)
     held = np.cumsum(change)
     peaks = []
     for start, stop in pairwise(graph.offsets.tolist()):
         before = int(held[start - 1]) if start else 0
         peaks.append(max(int(held[start:stop].max(initial=before)) - before, 0))
-    return tuple(InFlight(rank, peak, peak * item_bytes) for rank, peak in enumerate(peaks))
+    return tuple(InFlight(rank, peak, peak * boundary_bytes) for rank, peak in enumerate(peaks))

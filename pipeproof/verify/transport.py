@@ -10,9 +10,9 @@ from pipeproof.comm.transport import Transport, effective_transport
 from pipeproof.schedule.ops import FORWARD_KINDS
 from pipeproof.schedule.optable import NONE, IntColumn, TensorSpec
 from pipeproof.specs.codes import RuleDoc
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.finding import Finding, RangesWitness
 from pipeproof.verify.delivered import Layouts, Loss, places_of
-from pipeproof.verify.memory import ITEM_BYTES
 from pipeproof.verify.provenance import DATA_SENDS, Events, events
 from pipeproof.verify.subject import Rule, Subject, finding
 
@@ -112,7 +112,7 @@ def _lossy_finding(
 def _mend(subject: Subject, direction: str, tensor: TensorSpec) -> str | None:
     if subject.lowered is None or getattr(subject.lowered.spec.transport, direction) != Transport.PARTIAL:
         return None
-    full, num_tp = tensor.numel * ITEM_BYTES[tensor.dtype], subject.lowered.spec.topology.tp
+    full, num_tp = tensor.numel * dtype_bytes(tensor.dtype), subject.lowered.spec.topology.tp
     return (
         f"set `transport.{direction}: full`: {full} bytes per rank and micro-batch on the wire, not "
         f"{full // num_tp}, and no all-gather"

@@ -10,23 +10,18 @@ network, as soon as a group of its axis lies on two nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from types import MappingProxyType
 
 from pipeproof.comm.analytic.devices import Device
 from pipeproof.comm.transport import Transport, effective_transport
 from pipeproof.specs.analytic import AnalyticSpec
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec, TopologySpec
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
-)
-"""Size of an element by its type."""
 
 
 def exact(value: float) -> Fraction:
@@ -82,7 +77,7 @@ class Links:
 
     def message_bytes(self, boundary: Boundary, transport: str) -> int:
         """What each rank of a stage sends of one tensor: the most of any, where ranks differ."""
-        item_bytes = ITEM_BYTES[boundary.dtype]
+        item_bytes = dtype_bytes(boundary.dtype)
         if boundary.changes_layout:
             by_sender = Counter[int]()
             for message in boundary.reshard(gradient=False):
@@ -98,7 +93,7 @@ class Links:
         if _is_sliced(boundary, transport):
             share = prod(boundary.local_shape) // boundary.num_tp_ranks
             gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)
-            time += self.collective_us(gather, ITEM_BYTES[boundary.dtype])
+            time += self.collective_us(gather, dtype_bytes(boundary.dtype))
         return time
 
     def _us(self, num_bytes: Fraction, bandwidth: float, steps: int, *, crosses: bool) -> Fraction:

@@ -18,8 +18,9 @@ from fractions import Fraction
 from functools import cached_property
 
 from pipeproof.comm.analytic.devices import DEVICES, Device
-from pipeproof.comm.analytic.links import ITEM_BYTES, Links, exact
+from pipeproof.comm.analytic.links import Links, exact
 from pipeproof.specs.analytic import AnalyticSpec
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import CostSpec, PlanSpec
 from pipeproof.specs.times import MAX_TIME_US
@@ -113,7 +114,7 @@ class AnalyticCosts:
 
     def layer(self, layer: Layer) -> Mapping[Phase, PhaseTime]:
         """What each phase of one layer comes to for a whole micro-batch."""
-        item_bytes = ITEM_BYTES[self.dtype]
+        item_bytes = dtype_bytes(self.dtype)
         flash = self.analytic.attention == "flash"
         works = layer_work(self._plan, layer.name, self.size, item_bytes, flash=flash)
         collectives = {Phase.FORWARD: layer.forward_collectives, Phase.INPUT: layer.backward_collectives}

@@ -9,7 +9,6 @@ by binary search. Times are microseconds since the first start, as doubles.
 from __future__ import annotations
 
 import base64
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from pipeproof.sim.html.idle import Cause, idle_times
 from pipeproof.sim.html.relations import Relations
 from pipeproof.sim.html.walk import critical_path
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Time, Timeline
+from pipeproof.specs.dtypes import dtype_bytes
 
 CATEGORIES = ("F", "B", "I", "W", "send", "recv", "wait", "collective", "other")
 """What the page gives colours to; a span's category is a place in here."""
@@ -162,13 +162,7 @@ def _bytes_of(graph: OpGraph | None, relations: Relations, i: int) -> int:
     if graph is None or kind not in TRANSFER_KINDS | COLLECTIVE_KINDS or graph.tensor[op_id] == NONE:
         return -1
     dtype = graph.tensors[int(graph.tensor[op_id])].dtype
-    return int(graph.stop[op_id] - graph.start[op_id]) * _item_bytes(dtype)
-
-
-def _item_bytes(dtype: str) -> int:
-    """Bytes of one element: the width in bits stands at the end of a dtype's name, except for ``bool``."""
-    bits = re.search(r"\d+$", dtype)
-    return int(bits[0]) // 8 if bits else 1
+    return int(graph.stop[op_id] - graph.start[op_id]) * dtype_bytes(dtype)
 
 
 def _arrows(

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.schedule.optable import OpGraph, TensorSpec
+from pipeproof.schedule.optable import OpGraph
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.verify.deadlock.models import ChannelModel
 
 
 def message_bytes(graph: OpGraph) -> IntColumn:
     """Bytes that each row's range holds in its tensor; 0 where a row has none."""
-    sizes = np.array([*map(_item_bytes, graph.tensors), 0], dtype=np.int64)
+    sizes = np.array([*(dtype_bytes(tensor.dtype) for tensor in graph.tensors), 0], dtype=np.int64)
     return (graph.stop - graph.start) * sizes[graph.tensor]  # NONE is the last place
-
-
-def _item_bytes(tensor: TensorSpec) -> int:
-    """Bytes of one element, by the bits that a dtype's name ends with (``bfloat16``); one without takes 1."""
-    bits = re.search(r"\d+$", tensor.dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 def awaited_receives(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
