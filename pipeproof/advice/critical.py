@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from pipeproof.schedule.asap import Time, Timed
-from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.asap import Time, Timed, input_of
+from pipeproof.schedule.ops import OpKind
 
 Edge = tuple[int, int]
 """The pipeline ranks that a message goes from and to."""
 
-_Key = tuple[bool, int, int | None, int | None]
-"""Forward or backward, stage, micro-batch and sequence split: what one computation hands on."""
 _Counted = TypeVar("_Counted", int, Edge)
 
 
@@ -149,17 +147,8 @@ class _Walk:
 
     def _sources(self, rank: int, first: int, last: int) -> list[tuple[int, int]]:
         """What these computations receive from other ranks: the rank and place that make it."""
-        needed = (_needed(op, self._num_stages) for op in self._timed.programs[rank][first : last + 1])
+        needed = (input_of(op, self._num_stages) for op in self._timed.programs[rank][first : last + 1])
         return [made for key in needed if key is not None and (made := self._made[key])[0] != rank]
-
-
-def _needed(op: Op, num_stages: int) -> _Key | None:
-    """What an operation needs of another stage."""
-    is_forward = op.kind is OpKind.FORWARD
-    stage = op.stage - 1 if is_forward else op.stage + 1
-    if op.kind is OpKind.BACKWARD_WEIGHT or not 0 <= stage < num_stages:
-        return None
-    return is_forward, stage, op.micro_batch, op.split
 
 
 def _add(times: dict[_Counted, Time], key: _Counted, time: Time) -> None:

@@ -20,8 +20,17 @@ from pipeproof.schedule.programs import Program, Schedule
 Time = int | Fraction
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
-_Key = tuple[bool, int, int | None, int | None]
+Key = tuple[bool, int, int | None, int | None]
 """Forward or backward, stage, micro-batch and sequence split: what one computation hands on."""
+
+
+def input_of(op: Op, num_stages: int) -> Key | None:
+    """What a computation needs of a neighbouring stage; None for a W, and where the network ends."""
+    is_forward = op.kind is _F
+    stage = op.stage - 1 if is_forward else op.stage + 1
+    if op.kind is _W or not 0 <= stage < num_stages:
+        return None
+    return is_forward, stage, op.micro_batch, op.split
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +124,9 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self._schedule, self._costs = schedule, costs
         self._num_stages = 1 + max((op.stage for program in schedule.programs for op in program), default=-1)
-        self._handed_on: dict[_Key, tuple[int, Time]] = {}
+        self._handed_on: dict[Key, tuple[int, Time]] = {}
         """The rank and the time of what has been computed."""
-        self._waiting: dict[_Key, int] = {}
+        self._waiting: dict[Key, int] = {}
         self._place = [0] * len(schedule.programs)
         self._clock: list[Time] = [0] * len(schedule.programs)
         self._starts: list[list[Time]] = [[] for _ in schedule.programs]
@@ -161,14 +170,8 @@ class _Run:
                     if made in self._waiting:
                         yield self._waiting.pop(made)
 
-    def _source(self, op: Op) -> _Key | None:
+    def _source(self, op: Op) -> Key | None:
         """What a computation needs from another one; None where there is nothing."""
-        match op.kind:
-            case OpKind.FORWARD:
-                return (True, op.stage - 1, op.micro_batch, op.split) if op.stage else None
-            case OpKind.BACKWARD_WEIGHT:
-                return (False, op.stage, op.micro_batch, op.split)
-            case _ if op.stage + 1 < self._num_stages:
-                return (False, op.stage + 1, op.micro_batch, op.split)
-            case _:
-                return (True, op.stage, op.micro_batch, op.split)
+        if op.kind is _F or (op.kind is not _W and op.stage + 1 < self._num_stages):
+            return input_of(op, self._num_stages)
+        return (op.kind is not _W, op.stage, op.micro_batch, op.split)  # the I of a W, the forward of the last stage
