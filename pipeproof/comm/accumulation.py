@@ -2,7 +2,9 @@
 
 Sums of rounded numbers depend on their order. A plan whose stages all add in
 the order of micro-batches has the bits of a model that runs them one by one;
-any other has those of a reference that adds in the plan's own order.
+any other has those of a reference that adds in the plan's own order. Where a
+stage has copies, each adds its own micro-batches, and the sums are added after
+that in the order of the copies' pipeline ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.schedule.columns import unit_of
 from pipeproof.schedule.ops import OpKind
 
 _ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
@@ -27,13 +30,13 @@ class Accumulation(StrEnum):
 
 @dataclass(frozen=True)
 class SumOrders:
-    """Micro-batches in the order in which the loss is added, and each stage's weight gradients."""
+    """Units of work in the order in which each copy adds the loss, and its stages' weight gradients."""
 
-    loss: tuple[int, ...]
-    by_stage: Mapping[int, tuple[int, ...]]
+    loss: tuple[tuple[int, ...], ...]
+    by_stage: Mapping[int, tuple[tuple[int, ...], ...]]
 
-    def by_parameter(self, plan: LoweredPlan) -> dict[str, tuple[int, ...]]:
-        """The order of each parameter's gradients, by its name."""
+    def by_parameter(self, plan: LoweredPlan) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The orders of each parameter's gradients, by its name."""
         return {
             parameter.name: order
             for stage, order in self.by_stage.items()
@@ -47,19 +50,27 @@ def accumulation_of(plan: LoweredPlan) -> Accumulation:
     if plan.has_copies:
         return Accumulation.TWO_COPIES
     orders = sum_orders(plan)
-    rising = all(list(order) == sorted(order) for order in (orders.loss, *orders.by_stage.values()))
+    of_all = [order for copies in (orders.loss, *orders.by_stage.values()) for order in copies]
+    rising = all(list(order) == sorted(order) for order in of_all)
     return Accumulation.IN_ORDER if rising and not plan.num_splits else Accumulation.REORDERED
 
 
 def sum_orders(plan: LoweredPlan) -> SumOrders:
-    """The orders of a plan whose stages have one copy each and whose sequences are whole."""
+    """The orders of a plan's units of work; copies come in the order of their pipeline ranks."""
     last = len(plan.stages) - 1
-    loss: list[int] = []
-    by_stage: dict[int, list[int]] = {}
-    for op in (op for program in plan.programs for op in program):
-        assert op.micro_batch is not None, "a computation is of a micro-batch"
-        if op.kind in _ADDS:
-            by_stage.setdefault(op.stage, []).append(op.micro_batch)
-        elif op.kind is OpKind.FORWARD and op.stage == last:
-            loss.append(op.micro_batch)
-    return SumOrders(tuple(loss), {stage: tuple(order) for stage, order in by_stage.items()})
+    loss: list[tuple[int, ...]] = []
+    by_stage: dict[int, list[tuple[int, ...]]] = {}
+    for program in plan.programs:
+        own_loss: list[int] = []
+        own: dict[int, list[int]] = {}
+        for op in program:
+            unit = unit_of(op, plan.num_splits)
+            if op.kind in _ADDS:
+                own.setdefault(op.stage, []).append(unit)
+            elif op.kind is OpKind.FORWARD and op.stage == last:
+                own_loss.append(unit)
+        if own_loss:
+            loss.append(tuple(own_loss))
+        for stage, order in own.items():
+            by_stage.setdefault(stage, []).append(tuple(order))
+    return SumOrders(tuple(loss), {stage: tuple(copies) for stage, copies in by_stage.items()})

@@ -108,13 +108,22 @@ def compare_step(
 
 
 def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]]) -> Loss:
-    """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank."""
+    """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank.
+
+    Where the last stage has copies, theirs are added first, in the order of their pipeline ranks.
+    """
     losses = []
     for dp in range(plan.mesh.size("dp")):
-        coords = {**plan.mesh.coords(0), "dp": dp, "pp": plan.holders[-1][0]}
-        loss = ranks[plan.mesh.rank(coords)][0]
-        assert loss is not None
-        losses.append(loss)
+        of_copies = []
+        for pp in plan.holders[-1]:
+            loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "pp": pp})][0]
+            assert loss is not None
+            of_copies.append(loss)
+        losses.append(_in_order(of_copies))
+    return _in_order(losses)
+
+
+def _in_order(losses: Sequence[Loss]) -> Loss:
     total = losses[0]
     for loss in losses[1:]:
         total = total + loss

@@ -13,24 +13,28 @@ from pipeproof.comm.lower import LoweredPlan
 from pipeproof.exec.jobs import Loss
 from pipeproof.exec.machine import Instruction
 from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
+from pipeproof.exec.paddle_children import ChildCollectives
 from pipeproof.exec.paddle_comm import PaddleWorld, PairwiseCollectives, Transfer
+from pipeproof.exec.paddle_slots import Slots
+from pipeproof.schedule.columns import unit_of
 from pipeproof.schedule.ops import (
     GATHER_KINDS,
+    RECV_KINDS,
     SEND_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
     Op,
     OpKind,
-    child_of,
 )
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage
+from pipeproof.stages.paddle.weights import WeightGradients
 
 
 @dataclass(slots=True)
 class _Tensors:
-    """What this rank holds of one micro-batch between its operations."""
+    """What this rank holds of one micro-batch, or a piece of it, between its operations."""
 
     input: paddle.Tensor | None = None
     output: paddle.Tensor | None = None
@@ -40,6 +44,8 @@ class _Tensors:
     """A slice that came in by the partial transport, before its gather."""
     sliced: paddle.Tensor | None = None
     """A slice that goes out by the partial transport."""
+    weights: WeightGradients | None = None
+    """What the input gradient left for the weight gradient to compute."""
 
 
 @dataclass(slots=True)
@@ -62,9 +68,10 @@ class PaddleAdapter:
         self._plan, self._world, self._enter = plan, world, enter
         self._coords = plan.mesh.coords(rank)
         self._collectives = {
-            plan.graph.groups[index].axis: collectives for index, collectives in world.collectives.items()
+            (plan.graph.groups[index].axis, collectives.ranks): collectives
+            for index, collectives in world.collectives.items()
         }
-        self._children = _Children(self)
+        self._children = ChildCollectives(self)
         self._stages = {
             stage: PaddleStage(plan.spec, plan.layers_of(stage), self._coords["tp"], self._children)
             for stage in plan.stages_of_rank(rank)
@@ -72,6 +79,11 @@ class PaddleAdapter:
         self._optimizers = {
             number: make_optimizer(plan.spec.run, stage.parameters) for number, stage in self._stages.items()
         }
+        buffers = plan.spec.buffers
+        self._receive_slots, self._send_slots = (
+            None if num_slots is None else Slots(num_slots, plan.graph, rank, kinds)
+            for num_slots, kinds in ((buffers.receive_slots, RECV_KINDS), (buffers.send_slots, SEND_KINDS))
+        )
         self._transfers: dict[int, Transfer] = {}
         self._tensors: dict[tuple[int, int], _Tensors] = {}
         self._step = -1
@@ -84,6 +96,9 @@ class PaddleAdapter:
         self._tensors.clear()
         self._transfers.clear()
         self.outcome = StepOutcome()
+        for slots in (self._receive_slots, self._send_slots):
+            if slots is not None:
+                slots.begin()
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()
 
@@ -100,11 +115,13 @@ class PaddleAdapter:
         ranks: tuple[int, ...] = ()
         numel, dtype = 0, ""
         if op.kind in GATHER_KINDS:
-            ranks, numel, dtype = self._gather(op)
+            ranks, numel, dtype = self._gather(instruction)
         elif op.kind in SLICE_KINDS:
             self._slice(instruction)
         elif op.kind is OpKind.WAIT:
             self._wait(instruction)
+        elif op.kind is OpKind.FREE:
+            self._release_output(op)
         else:
             self._compute(op)
         entry = LogEntry(self._step, HOST_QUEUE, str(op), start, time.monotonic_ns(), ranks, numel, dtype)
@@ -129,15 +146,22 @@ class PaddleAdapter:
             )
         )
 
-    def collectives_over(self, axis: str) -> PairwiseCollectives:
-        """This rank's collectives along a mesh axis."""
-        return self._collectives[axis]
+    def collectives_over(self, axis: str, stage: int) -> PairwiseCollectives:
+        """This rank's collectives along a mesh axis; along ``pp`` those with the other copies of a stage."""
+        places = self._plan.holders[stage] if axis == "pp" else range(self._plan.mesh.size(axis))
+        ranks = tuple(self._plan.mesh.rank({**self._coords, axis: place}) for place in places)
+        return self._collectives[axis, ranks]
 
     def _compute(self, op: Op) -> None:
         if op.kind is OpKind.FORWARD:
             self._forward(op)
+        elif op.kind is OpKind.BACKWARD_INPUT:
+            self._backward_input(op)
+        elif op.kind is OpKind.BACKWARD_WEIGHT:
+            self._backward_weight(op)
         elif op.kind is OpKind.BACKWARD:
-            self._backward(op)
+            self._backward_input(op)
+            self._backward_weight(op)
         elif op.kind is OpKind.REDUCE_GRAD:
             self._reduce_grad(op)
         elif op.kind is OpKind.STEP:
@@ -147,32 +171,40 @@ class PaddleAdapter:
 
     def _forward(self, op: Op) -> None:
         tensors = self._of(op)
-        data = self._coords["dp"] * self._plan.spec.schedule.num_micro_batches + _index(op)
+        assert op.micro_batch is not None
+        data = self._coords["dp"] * self._plan.spec.schedule.num_micro_batches + op.micro_batch
         batch = micro_batch(self._plan.spec, self._step, data)
         if tensors.input is not None:
             tensors.input.stop_gradient = False
-        tensors.output = self._stages[op.stage].forward(tensors.input, batch, step=self._step, index=data)
-        if op.stage + 1 in self._stages:  # nothing is sent to a stage of the same rank
+        stage, piece = self._stages[op.stage], op.split or 0
+        tensors.output = stage.forward(tensors.input, batch, step=self._step, index=data, piece=piece)
+        if self._is_here(op.stage + 1, op):  # nothing is sent to a stage of the same rank
             self._at(op.stage + 1, op).input = tensors.output.detach()
         if op.stage == len(self._plan.stages) - 1:
             loss = tensors.output.detach().numpy()[()]
             total = self.outcome.loss
             self.outcome.loss = loss if total is None else total + loss
 
-    def _backward(self, op: Op) -> None:
+    def _backward_input(self, op: Op) -> None:
         tensors = self._of(op)
         assert tensors.output is not None
-        paddle.autograd.backward([tensors.output], [tensors.output_grad])
+        tensors.weights = self._stages[op.stage].backward_input(tensors.output, tensors.output_grad)
         if tensors.input is not None:
             tensors.input_grad = tensors.input.grad
-        if op.stage - 1 in self._stages:
+        if self._is_here(op.stage - 1, op):
             self._at(op.stage - 1, op).output_grad = tensors.input_grad
         tensors.input = tensors.output = tensors.output_grad = None
+
+    def _backward_weight(self, op: Op) -> None:
+        tensors = self._of(op)
+        assert tensors.weights is not None
+        tensors.weights.accumulate()
+        tensors.weights = None
 
     def _reduce_grad(self, op: Op) -> None:
         for layer in self._plan.layers_of(op.stage):
             for parameter in layer.parameters:
-                if op.axis == "dp" or op.axis in parameter.partial_over:
+                if op.axis in ("pp", "dp") or op.axis in parameter.partial_over:
                     weight = self._stages[op.stage].parameters[parameter.name]
                     weight.grad.set_value(self._children.reduce_over(str(op.axis), weight.grad, "sum"))
 
@@ -192,9 +224,15 @@ class PaddleAdapter:
             buffer = outgoing if whole else tensors.sliced
             assert buffer is not None
             buffer = buffer.detach().contiguous()
+            if self._send_slots is not None:
+                slot = self._send_slots.take((channel, op.is_forward), buffer.shape)
+                buffer = paddle.assign(buffer, output=slot)
         else:
             shape = list(spec.shape) if whole else [row.stop - row.start]
-            buffer = paddle.zeros(shape, dtype=spec.dtype)
+            if self._receive_slots is not None:
+                buffer = self._receive_slots.take((channel, op.is_forward), shape)
+            else:
+                buffer = paddle.zeros(shape, dtype=spec.dtype)
             if not whole:
                 tensors.received = buffer
             elif op.is_forward:
@@ -219,8 +257,16 @@ class PaddleAdapter:
                 (channel.src, channel.dst),
                 _numel(transfer.buffer),
                 _dtype(transfer.buffer),
+                transfer.posted_ns,
             )
         )
+
+    def _release_output(self, op: Op) -> None:
+        """Give back the memory of an output that was sent; autograd needs the tensor, not its values."""
+        tensors = self._of(op)
+        assert tensors.output is not None
+        tensors.output._clear_data()  # noqa: SLF001 - what Fleet does too: there is no public way
+        tensors.sliced = None
 
     def _slice(self, instruction: Instruction) -> None:
         op, row = instruction.op, instruction.row
@@ -229,13 +275,13 @@ class PaddleAdapter:
         assert outgoing is not None
         tensors.sliced = outgoing.detach().flatten()[row.start : row.stop].clone()
 
-    def _gather(self, op: Op) -> tuple[tuple[int, ...], int, str]:
+    def _gather(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
+        op = instruction.op
         tensors = self._of(op)
         assert tensors.received is not None
-        collectives = self._collectives["tp"]
+        collectives = self.collectives_over("tp", op.stage)
         parts = collectives.gather(tensors.received)
-        shape = list(self._plan.boundary.local_shape)
-        joined = paddle.concat(parts).reshape(shape)
+        joined = paddle.concat(parts).reshape(list(self._plan.graph.tensors[instruction.row.tensor].shape))
         if op.is_forward:
             tensors.input = joined
         else:
@@ -244,72 +290,20 @@ class PaddleAdapter:
         tensors.received = None
         return collectives.ranks, numel, dtype
 
+    def _is_here(self, stage: int, op: Op) -> bool:
+        """Whether this rank computes the operation's unit of work on a stage, which need not exist."""
+        in_model = 0 <= stage < len(self._plan.stages)
+        return in_model and int(self._plan.owner[stage, self._unit(op)]) == self._coords["pp"]
+
     def _of(self, op: Op) -> _Tensors:
         return self._at(op.stage, op)
 
     def _at(self, stage: int, op: Op) -> _Tensors:
-        """The tensors of an operation's micro-batch on a stage of this rank."""
-        return self._tensors.setdefault((stage, _index(op)), _Tensors())
+        """The tensors of an operation's unit of work on a stage of this rank."""
+        return self._tensors.setdefault((stage, self._unit(op)), _Tensors())
 
-
-class _Children:
-    """The collectives that compute issues while it runs: does them, and logs each under its parent.
-
-    This is the ``TensorParallelCollectives`` of the stage's layers.
-    """
-
-    def __init__(self, adapter: PaddleAdapter) -> None:
-        self._adapter = adapter
-        self._parent: Op | None = None
-        self._parent_id = self._index = 0
-
-    def begin(self, op_id: int, op: Op) -> None:
-        """A host operation starts: collectives from here on are its children."""
-        self._parent, self._parent_id, self._index = op, op_id, 0
-
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str, reduction: str = "sum") -> paddle.Tensor:
-        """The reduction over TP, in TP rank order."""
-        return self.reduce_over("tp", tensor, reduction)
-
-    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
-        """Every TP rank's part, joined along ``dim``."""
-        return self._issue(OpKind.ALL_GATHER, "tp", tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim))
-
-    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
-        """This TP rank's part along ``dim`` of the sum over TP, in TP rank order."""
-
-        def act(collectives: PairwiseCollectives) -> paddle.Tensor:
-            total = collectives.reduce(tensor, "sum")
-            place = collectives.ranks.index(self._adapter.rank)
-            return paddle.split(total, len(collectives.ranks), axis=dim)[place].contiguous()
-
-        return self._issue(OpKind.REDUCE_SCATTER, "tp", tensor, act)
-
-    def reduce_over(self, axis: str, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
-        """An all-reduce over any axis."""
-        return self._issue(OpKind.ALL_REDUCE, axis, tensor, lambda c: c.reduce(tensor, reduction))
-
-    def _issue(
-        self,
-        kind: OpKind,
-        axis: str,
-        tensor: paddle.Tensor,
-        act: Callable[[PairwiseCollectives], paddle.Tensor],
-    ) -> paddle.Tensor:
-        assert self._parent is not None
-        op = child_of(self._parent, self._index, kind, axis)
-        self._index += 1
-        self._adapter.enter(self._parent_id + self._index)  # children stand right after their parent
-        collectives = self._adapter.collectives_over(axis)
-        start = time.monotonic_ns()
-        result = act(collectives)
-        self._adapter.log_collective(op, collectives, tensor, start)
-        return result
-
-
-def _index(op: Op) -> int:
-    assert op.micro_batch is not None
-    return op.micro_batch
+    def _unit(self, op: Op) -> int:
+        return unit_of(op, self._plan.num_splits)
 
 
 def _numel(tensor: paddle.Tensor) -> int:

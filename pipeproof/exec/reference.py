@@ -2,10 +2,10 @@
 
 Started by the launcher as ``python -m pipeproof.exec.reference DIRECTORY
 EVENT_FD``. It trains the uncut model. Where the plan adds in another order, as
-tensor and data parallelism do, and schedules whose backwards are not in the
-order of micro-batches, it trains the ordered model instead, and takes each step of the
-uncut one from the same weights: the optimizer would turn differences that are
-rounding alone into whole steps. Both leave a file per step.
+tensor and data parallelism do, schedules whose backwards are not in the order
+of micro-batches, and copies of stages, it trains the ordered model instead, and
+takes each step of the uncut one from the same weights: the optimizer would turn
+differences that are rounding alone into whole steps. Both leave a file per step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from pipeproof.stages.reference.ordered import Orders, run_ordered
+    from pipeproof.stages.reference.ordered import run_ordered
+    from pipeproof.stages.reference.orders import Orders
     from pipeproof.stages.reference.uncut import run_uncut, uncut_step
 
     plan = lower_loaded(job.loaded_plan())

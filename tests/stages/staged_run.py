@@ -16,7 +16,8 @@ from pipeproof.stages.describe.layers import Layer, Parameter, describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.reference.ordered import Orders, run_ordered
+from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.orders import Orders
 from tests.plans import plan_dict
 from tests.stages.tensor_parallel import InMemoryWorld, Issued
 
@@ -113,10 +114,13 @@ class StagedRun:
             outputs.append(activation)
         forward = self._take_issued(rank)
         grad = None
-        for received, output in zip(reversed(inputs), reversed(outputs), strict=True):
-            paddle.autograd.backward([output], [grad])
+        put_off = []
+        for stage, received, output in zip(*map(reversed, (self.stages[rank], inputs, outputs)), strict=True):
+            put_off.append(stage.backward_input(output, grad))
             grad = received.grad if received is not None else None
         self.issued.append((forward, self._take_issued(rank)))
+        for gradients in put_off:
+            gradients.accumulate()
         return outputs[-1].numpy()[()]
 
     def _take_issued(self, rank: int) -> list[Issued]:
@@ -140,6 +144,6 @@ def _whole(parameter: Parameter, shards: list[np.ndarray]) -> np.ndarray:
 
 def run_in_order(plan):
     """The ordered reference, adding micro-batches in index order."""
-    order = range(plan.schedule.num_micro_batches)
+    orders = (range(plan.schedule.num_micro_batches),)
     names = [parameter.name for layer in describe_gpt(plan) for parameter in layer.parameters]
-    return run_ordered(plan, Orders(order, dict.fromkeys(names, order)))
+    return run_ordered(plan, Orders(orders, dict.fromkeys(names, orders)))

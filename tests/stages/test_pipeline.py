@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from pipeproof.stages.describe.layers import describe_gpt
-from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.reference.ordered import Orders, run_ordered
+from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.stages.reference.ordered import OrderedModel, run_ordered
+from pipeproof.stages.reference.orders import Orders
 from pipeproof.stages.reference.uncut import run_uncut
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 
@@ -47,19 +49,61 @@ def test_another_order_of_micro_batches_is_added_in_that_order():
     """Of one parameter only: the others keep their bits, its own change with every order."""
     plan = make_plan(schedule={"num_micro_batches": 4}, run={"steps": 1})
     (plain,) = run_in_order(plan)
-    names = list(plain.gradients)
-    orders = Orders(range(4), dict.fromkeys(names, range(4)) | {"norm.weight": (3, 1, 0, 2)})
+    names = parameter_names(plan)
+    in_order = (range(4),)
+    orders = Orders(in_order, dict.fromkeys(names, in_order) | {"norm.weight": ((3, 1, 0, 2),)})
     (other,) = run_ordered(plan, orders)
     assert same_bits(other.gradients, plain.gradients) == ["norm.weight"]
     one_by_one = [one_micro_batch(plan, k)["norm.weight"] for k in (3, 1, 0, 2)]
     assert other.gradients["norm.weight"].tobytes() == sum(one_by_one[1:], one_by_one[0]).tobytes()
 
 
+def test_copies_add_their_own_micro_batches_and_then_their_sums():
+    """Gradients and loss, in an order that neither one copy nor the other order of copies has."""
+    plan = make_plan(schedule={"num_micro_batches": 5}, run={"steps": 1})
+    copies = ((3, 1, 0), (4, 2))
+    (ours,) = run_ordered(plan, Orders(copies, dict.fromkeys(parameter_names(plan), copies)))
+    first, second = ([one_micro_batch(plan, k) for k in order] for order in copies)
+    differs = []
+    for name, gradient in ours.gradients.items():
+        a, b, c = (of_one[name] for of_one in first)
+        d, e = (of_one[name] for of_one in second)
+        assert gradient.tobytes() == (((a + b) + c) + (d + e)).tobytes(), name
+        differs.append(gradient.tobytes() != ((((a + b) + c) + d) + e).tobytes())
+    assert any(differs)
+
+
+@pytest.mark.parametrize("num_splits", [2, 4])
+@pytest.mark.parametrize("order", ["sbh", "bsh"])
+def test_a_model_of_pieces_of_sequences_is_the_uncut_one_but_for_rounding(order, num_splits):
+    """Attention of a piece sees all before it, and its keys and values have the gradients of all after it."""
+    plan = make_plan(
+        model={"activation_order": order},
+        schedule={"num_sequence_splits": num_splits, "kind": "seq1f1b"},
+        run={"steps": 1, "dtype": "float64"},
+    )
+    units = (range(plan.schedule.num_micro_batches * num_splits),)
+    (ours,) = run_ordered(plan, Orders(units, dict.fromkeys(parameter_names(plan), units)))
+    (uncut,) = run_uncut(plan)
+    bound = parallel_bound(plan)
+    assert 0.0 < bound < 1e-12
+    assert abs(ours.loss - uncut.loss) <= bound * uncut.loss
+    for name, gradient in uncut.gradients.items():
+        assert np.abs(ours.gradients[name] - gradient).max() <= bound * np.abs(gradient).max(), name
+    assert same_bits(ours.gradients, uncut.gradients) != []
+
+
+def parameter_names(plan):
+    return [parameter.name for layer in describe_gpt(plan) for parameter in layer.parameters]
+
+
 def one_micro_batch(plan, index):
-    """The gradients of one micro-batch: what its first addend is, with nothing behind it."""
-    names = [parameter.name for layer in describe_gpt(plan) for parameter in layer.parameters]
-    (result,) = run_ordered(plan, Orders((index,), dict.fromkeys(names, (index,))))
-    return result.gradients
+    """The gradients of one micro-batch alone."""
+    model = OrderedModel(plan)
+    model.zero_gradients()
+    (loss,) = model.losses(micro_batch(plan, 0, index))
+    (loss * loss_scale(plan, 0, index)).backward()
+    return {name: model.joined(name, pieces) for name, pieces in model.gradients().items()}
 
 
 @pytest.mark.parametrize("damage", ["swap", "drop"])

@@ -65,6 +65,21 @@ def test_counts_are_uneven_within_the_base_plan():
     assert len({micro_batch(plan, 0, index).num_counted for index in range(4)}) > 1
 
 
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_every_micro_batch_has_its_own_size_on_all_data_parallel_ranks(normalization):
+    plan = make_plan(
+        topology={"dp": 2},
+        schedule={"num_micro_batches": 3, "micro_batch_size": 2, "last_micro_batch_size": 1, "seq_lengths": [8, 3, 5]},
+        loss={"normalization": normalization},
+    )
+    batches = [micro_batch(plan, 0, index) for index in range(6)]
+    assert [batch.tokens.shape for batch in batches] == [(2, 8), (2, 3), (1, 5)] * 2
+    assert all(1 <= batch.num_counted <= batch.labels.size for batch in batches)
+    assert sum(batch.num_counted * loss_scale(plan, 0, i) for i, batch in enumerate(batches)) == pytest.approx(1.0)
+    whole = micro_batch(make_plan(topology={"dp": 2}, schedule={"num_micro_batches": 3}), 0, 0)
+    assert batches[0].tokens.tobytes() == whole.tokens.tobytes(), "a size changes no other micro-batch"
+
+
 plans = st.builds(
     lambda rows, length, vocab, num, dp, seed, normalization: make_plan(
         model={"seq_length": length, "vocab_size": vocab},

@@ -55,6 +55,18 @@ def test_data_parallel_ranks_are_bitwise_the_ordered_model(tp, sequence_parallel
     assert_bitwise_and_bounded(plan)
 
 
+@pytest.mark.parametrize("order", ["sbh", "bsh"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_micro_batches_of_different_sizes_are_bitwise_the_ordered_model(tp, sequence_parallel, order):
+    plan = make_plan(
+        model={"activation_order": order, "num_layers": 2},
+        topology={"tp": tp, "sequence_parallel": sequence_parallel, "dp": 2},
+        schedule={"num_micro_batches": 4, "last_micro_batch_size": 1, "seq_lengths": [8, 2, 6, 4]},
+        run={"steps": 2},
+    )
+    assert_bitwise_and_bounded(plan)
+
+
 @st.composite
 def odd_plans(draw):
     """Sizes that fill no vector register and no cache line: where another shape may take another kernel."""

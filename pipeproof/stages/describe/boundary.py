@@ -117,6 +117,16 @@ def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
+def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
+    """The size of the ``index``-th micro-batch of a data-parallel rank."""
+    schedule = plan.schedule
+    is_last = index == schedule.num_micro_batches - 1
+    return MicroBatchSize(
+        plan.model.seq_length if schedule.seq_lengths is None else schedule.seq_lengths[index],
+        (is_last and schedule.last_micro_batch_size) or schedule.micro_batch_size,
+    )
+
+
 def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
     """The distinct sizes of the plan's units of work, and which of them each has (empty: all have the only one).
 
@@ -126,11 +136,9 @@ def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, .
     last = schedule.last_micro_batch_size
     if schedule.seq_lengths is None and last is None:
         return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
-    num_micro_batches = schedule.num_micro_batches
-    lengths = schedule.seq_lengths or (plan.model.seq_length,) * num_micro_batches
-    rows = [schedule.micro_batch_size] * (num_micro_batches - 1) + [last or schedule.micro_batch_size]
     number: dict[MicroBatchSize, int] = {}
-    sizes = [MicroBatchSize(length // num_splits, num) for length, num in zip(lengths, rows, strict=True)]
+    whole = [micro_batch_size(plan, index) for index in range(schedule.num_micro_batches)]
+    sizes = [MicroBatchSize(size.seq_length // num_splits, size.num_rows) for size in whole]
     by_unit = tuple(number.setdefault(size, len(number)) for size in sizes for _ in range(num_splits))
     return tuple(number), by_unit
 

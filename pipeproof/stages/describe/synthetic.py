@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
 from pipeproof.stages.describe.layers import Parameter
 
 IGNORED = -100
@@ -55,8 +56,9 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     row counts a random number of leading positions: micro-batches differ in
     their number of counted tokens, as real ones do.
     """
-    num_rows, length = plan.schedule.micro_batch_size, plan.model.seq_length
-    draws = _generator("tokens", plan.run.seed, step, index).random((num_rows, length + 1))
+    size = _size(plan, index)
+    length = size.seq_length
+    draws = _generator("tokens", plan.run.seed, step, index).random((size.num_rows, length + 1))
     text = np.floor(plan.model.vocab_size * draws**2).astype(np.int64)
     is_counted = np.arange(length) < _counted_lengths(plan, step, index)[:, None]
     return Batch(text[:, :-1].copy(), np.where(is_counted, text[:, 1:], IGNORED))
@@ -78,10 +80,16 @@ def loss_scale(plan: PlanSpec, step: int, index: int) -> float:
 def _counted_lengths(plan: PlanSpec, step: int, index: int) -> npt.NDArray[np.int64]:
     """Counted leading positions per row, [B], 0 to S each; one row has at least one."""
     generator = _generator("lengths", plan.run.seed, step, index)
-    lengths = generator.integers(0, plan.model.seq_length + 1, size=plan.schedule.micro_batch_size)
+    size = _size(plan, index)
+    lengths = generator.integers(0, size.seq_length + 1, size=size.num_rows)
     if not lengths.any():
         lengths[0] = 1
     return lengths
+
+
+def _size(plan: PlanSpec, index: int) -> MicroBatchSize:
+    """Every data-parallel rank has the same sizes."""
+    return micro_batch_size(plan, index % plan.schedule.num_micro_batches)
 
 
 def _generator(purpose: str, *key: int | str) -> np.random.Generator:

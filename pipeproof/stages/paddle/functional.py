@@ -21,11 +21,11 @@ RMS_NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0
 
 
-def rms_norm(activation: Tensor, weight: Tensor) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv:1910.07467)."""
+def rms_norm(activation: Tensor) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` over the last dim (arXiv:1910.07467), before the weight."""
     x = paddle.assign(activation)  # a node of its own: the caller's tensor feeds this norm once
     mean_square = paddle.mean(paddle.square(x), axis=-1, keepdim=True)
-    return x * paddle.rsqrt(mean_square + RMS_NORM_EPSILON) * weight
+    return x * paddle.rsqrt(mean_square + RMS_NORM_EPSILON)
 
 
 def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, Tensor]:
@@ -49,10 +49,13 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention in which a position sees itself and what is before it; all [B, A, S, D]."""
-    seq_length, head_size = query.shape[-2:]
+    """Softmax attention in which a position sees itself and what is before it; all [B, A, S, D].
+
+    Where there are more keys than queries, the queries are the last positions.
+    """
+    (num_queries, head_size), num_keys = query.shape[-2:], key.shape[-2]
     scores = paddle.matmul(query, key, transpose_y=True) * head_size**-0.5
-    future = np.triu(np.full((seq_length, seq_length), -np.inf), k=1)
+    future = np.triu(np.full((num_queries, num_keys), -np.inf), k=1 + num_keys - num_queries)
     return paddle.matmul(F.softmax(scores + paddle.to_tensor(future, dtype=scores.dtype), axis=-1), value)
 
 

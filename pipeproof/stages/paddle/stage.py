@@ -18,8 +18,10 @@ from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layers import Layer, Parameter
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale
 from pipeproof.stages.paddle.collectives import TensorParallelCollectives, TensorParallelRegion
+from pipeproof.stages.paddle.earlier import EarlierPieces
 from pipeproof.stages.paddle.functional import causal_attention, rms_norm, rotary_tables, rotate, swiglu
 from pipeproof.stages.paddle.vocabulary import embed_tokens, summed_cross_entropy
+from pipeproof.stages.paddle.weights import SplitWeights, WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -51,24 +53,29 @@ class PaddleStage:
         self._batch_first = boundary.dims == "bsh"
         head_size = plan.model.hidden_size // plan.model.num_heads
         self._cos, self._sin = rotary_tables(plan.model.seq_length, head_size, plan.run.dtype)
+        self._num_pieces = plan.schedule.num_sequence_splits
+        self._earlier = EarlierPieces(self._num_pieces)
+        self._weights = SplitWeights()
         self.parameters: dict[str, Tensor] = {
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
         }
 
-    def forward(self, activation: Tensor | None, batch: Batch, *, step: int, index: int) -> Tensor:
+    def forward(self, activation: Tensor | None, batch: Batch, *, step: int, index: int, piece: int = 0) -> Tensor:
         """Run one micro-batch through the stage's layers; the caller keeps the result for backward.
 
         ``activation`` is what the stage before made, None for a stage that
         begins with ``embed``. ``step`` and ``index`` (over all data-parallel
-        ranks) say which micro-batch it is. The result is the activation for
-        the next stage, or, from a stage that ends with ``head``, the scaled
-        loss as a scalar.
+        ranks) say which micro-batch it is; where sequences are cut, ``piece``
+        says which piece, and pieces come in order (backward in reverse). The
+        result is the activation for the next stage, or, from a stage that ends
+        with ``head``, the scaled loss as a scalar.
         """
         if (activation is None) != (self._layers[0].name == "embed"):
             raise ValueError(
                 f"stage of {[layer.name for layer in self._layers]}: an activation is taken "
                 f"exactly where the first layer is not 'embed', got {type(activation).__name__}"
             )
+        batch = Batch(*(np.split(words, self._num_pieces, axis=1)[piece] for words in (batch.tokens, batch.labels)))
         for layer in self._layers:
             if layer.name == "embed":
                 activation = self._embed(layer.name, batch)
@@ -77,8 +84,21 @@ class PaddleStage:
             elif layer.name == "head":
                 activation = self._head(activation, batch) * loss_scale(self._plan, step, index)
             else:
-                activation = self._block(activation, layer.name)
+                activation = self._block(activation, layer.name, index, piece)
         return activation
+
+    def backward_input(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
+        """Run one micro-batch back to the activation that ``forward`` was given, whose ``grad`` it sets.
+
+        ``output`` is what ``forward`` returned, ``gradient`` that of it (None
+        for the loss). All collectives of the backward are issued here. What is
+        returned adds the gradients of the stage's weights when it is told to.
+        """
+        return self._weights.backward(output, gradient)
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
+        """The whole backward of one micro-batch: ``backward_input``, and the weight gradients right after it."""
+        self.backward_input(output, gradient).accumulate()
 
     def _load(self, parameter: Parameter) -> Tensor:
         """This rank's shard of the initial weight, as a leaf of autograd."""
@@ -88,43 +108,53 @@ class PaddleStage:
         return paddle.to_tensor(np.ascontiguousarray(weight), stop_gradient=False)
 
     def _embed(self, name: str, batch: Batch) -> Tensor:
-        rows = embed_tokens(self._in_order(batch.tokens), self.parameters[f"{name}.weight"], self._region)
+        rows = embed_tokens(
+            self._in_order(batch.tokens), self.parameters[f"{name}.weight"], self._weights, self._region
+        )
         return self._region.leave(rows, f"{name}.out")
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        return rms_norm(activation, self.parameters[f"{name}.weight"])
+        return self._weights.scaled(rms_norm(activation), self.parameters[f"{name}.weight"])
 
-    def _block(self, activation: Tensor, name: str) -> Tensor:
-        activation = activation + self._attention(self._norm(activation, f"{name}.attn_norm"), f"{name}.attn")
+    def _block(self, activation: Tensor, name: str, index: int, piece: int) -> Tensor:
+        normed = self._norm(activation, f"{name}.attn_norm")
+        activation = activation + self._attention(normed, f"{name}.attn", index, piece)
         return activation + self._mlp(self._norm(activation, f"{name}.mlp_norm"), f"{name}.mlp")
 
-    def _attention(self, activation: Tensor, name: str) -> Tensor:
+    def _attention(self, activation: Tensor, name: str, index: int, piece: int) -> Tensor:
         entered = self._region.enter(activation, f"{name}.in")
-        fused = paddle.matmul(entered, self.parameters[f"{name}.qkv.weight"])  # [S, B, A * 3 * D]
+        fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, A * 3 * D]
         head_size = self._cos.shape[-1]
         outer = fused.shape[:2]
         num_heads = fused.shape[2] // (3 * head_size)
         heads = fused.reshape([*outer, num_heads, 3 * head_size])
         heads = heads.transpose([0, 2, 1, 3] if self._batch_first else [1, 2, 0, 3])  # [B, A, S, 3 * D]
         query, key, value = paddle.split(heads, 3, axis=-1)
-        query, key = rotate(query, self._cos, self._sin), rotate(key, self._cos, self._sin)
+        length = query.shape[2]  # of a piece, of a sequence that may be shorter than the model's
+        positions = slice(piece * length, (piece + 1) * length)
+        cos, sin = self._cos[positions], self._sin[positions]
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        key, value = self._earlier.join(key, value, micro_batch=index, layer=name, piece=piece)
         mixed = causal_attention(query, key, value)  # [B, A, S, D]
         mixed = mixed.transpose([0, 2, 1, 3] if self._batch_first else [2, 0, 1, 3])
         mixed = mixed.reshape([*outer, num_heads * head_size])
-        partial = paddle.matmul(mixed, self.parameters[f"{name}.out.weight"])
+        partial = self._product(mixed, f"{name}.out.weight")
         return self._region.leave(partial, f"{name}.out")
 
     def _mlp(self, activation: Tensor, name: str) -> Tensor:
         entered = self._region.enter(activation, f"{name}.in")
-        gate = paddle.matmul(entered, self.parameters[f"{name}.gate.weight"])
-        up = paddle.matmul(entered, self.parameters[f"{name}.up.weight"])
-        partial = paddle.matmul(swiglu(gate, up), self.parameters[f"{name}.down.weight"])
+        gate = self._product(entered, f"{name}.gate.weight")
+        up = self._product(entered, f"{name}.up.weight")
+        partial = self._product(swiglu(gate, up), f"{name}.down.weight")
         return self._region.leave(partial, f"{name}.out")
 
     def _head(self, activation: Tensor, batch: Batch) -> Tensor:
         entered = self._region.enter(activation, "head.in")
-        logits = paddle.matmul(entered, self.parameters["head.weight"])
+        logits = self._product(entered, "head.weight")
         return summed_cross_entropy(logits, self._in_order(batch.labels), self._region)
+
+    def _product(self, activation: Tensor, name: str) -> Tensor:
+        return self._weights.product(activation, self.parameters[name])
 
     def _in_order(self, words: np.ndarray) -> Tensor:
         """Tokens or labels [B, S] in the order of the plan's activations."""

@@ -12,19 +12,20 @@ import paddle.nn.functional as F
 
 from pipeproof.stages.describe.synthetic import IGNORED
 from pipeproof.stages.paddle.collectives import TensorParallelRegion
+from pipeproof.stages.paddle.weights import SplitWeights
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-def embed_tokens(tokens: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
+def embed_tokens(tokens: Tensor, weight: Tensor, weights: SplitWeights, region: TensorParallelRegion) -> Tensor:
     """Rows of the embedding, [.., H]: this rank's addend, zero for tokens of other ranks' rows.
 
     ``weight`` is this rank's [V / T, H].
     """
     if region.num_ranks == 1:
-        return F.embedding(tokens, weight)
+        return weights.rows(tokens, weight)
     row, is_mine = _own(tokens, weight.shape[0], region)
-    return F.embedding(row, weight) * is_mine.astype(weight.dtype).unsqueeze(-1)
+    return weights.rows(row, weight) * is_mine.astype(weight.dtype).unsqueeze(-1)
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, region: TensorParallelRegion) -> Tensor:

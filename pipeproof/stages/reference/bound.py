@@ -42,7 +42,7 @@ def parallel_bound(plan: PlanSpec) -> float:
     such terms, and lambda is chosen so that all elements of all gradients hold
     it together but for ``FAILURE_PROBABILITY``.
 
-    Without tensor parallelism only the additions of micro-batches differ.
+    Without tensor parallelism and cuts of sequences only the additions of micro-batches differ.
 
     What is assumed is that dependence of at most one; it is no theorem. Where
     the addends of a gradient nearly cancel, max|b| is small beside them and the
@@ -59,8 +59,8 @@ def parallel_bound(plan: PlanSpec) -> float:
     compare each step from equal weights (``uncut_step``).
     """
     topology, schedule = plan.topology, plan.schedule
-    num_sums = topology.dp * schedule.num_micro_batches
-    if topology.tp > 1:
+    num_sums = topology.dp * schedule.num_micro_batches * schedule.num_sequence_splits
+    if topology.tp > 1 or schedule.num_sequence_splits > 1:
         num_sums += _path_length(plan)
     num_elements = sum(math.prod(p.shape) for layer in describe_gpt(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))

@@ -13,9 +13,14 @@ whose sums are written in the run's order, and this is that model:
 - the embedding, the softmax's denominator and the target logit are added over
   pieces of the vocabulary in piece order; the maximum does not round;
 - the gradient of each parameter adds its micro-batches in the order in which
-  the plan's schedule does, from +0.0 on;
+  the plan's schedule does, from +0.0 on; where there are copies of a stage,
+  which share out the micro-batches, each copy adds its own, and the copies'
+  sums are added after that in their order;
 - the gradient sums and losses of the data-parallel ranks' micro-batches are
-  added in rank order after that.
+  added in rank order after that;
+- where sequences are cut, every split is computed by itself and its gradients
+  are addends of their own; that of keys and values adds what later splits make
+  of it, from the last one back, and then the split's own.
 
 Piece k is what tensor-parallel rank k holds. With one piece this is the uncut
 model's arithmetic. It shares no code with what it judges.
@@ -27,46 +32,22 @@ are [B, S, H].
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
-from paddle.autograd import PyLayer
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
+from pipeproof.stages.reference.orders import ByCopy, Orders
+from pipeproof.stages.reference.pieces import Copies, Pieces, add, add_pieces, cut_dim, leaf, products
 from pipeproof.stages.reference.result import StepResult
 
 Tensor: TypeAlias = paddle.Tensor
-_Addend = TypeVar("_Addend")
-Pieces = list[Tensor]
-"""A tensor cut in T, or copies of it, in piece order; one entry where it is whole."""
-
-CUT_DIM = {
-    "embed.weight": 0,
-    "qkv.weight": 1,
-    "out.weight": 0,
-    "gate.weight": 1,
-    "up.weight": 1,
-    "down.weight": 0,
-    "head.weight": 1,
-}
-"""By the end of a weight's name, the dim that its pieces cut; norm weights are not cut."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """Micro-batches of a data-parallel rank in the order in which losses, and gradients by parameter, are added."""
-
-    loss: Sequence[int]
-    gradients: Mapping[str, Sequence[int]]
 
 
 def run_ordered(plan: PlanSpec, orders: Orders) -> Iterator[StepResult]:
@@ -78,47 +59,32 @@ def run_ordered(plan: PlanSpec, orders: Orders) -> Iterator[StepResult]:
         weights = {name: model.joined(name, pieces) for name, pieces in model.weights.items()}
         losses, sums = [], []
         for rank in range(num_dp):
-            loss = _InTurn[np.floating[Any]](orders.loss)
-            sums_of = {name: _InTurn[Tensor](order) for name, order in orders.gradients.items()}
+            loss = ByCopy[np.floating[Any]](orders.loss)
+            sums_of = {name: ByCopy[Tensor](copies) for name, copies in orders.gradients.items()}
             for index in range(num_micro_batches):
-                of_one, gradients_of_one = _micro_batch(model, step, rank * num_micro_batches + index)
-                loss.put(index, [of_one])
-                for name, pieces in gradients_of_one.items():
-                    sums_of[name].put(index, pieces)
-            losses.append(loss.total[0])
-            sums.append({name: model.summed(name, in_turn.total) for name, in_turn in sums_of.items()})
-        gradients = {name: _add_pieces([of_rank[name] for of_rank in sums]) for name in model.weights}
+                units = _micro_batch(model, step, rank * num_micro_batches + index)
+                for unit, (of_one, gradients_of_one) in enumerate(units, start=index * model.num_splits):
+                    loss.put(unit, [of_one])
+                    for name, pieces in gradients_of_one.items():
+                        sums_of[name].put(unit, pieces)
+            losses.append(loss.total()[0])
+            sums.append({name: model.summed(name, by_copy.total()) for name, by_copy in sums_of.items()})
+        gradients = {name: add_pieces([of_rank[name] for of_rank in sums]) for name in model.weights}
         for name, pieces in model.weights.items():
             for piece, grad in zip(pieces, gradients[name], strict=True):
                 piece.grad = grad
         whole = {name: model.joined(name, pieces) for name, pieces in gradients.items()}
         optimizer.step()
-        yield StepResult(step, _add(losses), whole, weights)
+        yield StepResult(step, add(losses), whole, weights)
 
 
-class _InTurn(Generic[_Addend]):
-    """Adds lists of one length, which may come in any order, in a given order; holds back no more than it must."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = list(reversed(order))
-        self._held: dict[int, list[_Addend]] = {}
-        self.total: list[_Addend] = []
-
-    def put(self, index: int, addends: list[_Addend]) -> None:
-        """The addends of one micro-batch."""
-        self._held[index] = addends
-        while self._order and self._order[-1] in self._held:
-            mine = self._held.pop(self._order.pop())
-            self.total = [operator.add(*pair) for pair in zip(self.total, mine, strict=True)] if self.total else mine
-
-
-def _micro_batch(model: OrderedModel, step: int, index: int) -> tuple[np.floating[Any], dict[str, Pieces]]:
-    """Run one micro-batch: its scaled loss, and its gradients in pieces."""
+def _micro_batch(model: OrderedModel, step: int, index: int) -> list[tuple[np.floating[Any], dict[str, Pieces]]]:
+    """Run one micro-batch: of each split of its sequences the scaled loss, and its gradients in pieces."""
     model.zero_gradients()
-    loss = model.loss(micro_batch(model.plan, step, index)) * loss_scale(model.plan, step, index)
-    loss.backward()
-    scalar: np.floating[Any] = loss.numpy()[()]
-    return scalar, model.gradients()
+    scale = loss_scale(model.plan, step, index)
+    losses = [loss * scale for loss in model.losses(micro_batch(model.plan, step, index))]
+    paddle.autograd.backward(losses)
+    return [(loss.numpy()[()], model.gradients(split)) for split, loss in enumerate(losses)]
 
 
 class OrderedModel:
@@ -127,6 +93,7 @@ class OrderedModel:
     def __init__(self, plan: PlanSpec) -> None:
         self.plan = plan
         self.num_pieces = plan.topology.tp
+        self.num_splits = plan.schedule.num_sequence_splits
         self.sequence_first = plan.model.activation_order == "sbh"
         self.sequence_pieces = self.num_pieces if plan.topology.sequence_parallel else 1
         self.sequence_dim = 0 if self.sequence_first else 1
@@ -135,6 +102,9 @@ class OrderedModel:
             for layer in describe_gpt(plan)
             for p in layer.parameters
         }
+        self.of_splits = [self.weights] * self.num_splits
+        self.split, self.used = 0, self.weights
+        self.earlier: dict[str, list[tuple[Tensor, ...]]] = {}
         self.head_size = plan.model.hidden_size // plan.model.num_heads
         frequencies = 10000.0 ** -(np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size)
         angles = np.arange(plan.model.seq_length)[:, None] * frequencies  # [S, D / 2]
@@ -144,46 +114,62 @@ class OrderedModel:
     # Weights and gradients
 
     def _in_pieces(self, name: str, whole: npt.NDArray[Any]) -> Pieces:
-        dim = _cut_dim(name)
+        dim = cut_dim(name)
         arrays = np.split(whole, self.num_pieces, dim) if dim is not None else [whole] * self.sequence_pieces
         return [paddle.to_tensor(np.ascontiguousarray(array), stop_gradient=False) for array in arrays]
 
     def zero_gradients(self) -> None:
-        """Begin every gradient buffer as +0.0."""
-        for pieces in self.weights.values():
-            for piece in pieces:
-                piece.grad = paddle.zeros_like(piece)
+        """Begin every gradient buffer as +0.0; where sequences are cut, each split has buffers of its own."""
+        if self.num_splits > 1:
+            self.of_splits = [
+                {name: [leaf(piece) for piece in pieces] for name, pieces in self.weights.items()}
+                for _ in range(self.num_splits)
+            ]
+        for weights in self.of_splits:
+            for pieces in weights.values():
+                for piece in pieces:
+                    piece.grad = paddle.zeros_like(piece)
 
-    def gradients(self) -> dict[str, Pieces]:
-        """The gradients as they are, in pieces, each a tensor of its own."""
-        return {name: [piece.grad.clone() for piece in pieces] for name, pieces in self.weights.items()}
+    def gradients(self, split: int = 0) -> dict[str, Pieces]:
+        """The gradients from one split as they are, in pieces, each a tensor of its own."""
+        return {name: [piece.grad.clone() for piece in pieces] for name, pieces in self.of_splits[split].items()}
 
     def summed(self, name: str, pieces: Pieces) -> Pieces:
         """A sum over micro-batches; copies of a norm's weight all get the sum over copies."""
-        return pieces if _cut_dim(name) is not None else [_add(pieces)] * len(pieces)
+        return pieces if cut_dim(name) is not None else [add(pieces)] * len(pieces)
 
     def joined(self, name: str, pieces: Pieces) -> npt.NDArray[Any]:
         """The named weight, or its gradient, from its pieces: an array of its own."""
-        dim = _cut_dim(name)
+        dim = cut_dim(name)
         arrays = [piece.numpy() for piece in pieces]
         return np.concatenate(arrays, dim) if dim is not None else arrays[0].copy()
 
     # The model. Between blocks an activation is cut along the sequence with
     # sequence parallelism, else one whole tensor.
 
+    def losses(self, batch: Batch) -> list[Tensor]:
+        """Of each split of the sequences, in order: the cross-entropy summed over its counted tokens, a scalar."""
+        self.earlier.clear()
+        cut = (np.array_split(words, self.num_splits, axis=1) for words in (batch.tokens, batch.labels))
+        losses = []
+        for self.split, (tokens, labels) in enumerate(zip(*cut, strict=True)):
+            self.used = self.of_splits[self.split]
+            losses.append(self.loss(Batch(tokens, labels)))
+        return losses
+
     def loss(self, batch: Batch) -> Tensor:
-        """The cross-entropy summed over the micro-batch's counted tokens, a scalar."""
+        """That of the split that is its turn."""
         x = self.embed(batch)
         for i in range(self.plan.model.num_layers):
             x = self.add(x, self.attention(self.norm(x, f"layer.{i}.attn_norm.weight"), f"layer.{i}.attn"))
             x = self.add(x, self.mlp(self.norm(x, f"layer.{i}.mlp_norm.weight"), f"layer.{i}.mlp"))
         entered = self.enter(self.norm(x, "norm.weight"))
-        return self.cross_entropy(_products(entered, self.weights["head.weight"]), batch)
+        return self.cross_entropy(products(entered, self.used["head.weight"]), batch)
 
     def embed(self, batch: Batch) -> Pieces:
         """Embedded tokens: pieces of the vocabulary contribute zeros for each other's tokens."""
         tokens = self._ordered(batch.tokens)
-        tables = self.weights["embed.weight"]
+        tables = self.used["embed.weight"]
         if len(tables) == 1:
             return [F.embedding(tokens, tables[0])]
         partials = []
@@ -194,11 +180,11 @@ class OrderedModel:
     def enter(self, x: Pieces) -> Pieces:
         """All tokens, once for each piece of the weights that read them."""
         whole = x[0] if len(x) == 1 else paddle.concat(x, axis=self.sequence_dim)
-        return [whole] if self.num_pieces == 1 else list(_Copies.apply(whole, self.num_pieces))
+        return [whole] if self.num_pieces == 1 else list(Copies.apply(whole, self.num_pieces))
 
     def leave(self, partials: Pieces) -> Pieces:
         """The sum of the pieces' products in piece order, as activations are between blocks."""
-        whole = _add(partials)
+        whole = add(partials)
         if self.sequence_pieces == 1:
             return [whole]
         return list(paddle.split(whole, self.sequence_pieces, axis=self.sequence_dim))
@@ -210,7 +196,7 @@ class OrderedModel:
     def norm(self, x: Pieces, name: str) -> Pieces:
         """RMSNorm over the last dim; each piece of the sequence has its copy of the weight."""
         normed = []
-        for piece, weight in zip(x, self.weights[name], strict=True):
+        for piece, weight in zip(x, self.used[name], strict=True):
             # A copy, so that no tensor feeds three operations, whose gradients
             # autograd would add in an order that is nobody's promise.
             a = paddle.assign(piece)
@@ -220,34 +206,48 @@ class OrderedModel:
 
     def attention(self, x: Pieces, name: str) -> Pieces:
         """Causal rotary attention, heads in pieces."""
-        fused = _products(self.enter(x), self.weights[f"{name}.qkv.weight"])
-        return self.leave(_products([self.mix(qkv) for qkv in fused], self.weights[f"{name}.out.weight"]))
+        fused = products(self.enter(x), self.used[f"{name}.qkv.weight"])
+        mixed = [self.mix(qkv, f"{name} of piece {piece}") for piece, qkv in enumerate(fused)]
+        return self.leave(products(mixed, self.used[f"{name}.out.weight"]))
 
-    def mix(self, qkv: Tensor) -> Tensor:
+    def mix(self, qkv: Tensor, where: str) -> Tensor:
         """Attention of one piece's heads: [S, B, A / T * 3 * D] to [S, B, A / T * D]."""
         num_heads, size = self.plan.model.num_heads // self.num_pieces, self.head_size
         rows = qkv.shape[:2]
         to_heads, from_heads = ([1, 2, 0, 3], [2, 0, 1, 3]) if self.sequence_first else ([0, 2, 1, 3],) * 2
         heads = qkv.reshape([*rows, num_heads, 3 * size]).transpose(to_heads)
         q, k, v = heads.split(3, axis=-1)  # [B, A / T, S, D] each
-        scores = paddle.matmul(self.rotary(q), self.rotary(k), transpose_y=True) * size**-0.5
-        is_future = ~np.tri(self.plan.model.seq_length, dtype=bool)
+        k, v = self.up_to_here(self.rotary(k), f"keys of {where}"), self.up_to_here(v, f"values of {where}")
+        scores = paddle.matmul(self.rotary(q), k, transpose_y=True) * size**-0.5
+        is_future = ~np.tri(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], dtype=bool)
         mask = paddle.to_tensor(np.where(is_future, -np.inf, 0.0), dtype=scores.dtype)
         mixed = paddle.matmul(F.softmax(scores + mask, axis=-1), v)
         return mixed.transpose(from_heads).reshape([*rows, num_heads * size])
 
+    def up_to_here(self, own: Tensor, what: str) -> Tensor:
+        """Keys or values of the splits up to this one, joined.
+
+        Each later split reads a copy; gradients are added from the last split's back to the split's own.
+        """
+        num_readers = self.num_splits - self.split
+        self.earlier.setdefault(what, []).append(Copies.apply(own, num_readers) if num_readers > 1 else (own,))
+        read = [copies[num_readers - 1] for copies in self.earlier[what]]
+        return read[0] if len(read) == 1 else paddle.concat(read, axis=2)
+
     def rotary(self, heads: Tensor) -> Tensor:
         """Turn each pair (i, i + D/2) of a head by its position's angle."""
         a, b = heads.split(2, axis=-1)
-        return paddle.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
+        begin = self.split * heads.shape[2]
+        cos, sin = (table[begin : begin + heads.shape[2]] for table in (self.cos, self.sin))
+        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def mlp(self, x: Pieces, name: str) -> Pieces:
         """SwiGLU, the feed-forward width in pieces."""
         entered = self.enter(x)
-        gates = _products(entered, self.weights[f"{name}.gate.weight"])
-        ups = _products(entered, self.weights[f"{name}.up.weight"])
+        gates = products(entered, self.used[f"{name}.gate.weight"])
+        ups = products(entered, self.used[f"{name}.up.weight"])
         gated = [F.silu(gate) * up for gate, up in zip(gates, ups, strict=True)]
-        return self.leave(_products(gated, self.weights[f"{name}.down.weight"]))
+        return self.leave(products(gated, self.used[f"{name}.down.weight"]))
 
     def cross_entropy(self, logits: Pieces, batch: Batch) -> Tensor:
         """The summed cross-entropy; logits are [S, B, V / T] each."""
@@ -259,12 +259,12 @@ class OrderedModel:
         for piece in logits[1:]:
             highest = paddle.maximum(highest, piece.detach().max(axis=-1))
         shifted = [piece - highest.unsqueeze(-1) for piece in logits]
-        sum_exp = _add([paddle.exp(piece).sum(axis=-1) for piece in shifted])
+        sum_exp = add([paddle.exp(piece).sum(axis=-1) for piece in shifted])
         targets = []
         for piece, (column, is_here) in zip(shifted, self._places(labels), strict=True):
             logit = paddle.take_along_axis(piece, column.unsqueeze(-1), axis=-1).squeeze(-1)
             targets.append(logit * is_here.astype(piece.dtype))
-        losses = paddle.log(sum_exp) - _add(targets)
+        losses = paddle.log(sum_exp) - add(targets)
         return (losses * (labels != -100).astype(losses.dtype)).sum()
 
     def _ordered(self, words: npt.NDArray[np.int64]) -> Tensor:
@@ -277,35 +277,6 @@ class OrderedModel:
         for piece in range(self.num_pieces):
             is_here = paddle.floor_divide(words, paddle.full_like(words, size)) == piece
             yield paddle.where(is_here, words - piece * size, paddle.zeros_like(words)), is_here
-
-
-class _Copies(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    """Copies of a tensor for several readers; their gradients are added in the order of the copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_copies: int) -> tuple[Tensor, ...]:
-        return tuple(x.clone() for _ in range(num_copies))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _add(grads)
-
-
-def _add(addends: Sequence[_Addend]) -> _Addend:
-    """((a0 + a1) + a2) + .."""
-    return functools.reduce(operator.add, addends)
-
-
-def _add_pieces(sums: Sequence[Pieces]) -> Pieces:
-    return [_add(pieces) for pieces in zip(*sums, strict=True)]
-
-
-def _products(inputs: Pieces, weights: Pieces) -> Pieces:
-    return [paddle.matmul(x, weight) for x, weight in zip(inputs, weights, strict=True)]
-
-
-def _cut_dim(name: str) -> int | None:
-    return next((dim for ending, dim in CUT_DIM.items() if name.endswith(ending)), None)
 
 
 def _optimizer(plan: PlanSpec, weights: Pieces) -> paddle.optimizer.Optimizer:

@@ -120,8 +120,7 @@ class UncutModel:
         to_heads, from_heads = ([1, 2, 0, 3], [2, 0, 1, 3]) if self.sequence_first else ([0, 2, 1, 3],) * 2
         q, k, v = qkv.transpose(to_heads).split(3, axis=-1)  # [B, A, S, D] each
         scores = paddle.matmul(self.rotary(q), self.rotary(k), transpose_y=True) * size**-0.5
-        length = self.plan.model.seq_length
-        mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
+        mask = np.where(np.tri(q.shape[2], dtype=bool), 0.0, -np.inf)
         weights = F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1)
         mixed = paddle.matmul(weights, v).transpose(from_heads).reshape(x.shape)
         return paddle.matmul(mixed, self.weights[f"{name}.out.weight"])
@@ -129,7 +128,8 @@ class UncutModel:
     def rotary(self, heads: Tensor) -> Tensor:
         """Turn each pair (i, i + D/2) of a head by its position's angle."""
         a, b = heads.split(2, axis=-1)
-        return paddle.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
+        cos, sin = self.cos[: heads.shape[2]], self.sin[: heads.shape[2]]
+        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU."""

@@ -1,0 +1,118 @@
+"""Weights whose gradients are computed when they are asked for: the W of a split backward.
+
+A layer meets a weight in one of three ways: it multiplies by it as a matrix,
+or element by element, or takes its rows. The value is computed once, on a
+small graph of autograd that leads from it to the weight alone; the layer's own
+graph leads past the weight to the input. So a backward through the layers
+computes the gradients of inputs (I) and finds at each weight the gradient of
+its value, which it writes down with the small graph. Working these off
+computes the gradients of weights (W), by autograd's own rules and therefore
+with autograd's own bits, and frees what was kept for it.
+
+The whole backward (B) is the two, one right after the other.
+
+The split is that of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import paddle
+import paddle.nn.functional as F
+from paddle.autograd import PyLayer
+
+Tensor: TypeAlias = paddle.Tensor
+
+
+class WeightGradients:
+    """Weight gradients of one micro-batch that are still to be computed, with all that they need.
+
+    For each use of a weight that is the value made of it, on its graph to the
+    weight, and the value's gradient.
+    """
+
+    def __init__(self) -> None:
+        self._uses: deque[tuple[Tensor, Tensor]] = deque()
+
+    def put_off(self, value: Tensor, gradient: Tensor) -> None:
+        """Keep a use of a weight for later."""
+        self._uses.append((value, gradient))
+
+    def accumulate(self) -> None:
+        """Add the gradients to the weights' buffers, in the order in which backward came by, and free what they needed.
+
+        A second call adds nothing.
+        """
+        while self._uses:
+            value, gradient = self._uses.popleft()
+            paddle.autograd.backward([value], [gradient])
+
+
+class SplitWeights:
+    """The weights of one stage as its layers use them.
+
+    ``backward`` runs one micro-batch's backward and collects what the uses of
+    weights on its way put off.
+    """
+
+    def __init__(self) -> None:
+        self._collected = WeightGradients()
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
+        """Compute the gradients of all inputs of ``output``; those of weights are returned, to be accumulated.
+
+        ``gradient`` is that of ``output``, None for a scalar loss.
+        """
+        self._collected = WeightGradients()
+        paddle.autograd.backward([output], [gradient])
+        collected, self._collected = self._collected, WeightGradients()
+        return collected
+
+    def product(self, activation: Tensor, weight: Tensor) -> Tensor:
+        """``activation @ weight``: [.., K] and [K, N] to [.., N]."""
+        return _Use.apply(
+            activation,
+            lambda x: paddle.matmul(x, weight),
+            lambda gradient: paddle.matmul(gradient, weight, transpose_y=True),
+            self._put_off,
+        )
+
+    def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
+        """``activation * weight``, element by element along the last dim: [.., K] and [K] to [.., K]."""
+        return _Use.apply(activation, lambda x: x * weight, lambda gradient: gradient * weight, self._put_off)
+
+    def rows(self, places: Tensor, weight: Tensor) -> Tensor:
+        """Row ``places[..]`` of ``weight`` for each place: [..] and [V, K] to [.., K]. Nothing flows further back."""
+        value = F.embedding(places, weight)
+        taken = value.detach()
+        taken.stop_gradient = False
+        taken.register_hook(lambda gradient: self._put_off(value, gradient))
+        return taken
+
+    def _put_off(self, value: Tensor, gradient: Tensor) -> None:
+        self._collected.put_off(value, gradient)
+
+
+class _Use(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    """One use of a weight, as the layers' graph sees it: a function of the input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        activation: Tensor,
+        value_of: Callable[[Tensor], Tensor],
+        input_gradient: Callable[[Tensor], Tensor],
+        put_off: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
+        with paddle.enable_grad():
+            value = value_of(activation.detach())
+        ctx.value, ctx.input_gradient, ctx.put_off = value, input_gradient, put_off
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.put_off(ctx.value, gradient)
+        return ctx.input_gradient(gradient)

@@ -1,0 +1,103 @@
+"""The adapter in this process, without launching anything: a rank that needs no peer."""
+
+import pytest
+
+from pipeproof.comm.accumulation import sum_orders
+from pipeproof.exec.machine import Begin, Finished, RankMachine
+from pipeproof.exec.oplog import compare_log
+from tests.plans import subject
+
+pytestmark = pytest.mark.needs_paddle
+
+
+def run_alone(plan):
+    """Every step of the only rank: the adapter, and each step's outcome."""
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+    from pipeproof.exec.paddle_adapter import PaddleAdapter
+    from pipeproof.exec.paddle_comm import PaddleChannels, PaddleWorld
+
+    adapter = PaddleAdapter(plan, 0, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
+    machine = RankMachine(plan.graph, 0)
+    outcomes = []
+    for step in range(plan.spec.run.steps):
+        adapter.begin(step)
+        instructions = machine.handle(Begin(step))
+        while instructions:
+            for instruction in instructions:
+                adapter.carry_out(instruction)
+            instructions = machine.handle(Finished(instructions[-1].op_id))
+        outcomes.append(adapter.outcome)
+    return adapter, outcomes
+
+
+def assert_bitwise_and_logged(plan):
+    """Every loss and gradient of the only rank has the ordered reference's bits, and the log is the graph's."""
+    adapter, outcomes = run_alone(plan)
+
+    from pipeproof.stages.reference.ordered import run_ordered
+    from pipeproof.stages.reference.orders import Orders
+
+    orders = sum_orders(plan)
+    references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan)))
+    for ours, reference in zip(outcomes, references, strict=True):
+        assert ours.loss.tobytes() == reference.loss.tobytes()
+        assert ours.gradients.keys() == reference.gradients.keys()
+        for name, gradient in ours.gradients.items():
+            assert gradient.tobytes() == reference.gradients[name].tobytes(), name
+    run = plan.spec.run
+    assert list(compare_log(plan.graph, 0, adapter.log, num_steps=run.steps, dtype=run.dtype)) == []
+
+
+SPLIT = ["0F0", "1F0", "0F1", "1I0", "1F1", "1W0", "0I0", "1B1", "0I1", "0W1", "0W0"]
+"""Two stages on the rank; each kind of backward, and weight gradients of stage 0 in the other order."""
+
+
+@pytest.mark.parametrize("seq_lengths", [None, [8, 5]])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_split_backward_has_the_bits_of_the_reference_and_logs_what_the_graph_says(dtype, seq_lengths):
+    schedule = {"kind": "custom", "num_micro_batches": 2, "placement": [[0, 1]], "programs": [SPLIT]}
+    plan = subject(
+        topology={"pp": 1}, schedule={**schedule, "seq_lengths": seq_lengths}, run={"steps": 2, "dtype": dtype}
+    ).plan
+    assert sum_orders(plan).by_stage[0] == ((1, 0),)
+    assert_bitwise_and_logged(plan)
+
+
+@pytest.mark.parametrize("order", ["sbh", "bsh"])
+@pytest.mark.parametrize("num_splits", [2, 4])
+def test_pieces_of_sequences_have_the_bits_of_the_reference(num_splits, order):
+    plan = subject(
+        topology={"pp": 1},
+        model={"activation_order": order},
+        schedule={"kind": "seq1f1b", "num_sequence_splits": num_splits, "seq_lengths": [8, 4, 8, 4]},
+    ).plan
+    assert_bitwise_and_logged(plan)
+
+
+def test_slots_are_taken_in_turn_and_from_the_first_again_in_every_step():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+    from pipeproof.exec.paddle_slots import Slots
+    from pipeproof.schedule.ops import RECV_KINDS
+
+    plan = subject(schedule={"last_micro_batch_size": 1}).plan
+    slots = Slots(2, plan.graph, 1, RECV_KINDS)
+    (channel,) = {channel for channel in plan.graph.channels if channel.dst == 1}
+    pool, whole, smaller = (channel, True), [8, 2, 16], [8, 1, 16]
+
+    def places(num):
+        taken = [slots.take(pool, whole if i % 2 else smaller) for i in range(num)]
+        assert [tensor.shape for tensor in taken] == [whole if i % 2 else smaller for i in range(num)]
+        return [tensor.data_ptr() for tensor in taken]
+
+    first = places(5)
+    assert first[0] == first[2] == first[4] != first[1] == first[3]
+    slots.begin()
+    assert places(2) == first[:2]
+    assert not slots.take(pool, whole).numpy().any()
+    slots.take(pool, whole)[0, 0, 0] = 1.0
+    slots.take(pool, whole)
+    assert slots.take(pool, whole).numpy().any(), "the slot is the same memory"

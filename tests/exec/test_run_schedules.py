@@ -1,0 +1,114 @@
+"""Kinds of schedules on real processes, bit for bit; what memory their messages use; what is refused.
+
+With EVERY_SIZE=1 in the environment, as in CI, every kind that ``test_run`` does not run anyway; else those that need
+most of the executor.
+"""
+
+import os
+
+import pytest
+
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from tests.exec.processes import REPOSITORY, Run
+from tests.exec.test_run import MATCHING
+from tests.plans import plan_dict
+
+pytestmark = pytest.mark.needs_paddle
+
+FILES = REPOSITORY / "tests" / "schedule" / "files"
+ALL_KINDS = os.environ.get("EVERY_SIZE") == "1"
+SIZES = {"num_micro_batches": 4, "last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}
+TP = {"pp": 2, "tp": 2, "sequence_parallel": True}
+PLANS = {
+    "zb_v": {
+        "topology": TP, "schedule": {"num_chunks": 2, **SIZES}, "loss": {"normalization": "mean_of_micro_batches"},
+        "buffers": {"receive_slots": 4, "send_slots": 8, "release_output": "after_wait"},
+    },
+    "dualpipe": {"schedule": SIZES},
+    "chimera": {"topology": {"pp": 2, "dp": 2}, "run": {"dtype": "float64"}},
+    "v_half": {"topology": TP, "transport": "full", "schedule": {"num_chunks": 2}},
+    "zb_h2": {"topology": {"pp": 2, "tp": 2}, "transport": "partial", "schedule": SIZES},
+    "dualpipe_v": {"schedule": {"num_chunks": 2}, "buffers": {"send_slots": 4, "receive_slots": 4}},
+    "seq1f1b": {
+        "topology": TP, "schedule": {"num_sequence_splits": 2, "last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 4]},
+    },
+    "interleaved_zb": {"schedule": {"num_chunks": 2}},
+    "v_min": {"schedule": {"num_chunks": 2}},
+    "optimal": {"schedule": {"num_chunks": 2}},
+}  # fmt: skip
+"""What a kind's plan has beyond pp 2 and its name."""
+MOST_DEMANDING = ("zb_v", "dualpipe")
+ELSEWHERE = {plan.get("schedule", {}).get("kind", "1f1b") for plan in MATCHING.values()}
+KINDS = sorted(SCHEDULE_KINDS.keys() - ELSEWHERE) if ALL_KINDS else MOST_DEMANDING
+
+
+def ended(tmp_path, *options, **sections):
+    return Run(tmp_path, plan_dict(**sections), *options).end()
+
+
+def matched(tmp_path, **sections):
+    """The report of a run that must match, in the order of sums that the plan declares and near the uncut model."""
+    run = ended(tmp_path, **sections)
+    assert run.status == 0, run.output
+    assert run.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in run.report["steps"])
+    of_first_step = [gradient for gradient in run.report["gradients"] if gradient["step"] == 0]
+    assert all(gradient["uncut_max_rel_diff"] <= run.report["parallel_bound"] for gradient in of_first_step)
+    return run.report
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_matches_the_reference_bit_for_bit(kind, tmp_path):
+    sections = dict(PLANS.get(kind, {}))
+    schedule = {"kind": kind, **sections.pop("schedule", {})}
+    report = matched(tmp_path, schedule=schedule, **sections)
+    expected = {"dualpipe": "two_copies", "chimera": "two_copies", "seq1f1b": "reordered"}
+    assert report["accumulation"] == expected.get(kind, "in_order")
+    whole = sections.get("topology", {}).get("tp", 1) == 1 and kind not in expected
+    assert (report["parallel_bound"] == 0.0) == whole
+    if report["accumulation"] == "two_copies":
+        for gradient in report["gradients"]:
+            assert {shard["rank"] for shard in gradient["shards"]} >= {0, 1}
+            assert len({shard["md5"] for shard in gradient["shards"]}) == 1, gradient["name"]
+
+
+HEAD_ALONE = {
+    "stages": [["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm"], ["head"]],
+    "schedule": {"kind": "gpipe"},
+    "run": {"steps": 1},
+}  # fmt: skip
+"""The weight gradient of the head reads what the stage received, after all forwards."""
+
+
+def test_slots_are_really_shared(tmp_path):
+    """With one slot too few the check says so, and a run that does not listen computes with another's values."""
+    run = ended(tmp_path, "--unsafe", **HEAD_ALONE, buffers={"receive_slots": 3})
+    assert run.status == 1
+    assert "error[PP504]" in run.output
+    wrong = [g["name"] for g in run.report["gradients"] if g["md5"] != g["reference_md5"]]
+    assert wrong == ["head.weight"]
+
+
+BATCHED = """rank 0: 0F0 0SEND_F0 WAIT(0SEND_F0) 0F1 0SEND_F1{batch=0} 0RECV_B0{batch=0} WAIT(0SEND_F1) WAIT(0RECV_B0)
+        0B0 0RECV_B1 WAIT(0RECV_B1) 0B1
+rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{batch=0} 1RECV_F1{batch=0} WAIT(1SEND_B0) WAIT(1RECV_F1)
+        1F1 1B1 1SEND_B1 WAIT(1SEND_B1)
+"""
+
+
+def refused(tmp_path, schedule, fact):
+    run = ended(tmp_path, model={"num_layers": 8}, schedule=schedule)
+    assert run.status == 2, run.output
+    assert f"error[PP909]: {fact}, which is checked and simulated but not run yet" in run.output
+
+
+def test_transfers_in_batches_are_refused(tmp_path):
+    file = tmp_path / "batched.txt"
+    file.write_text(BATCHED)
+    schedule = {"kind": "file", "path": str(file), "num_micro_batches": 2}
+    refused(tmp_path, schedule, "transfers are issued in batches")
+
+
+def test_queues_of_other_names_are_refused(tmp_path):
+    schedule = {"kind": "file", "path": str(FILES / "zbv_2x2_comms.csv"), "num_chunks": 2}
+    refused(tmp_path, schedule, "operations run on queue unshard")
