@@ -8,8 +8,9 @@ from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
-from pipeproof.sim.errors import NOT_FAST, NOT_SIMULATED, UNFINISHED
+from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED
 from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
+from pipeproof.specs.profile import PROFILE_CODES
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.verify.registry import RULES
@@ -24,14 +25,15 @@ def all_docs() -> tuple[RuleDoc, ...]:
     docs = (
         *PLAN_FILE_CODES,
         *SCHEDULE_FILE_CODES,
+        *PROFILE_CODES,
         *PARTITION_CODES,
         *LOWERING_CODES,
         INEXPRESSIBLE,
         SOLVER_MISSING,
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
-        NOT_SIMULATED,
         NOT_FAST,
+        NO_ROOM,
         UNFINISHED,
         *RUN_CODES,
     )

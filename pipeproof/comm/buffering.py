@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.verify.deadlock.models import ChannelModel
 
 
 def message_bytes(graph: OpGraph) -> IntColumn:
@@ -22,16 +22,26 @@ def awaited_receives(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, In
 
     Sends that wait for no receive, or for one that is missing, are left out.
     """
+    sends, receive = _awaited(graph, model)
+    return sends[receive != NONE], receive[receive != NONE]
+
+
+def awaited_by_sends(graph: OpGraph, model: ChannelModel) -> dict[int, int]:
+    """The same by send; ``NONE`` stands for a receive that is missing, so that the send is never done."""
+    sends, receive = _awaited(graph, model)
+    return dict(zip(sends.tolist(), receive.tolist(), strict=True))
+
+
+def _awaited(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
     sends = np.flatnonzero(graph.is_kind(SEND_KINDS))
     sends = sends[np.argsort(graph.channel[sends], kind="stable")]  # of one rank, so FIFO order within a channel
     if model.completes == "slots":
         earlier = np.arange(len(sends)) - model.slots
-    elif model.eager_bytes is None:
+    elif model.completes == "rendezvous" or model.eager_bytes is None:
         return sends[:0], sends[:0]
     else:  # the last j for which messages j..k take more bytes than there is room for
         before = np.concatenate([[0], np.cumsum(message_bytes(graph)[sends])])
         earlier = np.searchsorted(before, before[1:] - model.eager_bytes, side="left") - 1
     there = earlier >= 0
     there[there] = graph.channel[sends[earlier[there]]] == graph.channel[sends[there]]
-    receive = graph.match[sends[earlier[there]]]
-    return sends[there][receive != NONE], receive[receive != NONE]
+    return sends[there], graph.match[sends[earlier[there]]]

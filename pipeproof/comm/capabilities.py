@@ -25,7 +25,7 @@ SendCompletes = Literal["rendezvous", "eager", "slots"]
 """When a send is done: with its receive; at once; at once while a slot of a bounded buffer is free."""
 
 Queue = Literal["directed_edge", "pair", "communicator", "direction", "rank", "device"]
-"""Which transfers of a rank wait for each other; ``pipeproof.verify.deadlock.models`` says what each name means."""
+"""Which transfers of a rank wait for each other; ``pipeproof.comm.channel_models`` says what each name means."""
 
 LongerMessage = Literal["abort", "error", "hang", "truncate", "other"]
 """What comes of a message longer than its buffer.

@@ -27,30 +27,34 @@ UNFINISHED = RuleDoc(
     "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0 WAIT(1SEND_B0)",
 )
 
-NOT_SIMULATED = RuleDoc(
-    code="PP152",
-    title="transfers of this kind are not simulated",
-    severity="error",
-    explanation=(
-        "With `cost.p2p: backend` the simulator times messages as the backend's table says. It knows sends that are "
-        "eager or meet their receive, and one FIFO for each directed edge; not bounded buffers, and not transfers of "
-        "several edges in one FIFO. `pipeproof check` judges those all the same."
-    ),
-    wrong="cost: {p2p: backend}\ntransport: {queue: pair}",
-    right="cost: {p2p: async}\ntransport: {queue: pair}",
-)
-
 NOT_FAST = RuleDoc(
     code="PP153",
     title="the fast engine does not time this plan",
     severity="error",
     explanation=(
-        "`pipeproof simulate --engine fast` was asked for, and the plan's times fit into 64 bits no longer when they "
-        "are scaled to a common tick; or a rank sends to itself, or a collective is called by a rank that is not of "
-        "its group. The reference model times such plans, and is what the engine `auto` takes for them."
+        "`pipeproof simulate --engine fast` was asked for, and only the reference model times this plan, which is what "
+        "the engine `auto` takes for it: its times fit into 64 bits no longer when they are scaled to a common tick; "
+        "transfers share FIFOs, bounded buffers, batches or queues of other names; computations are slowed down by "
+        "receives; messages of a channel take different times, or share links with others; a rank sends to itself; or "
+        "a collective is called by a rank that is not of its group."
     ),
     wrong="cost: {forward_us: [1/999999999989, 1/999999999961]}",
     right="cost: {forward_us: [0.25, 0.5]}",
+)
+
+NO_ROOM = RuleDoc(
+    code="PP154",
+    title="a stage takes less time than the collectives inside it",
+    severity="error",
+    explanation=(
+        "The time of a stage (`cost.forward_us` and the like, or the median of a profile) includes the collectives "
+        "inside it. What the network or the profile says that these take is shown inside the computation, and what is "
+        "left is its own work. Here nothing is left: one of the two is wrong."
+    ),
+    wrong="topology: {pp: 2, tp: 2}\n"
+    "cost: {forward_us: 1, network: {ranks_per_node: 4, node: {bandwidth: 100, latency_us: 50}}}",
+    right="topology: {pp: 2, tp: 2}\n"
+    "cost: {forward_us: 900, backward_us: 1800, network: {ranks_per_node: 4, node: {bandwidth: 100, latency_us: 50}}}",
 )
 
 _MOST_NAMED = 8

@@ -10,28 +10,31 @@ walk in Python, or in compiled code, is left with few *nodes*.
 - The value of a wait is the time idled by its end. That is the time idled by
   the stop before it or, if this is more, the time at which its transfer is
   done less ``work``. Node 0 stands for the beginning of every rank.
-- The value of a collective is the time at which its last member has come.
+- The value of a collective is the time at which its last member has come; what
+  it takes from then on is ``work``.
 - Buffered, a send is done when it is posted: posts of one host come in order,
   so its queue never holds it up. A receive is then done when it is posted and
   one latency has passed since its send, whichever is later: neither can be
   earlier for the transfer behind it in the queue. Waits for sends are no stops.
-- In a rendezvous each message is a node, too: one latency after both posts and
+- In a rendezvous each message is a node, too: its time after both posts and
   the message before it on its channel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from pipeproof.schedule.columns import NONE, IntColumn
+from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KIND_CODE, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.sim.costs import Durations
 from pipeproof.sim.longest import longest_paths
-from pipeproof.sim.model import Outcome, TransferRules
+from pipeproof.sim.model import Outcome
 
 _MOST_TICKS = 2**62
 """Bound of all times together: sums of two of them must fit into 64 bits."""
@@ -53,7 +56,7 @@ class Times:
         return Outcome(tuple(self.starts.tolist()), tuple(self.ends.tolist()), (None,) * graph.num_ranks)
 
 
-def run_fast(graph: OpGraph, durations: Durations, rules: TransferRules, *, compiled: bool | None = None) -> Times:
+def run_fast(graph: OpGraph, durations: Durations, model: ChannelModel, *, compiled: bool | None = None) -> Times:
     """The times of all operations, equal to those of ``run_model``. Linear in operations, but for sorting.
 
     ``compiled`` chooses whether numba walks; see ``longest_paths``.
@@ -62,7 +65,7 @@ def run_fast(graph: OpGraph, durations: Durations, rules: TransferRules, *, comp
         NotTimedError: the program cannot finish; times exceed 62 bits; a rank sends to itself; or a collective is
             called by another number of ranks than its group has.
     """
-    return _Run(graph, durations, rules).times(compiled=compiled)
+    return _Run(graph, durations, model).times(compiled=compiled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +78,9 @@ class _Edges:
 
 
 class _Run:
-    def __init__(self, graph: OpGraph, durations: Durations, rules: TransferRules) -> None:
-        self._graph, self._rules, self._latency = graph, rules, durations.latency_ticks
+    def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel) -> None:
+        self._graph, self._model, self._durations = graph, model, durations
+        self._rendezvous = model.completes == "rendezvous"
         self._is_transfer = graph.is_kind(TRANSFER_KINDS)
         self._is_send = graph.is_kind(SEND_KINDS)
         self._refuse_what_is_not_timed()
@@ -86,7 +90,7 @@ class _Run:
         self._waits, self._awaited = self._stops_for_transfers()
         self._calls = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
         self._meeting, self._num_meetings = self._meetings()
-        self._sends = self._messages() if rules.rendezvous else np.empty(0, dtype=np.int64)
+        self._sends = self._messages() if self._rendezvous else np.empty(0, dtype=np.int64)
         self._node_before, self._shift_before = self._last_stops()
 
     def times(self, *, compiled: bool | None) -> Times:
@@ -103,27 +107,76 @@ class _Run:
         starts = value[self._node_before] + self._shift_before + self._work
         ends = starts + self._duration
         ends[self._waits] = value[1 : 1 + len(self._waits)] + self._work[self._waits]
-        ends[self._calls] = value[self._meeting]
+        ends[self._calls] = value[self._meeting] + self._duration[self._calls]
         self._fill_transfers(starts, ends, value)
         first, second = self._pairs
         starts[second], ends[second] = starts[first], ends[first]
+        inside = np.flatnonzero(self._graph.parent != NONE)
+        np.maximum.at(ends, self._graph.parent[inside], ends[inside])
         return Times(starts, ends)
 
+    @cached_property
+    def _longest_message(self) -> int:
+        each = self._durations.message_ticks
+        return self._durations.latency_ticks if each is None else max(each, default=0)
+
+    def _message_ticks(self, sends: IntColumn) -> IntColumn:
+        """Times of messages, by their sends."""
+        return self._ticks_by_send[sends]
+
+    @cached_property
+    def _ticks_by_send(self) -> IntColumn:
+        each, same = self._durations.message_ticks, self._durations.latency_ticks
+        return np.full(self._graph.num_ops, same) if each is None else np.array(each, dtype=np.int64)
+
     def _refuse_what_is_not_timed(self) -> None:
-        graph = self._graph
+        graph, model = self._graph, self._model
+        if model.queue != "directed_edge" or model.completes == "slots" or model.eager_bytes is not None:
+            raise NotTimedError(f"{model} is not among its channel models")
+        if (graph.queue > HOST_QUEUE).any() or (graph.queue != NONE)[self._is_transfer].any():
+            raise NotTimedError("operations stand on queues that are not their usual ones")
+        if (graph.batch != NONE)[~graph.is_kind(COMPUTE_KINDS)].any():
+            raise NotTimedError("operations are called in batches")
+        if self._durations.recv_slowdown and self._computes_beside_receives():
+            raise NotTimedError("computations are slowed down by receives that are under way")
+        if self._overtaken():
+            raise NotTimedError("messages of one channel take different times")
         if (graph.peer == graph.rank)[self._is_transfer].any():
             raise NotTimedError("a rank sends to itself")
-        needs_partner = self._is_transfer if self._rules.rendezvous else self._is_transfer & ~self._is_send
+        needs_partner = self._is_transfer if self._rendezvous else self._is_transfer & ~self._is_send
         if (graph.match[needs_partner] == NONE).any():
             raise NotTimedError("a transfer has no counterpart")
 
+    def _overtaken(self) -> bool:
+        """Whether a buffered message may be faster than the one before it on its channel."""
+        if self._rendezvous or self._durations.message_ticks is None:
+            return False
+        sends = self._messages()
+        ticks, channel = self._message_ticks(sends), self._graph.channel[sends]
+        return bool(((ticks[1:] < ticks[:-1]) & (channel[1:] == channel[:-1])).any())
+
+    def _computes_beside_receives(self) -> bool:
+        """Whether some rank computes between the post of a receive and the wait for it, or never waits for it."""
+        graph = self._graph
+        receives = self._is_transfer & ~self._is_send
+        change = receives.astype(np.int64)
+        waits = np.flatnonzero(graph.waits_for != NONE)
+        waits = waits[receives[graph.waits_for[waits]]]
+        _, first = np.unique(graph.waits_for[waits], return_index=True)
+        change[waits[first]] -= 1
+        under_way = np.cumsum(change)
+        before = np.concatenate([[0], under_way])[graph.offsets[graph.rank]]
+        if self._model.host_blocks:
+            return False
+        return bool(((under_way > before) & graph.is_kind(COMPUTE_KINDS | {OpKind.STEP})).any())
+
     def _durations_on_hosts(self, durations: Durations) -> IntColumn:
         """How long each operation holds its host, however early what it waits for is."""
-        most = sum(durations.ticks) + self._latency * (1 + int(self._is_send.sum()))
+        most = sum(durations.ticks) + self._longest_message * (1 + int(self._is_send.sum()))
         if most >= _MOST_TICKS:
             raise NotTimedError("its times do not fit into 64 bits when they are scaled to a common tick")
         ticks = np.array(durations.ticks, dtype=np.int64)
-        ticks[self._is_transfer | self._graph.is_kind(COLLECTIVE_KINDS | {OpKind.WAIT})] = 0
+        ticks[self._is_transfer | self._graph.is_kind(frozenset({OpKind.WAIT}))] = 0
         ticks[self._pairs[1]] = 0
         return ticks
 
@@ -139,9 +192,9 @@ class _Run:
         if (awaited == NONE).any():
             raise NotTimedError("a wait is for nothing that was posted")
         stops = self._is_transfer[awaited]
-        if not self._rules.host_blocks_on_post:
+        if not self._model.host_blocks:
             stops &= ~self._is_transfer
-        if not self._rules.rendezvous:
+        if not self._rendezvous:
             stops &= ~self._is_send[awaited]
         rows = np.flatnonzero(stops)
         return rows, awaited[rows]
@@ -184,11 +237,11 @@ class _Run:
 
     def _into_waits(self) -> _Edges:
         rows, work = self._waits, self._work[self._waits]
-        if self._rules.rendezvous:
+        if self._rendezvous:
             done, since = self._node_of_message(self._awaited), -work
         else:
             done, since = self._arrival(self._graph.match[self._awaited])
-            since = since + self._latency - work
+            since = since + self._message_ticks(self._graph.match[self._awaited]) - work
         source = np.stack([self._node_before[rows], done], axis=1)
         weight = np.stack([self._shift_before[rows], since], axis=1)
         return _Edges(np.full(len(rows), 2), source.ravel(), weight.ravel())
@@ -204,7 +257,8 @@ class _Run:
         met, met_after = self._arrival(self._graph.match[sends])
         before = np.where(self._follows(), self._first_message + np.arange(-1, len(sends) - 1), 0)
         source = np.stack([sent, met, before], axis=1)
-        weight = np.stack([sent_after, met_after, np.zeros_like(before)], axis=1) + self._latency
+        weight = np.stack([sent_after, met_after, np.zeros_like(before)], axis=1)
+        weight += self._message_ticks(sends)[:, None]
         return _Edges(np.full(len(sends), 3), source.ravel(), weight.ravel())
 
     @property
@@ -227,7 +281,7 @@ class _Run:
     def _fill_transfers(self, starts: IntColumn, ends: IntColumn, value: IntColumn) -> None:
         """Put what queues do in place of what hosts do, which is to post: ``starts`` are times of posts so far."""
         graph = self._graph
-        if self._rules.rendezvous:
+        if self._rendezvous:
             done = value[self._first_message :]
             for rows in (self._sends, graph.match[self._sends]):
                 ends[rows] = done
@@ -235,7 +289,8 @@ class _Run:
             return
         receives = np.flatnonzero(self._is_transfer & ~self._is_send)
         receives = receives[np.argsort(graph.channel[receives], kind="stable")]
-        ends[receives] = np.maximum(starts[receives], starts[graph.match[receives]] + self._latency)
+        sends = graph.match[receives]
+        ends[receives] = np.maximum(starts[receives], starts[sends] + self._message_ticks(sends))
         self._start_behind(receives, starts, ends)
 
     def _start_behind(self, rows: IntColumn, starts: IntColumn, ends: IntColumn) -> None:

@@ -53,14 +53,14 @@ def figures_of_times(
 
 
 def _span_and_busy(starts: IntColumn, ends: IntColumn) -> tuple[int, int]:
-    """(first start to last end, time in computations: two that run side by side count once), in ticks."""
+    """(first start to last end, time in computations: what runs side by side counts once), in ticks."""
     if not len(starts):
         return 0, 0
-    order = np.lexsort((ends, starts))
+    order = np.argsort(starts, kind="stable")
     ordered_starts, ordered_ends = starts[order], ends[order]
-    another = np.ones(len(order), dtype=bool)
-    another[1:] = (ordered_starts[1:] != ordered_starts[:-1]) | (ordered_ends[1:] != ordered_ends[:-1])
-    return int(ends.max() - starts.min()), int((ordered_ends - ordered_starts)[another].sum())
+    covered_to = np.concatenate([ordered_starts[:1], np.maximum.accumulate(ordered_ends)[:-1]])
+    busy = np.maximum(ordered_ends - np.maximum(ordered_starts, covered_to), 0)
+    return int(ends.max() - starts.min()), int(busy.sum())
 
 
 def _peak(held_from: IntColumn, freed: IntColumn) -> int:

@@ -1,51 +1,47 @@
-"""The reference model of a training step, as SimPy processes. Read it from top to bottom.
+"""The reference model of a training step in SimPy: when each operation starts, and when it ends.
 
-- Every rank has a *host*, which walks the rank's operations in program order.
-  Compute takes its duration; everything else takes no time of its own. What a
-  program puts on queues of other names the host does in its place. The two
-  computations of an overlapped pair begin and end together.
-- Every rank has a *queue* per channel. The host posts a transfer, which takes
-  it no time, and the queue carries transfers out one after the other, in the
-  order in which they were posted. The k-th send of a channel meets its k-th
-  receive.
-- *Buffered* messages: a send is done as soon as its queue comes to it. The
-  message arrives one latency later, however many are under way; a receive is
-  done when its queue has come to it and the message has arrived.
-- *Rendezvous*: a transfer begins when both queues have come to it and takes
-  one latency; then both sides are done.
-- A WAIT holds its host until the transfer is done.
-- A collective holds the hosts of its members until the last one has come; the
-  k-th call of each member on a group is one collective.
+``comm.entry_order`` says what the operations of a rank follow under a channel
+model: which share a FIFO, what holds the host. An operation *starts* as soon
+as all of that is done. What happens then, by its kind:
+
+- a computation takes its duration. The two of an overlapped pair begin and
+  end together;
+- a message *begins* when its send has come to be carried out: buffered, at
+  once, or as soon as its buffer has room; in a rendezvous, when both ends have
+  started. It arrives when its time has passed, however many are under way;
+- a buffered send is done when its message begins, a send in a rendezvous when
+  it arrives. A receive is done when it has started and its message is there;
+- a WAIT is done when all members of its target's call are;
+- a collective is done when its duration has passed since the last member
+  started; the k-th call of each member on a group is one collective;
+- a computation during which a receive of its rank is under way, posted and
+  not done, is slowed down, where the device spins for receives.
+
+The collectives inside a computation follow it in its program. The computation
+ends with the last of them.
 
 Nothing here chooses between two things that could happen, so all times follow
-from the graph alone. SimPy orders what happens at one time by (time, priority,
-sequence), so that two runs also do the same steps in the same order.
+from the graph alone. The k-th send of a channel meets its k-th receive.
+Written with bare events, of which there is one for each stretch of time that
+passes: a process for each queue would take most of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import simpy
 
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.comm.buffering import awaited_by_sends
+from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.entry_order import EntryOrder, done, post
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.costs import Durations
-
-_Process = Generator[simpy.Event, Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRules:
-    """How messages behave: with ``rendezvous`` a send is done with its receive, else it is buffered.
-
-    ``host_blocks_on_post`` holds the host until the transfer that it posted is done.
-    """
-
-    rendezvous: bool
-    host_blocks_on_post: bool = False
+from pipeproof.sim.spinning import SlowedWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,134 +57,240 @@ class Outcome:
     stuck_at: tuple[int | None, ...]
 
 
-def run_model(graph: OpGraph, durations: Durations, rules: TransferRules) -> Outcome:
-    """Run every host and queue until nothing more can happen. Linear in operations."""
-    return _Model(graph, durations, rules).run()
+class Wires(Protocol):
+    """What carries messages and collectives, where they do not just take the times that ``Durations`` has."""
+
+    def message(self, send: int) -> simpy.Event:
+        """A message begins now; the event that it has arrived."""
+
+    def collective(self, calls: Sequence[int]) -> simpy.Event:
+        """The last member of a collective has come now; the event that it is done."""
 
 
-class _Moments:
-    """When something happened to each operation; an event only where a process waits for what is yet to come.
+MakeWires = Callable[[simpy.Environment], Wires]
 
-    Most of what processes ask for has happened before they ask. Events for all of it would take half of the time.
-    """
 
-    def __init__(self, env: simpy.Environment, num_ops: int) -> None:
-        self._env = env
-        self._awaited: dict[int, simpy.Event] = {}
-        self.at: list[int | None] = [None] * num_ops
+def run_model(
+    graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None = None
+) -> Outcome:
+    """Run until nothing more can happen; connections are open before. Linear in operations, wires aside."""
+    return _Model(graph, durations, model, make_wires).run()
 
-    def happens(self, op_id: int) -> None:
-        """It happens to ``op_id`` now."""
-        self.at[op_id] = int(self._env.now)
-        event = self._awaited.pop(op_id, None)
-        if event is not None:
-            event.succeed()
 
-    def coming(self, op_id: int) -> simpy.Event:
-        """The event that it happens to ``op_id``, to which it has not happened yet."""
-        return self._awaited.setdefault(op_id, self._env.event())
+class _Order(EntryOrder):
+    """Overlapped computations stand in the order one by one: the first of a pair runs the second, too."""
+
+    def is_batched(self, op_id: int) -> bool:
+        return self._kinds[op_id] not in COMPUTE_KINDS
 
 
 class _Model:
-    def __init__(self, graph: OpGraph, durations: Durations, rules: TransferRules) -> None:
-        self._graph, self._durations, self._rules = graph, durations, rules
+    def __init__(
+        self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None
+    ) -> None:
+        self._graph, self._durations = graph, durations
+        self._rendezvous = model.completes == "rendezvous"
         self._env = simpy.Environment(initial_time=0)
-        self._kinds = [KINDS[code] for code in graph.kind.tolist()]
-        self._match, self._waits_for = graph.match.tolist(), graph.waits_for.tolist()
+        self._wires = make_wires(self._env) if make_wires else None
+        self._order = _Order(graph, model)
+        actions = [self._action_of(kind) for kind in KINDS]
+        self._act = [actions[code] for code in graph.kind.tolist()]
+        self._match, self._target, self._rank = graph.match.tolist(), graph.waits_for.tolist(), graph.rank.tolist()
         self._group, self._position = graph.group.tolist(), graph.position.tolist()
-        self._starts, self._posts, self._ends = (_Moments(self._env, graph.num_ops) for _ in range(3))
-        """A transfer starts when its queue has come to it."""
-        self._stuck_at: list[int | None] = [None] * graph.num_ranks
-        self._queues: dict[tuple[int, int], list[int]] = {}
-        for op_id, (kind, *queue) in enumerate(
-            zip(self._kinds, graph.rank.tolist(), graph.channel.tolist(), strict=True)
-        ):
-            if kind in TRANSFER_KINDS:
-                self._queues.setdefault((queue[0], queue[1]), []).append(op_id)
-        self._meetings: dict[tuple[int, int], tuple[simpy.Event, list[int]]] = {}
+        self._starts: list[int | None] = [None] * graph.num_ops
+        self._ends: list[int | None] = [None] * graph.num_ops
+        """When it is done, for those that follow it."""
+        self._missing = [0] * (2 * graph.num_ops)
+        """By event, how many operations it follows that are not done."""
+        self._followers: list[list[int]] = [[] for _ in range(graph.num_ops)]
+        """By operation, the events that follow its done."""
+        self._can_happen: deque[int] = deque()
+        self._begun: dict[int, int] = {}
+        """When messages began, by their sends."""
+        self._there: set[int] = set()
+        """Receives whose messages have arrived over wires."""
+        self._awaited = awaited_by_sends(graph, model)
+        self._held: dict[int, list[int]] = defaultdict(list)
+        """Sends that wait for room, by the receive that makes it."""
+        self._met: dict[tuple[int, int], list[int]] = defaultdict(list)
+        slowdown = durations.recv_slowdown
+        self._work = SlowedWork(self._env, graph.num_ranks, slowdown, self._computed) if slowdown else None
 
     def run(self) -> Outcome:
         for rank in range(self._graph.num_ranks):
-            self._env.process(self._host(rank))
-        for transfers in self._queues.values():
-            self._env.process(self._queue(transfers))
+            for entry, follows in self._order.entries(rank):
+                self._follow(post(entry[-1]), [event // 2 for event in follows])
+        self._settle()
         self._env.run()
-        return Outcome(tuple(self._starts.at), tuple(self._ends.at), tuple(self._stuck_at))
+        return Outcome(tuple(self._starts), self._ends_with_children(), self._stuck_at())
 
-    def _host(self, rank: int) -> _Process:
-        for op_id in self._graph.rank_ops(rank):
-            self._stuck_at[rank] = op_id
-            kind = self._kinds[op_id]
-            if kind in TRANSFER_KINDS:
-                self._posts.happens(op_id)
-                if self._rules.host_blocks_on_post:
-                    yield from self._until_done(op_id)
+    def _follow(self, event: int, op_ids: Sequence[int]) -> None:
+        """Let an event happen when the last of these operations is done."""
+        for op_id in op_ids:
+            if self._ends[op_id] is None:
+                self._missing[event] += 1
+                self._followers[op_id].append(event)
+        if not self._missing[event]:
+            self._can_happen.append(event)
+
+    def _settle(self) -> None:
+        """Let everything happen that can happen now."""
+        now = int(self._env.now)
+        while self._can_happen:
+            op_id, is_done = divmod(self._can_happen.popleft(), 2)
+            if is_done:
+                self._done(op_id)
                 continue
-            if self._ends.at[op_id] is not None:
-                continue  # it ran beside the first of its pair
-            self._starts.happens(op_id)
-            if kind is OpKind.WAIT:
-                yield from self._until_done(self._waits_for[op_id])
-            elif kind in COLLECTIVE_KINDS:
-                yield from self._until_met(op_id)
-            else:
-                yield from self._compute(op_id)
-            self._ends.happens(op_id)
-        self._stuck_at[rank] = None
+            for member in self._order.members(op_id):
+                if self._starts[member] is None:
+                    self._starts[member] = now
+                    self._act[member](member)
+                else:  # it runs beside the first of its pair
+                    self._follow(done(member), [self._first_of_pair(member)])
 
-    def _compute(self, op_id: int) -> _Process:
-        other = self._durations.beside.get(op_id)
+    def _done(self, op_id: int) -> None:
+        self._ends[op_id] = int(self._env.now)
+        missing = self._missing
+        for event in self._followers[op_id]:
+            missing[event] -= 1
+            if not missing[event]:
+                self._can_happen.append(event)
+
+    def _later(self, ticks: int, then: Callable[[int], None], op_id: int) -> None:
+        """Call ``then(op_id)`` when this much time has passed, and let happen what it allows."""
+        if ticks:
+            self._when(self._env.timeout(ticks), then, op_id)
+        else:
+            then(op_id)
+
+    def _when(self, event: simpy.Event, then: Callable[[int], None], op_id: int) -> None:
+        def happened(_: Any) -> None:
+            then(op_id)
+            self._settle()
+
+        event.callbacks.append(happened)
+
+    def _action_of(self, kind: OpKind) -> Callable[[int], None]:
+        if kind is OpKind.WAIT:
+            return self._wait
+        if kind in SEND_KINDS:
+            return self._send
+        if kind in TRANSFER_KINDS:
+            return self._receive
+        return self._call if kind in COLLECTIVE_KINDS else self._compute
+
+    def _compute(self, op_id: int) -> None:
+        other, ticks = self._durations.beside.get(op_id), self._durations.ticks[op_id]
         if other is not None:
-            self._starts.happens(other)
-        if self._durations.ticks[op_id]:
-            yield self._env.timeout(self._durations.ticks[op_id])
-        if other is not None:
-            self._ends.happens(other)
+            self._starts[other] = self._starts[op_id]
+        if self._work is not None and ticks:
+            self._work.begin(self._rank[op_id], op_id, ticks)
+        else:
+            self._later(ticks, self._done, op_id)
 
-    def _queue(self, transfers: list[int]) -> _Process:
-        carry_out = self._rendezvous if self._rules.rendezvous else self._buffered
-        for op_id in transfers:
-            if self._posts.at[op_id] is None:
-                yield self._posts.coming(op_id)
-            self._starts.happens(op_id)
-            yield from carry_out(op_id)
-            self._ends.happens(op_id)
+    def _computed(self, op_id: int) -> None:
+        self._done(op_id)
+        self._settle()
 
-    def _buffered(self, op_id: int) -> _Process:
-        if self._kinds[op_id] in SEND_KINDS:
-            return
-        yield from self._until_begun(self._match[op_id])
-        sent = self._starts.at[self._match[op_id]]
-        assert sent is not None
-        arrival = sent + self._durations.latency_ticks
-        if arrival > self._env.now:
-            yield self._env.timeout(arrival - self._env.now)
+    def _first_of_pair(self, second: int) -> int:
+        return next(first for first, other in self._durations.beside.items() if other == second)
 
-    def _rendezvous(self, op_id: int) -> _Process:
-        yield from self._until_begun(self._match[op_id])
-        if self._durations.latency_ticks:
-            yield self._env.timeout(self._durations.latency_ticks)
+    def _wait(self, op_id: int) -> None:
+        target = self._target[op_id]
+        if target != NONE:  # else it is never done
+            self._follow(done(op_id), self._order.members(target))
 
-    def _until_begun(self, transfer: int) -> _Process:
-        if transfer == NONE:
-            yield self._env.event()  # which never happens
-        if self._starts.at[transfer] is None:
-            yield self._starts.coming(transfer)
-
-    def _until_done(self, target: int) -> _Process:
-        if target == NONE:
-            yield self._env.event()  # which never happens
-        if self._kinds[target] in TRANSFER_KINDS and self._ends.at[target] is None:
-            yield self._ends.coming(target)  # whatever is no transfer, the host has done itself
-
-    def _until_met(self, op_id: int) -> _Process:
-        """Come to a collective, and stay until its last member has come."""
+    def _call(self, op_id: int) -> None:
         group = self._group[op_id]
         if group == NONE:  # of its own rank alone
+            self._later(self._durations.ticks[op_id], self._done, op_id)
             return
-        key = (group, self._position[op_id])
-        met, members = self._meetings.setdefault(key, (self._env.event(), []))
-        members.append(op_id)
-        if len(members) == len(self._graph.groups[group].ranks):
-            met.succeed()
-        yield met
+        met = self._met[group, self._position[op_id]]
+        met.append(op_id)
+        if len(met) < len(self._graph.groups[group].ranks):
+            return
+        over = self._wires.collective(met) if self._wires else None
+        for member in met:
+            if over is not None:
+                self._when(over, self._done, member)
+            else:
+                self._later(self._durations.ticks[member], self._done, member)
+
+    def _send(self, op_id: int) -> None:
+        receive, awaited = self._match[op_id], self._awaited.get(op_id)
+        if self._meets(op_id):
+            if receive != NONE and self._starts[receive] is not None:
+                self._begin(op_id)
+            return
+        if awaited is None or (awaited != NONE and self._ends[awaited] is not None):
+            self._begin(op_id)
+        else:
+            self._held[awaited].append(op_id)
+
+    def _meets(self, send: int) -> bool:
+        """Whether a message begins when both ends have started: in a rendezvous, or where no buffer holds it."""
+        return self._rendezvous or (send in self._awaited and self._awaited[send] == self._match[send] != NONE)
+
+    def _receive(self, op_id: int) -> None:
+        if self._work is not None:
+            self._work.receive_starts(self._rank[op_id])
+        send = self._match[op_id]
+        if send == NONE:
+            return
+        if self._meets(send):
+            if self._starts[send] is not None:
+                self._begin(send)
+        elif self._wires:
+            if op_id in self._there:
+                self._received(op_id)
+        elif send in self._begun:
+            arrival = self._begun[send] + self._durations.message(send)
+            self._later(max(0, arrival - int(self._env.now)), self._received, op_id)
+
+    def _begin(self, send: int) -> None:
+        """A message is on its way."""
+        self._begun[send] = int(self._env.now)
+        receive, meets = self._match[send], self._meets(send)
+        if not meets:
+            self._done(send)
+        if self._wires:
+            self._when(self._wires.message(send), self._arrived, send)
+        elif meets:
+            self._later(self._durations.message(send), self._arrived, send)
+        elif receive != NONE and self._starts[receive] is not None:
+            self._later(self._durations.message(send), self._received, receive)
+
+    def _arrived(self, send: int) -> None:
+        receive = self._match[send]
+        if self._meets(send):
+            self._done(send)
+            self._received(receive)
+        elif receive != NONE:
+            self._there.add(receive)
+            if self._starts[receive] is not None:
+                self._received(receive)
+
+    def _received(self, op_id: int) -> None:
+        if self._work is not None:
+            self._work.receive_ends(self._rank[op_id])
+        self._done(op_id)
+        for send in self._held.pop(op_id, ()):
+            self._begin(send)
+
+    def _ends_with_children(self) -> tuple[int | None, ...]:
+        """When each operation ends, the collectives inside it included."""
+        ends = list(self._ends)
+        parents = self._graph.parent
+        for child in (parents != NONE).nonzero()[0].tolist():
+            mine, parent = ends[child], int(parents[child])
+            whole = ends[parent]
+            ends[parent] = None if mine is None or whole is None else max(mine, whole)
+        return tuple(ends)
+
+    def _stuck_at(self) -> tuple[int | None, ...]:
+        return tuple(
+            next(
+                (i for i in self._graph.rank_ops(rank) if self._ends[i] is None and self._order.goes_with_host(i)), None
+            )
+            for rank in range(self._graph.num_ranks)
+        )

@@ -8,15 +8,23 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import Literal
 
+import numpy as np
+
 from pipeproof.comm.capabilities import BackendTable, declared_backend
+from pipeproof.comm.channel_models import ChannelModel, declared_model
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.schedule.columns import HOST_QUEUE
+from pipeproof.schedule.op_texts import op_texts
 from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
+from pipeproof.sim.contention import SharedLinks, every_rank_of, shared_network
 from pipeproof.sim.costs import Durations, durations_of
-from pipeproof.sim.errors import NOT_FAST, NOT_SIMULATED, refuse_unfinished
+from pipeproof.sim.errors import NOT_FAST, refuse_unfinished
 from pipeproof.sim.fast import NotTimedError, run_fast
 from pipeproof.sim.fast_figures import figures_of_times, makespan_of_times
 from pipeproof.sim.figures import RankFigures, figures_of
-from pipeproof.sim.model import Outcome, TransferRules, run_model
+from pipeproof.sim.memory.curve import MemoryCurve
+from pipeproof.sim.memory.step import memory_of
+from pipeproof.sim.model import MakeWires, Outcome, run_model
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 
@@ -37,11 +45,17 @@ class Simulation:
     send_completes: str
     engine: Literal["fast", "simpy"]
     make_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+    make_memory: Callable[[], tuple[MemoryCurve, ...]] = field(repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
         """What ran when, made when it is first asked for: a span for each operation."""
         return self.make_timeline()
+
+    @cached_property
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """What each rank holds over time, in bytes, made when it is first asked for."""
+        return self.make_memory()
 
 
 def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engine: Engine = "auto") -> Simulation:
@@ -52,53 +66,72 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engin
 
     ``engine`` is ``fast`` (longest paths over columns), ``simpy`` (the
     reference model) or ``auto``: fast, and SimPy where that does not apply.
-    Both give the same times to the last tick.
+    Both give the same times to the last tick. A plan whose messages and
+    collectives share links is always timed by the reference model, with every
+    rank for itself.
 
     Raises:
         SimulationError: the program cannot finish.
-        BadPlanAtError: the backend's sends or queues are of a kind that is not simulated; or ``engine`` is ``fast``,
-            and only the reference model times this plan.
+        BadPlanAtError: ``engine`` is ``fast``, and only the reference model times this plan; links are shared by
+            more ranks than memory holds one by one; or a stage's time is shorter than its collectives.
         ValueError: there is no such engine.
     """
     if engine not in ("auto", "fast", "simpy"):
         raise ValueError(f"engine {engine!r} is not auto, fast or simpy")
-    send_completes, rules = _transfer_rules(lowered, backend)
-    durations = durations_of(lowered.graph, lowered.spec.cost)
-    if engine == "simpy":
-        return _by_model(lowered, durations, rules, send_completes)
-    try:
-        return _by_longest_paths(lowered, durations, rules, send_completes)
-    except NotTimedError as reason:
-        by_model = _by_model(lowered, durations, rules, send_completes)  # it words what never ends
+    model = channel_model_of(lowered, backend)
+    if shared_network(lowered) is not None:
         if engine == "fast":
-            message = f"the fast engine does not time this plan: {reason}"
-            mend = "leave the engine to `auto`, or choose `simpy`"
-            raise BadPlanAtError(Finding(NOT_FAST.code, Severity.ERROR, message, help=mend), ("cost",)) from reason
+            raise _not_fast("messages and collectives share links (`cost.network.contention`)")
+        lowered = every_rank_of(lowered)
+        durations = durations_of(lowered)
+        return _by_model(lowered, durations, model, lambda env: SharedLinks(env, lowered, durations))
+    durations = durations_of(lowered)
+    if engine == "simpy":
+        return _by_model(lowered, durations, model)
+    try:
+        return _by_longest_paths(lowered, durations, model)
+    except NotTimedError as reason:
+        by_model = _by_model(lowered, durations, model)  # it words what never ends
+        if engine == "fast":
+            raise _not_fast(str(reason)) from reason
         return by_model
 
 
-def _by_longest_paths(
-    lowered: LoweredPlan, durations: Durations, rules: TransferRules, send_completes: str
-) -> Simulation:
+def _not_fast(reason: str) -> BadPlanAtError:
+    message = f"the fast engine does not time this plan: {reason}"
+    mend = "leave the engine to `auto`, or choose `simpy`"
+    return BadPlanAtError(Finding(NOT_FAST.code, Severity.ERROR, message, help=mend), ("cost",))
+
+
+def _by_longest_paths(lowered: LoweredPlan, durations: Durations, model: ChannelModel) -> Simulation:
     graph, ticks_per_us = lowered.graph, durations.ticks_per_us
-    times = run_fast(graph, durations, rules)
+    times = run_fast(graph, durations, model)
     return Simulation(
         figures_of_times(graph, times, ticks_per_us, _coords(lowered)),
         makespan_of_times(times, ticks_per_us),
         lowered.spec.cost.p2p,
-        send_completes,
+        model.completes,
         "fast",
         lambda: _timeline(lowered, durations, times.outcome(graph)),
+        lambda: memory_of(lowered, times.starts, times.ends, ticks_per_us),
     )
 
 
-def _by_model(lowered: LoweredPlan, durations: Durations, rules: TransferRules, send_completes: str) -> Simulation:
-    outcome = run_model(lowered.graph, durations, rules)
+def _by_model(
+    lowered: LoweredPlan, durations: Durations, model: ChannelModel, make_wires: MakeWires | None = None
+) -> Simulation:
+    outcome = run_model(lowered.graph, durations, model, make_wires)
     refuse_unfinished(lowered.graph, outcome)
     timeline = _timeline(lowered, durations, outcome)
     p2p = lowered.spec.cost.p2p
     return Simulation(
-        figures_of(timeline), timeline.makespan_us, p2p, send_completes, "simpy", make_timeline=lambda: timeline
+        figures_of(timeline),
+        timeline.makespan_us,
+        p2p,
+        model.completes,
+        "simpy",
+        make_timeline=lambda: timeline,
+        make_memory=lambda: memory_of(lowered, outcome.starts, outcome.ends, durations.ticks_per_us),
     )
 
 
@@ -114,20 +147,14 @@ def _timeline(lowered: LoweredPlan, durations: Durations, outcome: Outcome) -> T
     )
 
 
-def _transfer_rules(lowered: LoweredPlan, backend: BackendTable | None) -> tuple[str, TransferRules]:
-    """(how sends complete, by the words of the backend tables; the rules of the model)."""
+def channel_model_of(lowered: LoweredPlan, backend: BackendTable | None = None) -> ChannelModel:
+    """How the transfers of a plan are carried out; connections are open before the step."""
     p2p = lowered.spec.cost.p2p
     if p2p == "async":
-        return "eager", TransferRules(rendezvous=False)
+        return ChannelModel("directed_edge", "eager")
     if p2p == "rendezvous":
-        return "rendezvous", TransferRules(rendezvous=True)
-    table = backend if backend is not None else declared_backend(lowered.spec)
-    if table.send_completes == "slots" or table.queue != "directed_edge":
-        message = f"{table.name} (send_completes {table.send_completes}, queue {table.queue}) is not simulated"
-        mend = "set cost.p2p to async or rendezvous"
-        raise BadPlanAtError(Finding(NOT_SIMULATED.code, Severity.ERROR, message, help=mend), ("cost", "p2p"))
-    rendezvous = table.send_completes == "rendezvous"
-    return table.send_completes, TransferRules(rendezvous, table.host_blocks_on_post)
+        return ChannelModel("directed_edge", "rendezvous")
+    return declared_model(backend if backend is not None else declared_backend(lowered.spec))
 
 
 def spans_of(graph: OpGraph, durations: Durations, outcome: Outcome) -> tuple[Span, ...]:
@@ -138,11 +165,20 @@ def spans_of(graph: OpGraph, durations: Durations, outcome: Outcome) -> tuple[Sp
         """Many operations begin and end together."""
         return Fraction(ticks, durations.ticks_per_us)
 
-    queues = {NONE: COMPUTE_QUEUE, **{number: str(channel) for number, channel in enumerate(graph.channels)}}
-    by_op = zip(graph.ops, graph.rank.tolist(), graph.channel.tolist(), outcome.starts, outcome.ends, strict=True)
+    texts = op_texts(graph.columns)
+    by_op = zip(texts, graph.rank.tolist(), _queue_labels(graph), outcome.starts, outcome.ends, strict=True)
     spans = []
-    for op_id, (op, rank, channel, start, end) in enumerate(by_op):
+    for op_id, (text, rank, queue, start, end) in enumerate(by_op):
         assert start is not None
         assert end is not None
-        spans.append(Span(rank, queues[channel], op_id, str(op), us(start), us(end)))
+        spans.append(Span(rank, queue, op_id, text, us(start), us(end)))
     return tuple(spans)
+
+
+def _queue_labels(graph: OpGraph) -> list[str]:
+    """By op id, the queue that it names, else the channel of a transfer, or where the rank computes."""
+    channels = {NONE: COMPUTE_QUEUE, **{number: str(channel) for number, channel in enumerate(graph.channels)}}
+    labels = [channels[channel] for channel in graph.channel.tolist()]
+    for op_id in np.flatnonzero(graph.queue > HOST_QUEUE).tolist():
+        labels[op_id] = graph.queues[int(graph.queue[op_id])]
+    return labels

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeproof.comm.channel_models import MODELS, ChannelModel
 from pipeproof.specs.finding import Finding
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.verify.check import check
-from pipeproof.verify.deadlock.models import MODELS, ChannelModel
 from pipeproof.verify.deadlock.rules import models_text
 from pipeproof.verify.deadlock.verdict import conditions
 

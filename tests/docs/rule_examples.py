@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from pipeproof import cli
 from pipeproof.comm.loaded import blaming_plan, lower_loaded
-from pipeproof.sim.errors import NOT_FAST, NOT_SIMULATED, UNFINISHED, SimulationError
+from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.codes import PLAN_FILE_CODES, ExampleKind
 from pipeproof.specs.finding import BadPlanError
@@ -17,6 +17,7 @@ from pipeproof.specs.yaml_tree import parse_text
 from pipeproof.verify.check import check, check_subject
 from pipeproof.verify.program import program_subject
 from tests.plans import plan_dict, subject
+from tests.profiles import profile_files
 from tests.specs.plans import EXAMPLE
 
 FILE_CODES = frozenset(doc.code for doc in PLAN_FILE_CODES)
@@ -47,10 +48,10 @@ def findings_of(doc, text, folder):
     match doc.example_kind:
         case ExampleKind.PLAN if doc.code in FILE_CODES:
             return refused_or(lambda: of_file(text, folder))
-        case ExampleKind.PLAN if doc is NOT_SIMULATED:
-            return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder))))
         case ExampleKind.PLAN if doc is NOT_FAST:
             return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder)), engine="fast"))
+        case ExampleKind.PLAN if doc is NO_ROOM:
+            return refused_or(lambda: simulated_plan(load_plan(overlaid(text, folder))))
         case ExampleKind.PLAN:
             return refused_or(lambda: check(load_plan(overlaid(text, folder))).findings)
         case ExampleKind.PROGRAM if doc is UNFINISHED:
@@ -95,7 +96,7 @@ def overlaid(text, folder):
     tree = parse_text(text, "example")
     assert tree.complete, tree.problems
     assert not tree.problems, tree.problems
-    for name, content in SCHEDULES.items():
+    for name, content in {**SCHEDULES, **profile_files()}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     path = folder / "plan.json"

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.exec.machine import Begin, Finished, ProtocolError, RankMachine
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op
 from pipeproof.sim.costs import durations_of
-from pipeproof.sim.model import TransferRules, run_model
+from pipeproof.sim.model import run_model
 from pipeproof.verify.check import check_subject
 from tests.exec.world import HOST, World
 from tests.plans import subject
@@ -48,7 +49,7 @@ def order_in(graph):
 
 def order_of_model(one):
     """The order in which SimPy's model starts the operations of each queue."""
-    outcome = run_model(one.graph, durations_of(one.graph, one.plan.spec.cost), TransferRules(rendezvous=True))
+    outcome = run_model(one.graph, durations_of(one.plan), ChannelModel("directed_edge", "rendezvous"))
     assert outcome.stuck_at == (None,) * one.graph.num_ranks
     order = {}
     for queue, op_ids in order_in(one.graph).items():

@@ -1,6 +1,6 @@
 """``python -m tests.mutation [FILE ...]``: how many small changes of the verifier the tests notice.
 
-Without files, all of ``pipeproof/verify``. Prints a line for each mutant that
+Without files, all of ``pipeproof/verify`` and what it shares with the simulator. Prints a line for each mutant that
 survives and the score of each file; ``--write`` keeps the results, from which
 ``docs/make_mutation.py`` makes its part of the page.
 """
@@ -15,7 +15,12 @@ from tests.mutation.mutants import mutants_of
 from tests.mutation.runner import judge, preload, profile_of
 
 REPOSITORY = Path(__file__).parents[2]
-TARGETS = "pipeproof/verify"
+TARGETS = (
+    "pipeproof/comm/buffering.py",
+    "pipeproof/comm/channel_models.py",
+    "pipeproof/comm/entry_order.py",
+    "pipeproof/verify",
+)
 TESTS = ("tests/verify", "tests/zoo", "tests/comm", "tests/specs", "tests/cli", "tests/docs/test_rule_examples.py")
 """The tests that look at verdicts, but for those that start processes of their own."""
 RESULTS = "tests/mutation/results.json"
@@ -26,7 +31,7 @@ def main():
     arguments = _arguments()
     root = arguments.root.resolve()
     sys.path.insert(0, str(root))
-    targets = arguments.files or [str(path.relative_to(root)) for path in sorted((root / TARGETS).rglob("*.py"))]
+    targets = arguments.files or [str(path.relative_to(root)) for path in _files(root)]
     preload()
     _say(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
     profile = profile_of(root, targets, arguments.tests)
@@ -40,6 +45,12 @@ def main():
             _say(f"{target}: {num_killed} of {len(verdicts)} killed, {num_killed / len(verdicts):.1%}")
             if arguments.write:  # after each file: a run that is stopped has not been for nothing
                 _keep(root / RESULTS, target, source, verdicts)
+
+
+def _files(root):
+    for target in TARGETS:
+        path = root / target
+        yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def _keep(path, target, source, verdicts):

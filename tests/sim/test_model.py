@@ -13,7 +13,7 @@ from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, 
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.errors import SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanAtError, OpsWitness
+from pipeproof.specs.finding import OpsWitness
 
 times = st.builds(Fraction, st.integers(1, 6), st.integers(1, 4))
 
@@ -97,11 +97,22 @@ def test_an_eager_backend_is_async(make_plan):
     assert (by_backend.makespan, by_backend.p2p, by_backend.send_completes) == (49, "backend", "eager")
 
 
-@pytest.mark.parametrize("row", [{"send_completes": "slots"}, {"queue": "pair"}])
-def test_a_backend_that_is_not_simulated_is_refused(make_plan, row):
-    table = replace(backend_table("paddle", "cpu"), **row)
-    with pytest.raises(BadPlanAtError, match="not simulated"):
-        simulate(make_plan(p2p="backend"), table)
+def test_a_buffer_with_one_slot_holds_the_second_send_back(make_plan):
+    plan = make_plan(kind="gpipe", p=2, m=3, tf=[1, 10], tb=1, c=2, p2p="backend")
+    table = replace(backend_table("paddle", "cpu"), send_completes="slots")
+    spans = {span.op: (span.start, span.end) for span in simulate(plan, table).timeline.spans}
+    # stage 1 posts a receive when it is free: at 0, 13 and 23
+    assert [spans[f"1RECV_F{k}"] for k in range(3)] == [(0, 3), (13, 13), (23, 23)]
+    assert [spans[f"0SEND_F{k}"] for k in range(3)] == [(1, 1), (2, 3), (3, 13)]
+
+
+def test_a_fifo_for_each_pair_makes_a_send_wait_behind_a_receive(make_plan):
+    plan = make_plan(kind="1f1b", p=2, m=2, tf=1, tb=[3, 1], c=2, p2p="backend")
+    table = backend_table("paddle", "cpu")
+    by_edge = {span.op: (span.start, span.end) for span in simulate(plan, table).timeline.spans}
+    assert (by_edge["0SEND_F1"], by_edge["1SEND_B0"]) == ((3, 7), (5, 7))
+    with pytest.raises(SimulationError, match="rank 0 waits in WAIT"):
+        simulate(plan, replace(table, queue="pair"))
 
 
 def wait_for_send_at_once(rows):

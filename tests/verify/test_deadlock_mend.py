@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.verify.deadlock.mend import _Draft, _Move, mend
-from pipeproof.verify.deadlock.models import ChannelModel
 from pipeproof.verify.deadlock.rules import CYCLE, RULES
 from tests.verify.programs import group, program
 

@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
+from pipeproof.comm.buffering import message_bytes
 from pipeproof.comm.capabilities import Queue, backend_table
+from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.specs.finding import CycleWitness, OpsWitness, ProgramExcerpt, WitnessOp
 from pipeproof.specs.render_cycle import cycle_drawing
-from pipeproof.verify.deadlock.buffering import message_bytes
 from pipeproof.verify.deadlock.classify import Judge, cycle_of, deadlocks
-from pipeproof.verify.deadlock.models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.verify.deadlock.rules import models_text
 from pipeproof.verify.deadlock.witness import chain_text, cycle_witness, ranks_text
 from tests.plans import subject

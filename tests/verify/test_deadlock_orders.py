@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from pipeproof.verify.deadlock.buffering import awaited_receives
+from pipeproof.comm.buffering import awaited_receives
+from pipeproof.comm.channel_models import QUEUES, ChannelModel
 from pipeproof.verify.deadlock.classify import blamed, cycle_of, deadlocks
 from pipeproof.verify.deadlock.columns import WaitGraph
 from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
-from pipeproof.verify.deadlock.models import QUEUES, ChannelModel
 from pipeproof.verify.deadlock.rows import rows_of
 from tests.verify.programs import group, program, tensor
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from pipeproof.comm.channel_models import MODELS
 from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.schedule.formats.write import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.specs.finding import Finding, Severity
 from pipeproof.specs.load import PlanFileError
-from pipeproof.verify.deadlock.models import MODELS
 from pipeproof.verify.schedule_verdict import Outcome, judge_schedule
 
 

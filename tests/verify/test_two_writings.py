@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind, parse_op
 from pipeproof.schedule.optable import NONE, Group, Row, TensorSpec
@@ -18,7 +19,6 @@ from pipeproof.verify.deadlock.classify import cycle_of, deadlocks
 from pipeproof.verify.deadlock.columns import wait_graph
 from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, post, stuck_events
-from pipeproof.verify.deadlock.models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.verify.deadlock.rows import rows_of
 from tests.plans import subject
 

@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from pipeproof.comm.buffering import message_bytes
+from pipeproof.comm.channel_models import MODELS, ChannelModel
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.optable import OpGraph
-from pipeproof.verify.deadlock.buffering import message_bytes
 from pipeproof.verify.deadlock.columns import wait_graph
 from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
-from pipeproof.verify.deadlock.models import MODELS, ChannelModel
 from pipeproof.verify.deadlock.rows import Rows, rows_of
 
 Fault = Literal["queue", "device", "connections"]

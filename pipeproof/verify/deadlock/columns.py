@@ -18,11 +18,11 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeproof.comm.buffering import awaited_receives
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.verify.deadlock.buffering import awaited_receives
-from pipeproof.verify.deadlock.models import ChannelModel
 from pipeproof.verify.deadlock.rows import Rows
 
 _Waits = tuple[IntColumn, IntColumn, IntColumn, IntColumn]

@@ -1,23 +1,10 @@
 """The definition of a deadlock, written to be read: post and done events, and what each of them follows.
 
-Each operation has two events. *post* is when it is under way (the rank's host
-has come to it, or its queue has), *done* when it has finished. What an event
-follows, under a channel model:
+Each operation has two events, *post* when it is under way and *done* when it
+has finished. What a post follows is said in ``comm.entry_order``; beside that
 
+- the opening of a connection holds everything that the rank issues later;
 - done follows post;
-- rows of one rank with a common batch are one call, an *entry*, which stands
-  where its last row stands; any other row is an entry of its own. An entry's
-  posts follow the dones of all members of the entry before it, in every order
-  below; its members have no order among themselves;
-- the compute queue is also the order in which the host issues. Its entries
-  follow each other. A transfer on its default queue follows the entry of the
-  compute queue before it;
-- what runs on the ``host`` queue, a transfer whose post holds the host and
-  the opening of a connection hold everything that the rank issues later;
-- entries of a queue of another name follow each other;
-- transfers follow the one before them on their channel end and, on default
-  queues, on the model's FIFO; with one FIFO for the device, all communication
-  of the rank is one order;
 - a receive is done after the post of its send. A send at rendezvous is done
   after the post of its receive; with N slots, the k-th send of a channel after
   the done of its (k-N)-th receive; eager up to N bytes, after the done of the
@@ -44,30 +31,21 @@ of the first, or fewer, since slots may be free and connections open.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.comm.buffering import message_bytes
+from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.entry_order import EntryOrder, Host, done, post
+from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.ops import SEND_KINDS, OpKind
 from pipeproof.schedule.optable import OpGraph
-from pipeproof.verify.deadlock.buffering import message_bytes
-from pipeproof.verify.deadlock.models import ChannelModel
 
 if TYPE_CHECKING:
     import networkx as nx
-
-
-def post(op_id: int) -> int:
-    """The event "this operation is under way" as an integer."""
-    return 2 * op_id
-
-
-def done(op_id: int) -> int:
-    """The event "this operation has finished" as an integer."""
-    return 2 * op_id + 1
 
 
 @dataclass(frozen=True)
@@ -120,44 +98,23 @@ def stuck_events(events: Events) -> list[int]:
     return [event for event, flag in enumerate(happened) if not flag]
 
 
-@dataclass
-class _Host:
-    """Where one rank's host is: the events that what it issues next has to follow."""
-
-    issued: list[int] = field(default_factory=list)
-    """Of the compute queue's last entry, for what goes with its order."""
-    held: list[int] = field(default_factory=list)
-    """Of the last entry that held the host, for everything."""
-    last: dict[Hashable, list[int]] = field(default_factory=dict)
-    """Of the last entry of each queue and FIFO."""
-
-
-class _Writing:
+class _Writing(EntryOrder):
     def __init__(self, graph: OpGraph, model: ChannelModel) -> None:
-        self.graph, self.model = graph, model
+        super().__init__(graph, model)
         self.follows: list[list[int]] = [[] for _ in range(2 * graph.num_ops)]
         self.never: set[int] = set()
         self._bytes = message_bytes(graph)
-        self._batch_of: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for op_id in np.flatnonzero(graph.batch != NONE).tolist():
-            self._batch_of[int(graph.rank[op_id]), int(graph.batch[op_id])].append(op_id)
         self._openings: dict[tuple[str, int], int] = {}
         self._came: dict[tuple[str, int], set[int]] = defaultdict(set)
 
-    def members(self, op_id: int) -> list[int]:
-        """The rows of an operation's entry."""
-        return self._batch_of.get((int(self.graph.rank[op_id]), int(self.graph.batch[op_id])), [op_id])
-
     def order(self, rank: int) -> None:
         """What the posts of one rank follow."""
-        host = _Host()
-        for op_id in self.graph.rank_ops(rank):
-            entry = self.members(op_id)
-            if op_id == entry[-1]:
-                self._open(entry, host)
-                self._post(entry, host)
+        for entry, before in self.entries(rank):
+            for op_id in entry:
+                self.follows[post(op_id)] += before
+                self.follows[done(op_id)].append(post(op_id))
 
-    def _open(self, entry: list[int], host: _Host) -> None:
+    def before_entry(self, entry: Sequence[int], host: Host) -> None:
         """Openings of the connections that an entry is the first of its rank to use."""
         first_uses = [c for op_id in entry for c in self._connection(op_id)]
         opened = []
@@ -177,66 +134,10 @@ class _Writing:
 
     def _connection(self, op_id: int) -> Iterator[tuple[str, int]]:
         if self.model.connections == "lazy":
-            if self._is_transfer(op_id):
+            if self.is_transfer(op_id):
                 yield "channel", int(self.graph.channel[op_id])
-            elif self._is_call(op_id):
+            elif self.is_call(op_id):
                 yield "group", int(self.graph.group[op_id])
-
-    def _post(self, entry: list[int], host: _Host) -> None:
-        dones = [done(op_id) for op_id in entry]
-        before: list[int] = []
-        keys = list(dict.fromkeys(key for op_id in entry for key in self._queues(op_id)))
-        if any(self._goes_with_host(op_id) or self._by_default(op_id) for op_id in entry):
-            before += host.issued
-        before += host.held
-        for key in keys:
-            before += host.last.get(key, [])
-            host.last[key] = dones
-        if any(self._goes_with_host(op_id) for op_id in entry):
-            host.issued = dones
-        if any(self._holds_host(op_id) for op_id in entry):
-            host.held = dones
-        for op_id in entry:
-            self.follows[post(op_id)] += before
-            self.follows[done(op_id)].append(post(op_id))
-
-    def _goes_with_host(self, op_id: int) -> bool:
-        """Whether an operation is part of the order in which its host issues."""
-        return int(self.graph.queue[op_id]) in (COMPUTE_QUEUE, HOST_QUEUE) or self._holds_host(op_id)
-
-    def _holds_host(self, op_id: int) -> bool:
-        blocking = self.model.host_blocks and self._is_transfer(op_id)
-        return blocking or int(self.graph.queue[op_id]) == HOST_QUEUE
-
-    def _by_default(self, op_id: int) -> bool:
-        return int(self.graph.queue[op_id]) == NONE
-
-    def _is_transfer(self, op_id: int) -> bool:
-        return self.graph.ops[op_id].kind in TRANSFER_KINDS
-
-    def _is_call(self, op_id: int) -> bool:
-        return self.graph.ops[op_id].kind in COLLECTIVE_KINDS and int(self.graph.group[op_id]) != NONE
-
-    def _queues(self, op_id: int) -> Iterator[Hashable]:
-        """The orders of its rank, beside the host's, in which an operation stands."""
-        if int(self.graph.queue[op_id]) not in (NONE, COMPUTE_QUEUE, HOST_QUEUE):
-            yield "queue", int(self.graph.queue[op_id])
-        if self._is_transfer(op_id):
-            is_send = self.graph.ops[op_id].kind in SEND_KINDS
-            channel = int(self.graph.channel[op_id])
-            yield "end", channel, is_send
-            if self._by_default(op_id):
-                match self.model.queue:
-                    case "rank":
-                        yield "rank"
-                    case "direction":
-                        yield "direction", is_send
-                    case "communicator":
-                        yield "communicator", self.graph.channels[channel].communicator
-                    case "pair":
-                        yield "pair", int(self.graph.peer[op_id])
-        if self.model.queue == "device" and (self._is_transfer(op_id) or self._is_call(op_id)):
-            yield "device"
 
     def complete_transfers(self) -> None:
         """What the dones of transfers follow."""
@@ -276,7 +177,7 @@ class _Writing:
     def complete_collectives(self) -> None:
         """What the dones of collectives follow."""
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for op_id in filter(self._is_call, range(self.graph.num_ops)):
+        for op_id in filter(self.is_call, range(self.graph.num_ops)):
             calls[int(self.graph.group[op_id]), int(self.graph.position[op_id])].append(op_id)
         for (group, _), members in calls.items():
             if not self._all_there(group, {int(self.graph.rank[member]) for member in members}):

@@ -16,6 +16,7 @@ from itertools import groupby
 
 import numpy as np
 
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
@@ -26,7 +27,6 @@ from pipeproof.verify.deadlock.classify import cycle_of, deadlocks
 from pipeproof.verify.deadlock.columns import wait_graph
 from pipeproof.verify.deadlock.cycles import cyclic_part
 from pipeproof.verify.deadlock.events import events_of, stuck_events
-from pipeproof.verify.deadlock.models import ChannelModel
 from pipeproof.verify.deadlock.rows import rows_of
 from pipeproof.verify.subject import Subject
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, SEND_KINDS, OpKind
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.verify.deadlock.models import ChannelModel
 from pipeproof.verify.deadlock.verdict import promised
 from pipeproof.verify.pairs import partner_of
 from pipeproof.verify.subject import Subject, finding, missing_op

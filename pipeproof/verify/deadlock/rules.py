@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipeproof.comm.channel_models import MODELS, ChannelModel, queue_text
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding, Severity
 from pipeproof.verify.deadlock.classify import Fault, cycle_of
 from pipeproof.verify.deadlock.mend import LARGEST, mend
-from pipeproof.verify.deadlock.models import MODELS, ChannelModel, queue_text
 from pipeproof.verify.deadlock.never import NEVER, check_never
 from pipeproof.verify.deadlock.verdict import conditions, declared_deadlock, opened_late, promised
 from pipeproof.verify.deadlock.witness import chain_text, cycle_witness, ranks_text
@@ -179,11 +179,20 @@ def _check_conditional(subject: Subject) -> Iterator[Finding]:
         f"models: {models_text(failing)}",
         location=subject.locate("schedule"),
         help=(
-            f"no change is needed for {subject.backend.name}; elsewhere, issue transfers that cross as one batch. "
+            f"no change is needed for {subject.backend.name}; elsewhere, {_in_one_order(subject)}. "
             "`transport.queue` says which FIFO counts, if another runtime is to execute the plan"
         ),
         witness=cycle_witness(subject, ops),
     )
+
+
+def _in_one_order(subject: Subject) -> str:
+    """What makes a conditional plan safe under every model."""
+    plan = subject.lowered
+    is_ours = plan is not None and (plan.foreign is None or plan.foreign.computes_only)  # then we post its receives
+    if plan is not None and is_ours and plan.spec.transport.recv_post != "as_sent":
+        return "set `transport.recv_post` to as_sent, which puts all transfers into one order"
+    return "issue transfers that cross as one batch"
 
 
 def models_text(models: Sequence[ChannelModel]) -> str:

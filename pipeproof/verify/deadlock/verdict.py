@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pipeproof.comm.channel_models import ChannelModel, Connections, declared_model
 from pipeproof.verify.deadlock.classify import Fault, Judge, Verdict, blamed, deadlocks
-from pipeproof.verify.deadlock.models import ChannelModel, Connections, declared_model
 from pipeproof.verify.subject import Subject
 
 

@@ -1,0 +1,165 @@
+"""In what order a rank's operations come under a channel model: what each of them has to follow.
+
+Each operation has two events: *post*, when it is under way, and *done*, when
+it has finished. What one rank alone says of posts is here, for whoever proves
+that all events happen (``verify.deadlock``) and for whoever says when
+(``sim``):
+
+- rows of one rank with a common batch are one call, an *entry*, which stands
+  where its last row stands; any other row is an entry of its own. An entry's
+  posts follow the dones of all members of the entry before it, in every order
+  below; its members have no order among themselves;
+- the compute queue is also the order in which the host issues. Its entries
+  follow each other. A transfer on its default queue follows the entry of the
+  compute queue before it;
+- what runs on the ``host`` queue, and a transfer whose post holds the host,
+  hold everything that the rank issues later;
+- entries of a queue of another name follow each other;
+- transfers follow the one before them on their channel end and, on default
+  queues, on the model's FIFO; with one FIFO for the device, all communication
+  of the rank is one order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.optable import OpGraph
+
+
+def post(op_id: int) -> int:
+    """The event "this operation is under way" as an integer."""
+    return 2 * op_id
+
+
+def done(op_id: int) -> int:
+    """The event "this operation has finished" as an integer."""
+    return 2 * op_id + 1
+
+
+@dataclass
+class Host:
+    """Where one rank's host is: the events that what it issues next has to follow."""
+
+    issued: list[int] = field(default_factory=list)
+    """Of the compute queue's last entry, for what goes with its order."""
+    held: list[int] = field(default_factory=list)
+    """Of the last entry that held the host, for everything."""
+    last: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Of the last entry of each queue and FIFO."""
+
+
+class EntryOrder:
+    """The entries of each rank of a graph, under a channel model."""
+
+    def __init__(self, graph: OpGraph, model: ChannelModel) -> None:
+        self.graph, self.model = graph, model
+        codes = graph.kind.tolist()
+        self._kinds = [KINDS[code] for code in codes]
+        sends, transfers, collectives = (
+            [kind in kinds for kind in KINDS] for kinds in (SEND_KINDS, TRANSFER_KINDS, COLLECTIVE_KINDS)
+        )
+        self._is_send: list[bool] = [sends[code] for code in codes]
+        self._is_transfer: list[bool] = [transfers[code] for code in codes]
+        self._is_collective: list[bool] = [collectives[code] for code in codes]
+        self._queue: list[int] = graph.queue.tolist()
+        self._channel: list[int] = graph.channel.tolist()
+        self._peer: list[int] = graph.peer.tolist()
+        self._group: list[int] = graph.group.tolist()
+        self._rank: list[int] = graph.rank.tolist()
+        self._call: dict[int, list[int]] = {}
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for op_id in np.flatnonzero(graph.batch != NONE).tolist():
+            if self.is_batched(op_id):
+                call = calls[self._rank[op_id], int(graph.batch[op_id])]
+                call.append(op_id)
+                self._call[op_id] = call
+
+    def is_batched(self, op_id: int) -> bool:
+        """Whether an operation that names a batch is a member of its call."""
+        return True
+
+    def members(self, op_id: int) -> Sequence[int]:
+        """The rows of an operation's entry."""
+        return self._call.get(op_id) or (op_id,)
+
+    def entries(self, rank: int) -> Iterator[tuple[Sequence[int], list[int]]]:
+        """(members, events that their posts follow) of each entry of a rank, in the order in which they are issued."""
+        host = Host()
+        for op_id in self.graph.rank_ops(rank):
+            entry = self.members(op_id)
+            if op_id == entry[-1]:
+                self.before_entry(entry, host)
+                yield entry, self._follows(entry, host)
+
+    def before_entry(self, entry: Sequence[int], host: Host) -> None:
+        """What else happens before an entry is issued."""
+
+    def _follows(self, entry: Sequence[int], host: Host) -> list[int]:
+        dones = [done(op_id) for op_id in entry]
+        before: list[int] = []
+        goes_with_host = holds_host = by_default = False
+        orders: dict[Hashable, None] = {}
+        for op_id in entry:
+            goes_with_host = goes_with_host or self.goes_with_host(op_id)
+            holds_host = holds_host or self._holds_host(op_id)
+            by_default = by_default or self._queue[op_id] == NONE
+            orders.update(dict.fromkeys(self._orders(op_id)))
+        if goes_with_host or by_default:
+            before += host.issued
+        before += host.held
+        for order in orders:
+            before += host.last.get(order, ())
+            host.last[order] = dones
+        if goes_with_host:
+            host.issued = dones
+        if holds_host:
+            host.held = dones
+        return before
+
+    def goes_with_host(self, op_id: int) -> bool:
+        """Whether an operation is part of the order in which its host issues."""
+        return self._queue[op_id] in (COMPUTE_QUEUE, HOST_QUEUE) or self._holds_host(op_id)
+
+    def _holds_host(self, op_id: int) -> bool:
+        return self._queue[op_id] == HOST_QUEUE or (self.model.host_blocks and self._is_transfer[op_id])
+
+    def is_transfer(self, op_id: int) -> bool:
+        """Whether an operation is a send or a receive."""
+        return self._is_transfer[op_id]
+
+    def is_call(self, op_id: int) -> bool:
+        """Whether an operation is a collective of several ranks."""
+        return self._is_collective[op_id] and self._group[op_id] != NONE
+
+    def _orders(self, op_id: int) -> Sequence[Hashable]:
+        """The orders of its rank, beside the host's, in which an operation stands."""
+        queue = self._queue[op_id]
+        named: Sequence[Hashable] = () if queue in (NONE, COMPUTE_QUEUE, HOST_QUEUE) else (("queue", queue),)
+        on_device: Sequence[Hashable] = ("device",) if self.model.queue == "device" else ()
+        if not self._is_transfer[op_id]:
+            return (*named, *on_device) if self.is_call(op_id) else named
+        end = (self._channel[op_id], self._is_send[op_id])
+        fifo = self._fifo(op_id) if queue == NONE else ()
+        return (end, *named, *fifo, *on_device)
+
+    def _fifo(self, op_id: int) -> Sequence[Hashable]:
+        """The order of a transfer on its default queue, where that is more than its end of a channel."""
+        match self.model.queue:
+            case "rank":
+                return ("rank",)
+            case "direction":
+                return (("direction", self._is_send[op_id]),)
+            case "communicator":
+                return (("communicator", self.graph.channels[self._channel[op_id]].communicator),)
+            case "pair":
+                return (("pair", self._peer[op_id]),)
+            case _:
+                return ()

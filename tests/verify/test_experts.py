@@ -1,0 +1,145 @@
+"""Plans with experts and with latent attention: right ones are clean, and their typical mistakes are found."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.comm import lower as lowering
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import OpKind, child_of
+from pipeproof.specs.finding import Severity
+from pipeproof.specs.layout import INVARIANT
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.verify.check import check_subject
+from tests.plans import subject
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "value_head_size": 4}
+
+
+def experts(moe=MOE, **topology):
+    """Stage 0 has a dense block and one with experts, stage 1 two with experts."""
+    return subject(model={"moe": moe}, topology={"pp": 2, "ep": 2, "dp": 2, **topology})
+
+
+def codes(one):
+    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
+
+
+def children(one, axis):
+    """The sums over ``axis`` below the reductions of stage 1, on rank 0 of them."""
+    rank = one.plan.ranks_of_stage(1)[0]
+    return [row for row in one.graph.rows()[rank] if f"1REDUCE_GRAD:{axis}/" in str(row.op)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
+    parts=st.sampled_from([{"moe": MOE}, {"moe": MOE, "mla": MLA}, {"mla": MLA}, {"num_kv_heads": 2, "head_size": 6}]),
+    kind=st.sampled_from(["1f1b", "zb_h1"]),
+)
+def test_right_plans_are_clean(tp, cp, ep, dp, sequence_parallel, parts, kind):
+    topology = {"pp": 2, "tp": tp, "cp": cp, "ep": ep, "dp": dp, "sequence_parallel": sequence_parallel}
+    one = subject(model=parts, topology=topology, schedule={"kind": kind})
+    assert codes(one) == set()
+    assert codes(replace(one, lowered=one.plan.unfolded())) == set()
+
+
+def test_experts_under_copies_of_stages_and_in_two_sizes_of_micro_batches():
+    schedule = {"kind": "dualpipe", "num_micro_batches": 4, "last_micro_batch_size": 1}
+    assert codes(subject(model={"moe": MOE}, topology={"pp": 2, "ep": 2}, schedule=schedule)) == set()
+
+
+def test_exchanges_stand_below_forwards_and_backwards_of_blocks_with_experts():
+    one = experts()
+    ops = [one.graph.ops[i] for i in one.graph.rank_ops(0)]
+    exchanges = [str(op.target) for op in ops if op.kind is OpKind.ALL_TO_ALL]
+    assert exchanges.count("0F0") == 2  # to the experts of one block and back
+    assert exchanges.count("0B0") == 2
+    stage_1 = [one.graph.ops[i] for i in one.graph.rank_ops(one.plan.ranks_of_stage(1)[0])]
+    assert sum(op.kind is OpKind.ALL_TO_ALL and str(op.target) == "1F0" for op in stage_1) == 4
+
+
+def test_experts_are_summed_over_dp_and_not_over_ep():
+    one = experts()
+    weights = [p for layer in one.plan.layers_of(1) for p in layer.parameters]
+    of_experts = [p for p in weights if ".experts." in p.name]
+    assert len(of_experts) == 6
+    assert len(children(one, "dp")) == len(weights)
+    assert len(children(one, "ep")) == len(weights) - 6
+    sizes = Counter(row.stop for row in children(one, "dp")) - Counter(row.stop for row in children(one, "ep"))
+    assert sizes == {2 * 16 * 8: 6}  # of two of four experts
+
+
+def with_rows(one, change):
+    rows = one.graph.rows()
+    groups = {(group.axis, rank): i for i, group in enumerate(one.graph.groups) for rank in group.ranks}
+    changed = [change(rank, program, groups) for rank, program in enumerate(rows)]
+    return one.with_graph(build_graph(changed, one.graph.tensors, one.graph.groups))
+
+
+def test_experts_summed_over_ep_are_found():
+    """Every rank's experts of the same place added up, though they are different experts."""
+
+    def also_over_ep(rank, program, groups):
+        result = []
+        for row in program:
+            if ".ALL_REDUCE:ep" in str(row.op) and "REDUCE_GRAD:ep/" in str(row.op):
+                continue
+            result.append(row)
+            if row.op.kind is OpKind.REDUCE_GRAD and row.op.axis == "ep":
+                over_dp = [r for r in program if f"{row.op.stage}REDUCE_GRAD:dp/" in str(r.op)]
+                for index, sibling in enumerate(over_dp):
+                    child = child_of(row.op, index, OpKind.ALL_REDUCE, "ep")
+                    result.append(replace(sibling, op=child, group=groups["ep", rank]))
+        return result
+
+    one = experts()
+    assert codes(with_rows(one, also_over_ep)) == {"PP602"}
+    assert codes(with_rows(one, lambda rank, program, groups: program)) == set()
+
+
+def test_experts_that_are_not_summed_over_dp_are_found():
+    """The mistake of taking ep x dp for the one data-parallel group of everything, experts left to ep alone."""
+    one = experts()
+    weights = [p for layer in one.plan.layers_of(1) for p in layer.parameters]
+    of_experts = {i for i, p in enumerate(weights) if ".experts." in p.name}
+
+    def without(rank, program, groups):
+        return [row for row in program if not ("1REDUCE_GRAD:dp/" in str(row.op) and row.op.index in of_experts)]
+
+    found = codes(with_rows(one, without))
+    assert found == {"PP601"}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda p: replace(p, ep=INVARIANT), "PP206"),  # as if every EP rank had all experts
+        (lambda p: replace(p, partial_over=()), "PP206"),  # routers and experts see their rank's tokens only
+    ],
+)
+def test_a_wrong_description_of_experts_is_found(monkeypatch, change, code):
+    def wrong(plan, *size):
+        return tuple(
+            replace(layer, parameters=tuple(change(p) if ".mlp." in p.name else p for p in layer.parameters))
+            for layer in describe_gpt(plan, *size)
+        )
+
+    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    assert code in codes(experts(tp=2))
+
+
+@pytest.mark.parametrize("where", ["0F0/0.ALL_TO_ALL:ep", "0B1/1.ALL_TO_ALL:ep"])
+def test_an_exchange_that_all_ranks_leave_out_is_found(where):
+    def without(rank, program, groups):
+        return [row for row in program if str(row.op) != where]
+
+    assert "PP208" in codes(with_rows(experts(), without))

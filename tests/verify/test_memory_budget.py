@@ -1,0 +1,127 @@
+"""The memory budget: who is over it, when, of what, and what would fit."""
+
+import json
+import re
+
+import pytest
+
+from pipeproof import cli
+from pipeproof.advice.advise import Group, advise
+from pipeproof.sim.memory.curve import GIB
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify import memory_peak
+from pipeproof.verify.check import check
+from tests.plans import plan_dict
+
+
+def judged(budget, **sections):
+    """The findings of 7xx; ``budget`` is in bytes."""
+    memory = {"budget_gib": budget / GIB, **sections.pop("memory", {})}
+    report = check(plan_from_dict(plan_dict(memory=memory, **sections)))
+    return [finding for finding in report.findings if finding.code.startswith("PP7")]
+
+
+def peak(**sections):
+    """Most bytes that any rank of the plan holds."""
+    loaded = plan_from_dict(plan_dict(**sections))
+    return max(curve.peak for curve in simulate(check(loaded).subject.plan).memory)
+
+
+@pytest.mark.parametrize("sections", [{}, {"schedule": {"kind": "zb_h1"}}, {"topology": {"tp": 2, "dp": 2}}])
+def test_a_plan_fits_its_own_peak_and_nothing_less(sections):
+    assert judged(peak(**sections), **sections) == []
+    (found,) = judged(peak(**sections) - 1, **sections)
+    assert (found.code, found.severity) == ("PP701", "error")
+
+
+def test_without_a_budget_nothing_is_simulated(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("simulated")
+
+    monkeypatch.setattr(memory_peak, "simulate", refuse)
+    assert check(plan_from_dict(plan_dict())).errors == ()
+
+
+def test_the_message_has_rank_time_and_parts():
+    (found,) = judged(peak() - 1)
+    assert found.message.startswith("rank 0 (pp 0) holds 150 KiB at 200 us, and `memory.budget_gib` is 150 KiB: ")
+    assert found.message.endswith(
+        "activations 57.8 KiB, optimizer 44.5 KiB, parameters 22.2 KiB, gradients 22.2 KiB, messages 3.00 KiB"
+    )
+
+
+def suggested(text):
+    """The plan's sections with the changes of one suggestion, and the size that it names."""
+    sections = {}
+    for section, key, value in re.findall(r"`(\w+)\.(\w+): (\w+)`", text):
+        sections.setdefault(section, {})[key] = value
+    number, unit = re.search(r"needs ([\d.]+) (\w+)", text).groups()
+    return sections, float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h2", "eager_1f1b"])
+def test_what_the_help_says_fits_does_fit(kind):
+    base = {"schedule": {"kind": kind, "num_micro_batches": 8}, "topology": {"dp": 2}}
+    budget = 0.8 * peak(**base)
+    (found,) = judged(budget, **base)
+    for text in found.help.split("; "):
+        sections, size = suggested(text)
+        merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+        assert peak(**merged) == pytest.approx(size, rel=0.01)
+        assert peak(**merged) <= budget
+
+
+def test_where_nothing_fits_the_help_says_what_comes_nearest():
+    (found,) = judged(1000, topology={"dp": 2})
+    text = (
+        "use more pipeline or tensor parallel ranks, or smaller micro-batches: even with `memory.recompute: full` and "
+    )
+    assert found.help.startswith(text + "`memory.shard_optimizer: dp` it needs ")
+
+
+def test_where_nothing_more_can_be_changed_there_is_only_the_advice():
+    (found,) = judged(1000, memory={"recompute": "full"})
+    assert found.help == "use more pipeline or tensor parallel ranks, or smaller micro-batches"
+
+
+def test_a_step_that_never_ends_is_not_judged():
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    (found,) = judged(1e9, schedule={"kind": "custom", "num_micro_batches": 2, "programs": programs})
+    assert (found.code, found.severity) == ("PP702", "warning")
+
+
+def test_the_finding_is_at_the_budget(tmp_path, invoke):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(plan_dict(memory={"budget_gib": 0.0001}), indent=1))
+    result = invoke("check", plan)
+    assert result.exit_code == 1
+    line = next(i for i, text in enumerate(plan.read_text().splitlines(), 1) if "budget_gib" in text)
+    assert f"plan.json:{line}:" in result.output
+
+
+def test_advice_keeps_to_the_budget():
+    """Every candidate is checked, and one that needs more is not listed."""
+    plan = plan_dict(schedule={"kind": "1f1b", "num_micro_batches": 8}, topology={"pp": 4}, cost={"backward_us": 200})
+    free = advise(plan_from_dict(plan))
+    most = max(over(verified) for group in free.listed.values() for verified in group)
+    budget = (peak(schedule=plan["schedule"], topology=plan["topology"]) + most) / 2
+    kept = advise(plan_from_dict({**plan, "memory": {"budget_gib": budget / GIB}}))
+    assert kept.refused["PP701"] > 0
+    assert all(over(verified) <= budget for group in kept.listed.values() for verified in group)
+    assert any(kept.listed[group] for group in Group if group in kept.listed)
+
+
+def over(verified):
+    """The peak of a listed candidate."""
+    from pipeproof.comm.lower import lower
+
+    return max(curve.peak for curve in simulate(lower(verified.candidate.spec)).memory)
+
+
+@pytest.fixture
+def invoke():
+    """Call the command line."""
+    from click.testing import CliRunner
+
+    return lambda *arguments: CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
