@@ -32,8 +32,8 @@ def llama(num_micro_batches: int) -> PlanSpec:
     plan: dict[str, Any] = {
         "pipeproof": 1,
         "model": {
-            "kind": "gpt", "num_layers": 126, "hidden_size": 16384, "num_heads": 128, "ffn_size": 53248,
-            "vocab_size": 128256, "seq_length": 8192,
+            "kind": "gpt", "num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8,
+            "ffn_size": 53248, "vocab_size": 128256, "seq_length": 8192,
         },
         "topology": {"pp": 16, "tp": 8, "sequence_parallel": True},
         "schedule": {
@@ -47,9 +47,15 @@ def llama(num_micro_batches: int) -> PlanSpec:
 
 def devices_part() -> str:
     """A row for each data sheet."""
-    header = ("device", "bfloat16", "float32", "memory", "links", "one device", "network", "ranks per node", "source")
-    names = [field.name for field in fields(Device)]
-    rows = [(f"`{name}`", *(str(getattr(device, key)) for key in names)) for name, device in DEVICES.items()]
+    header = (
+        "device", "float8", "bfloat16", "float32", "memory", "links", "one device", "network", "ranks per node",
+        "receives slow by", "source",
+    )  # fmt: skip
+    names = sorted((field.name for field in fields(Device)), key=lambda name: name == "source")
+    rows = [
+        (f"`{name}`", *("-" if getattr(device, key) is None else str(getattr(device, key)) for key in names))
+        for name, device in DEVICES.items()
+    ]
     return table(header, rows)
 
 

@@ -17,12 +17,12 @@ from typing import Any, get_args
 from pages import DOCS, fill, main, table
 
 from pipeproof.comm.capabilities import backend_table
+from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
 from pipeproof.schedule import ops
 from pipeproof.specs.later import LATER
 from pipeproof.specs.plan import RunSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.verify.certificate import plan_digest
-from pipeproof.verify.deadlock.models import MODELS, QUEUES, queue_text
 
 
 def pages() -> dict[Path, str]:
@@ -38,19 +38,20 @@ def pages() -> dict[Path, str]:
 def keys_part() -> str:
     """A table for each section of a plan, from its JSON Schema."""
     schema = plan_json_schema()
+    defs = schema["$defs"]
     top: list[tuple[str, ...]] = []
     sections = []
     for name, about in schema["properties"].items():
         reference = about.get("$ref") or about.get("items", {}).get("$ref")
         if reference is None:
-            top.append((f"`{name}`", _type(about), _default(name, about, schema), about["description"]))
+            top.append((f"`{name}`", _type(about, defs), _default(name, about, schema), about["description"]))
             continue
         if "$ref" in about:
             kind, default = "mapping", "required" if name in schema["required"] else "each key's"
         else:
             kind, default = "a list of mappings", _default(name, about, schema)
         top.append((f"[`{name}`](#{name})", kind, default, about["description"]))
-        sections += _sections(name, schema["$defs"][reference.rpartition("/")[2]], schema["$defs"])
+        sections += _sections(name, defs[reference.rpartition("/")[2]], defs)
     header = ("key", "value", "default", "meaning")
     return "\n".join(["### The whole plan\n", table(header, top), *sections])
 
@@ -63,7 +64,7 @@ def _sections(name: str, section: dict[str, Any], defs: dict[str, Any]) -> list[
         for option in about.get("anyOf", ())
         if "$ref" in option
     ]
-    return [_section(name, section), *(part for found in inner for part in _sections(*found, defs))]
+    return [_section(name, section, defs), *(part for found in inner for part in _sections(*found, defs))]
 
 
 def _mapping(section: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +72,10 @@ def _mapping(section: dict[str, Any]) -> dict[str, Any]:
     return next((option for option in section.get("anyOf", ()) if "properties" in option), section)
 
 
-def _section(name: str, section: dict[str, Any]) -> str:
+def _section(name: str, section: dict[str, Any], defs: dict[str, Any]) -> str:
     mapping = _mapping(section)
     rows = [
-        (f"`{name}.{key}`", _type(about), _default(key, about, mapping), about["description"])
+        (f"`{name}.{key}`", _type(about, defs), _default(key, about, mapping), about["description"])
         for key, about in mapping["properties"].items()
     ]
     description = section["description"].replace("``", "`")
@@ -93,12 +94,12 @@ def _literal(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _type(about: dict[str, Any]) -> str:
+def _type(about: dict[str, Any], defs: dict[str, Any]) -> str:
     """A value's type and bounds in words."""
     if "$ref" in about:
-        return "a name, or a mapping"
+        return "a name, or a mapping" if "anyOf" in defs[about["$ref"].rpartition("/")[2]] else "a mapping"
     if "anyOf" in about:
-        options = [_type(option) for option in about["anyOf"] if option.get("type") != "null"]
+        options = [_type(option, defs) for option in about["anyOf"] if option.get("type") != "null"]
         return ", or ".join(dict.fromkeys(options))
     if "const" in about:
         return f"`{_literal(about['const'])}`"
@@ -110,7 +111,7 @@ def _type(about: dict[str, Any]) -> str:
         case "array" if "enum" in about["items"]:
             return "a list of " + ", ".join(f"`{_literal(value)}`" for value in about["items"]["enum"])
         case "array":
-            return f"a list of {_plural(_type(about['items']))}"
+            return f"a list of {_plural(_type(about['items'], defs))}"
         case "boolean":
             return "`true` or `false`"
         case "string":

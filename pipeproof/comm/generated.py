@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.comm.analytic.resolve import resolved_cost
+from pipeproof.comm.times import resolved_cost
 from pipeproof.schedule.asap import StageCosts
 from pipeproof.schedule.generators.dealt import dealt
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind

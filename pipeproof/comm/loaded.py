@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.comm.times import with_times
 from pipeproof.schedule.formats.foreign import ForeignSchedule, custom_schedule, load_schedule_file
 from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.specs.finding import BadPlanAtError, BadPlanError
@@ -19,11 +20,12 @@ def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Low
     """Lower a plan with its own schedule, if it names one; ``boundary`` as for ``lower``.
 
     Raises:
-        PlanFileError: the schedule cannot be read or does not fit, the layers
-            cannot be put onto the stages, or the plan is too large.
+        PlanFileError: the schedule or the profile cannot be read or does not
+            fit, the layers cannot be put onto the stages, or the plan is too
+            large.
     """
     with blaming_plan(loaded):
-        return lower(loaded.spec, boundary=boundary, foreign=own_schedule(loaded))
+        return lower(from_here(loaded).spec, boundary=boundary, foreign=own_schedule(loaded))
 
 
 @contextmanager
@@ -72,5 +74,28 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
 def schedule_path(loaded: LoadedPlan) -> Path:
     """Where the schedule file of a plan is: beside the plan file, or for a plan made in Python where the process is."""
     assert loaded.spec.schedule.path is not None
-    beside = Path() if loaded.source is None else Path(loaded.source.file).parent
-    return beside / loaded.spec.schedule.path
+    return _folder(loaded) / loaded.spec.schedule.path
+
+
+def from_here(loaded: LoadedPlan) -> LoadedPlan:
+    """The plan with its profile named from where the process is, which a plan file names from where it is itself."""
+    profile = loaded.spec.cost.profile
+    if profile is None:
+        return loaded
+    cost = loaded.spec.cost.model_copy(update={"profile": str(_folder(loaded) / profile)})
+    return replace(loaded, spec=loaded.spec.model_copy(update={"cost": cost}))
+
+
+def with_measured_times(loaded: LoadedPlan) -> LoadedPlan:
+    """The plan with given times in place of ``cost.profile``, for what changes its stages; itself without one.
+
+    Raises:
+        BadPlanError: the profile cannot be read, or is of another plan.
+    """
+    if loaded.spec.cost.profile is None:
+        return loaded
+    return replace(loaded, spec=with_times(from_here(loaded).spec))
+
+
+def _folder(loaded: LoadedPlan) -> Path:
+    return Path() if loaded.source is None else Path(loaded.source.file).parent

@@ -7,7 +7,8 @@ the gradient reductions and the optimizer.
 
 - A receive is posted just before the wait for it, and the wait stands just
   before the operation that uses the tensor (an earlier receive spins on a GPU
-  and slows the compute beside it). Where a rank uses what comes in another
+  and slows the compute beside it), or earlier where ``transport.recv_post``
+  says so (``early_receives``). Where a rank uses what comes in another
   order than it is sent, receives are posted in the order of the sends.
 - A send is posted right after its producer and never blocks it. A forward
   send is waited for before the backward of its micro-batch, which frees the
@@ -25,15 +26,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.comm.analytic.resolve import with_times
+from pipeproof.comm.early_receives import Posts, early_receives
 from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.comm.rank_writer import RankWriter
 from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
+from pipeproof.comm.times import link_times, with_times
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
 from pipeproof.schedule.formats.foreign import ForeignSchedule
@@ -53,6 +56,9 @@ from pipeproof.stages.describe.boundary import (
 )
 from pipeproof.stages.describe.layers import Layer, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
+
+if TYPE_CHECKING:  # most plans need none of what times links
+    from pipeproof.comm.links.times import LinkTimes
 
 FOLD_ABOVE = 100_000
 """Operations of all ranks above which replicas are lowered and checked once."""
@@ -88,8 +94,10 @@ class LoweredPlan:
     pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
     digest is of: folded, whether ``graph`` is or not. ``foreign`` is the
     schedule where it was not generated. ``receives`` says by pipeline rank
-    where inputs are received in another order than they are used; see
-    ``receive_order``.
+    where inputs are not received in turn just before their use; see
+    ``receive_order`` and ``early_receives``. ``links`` has the times of
+    messages and collectives; without, each message takes ``p2p_latency_us``
+    and collectives nothing.
     """
 
     spec: PlanSpec
@@ -103,6 +111,7 @@ class LoweredPlan:
     canonical: OpGraph
     foreign: ForeignSchedule | None = None
     receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
+    links: LinkTimes | None = None
 
     @property
     def folded(self) -> bool:
@@ -215,19 +224,32 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     layers = describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
-    plan = with_times(plan)
+    links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     own = boundary or describe_boundary(plan)
     nothing = OpGraph(Blocks().expand(), (), ())
-    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign)
+    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign, links=links)
+    is_early = plan.transport.recv_post != "just_in_time"
+    if is_early:
+        lowered = replace(lowered, receives=_received_early(lowered))
     canonical = _graph(lowered, folded=True)
-    if (foreign is None or foreign.computes_only) and not used_as_sent(canonical):
+    if not is_early and (foreign is None or foreign.computes_only) and not used_as_sent(canonical):
         lowered = replace(lowered, receives=receives_as_sent(lowered))
         canonical = _graph(lowered, folded=True)
     lowered = replace(lowered, graph=canonical, canonical=canonical)
     num_replicas = mesh.num_ranks // canonical.num_ranks
     return lowered if canonical.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
+
+
+def _received_early(plan: LoweredPlan) -> tuple[Posts, ...]:
+    """What each pipeline rank receives where, as ``transport.recv_post`` says."""
+    recv_post = plan.spec.transport.recv_post
+    if plan.foreign is not None and not plan.foreign.computes_only:
+        message = f"`transport.recv_post: {recv_post}` moves no receives of a schedule that has its own communication"
+        mend = "remove recv_post, or move them in the file"
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=mend), ("transport", "recv_post"))
+    return early_receives(plan, 1 if recv_post == "one_ahead" else None)
 
 
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
@@ -291,7 +313,7 @@ def _columns(
     *,
     fold_tp: bool,
 ) -> tuple[Columns, tuple[TensorSpec, ...]]:
-    tensors = tensors_of(plan.edges)
+    tensors = tensors_of(plan.edges, plan.layers)
     reduce_axes = _reduce_axes(plan)
     blocks, given = Blocks(num_splits=plan.num_splits), []
     for rank in ranks:

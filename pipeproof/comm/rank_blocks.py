@@ -25,6 +25,7 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.schedule.optable import TensorSpec
 from pipeproof.schedule.programs import Program
+from pipeproof.specs.layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pipeproof.comm.lower import LoweredPlan
 
 DATA_AXES = ("ep", "dp")
-"""Axes whose ranks see other micro-batches: over these every gradient of a dense layer is reduced."""
+"""Axes whose ranks see other micro-batches: over these every gradient is reduced whose weight is not cut there."""
 
 _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
@@ -48,10 +49,15 @@ class BoundaryTensors:
 
     specs: tuple[TensorSpec, ...]
     index: Mapping[tuple[str, int, int, int], int]
+    inside: Mapping[str, int]
+    """Likewise what collectives inside layers move in a type of their own, by that type."""
 
 
-def tensors_of(edges: Sequence[Edge]) -> BoundaryTensors:
-    """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches."""
+def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer]) -> BoundaryTensors:
+    """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
+
+    After them, for each type that collectives of ``layers`` have of their own, the largest of what they move.
+    """
     specs: list[TensorSpec] = []
     index: dict[tuple[str, int, int, int], int] = {}
     for stage in range(len(edges) + 1):
@@ -65,7 +71,14 @@ def tensors_of(edges: Sequence[Edge]) -> BoundaryTensors:
                         name = f"{side}_grad" if gradient else side
                         index[name, stage, variant, place] = len(specs)
                         specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
-    return BoundaryTensors(tuple(specs), index)
+    largest: dict[str, int] = {}
+    for layer in layers:
+        for one in (*layer.forward_collectives, *layer.backward_collectives):
+            if one.dtype is not None:
+                largest[one.dtype] = max(largest.get(one.dtype, 0), one.numel)
+    inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
+    specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
+    return BoundaryTensors(tuple(specs), index, inside)
 
 
 def _tensor(name: str, boundary: Boundary, side: str, gradient: bool) -> TensorSpec:
@@ -356,7 +369,8 @@ class RankBlocks:
         for index, collective in enumerate(collectives):
             child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
             group = self._copies[parent.stage] if collective.axis == "pp" else self._groups[collective.axis]
-            yield Row(child, stop=collective.numel, group=group, reduction=collective.reduction)
+            tensor = NONE if collective.dtype is None else self._tensors.inside[collective.dtype]
+            yield Row(child, tensor=tensor, stop=collective.numel, group=group, reduction=collective.reduction)
 
     def update(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The end of the step for one stage: gradient reductions in the order of ``reduce_axes``, the optimizer."""
@@ -372,9 +386,14 @@ class RankBlocks:
             yield from self._issued(reduce, self._reductions(layers, axis))
 
     def _reductions(self, layers: Sequence[Layer], axis: str) -> Iterator[Collective]:
-        """One all-reduce per parameter: over copies and data axes all of them, else those that are partial there."""
+        """One all-reduce per parameter: over copies and data axes all that are not cut there, else those partial there.
+
+        An expert has its gradient from the tokens of all EP ranks.
+        """
+        num_ranks = {name: self._plan.mesh.size(name) for name in ("tp", "ep")}
         for layer in layers:
             for parameter in layer.parameters:
-                if axis in ("pp", *DATA_AXES) or axis in parameter.partial_over:
-                    numel = prod(parameter.tp.local_shape(parameter.shape, self._num_tp))
+                is_data = axis in ("pp", *DATA_AXES) and axis not in parameter.sharded_over
+                if is_data or axis in parameter.partial_over:
+                    numel = prod(parameter.local_shape(num_ranks))
                     yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)

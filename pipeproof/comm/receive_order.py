@@ -20,7 +20,7 @@ from pipeproof.schedule.optable import OpGraph
 if TYPE_CHECKING:
     from pipeproof.comm.lower import LoweredPlan
 
-_Link = tuple[bool, int, int]
+Link = tuple[bool, int, int]
 """Forward or backward, from one pipeline rank to another."""
 
 
@@ -37,22 +37,22 @@ def receives_as_sent(plan: LoweredPlan) -> tuple[Mapping[int, tuple[Op, ...]], .
 
     Places before which only that one's own input is received are left out.
     """
-    sent: dict[_Link, list[Op]] = {}
+    sent: dict[Link, list[Op]] = {}
     for rank, program in enumerate(plan.programs):
         for op in program:
-            for user, link in _uses(plan, rank, op):
+            for user, link in uses_of(plan, rank, op):
                 sent.setdefault(link, []).append(user)
     turn = {(link, user): place for link, users in sent.items() for place, user in enumerate(users)}
     return tuple(_posts(plan, rank, sent, turn) for rank in range(len(plan.programs)))
 
 
 def _posts(
-    plan: LoweredPlan, rank: int, sent: Mapping[_Link, list[Op]], turn: Mapping[tuple[_Link, Op], int]
+    plan: LoweredPlan, rank: int, sent: Mapping[Link, list[Op]], turn: Mapping[tuple[Link, Op], int]
 ) -> dict[int, tuple[Op, ...]]:
     posted = dict.fromkeys(sent, 0)
     posts: dict[int, tuple[Op, ...]] = {}
     for place, op in enumerate(plan.programs[rank]):
-        link, user = _input(plan, rank, op)
+        link, user = input_link(plan, rank, op)
         if link is None or (link, user) not in turn:
             continue  # nothing comes from another rank, or nobody sends it: then the rules speak
         first, mine = posted[link], turn[link, user]
@@ -62,7 +62,7 @@ def _posts(
     return posts
 
 
-def _uses(plan: LoweredPlan, rank: int, op: Op) -> Iterator[tuple[Op, _Link]]:
+def uses_of(plan: LoweredPlan, rank: int, op: Op) -> Iterator[tuple[Op, Link]]:
     """The computation of another rank that needs what this one makes; backwards are all named B."""
     forward = op.kind is OpKind.FORWARD
     stage = op.stage + 1 if forward else op.stage - 1
@@ -73,8 +73,8 @@ def _uses(plan: LoweredPlan, rank: int, op: Op) -> Iterator[tuple[Op, _Link]]:
             yield Op(kind, stage, op.micro_batch, split=op.split), (forward, rank, owner)
 
 
-def _input(plan: LoweredPlan, rank: int, op: Op) -> tuple[_Link | None, Op]:
-    """(where the input of a computation comes from, the computation as ``_uses`` names it)."""
+def input_link(plan: LoweredPlan, rank: int, op: Op) -> tuple[Link | None, Op]:
+    """(where the input of a computation comes from, the computation as ``uses_of`` names it)."""
     forward = op.kind is OpKind.FORWARD
     stage = op.stage - 1 if forward else op.stage + 1
     kind = OpKind.FORWARD if forward else OpKind.BACKWARD

@@ -10,7 +10,7 @@ in operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -74,6 +74,18 @@ def even_costs(
     return StageCosts((forward,) * num_stages, (backward_input,) * num_stages, (backward_weight,) * num_stages, latency)
 
 
+def time_covered(intervals: Iterable[tuple[Time, Time]]) -> Time:
+    """The length of the union of intervals (start, end)."""
+    covered: Time = 0
+    last: Time | None = None
+    for start, end in sorted(intervals):
+        begin = start if last is None else max(start, last)
+        if end > begin:
+            covered += end - begin
+        last = end if last is None else max(last, end)
+    return covered
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Start and end of each computation, by rank and place in its program."""
@@ -92,9 +104,8 @@ class Timed:
         return self.ends[rank][-1] - self.starts[rank][0] if self.ends[rank] else 0
 
     def busy(self, rank: int) -> Time:
-        """Time that a rank computes; an overlapped pair counts once."""
-        intervals = sorted(set(zip(self.starts[rank], self.ends[rank], strict=True)))
-        return sum((end - start for start, end in intervals), 0)
+        """Time in which a rank computes; what runs side by side counts once."""
+        return time_covered(zip(self.starts[rank], self.ends[rank], strict=True))
 
     def peak(self, rank: int, freed_at: OpKind = OpKind.BACKWARD_WEIGHT) -> int:
         """Most chunk activations held at once: from the start of F to the end of B, or of ``freed_at`` (I or W)."""

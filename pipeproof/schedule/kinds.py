@@ -8,25 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from pipeproof.schedule.asap import StageCosts, even_costs
-from pipeproof.schedule.generators.chimera import chimera
-from pipeproof.schedule.generators.dualpipe import dualpipe
-from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
-from pipeproof.schedule.generators.eager_1f1b import eager_1f1b
-from pipeproof.schedule.generators.gpipe import gpipe
-from pipeproof.schedule.generators.interleaved import VARIANTS, interleaved
-from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
-from pipeproof.schedule.generators.looped_bfs import looped_bfs
-from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
-from pipeproof.schedule.generators.optimal import optimal
-from pipeproof.schedule.generators.seq1f1b import seq1f1b
-from pipeproof.schedule.generators.v_half import v_half
-from pipeproof.schedule.generators.v_min import v_min
-from pipeproof.schedule.generators.zb_h1 import zb_h1
-from pipeproof.schedule.generators.zb_h2 import zb_h2
-from pipeproof.schedule.generators.zb_v import zb_v
+from pipeproof.schedule.generators.variants import VARIANTS
 from pipeproof.schedule.programs import Schedule
 
 
@@ -85,6 +72,11 @@ class Request:
         return self.placement or tuple(tuple(range(rank, num_stages, self.num_ranks)) for rank in range(self.num_ranks))
 
 
+def _sizes(request: Request) -> tuple[Any, ...]:
+    """The arguments of most generators."""
+    return request.num_ranks, request.num_micro_batches
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """One value of ``schedule.kind``.
@@ -93,17 +85,32 @@ class ScheduleKind:
     number). ``variants`` are the tools whose orders differ, the first being
     the default where no backend says otherwise. ``splits_sequences`` says that
     it works on pieces of sequences.
+
+    ``generator`` names the function that makes it, and the module in
+    ``schedule.generators`` where that stands; it is the kind's own name where
+    it is empty. ``arguments`` is what that function takes of a request.
     """
 
     name: str
     title: str
     source: str
-    generate: Callable[[Request], Schedule]
+    generator: str = ""
+    arguments: Callable[[Request], tuple[Any, ...]] = _sizes
     min_chunks: int = 1
     max_chunks: int | None = 1
     placement: Placement = Placement.LOOP
     variants: tuple[str, ...] = ()
     splits_sequences: bool = False
+
+    def generate(self, request: Request) -> Schedule:
+        """The schedule. Its generator is loaded here: a plan needs one of them, and all together start slowly.
+
+        Raises:
+            UnfitSizesError: it does not exist for these sizes.
+        """
+        name = self.generator or self.name
+        generator: Callable[..., Schedule] = getattr(import_module(f"pipeproof.schedule.generators.{name}"), name)
+        return generator(*self.arguments(request))
 
 
 _KINDS = (
@@ -111,25 +118,23 @@ _KINDS = (
         "gpipe",
         "all forwards, then all backwards",
         "Huang et al., GPipe, arXiv:1811.06965",
-        lambda r: gpipe(r.num_ranks, r.num_micro_batches),
     ),
     ScheduleKind(
         "1f1b",
         "a short warm-up, then one forward and one backward in turn",
         "Narayanan et al., PipeDream, arXiv:1806.03377; with the flush, arXiv:2104.04473",
-        lambda r: one_f_one_b(r.num_ranks, r.num_micro_batches),
+        generator="one_f_one_b",
     ),
     ScheduleKind(
         "eager_1f1b",
         "1F1B with a warm-up twice as long, which hides transfers",
         "Zhuang et al., On Optimizing the Communication of Model Parallelism, arXiv:2211.05322",
-        lambda r: eager_1f1b(r.num_ranks, r.num_micro_batches),
     ),
     ScheduleKind(
         "interleaved",
         "1F1B that takes turns between several stages of each rank",
         "Narayanan et al., Megatron-LM, arXiv:2104.04473",
-        lambda r: interleaved(r.num_ranks, r.num_micro_batches, r.num_chunks, r.variant or VARIANTS[0], r.group_size),
+        arguments=lambda r: (*_sizes(r), r.num_chunks, r.variant or VARIANTS[0], r.group_size),
         min_chunks=2,
         max_chunks=None,
         variants=VARIANTS,
@@ -138,7 +143,7 @@ _KINDS = (
         "looped_bfs",
         "each stage of a rank takes all micro-batches before the next stage begins",
         "Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953",
-        lambda r: looped_bfs(r.num_ranks, r.num_micro_batches, r.num_chunks, r.placement),
+        arguments=lambda r: (*_sizes(r), r.num_chunks, r.placement),
         max_chunks=None,
         placement=Placement.ANY,
     ),
@@ -146,19 +151,17 @@ _KINDS = (
         "zb_h1",
         "1F1B whose weight gradients fill the end, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1",
-        lambda r: zb_h1(r.num_ranks, r.num_micro_batches),
     ),
     ScheduleKind(
         "zb_h2",
         "a longer warm-up and later weight gradients, so that no rank idles, in about twice the memory",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.2",
-        lambda r: zb_h2(r.num_ranks, r.num_micro_batches),
     ),
     ScheduleKind(
         "interleaved_zb",
         "ZB-H1 that takes turns between several stages of each rank",
         "Qi et al., arXiv:2401.10241, on chunks as PyTorch's ScheduleInterleavedZeroBubble has it",
-        lambda r: interleaved_zb(r.num_ranks, r.num_micro_batches, r.num_chunks),
+        arguments=lambda r: (*_sizes(r), r.num_chunks),
         min_chunks=2,
         max_chunks=None,
     ),
@@ -166,7 +169,6 @@ _KINDS = (
         "zb_v",
         "stages there and back, so that no rank idles, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
-        lambda r: zb_v(r.num_ranks, r.num_micro_batches),
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
@@ -175,7 +177,6 @@ _KINDS = (
         "v_half",
         "stages there and back, in half of the memory of 1F1B, for any times of F, I and W that are not far apart",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-        lambda r: v_half(r.num_ranks, r.num_micro_batches),
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
@@ -184,7 +185,6 @@ _KINDS = (
         "v_min",
         "stages there and back, in a third of the memory of 1F1B, for equal times of F, I and W",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-        lambda r: v_min(r.num_ranks, r.num_micro_batches),
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
@@ -193,14 +193,12 @@ _KINDS = (
         "dualpipe",
         "both ends feed micro-batches; forwards of one direction beside backwards of the other",
         "DeepSeek-V3, arXiv:2412.19437; deepseek-ai/DualPipe",
-        lambda r: dualpipe(r.num_ranks, r.num_micro_batches),
         placement=Placement.BOTH_WAYS,
     ),
     ScheduleKind(
         "dualpipe_v",
         "DualPipe cut in half: stages there and back, forwards of one way beside backwards of the other",
         "Sea AI Lab and DeepSeek, deepseek-ai/DualPipe; PyTorch and Paddle Fleet have the same order",
-        lambda r: dualpipe_v(r.num_ranks, r.num_micro_batches),
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
@@ -209,21 +207,20 @@ _KINDS = (
         "chimera",
         "two 1F1B pipelines in opposite directions through the same ranks",
         "Li and Hoefler, Chimera, arXiv:2107.06925",
-        lambda r: chimera(r.num_ranks, r.num_micro_batches),
         placement=Placement.BOTH_WAYS,
     ),
     ScheduleKind(
         "seq1f1b",
         "1F1B over pieces of sequences",
         "Sun et al., Seq1F1B, arXiv:2406.03488",
-        lambda r: seq1f1b(r.num_ranks, r.num_micro_batches, r.num_sequence_splits),
+        arguments=lambda r: (*_sizes(r), r.num_sequence_splits),
         splits_sequences=True,
     ),
     ScheduleKind(
         "optimal",
         "the best of many orders for the times of each stage, any placement and a memory limit",
         "greedy; pipeproof schedule solve improves on it",
-        lambda r: optimal(r.stages_of_ranks, r.num_micro_batches, r.stage_costs, r.memory_limit),
+        arguments=lambda r: (r.stages_of_ranks, r.num_micro_batches, r.stage_costs, r.memory_limit),
         max_chunks=None,
         placement=Placement.ANY,
     ),

@@ -12,6 +12,13 @@ DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "mi300x"]
 """An accelerator; ``pipeproof.comm.analytic.devices`` has what its data sheet says."""
 
 
+MatmulDtype = Literal["float8"]
+"""A type narrower than that of weights and activations, for products alone."""
+
+NO_FLOAT8: frozenset[DeviceName] = frozenset({"a100"})
+"""Devices without products in eight-bit floating point."""
+
+
 class AnalyticSpec(BaseModel):
     """Times computed from the data sheet of a device. The plain string, such as ``h200``, is its name.
 
@@ -26,6 +33,11 @@ class AnalyticSpec(BaseModel):
         default=None,
         description="Type of weights and activations for these times; without it, `run.dtype`. Gradients of weights "
         "are added up in float32.",
+    )
+    matmul_dtype: MatmulDtype | None = Field(
+        default=None,
+        description="Type in which the products of blocks with their weights are computed, but for routers; without "
+        "it, `dtype`. What is read, written and sent stays in `dtype`.",
     )
     attention: Literal["flash", "unfused"] = Field(
         default="flash",

@@ -7,33 +7,16 @@ paths count from the section that calls it.
 from __future__ import annotations
 
 import re
-from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from pipeproof.specs.analytic import NO_FLOAT8, DeviceName
+from pipeproof.specs.model_checks import multiples
 from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, listed
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, ModelSpec, PlanSpec, SuppressSpec, TopologySpec
+    from pipeproof.specs.plan import CostSpec, PlanSpec, SuppressSpec, TopologySpec
 
 _CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
-
-
-def check_model(model: ModelSpec) -> list[Problem]:
-    """PP108: heads divide the hidden size, and a head's size is even (rotary embedding turns pairs)."""
-    hidden, heads = model.hidden_size, model.num_heads
-    if hidden % heads:
-        message = f"model.hidden_size {hidden} does not divide into model.num_heads {heads} heads"
-    elif hidden // heads % 2:
-        message = (
-            f"a head has model.hidden_size {hidden} / model.num_heads {heads} = {hidden // heads} elements, "
-            "and rotary attention needs an even number"
-        )
-    else:
-        return []
-    mend = f"set model.hidden_size to {_multiples(hidden, 2 * heads)}"
-    if hidden % 2 == 0:  # heads of an even size: their number divides half the hidden size
-        mend += f", or model.num_heads to {_divisors(hidden // 2, heads)}"
-    return [Problem("PP108", ("hidden_size",), message, help=mend)]
 
 
 def check_order(topology: TopologySpec) -> list[Problem]:
@@ -58,17 +41,18 @@ def check_order(topology: TopologySpec) -> list[Problem]:
 
 def check_cost(cost: CostSpec) -> list[Problem]:
     """The backward time is given whole, or as both of its parts (PP104), and no time twice (PP106)."""
-    if cost.analytic is not None:
+    if cost.analytic is not None or cost.profile is not None:
+        source, does = ("analytic", "computes") if cost.analytic is not None else ("profile", "measured")
         return [
             Problem(
                 "PP106",
                 (name,),
-                f"`cost.{name}` is given together with `cost.analytic`, which computes it",
-                help=f"remove {name}, or give all times and remove analytic",
+                f"`cost.{name}` is given together with `cost.{source}`, which {does} it",
+                help=f"remove {name}, or give all times and remove {source}",
                 at_key=True,
             )
             for name in sorted(cost.model_fields_set)
-            if name.endswith("_us") and getattr(cost, name) is not None
+            if (name.endswith("_us") or name == "profile" != source) and getattr(cost, name) is not None
         ]
     parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
     if cost.backward_us is not None and parts:
@@ -97,37 +81,19 @@ def check_cost(cost: CostSpec) -> list[Problem]:
 
 
 def check_analytic(plan: PlanSpec) -> list[Problem]:
-    """PP106: computed times are of a type whose peak the data sheets have."""
-    analytic = plan.cost.analytic
-    if analytic is None or analytic.dtype is not None or plan.run.dtype != "float64":
-        return []
-    message = "`cost.analytic` has no times for run.dtype float64"
-    mend = "add `dtype: bfloat16` or `dtype: float32` to cost.analytic"
-    return [Problem("PP106", ("cost", "analytic"), message, help=mend)]
-
-
-def check_tensor_parallel(model: ModelSpec, topology: TopologySpec) -> list[Problem]:
-    """PP108: what is cut over the TP ranks divides by their number."""
-    cut = [
-        ("num_heads", "attention heads are cut over the TP ranks"),
-        ("ffn_size", "the MLP is cut over the TP ranks"),
-        ("vocab_size", "embedding and head are cut over the TP ranks"),
-    ]
-    if topology.sequence_parallel:
-        cut.append(("seq_length", "sequence parallelism cuts the sequence over the TP ranks"))
-    problems = []
-    for name, reason in cut:
-        size: int = getattr(model, name)
-        if size % topology.tp:
-            problems.append(
-                Problem(
-                    "PP108",
-                    ("model", name),
-                    f"model.{name} {size} does not divide by topology.tp {topology.tp}: {reason}",
-                    help=f"set model.{name} to {_multiples(size, topology.tp)}, "
-                    f"or topology.tp to {_divisors(size, topology.tp)}",
-                )
-            )
+    """PP106: computed times are of types whose peaks the data sheets have."""
+    analytic, problems = plan.cost.analytic, list[Problem]()
+    if analytic is None:
+        return problems
+    if analytic.dtype is None and plan.run.dtype == "float64":
+        message = "`cost.analytic` has no times for run.dtype float64"
+        mend = "add `dtype: bfloat16` or `dtype: float32` to cost.analytic"
+        problems.append(Problem("PP106", ("cost", "analytic"), message, help=mend))
+    if analytic.matmul_dtype == "float8" and analytic.device in NO_FLOAT8:
+        message = f"`cost.analytic.matmul_dtype` is float8, in which {analytic.device} computes no products"
+        others = [name for name in get_args(DeviceName) if name not in NO_FLOAT8]
+        mend = f"remove matmul_dtype, or name a device that has it: {listed(others, 'or')}"
+        problems.append(Problem("PP106", ("cost", "analytic", "matmul_dtype"), message, help=mend))
     return problems
 
 
@@ -153,7 +119,7 @@ def check_splits(plan: PlanSpec) -> list[Problem]:
             if unit != num_splits:
                 reason += f" x topology.tp {topology.tp} (sequence parallelism)"
             message = f"{dotted(path)} {length} does not divide by {reason}"
-            problems.append(Problem("PP108", path, message, help=f"set it to {_multiples(length, unit)}"))
+            problems.append(Problem("PP108", path, message, help=f"set it to {multiples(length, unit)}"))
     return problems
 
 
@@ -175,7 +141,8 @@ def check_lengths(plan: PlanSpec) -> list[Problem]:
     """PP109: lists by global stage have one entry per stage."""
     num_stages = plan.num_stages
     lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
-    for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us"):
+    times = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us", "optimizer_us")
+    for name in times:
         lists["cost", name] = getattr(plan.cost, name)
     problems = []
     for path, values in lists.items():
@@ -199,18 +166,3 @@ def _stage_count(plan: PlanSpec) -> str:
     if isinstance(plan.schedule.placement, tuple):
         factors = "schedule.placement"
     return f"{factors} makes {plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
-
-
-def _multiples(size: int, unit: int) -> str:
-    """The multiples of ``unit`` next to ``size``."""
-    below = size // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
-
-
-def _divisors(size: int, near: int) -> str:
-    """The divisors of ``size`` next to ``near``, which is none."""
-    small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
-    divisors = {*small, *(size // n for n in small)}
-    below = max((n for n in divisors if n < near), default=None)
-    above = min((n for n in divisors if n > near), default=None)
-    return listed([n for n in (below, above) if n is not None])

@@ -24,10 +24,6 @@ def _one_of(*names: str) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in names
 
 
-def _other_than(name: str) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and value != name
-
-
 @dataclass(frozen=True, slots=True)
 class Later:
     """A key, which of its values come later, and what they are for; ``now`` is what works already."""
@@ -42,18 +38,8 @@ class Later:
 LATER: tuple[Later, ...] = (
     Later("model", "kind", _one_of("layers"), "models of your own layers", "use gpt"),
     Later("model", "layers", _anything, "models of your own layers", "remove the key and use kind: gpt"),
-    Later("model", "num_kv_heads", _anything, "grouped-query attention", "remove the key"),
     Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
-    Later("model", "moe", _anything, "mixture of experts", "remove the key"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
-    Later(
-        "transport",
-        "recv_post",
-        _other_than("just_in_time"),
-        "other times to post receives",
-        "use just_in_time",
-    ),
-    Later("cost", "profile", _anything, "times read from a profile", "give forward_us and backward_us, or analytic"),
     Later("run", "backend", _one_of("torch"), "runs on PyTorch", "use paddle"),
     Later("run", "device", _one_of("gpu"), "runs on GPUs", "use cpu"),
     Later("run", "dtype", _one_of("bfloat16", "float16"), "16-bit types", "use float32 or float64"),

@@ -32,13 +32,17 @@ from pipeproof.specs.checks import (
     check_analytic,
     check_cost,
     check_lengths,
-    check_model,
     check_order,
     check_splits,
     check_suppression,
-    check_tensor_parallel,
 )
+from pipeproof.specs.memory import MemorySpec
+from pipeproof.specs.model_checks import check_expert_parallel, check_model, check_tensor_parallel
+from pipeproof.specs.model_parts import MlaSpec, MoeSpec
+from pipeproof.specs.network import NetworkSpec, check_network
 from pipeproof.specs.problems import Problem, describe_value, nearest_name, problems_error
+from pipeproof.specs.profile import ProfilePath
+from pipeproof.specs.receives import RecvPost, Slowdown
 from pipeproof.specs.schedule_checks import StagePlacement, check_own_schedule, check_placed_ranks, check_placement
 from pipeproof.specs.times import PositiveTimeByStage, StageTimes, Time, TimeByStage
 
@@ -89,12 +93,26 @@ class _Section(BaseModel):
 
 
 class ModelSpec(_Section):
-    """The network: a GPT of pre-norm blocks with rotary attention and a SwiGLU MLP."""
+    """The network: a GPT of pre-norm blocks with rotary attention and a SwiGLU MLP, or experts in its place."""
 
     kind: Literal["gpt"] = Field(description="The family of the model.")
     num_layers: int = Field(ge=1, le=100_000, description="Number of transformer blocks.")
     hidden_size: int = Field(ge=2, le=2**20, description="Size of a token's activation between blocks.")
-    num_heads: int = Field(ge=1, le=2**16, description="Number of attention heads; divides hidden_size.")
+    num_heads: int = Field(
+        ge=1,
+        le=2**16,
+        description="Number of attention heads; divides hidden_size, unless the size of a head is given.",
+    )
+    num_kv_heads: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**16,
+        description="Heads of keys and values, each for a group of attention heads (arXiv:2305.13245); divides "
+        "num_heads. Without it, as many as num_heads.",
+    )
+    head_size: int | None = Field(
+        default=None, ge=2, le=2**16, description="Size of a head; without it, hidden_size / num_heads."
+    )
     ffn_size: int = Field(ge=1, le=2**24, description="Inner size of the MLP.")
     vocab_size: int = Field(ge=2, le=2**26, description="Number of distinct tokens.")
     seq_length: int = Field(ge=1, le=2**26, description="Tokens per sequence.")
@@ -105,11 +123,29 @@ class ModelSpec(_Section):
     tied_embedding: Annotated[Literal[False], BeforeValidator(_bool_only)] = Field(
         default=False, description="Whether embedding and head share one weight; only false in this release."
     )
+    moe: MoeSpec | None = Field(default=None, description="Experts in place of the MLP of most blocks.")
+    mla: MlaSpec | None = Field(
+        default=None, description="Latent attention; its head sizes take the place of num_kv_heads and head_size."
+    )
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         _refuse(check_model(self))
         return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Elements of a head's query, of its key and of its value, where attention is not latent."""
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the block of that number has experts in place of the MLP."""
+        return self.moe is not None and block >= self.moe.dense_layers
 
 
 class TopologySpec(_Section):
@@ -235,8 +271,10 @@ class TransportSpec(_Section):
         description="warm: connections are opened before the first step; lazy: at first use, which the deadlock "
         "rules then take into account (runs open them before in either case).",
     )
-    recv_post: Literal["just_in_time"] = Field(
-        default="just_in_time", description="When receives are posted; only just_in_time in this release."
+    recv_post: RecvPost = Field(
+        default="just_in_time",
+        description="When receives are posted: just before what needs them; one computation earlier, where the order "
+        "of sends allows it; or as_sent, in the order in which messages are sent.",
     )
     queue: Literal["device", "rank", "direction", "communicator", "pair", "directed_edge"] | None = Field(
         default=None,
@@ -360,6 +398,9 @@ class CostSpec(_Section):
         description="Time of a forward and a backward that run side by side, as in DualPipe; a list goes by the stage "
         "of the forward. Without it, the sum of both.",
     )
+    optimizer_us: TimeByStage = Field(
+        default=Fraction(0), description="Time of the optimizer's step.", json_schema_extra={"default": 0}
+    )
     p2p_latency_us: Time = Field(
         default=Fraction(0),
         description="Time of a message between two ranks.",
@@ -369,9 +410,23 @@ class CostSpec(_Section):
         default="async",
         description="When a send ends: at once, when its receive is posted, or as run.backend does it.",
     )
+    recv_slowdown: Slowdown = Field(
+        default=None,
+        description="By which share of its time a computation gets longer while a receive of its rank is under way, 0 "
+        "to 1; without it, what is measured of the device of `analytic`, else 0.",
+    )
 
     analytic: AnalyticSpec | None = Field(
         default=None, description="In place of all times here: the device from whose data sheet they are computed."
+    )
+    profile: ProfilePath | None = Field(
+        default=None,
+        description="In place of all times here: the file of measured times that `run --profile` wrote, relative to "
+        "the plan file.",
+    )
+    network: NetworkSpec | None = Field(
+        default=None,
+        description="In place of p2p_latency_us: the links on which messages and collectives take their times.",
     )
 
     @model_validator(mode="after")
@@ -381,9 +436,12 @@ class CostSpec(_Section):
 
     @model_serializer(mode="wrap")
     def _without_unused_times(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Times beside ``analytic`` would be refused when the dump is loaded."""
+        """Times beside ``analytic``, ``profile`` or ``network`` would be refused when the dump is loaded."""
         dumped: dict[str, Any] = dump(self)
-        return {key: value for key, value in dumped.items() if self.analytic is None or not key.endswith("_us")}
+        is_given = self.analytic is None and self.profile is None
+        if is_given and self.network is not None:
+            dumped.pop("p2p_latency_us", None)
+        return {key: value for key, value in dumped.items() if is_given or not key.endswith("_us")}
 
     def forward_of(self, stage: int) -> Fraction:
         """Microseconds of one forward of global stage ``stage``."""
@@ -404,6 +462,10 @@ class CostSpec(_Section):
         if self.overlapped_us is None:
             return self.forward_of(forward) + self.backward_of(backward)
         return _at(self.overlapped_us, forward)
+
+    def optimizer_of(self, stage: int) -> Fraction:
+        """Microseconds of the optimizer's step of global stage ``stage``."""
+        return _at(self.optimizer_us, stage)
 
     def backward_of(self, stage: int) -> Fraction:
         """Microseconds of one whole backward (input and weight gradients) of global stage ``stage``."""
@@ -465,6 +527,7 @@ class PlanSpec(_Section):
     )
     buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
     cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
+    memory: MemorySpec = Field(default_factory=MemorySpec, description="What is held, and how much room there is.")
     run: RunSpec = Field(default_factory=RunSpec, description="Execution.")
     suppress: Annotated[tuple[SuppressSpec, ...], _FROM_LIST] = Field(
         default=(), description="Warnings and notes of `check` that are known and wanted."
@@ -483,10 +546,12 @@ class PlanSpec(_Section):
         _refuse(
             [
                 *check_tensor_parallel(self.model, self.topology),
+                *check_expert_parallel(self),
                 *check_placed_ranks(self),
                 *check_lengths(self),
                 *check_splits(self),
                 *check_analytic(self),
+                *check_network(self),
                 *check_boundaries(self),
             ]
         )

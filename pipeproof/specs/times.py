@@ -15,6 +15,9 @@ from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, p
 MAX_TIME_US = 10**12
 """Longest time of a plan: about eleven and a half days."""
 
+GRID_US = Fraction(1, 1000)
+"""Times that come from a formula or a measurement are multiples of a nanosecond."""
+
 MAX_DENOMINATOR = 10**12
 """Finest resolution of a time, so that sums stay small exact fractions."""
 
@@ -22,6 +25,11 @@ _RATIO = re.compile(r"([0-9]{1,30})/([0-9]{1,30})", re.ASCII)
 
 StageTimes = Fraction | tuple[Fraction, ...]
 """One time for every stage, or one per global stage."""
+
+
+def rounded_up(time: Fraction) -> Fraction:
+    """The next time on the grid that is not earlier."""
+    return math.ceil(time / GRID_US) * GRID_US
 
 
 def exact_time(value: object, name: str, path: KeyPath = (), *, positive: bool) -> Fraction | Problem:
@@ -34,7 +42,7 @@ def exact_time(value: object, name: str, path: KeyPath = (), *, positive: bool) 
     key = f"`{dotted((name, *path))}`"
     if isinstance(value, float) and not math.isfinite(value):
         return Problem("PP106", path, f"{key} must be finite, found {describe_value(value)}")
-    time = _fraction(value)
+    time = as_fraction(value)
     if time is None:
         return Problem(
             "PP105",
@@ -60,11 +68,12 @@ def _out_of_bounds(time: Fraction, *, positive: bool) -> str | None:
     return None
 
 
-def _fraction(value: object) -> Fraction | None:
+def as_fraction(value: object) -> Fraction | None:
+    """A finite number, or ``a/b``, exactly; None for anything else."""
     if isinstance(value, int | Fraction) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float):
-        return Fraction(repr(float(value)))
+        return Fraction(repr(float(value))) if math.isfinite(value) else None
     ratio = _RATIO.fullmatch(value) if isinstance(value, str) else None
     return Fraction(int(ratio[1]), int(ratio[2])) if ratio and int(ratio[2]) else None
 
@@ -95,7 +104,12 @@ def _stage_times_validator(*, positive: bool) -> Callable[[object, ValidationInf
 def _to_json(value: StageTimes) -> Any:
     """An integer where the time is one, else ``a/b``: both load to the same time again."""
     if isinstance(value, tuple):
-        return [_to_json(time) for time in value]
+        return [fraction_to_json(time) for time in value]
+    return fraction_to_json(value)
+
+
+def fraction_to_json(value: Fraction) -> int | str:
+    """An integer where it is one, else ``a/b``."""
     return value.numerator if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
 
 

@@ -21,8 +21,8 @@ class InFlight:
     """The most micro-batches that a rank holds activations of, and what their boundary inputs weigh.
 
     ``boundary_bytes`` counts the boundary tensor of each held micro-batch once:
-    a lower bound of the memory, which a memory model (not here) would add the
-    activations inside the stage to.
+    a lower bound of the memory that needs no times. The simulator counts the
+    activations inside stages, and all else.
     """
 
     rank: int

@@ -11,6 +11,7 @@ from pipeproof.verify import (
     handover,
     lifetime,
     matching,
+    memory_budget,
     memory_order,
     messages,
     placement,
@@ -41,4 +42,5 @@ RULES: tuple[Rule, ...] = (
     *deadlock.RULES,
     *lifetime.RULES,
     *gradient_rules.RULES,
+    *memory_budget.RULES,
 )

@@ -7,8 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
-from pipeproof.schedule.generators.interleaved import VARIANTS, interleaved
+from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.turns import in_groups
+from pipeproof.schedule.generators.variants import VARIANTS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
 

@@ -102,7 +102,7 @@ def test_stages_lie_as_the_table_says(drawn):
         "loop": lambda rank: [chunk * p + rank for chunk in chunks],
         "any": lambda rank: [chunk * p + rank for chunk in chunks],
         "v": lambda rank: [chunk * p + (p - 1 - rank if chunk % 2 else rank) for chunk in chunks],
-        "both_ways": lambda rank: {rank, p - 1 - rank},
+        "both_ways": lambda rank: {rank, p - 1 - rank} if request.num_micro_batches > 1 else {rank},
     }[kind.placement]
     placement = stages_of(generated(kind, request).programs)
     assert placement == tuple(tuple(sorted(expected(rank))) for rank in range(p))

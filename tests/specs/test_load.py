@@ -52,7 +52,7 @@ def test_example_with_its_defaults(write):
 
 
 def test_shipped_examples_load():
-    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+    examples = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
     assert examples
     for path in examples:
         assert isinstance(load_plan(path), LoadedPlan)
@@ -195,7 +195,7 @@ def test_every_row_of_the_later_table_is_refused_and_said_so():
 
 
 def test_all_findings_come_at_once():
-    plan = example(model={"moe": {}, "num_heads": "4"}, run={"seed": -1, "sead": 1}, topology={"pp": 0})
+    plan = example(model={"mtp": {}, "num_heads": "4"}, run={"seed": -1, "sead": 1}, topology={"pp": 0})
     assert sorted(code for code, _ in refused(plan)) == ["PP102", "PP105", "PP106", "PP106", "PP107"]
 
 

@@ -43,7 +43,7 @@ def test_accepts_what_loads(sections):
 
 
 def test_accepts_the_examples():
-    for path in sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")):
+    for path in sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml")):
         VALIDATOR.validate(yaml.safe_load(path.read_text()))
 
 

@@ -75,6 +75,11 @@ def with_slots(receive_slots):
     )
 
 
+def with_budget(kind):
+    """A plan of four micro-batches, with memory for the activations of two of them."""
+    return lambda: subject(schedule={"kind": kind}, memory={"budget_gib": 0.00015})
+
+
 WHOLE = (("embed", "layer.0", "layer.1"), ("layer.2", "layer.3", "norm", "head"))
 
 TWO_MICRO_BATCHES = """
@@ -320,5 +325,12 @@ CASES = (
         "rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
         ("1/dp", "1/dpp"),
         kills=("PP610",),
+    ),
+    Case(
+        "PP701",
+        "all forwards run before the first backward, and their activations do not fit the memory",
+        with_budget("1f1b"),
+        with_budget("gpipe"),
+        kills=("PP701",),
     ),
 )

@@ -1,32 +1,29 @@
-"""How long messages and collectives take on the links of a device.
+"""How long the messages and collectives of a plan's stages take: on the slowest of their places, links to themselves.
 
-A collective is a ring over its n ranks: n - 1 steps, in each of which every
-rank sends 1/n of the whole tensor; an all-reduce is a reduce-scatter and an
-all-gather. (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
-clusters of workstations, 2009.) It runs at the speed of its slowest link: the
-network, as soon as a group of its axis lies on two nodes.
+These are the times that a stage includes, and the latency that schedules are
+made for. ``comm.links`` has the formulas, and the times of single places.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
+from types import MappingProxyType
 
-from pipeproof.comm.analytic.devices import Device
+import numpy as np
+
+from pipeproof.comm.links.network import Network
+from pipeproof.comm.links.shape import Shape, shapes_of
 from pipeproof.comm.transport import Transport, effective_transport
-from pipeproof.specs.analytic import AnalyticSpec
+from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec, TopologySpec
-from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.boundary import Boundary, describe_boundaries
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-
-
-def exact(value: float) -> Fraction:
-    """The decimal that a number prints as: 0.7 is 7/10."""
-    return Fraction(repr(value))
 
 
 def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> bool:
@@ -41,22 +38,48 @@ def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> boo
     return size > 1 and topology.num_ranks > ranks_per_node and ranks_per_node % block != 0
 
 
-@dataclass(frozen=True, slots=True)
+def groups_of(topology: TopologySpec, axis: str) -> IntColumn:
+    """The global ranks of all groups of ``axis``, shape [groups, members]."""
+    stride = prod(getattr(topology, name) for name in topology.order[: topology.order.index(axis)])
+    size: int = getattr(topology, axis)
+    ranks = np.arange(topology.num_ranks).reshape(-1, size, stride)
+    return ranks.transpose(0, 2, 1).reshape(-1, size)
+
+
+OP_KIND = MappingProxyType(
+    {
+        CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
+        CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
+        CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+        CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
+    }
+)
+"""The operation that a layer's collective becomes."""
+
+
+@dataclass(frozen=True)
 class Links:
     """Links between the ranks of a plan; times are exact, in microseconds."""
 
     plan: PlanSpec
-    analytic: AnalyticSpec
-    device: Device
+    network: Network
+    _shapes: dict[str, frozenset[Shape]] = field(default_factory=dict, repr=False, compare=False)
 
     def crosses(self, axis: str) -> bool:
         """Whether groups of ``axis`` use the network."""
-        return crosses_nodes(self.plan.topology, axis, self.analytic.ranks_per_node or self.device.ranks_per_node)
+        return crosses_nodes(self.plan.topology, axis, self.network.ranks_per_node)
+
+    def shapes(self, axis: str) -> frozenset[Shape]:
+        """How the groups of ``axis`` lie."""
+        if axis not in self._shapes:
+            groups, network = groups_of(self.plan.topology, axis), self.network
+            self._shapes[axis] = shapes_of(groups, network.ranks_per_node, network.ranks_per_nic)
+        return self._shapes[axis]
 
     def collective_bytes(self, collective: Collective, item_bytes: int) -> Fraction:
-        """What each rank sends in one collective."""
+        """What each rank puts on the way to other ranks; that it goes once to each node is in the time alone."""
         num_ranks: int = getattr(self.plan.topology, collective.axis)
-        whole = Fraction(collective.numel * item_bytes)  # every rank enters with this much, but into a gather
+        whole = Fraction(collective.numel * collective.item_bytes(item_bytes))  # all enter with this, but into a gather
         if collective.kind is CollectiveKind.ALL_GATHER:
             whole *= num_ranks
         rounds = 2 if collective.kind is CollectiveKind.ALL_REDUCE else 1
@@ -64,42 +87,45 @@ class Links:
 
     def collective_us(self, collective: Collective, item_bytes: int) -> Fraction:
         """Time of one collective that has its links to itself."""
-        num_ranks: int = getattr(self.plan.topology, collective.axis)
-        steps = (num_ranks - 1) * (2 if collective.kind is CollectiveKind.ALL_REDUCE else 1)
-        num_bytes = self.collective_bytes(collective, item_bytes)
-        crosses = self.crosses(collective.axis)
-        bandwidth = self.device.network if crosses else self.device.link
-        return self._us(num_bytes, bandwidth, steps, crosses=crosses)
+        num_bytes = Fraction(collective.numel * collective.item_bytes(item_bytes))
+        kind = OP_KIND[collective.kind]
+        return max(self.network.collective_us(kind, shape, num_bytes) for shape in self.shapes(collective.axis))
 
     def message_us(self, boundaries: Iterable[Boundary], transport: str) -> Fraction:
         """Time from a stage's ranks to those of the next: their tensors one after the other, gathers included."""
         return sum((self._one_message_us(boundary, transport) for boundary in boundaries), Fraction(0))
 
-    def message_bytes(self, boundary: Boundary, transport: str) -> int:
-        """What each rank of a stage sends of one tensor: the most of any, where ranks differ."""
-        item_bytes = dtype_bytes(boundary.dtype)
-        if boundary.changes_layout:
-            by_sender = Counter[int]()
-            for message in boundary.reshard(gradient=False):
-                by_sender[message.sender] += message.length
-            return max(by_sender.values()) * item_bytes
-        num_slices = boundary.num_tp_ranks if _is_sliced(boundary, transport) else 1
-        return prod(boundary.local_shape) // num_slices * item_bytes
+    def messages(self) -> tuple[Fraction, ...]:
+        """By edge, the time of its slower direction and largest message."""
+        transport = self.plan.transport
+        return tuple(
+            max(
+                self.message_us(members, name)
+                for members in edge.variants
+                for name in {transport.forward, transport.backward}
+            )
+            for edge in describe_boundaries(self.plan)
+        )
 
     def _one_message_us(self, boundary: Boundary, transport: str) -> Fraction:
-        crosses = self.crosses("pp")
-        num_bytes = Fraction(self.message_bytes(boundary, transport))
-        time = self._us(num_bytes, self.device.network if crosses else self.device.peer, 1, crosses=crosses)
+        time = self.network.message_us(Fraction(message_bytes(boundary, transport)), crosses=self.crosses("pp"))
         if _is_sliced(boundary, transport):
             share = prod(boundary.local_shape) // boundary.num_tp_ranks
             gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)
             time += self.collective_us(gather, dtype_bytes(boundary.dtype))
         return time
 
-    def _us(self, num_bytes: Fraction, bandwidth: float, steps: int, *, crosses: bool) -> Fraction:
-        step = self.analytic.network_step_us if crosses else self.analytic.node_step_us
-        bytes_per_us = exact(bandwidth) * 1000 * exact(self.analytic.link_efficiency)
-        return exact(self.analytic.launch_us) + steps * exact(step) + num_bytes / bytes_per_us
+
+def message_bytes(boundary: Boundary, transport: str) -> int:
+    """What each rank of a stage sends of one tensor: the most of any, where ranks differ."""
+    item_bytes = dtype_bytes(boundary.dtype)
+    if boundary.changes_layout:
+        by_sender = Counter[int]()
+        for message in boundary.reshard(gradient=False):
+            by_sender[message.sender] += message.length
+        return max(by_sender.values()) * item_bytes
+    num_slices = boundary.num_tp_ranks if _is_sliced(boundary, transport) else 1
+    return prod(boundary.local_shape) // num_slices * item_bytes
 
 
 def _is_sliced(boundary: Boundary, transport: str) -> bool:

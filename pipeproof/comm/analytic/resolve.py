@@ -6,7 +6,8 @@ al., Roofline: an insightful visual performance model, 2009). Operations follow
 one another, and so do the collectives inside layers: nothing overlaps. W has
 no collectives: what it needs was gathered for F.
 
-The arithmetic is exact; each time is rounded once, to ``GRID_US``.
+The arithmetic is exact; each time is rounded once, to ``GRID_US``, those of
+collectives up, before they are added.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from fractions import Fraction
 from functools import cached_property
 
 from pipeproof.comm.analytic.devices import DEVICES, Device
-from pipeproof.comm.analytic.links import Links, exact
+from pipeproof.comm.analytic.links import Links
+from pipeproof.comm.links.network import Network, exact
 from pipeproof.specs.analytic import AnalyticSpec
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import CostSpec, PlanSpec
-from pipeproof.specs.times import MAX_TIME_US
-from pipeproof.stages.describe.boundary import MicroBatchSize, describe_boundaries, unit_sizes
-from pipeproof.stages.describe.layers import Layer, describe_gpt
+from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
+from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
+from pipeproof.stages.describe.layers import CollectiveKind, Layer, describe_gpt, is_block, layer_kind
+from pipeproof.stages.describe.memory import moved_by_update, state_of
 from pipeproof.stages.describe.partition import stage_layers
-from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
-
-GRID_US = Fraction(1, 1000)
-"""Times are multiples of a nanosecond."""
+from pipeproof.stages.describe.work import ATTENTION_CORE, Phase, Unit, Work, layer_work
 
 _ZERO = Fraction(0)
+
+_SIDE_BY_SIDE = ("dualpipe", "dualpipe_v", "file", "custom")
+"""Schedules in which a forward and a backward may run side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ class AnalyticCosts:
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
-        self.links = Links(self._plan, analytic, self.device)
+        network = Network.of_device(analytic, self.device, plan.cost.network)
+        self.links = Links(self._plan, network.routed(plan.model.moe))
         self.size: MicroBatchSize = max(unit_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
         """The unit of work that counts: a micro-batch or a split of one."""
         self.num_splits = plan.schedule.num_sequence_splits
@@ -98,8 +102,9 @@ class AnalyticCosts:
     @cached_property
     def stages(self) -> tuple[Mapping[Phase, PhaseTime], ...]:
         """By global stage, what each phase of a whole micro-batch comes to, all its splits together."""
-        kinds = {layer: _kind(layer) for names in stage_layers(self._plan) for layer in names}
-        described = {_kind(layer.name): layer for layer in describe_gpt(self._one_block(), self.size)}
+        model = self._plan.model
+        kinds = {layer: layer_kind(model, layer) for names in stage_layers(self._plan) for layer in names}
+        described = {layer_kind(model, layer.name): layer for layer in describe_gpt(self._few_blocks(), self.size)}
         by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
         stages = []
         for names in stage_layers(self._plan):
@@ -123,13 +128,45 @@ class AnalyticCosts:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
             for collective in collectives.get(phase, ()):
                 link_bytes = self.links.collective_bytes(collective, item_bytes)
-                time += PhaseTime(link_bytes=link_bytes, links_us=self.links.collective_us(collective, item_bytes))
+                links_us = rounded_up(self.links.collective_us(collective, item_bytes))  # as it is simulated
+                time += PhaseTime(link_bytes=link_bytes, links_us=links_us)
             times[phase] = time.times(self.num_splits)
+        if is_block(layer.name):
+            times[Phase.INPUT] += self._computed_again(works, times[Phase.FORWARD])
+        if self._plan.memory.gathered == "again":
+            times[Phase.WEIGHT] += self._gathered_again(layer, item_bytes)
         return times
+
+    def _computed_again(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
+        """What of a block's forward comes once more before its backward: attention's core, or all of it."""
+        recompute = self._plan.memory.recompute
+        if recompute == "full":
+            return forward
+        if recompute == "none":
+            return PhaseTime()
+        core = [work for work in works if work.phase is Phase.FORWARD and work.name in ATTENTION_CORE]
+        return sum((self.work(work) for work in core), PhaseTime()).times(self.num_splits)
+
+    def _gathered_again(self, layer: Layer, item_bytes: int) -> PhaseTime:
+        """The gathers of a layer's forward over TP, once more for the gradients of weights."""
+        time = PhaseTime()
+        for one in layer.forward_collectives:
+            if (one.kind, one.axis) == (CollectiveKind.ALL_GATHER, "tp"):
+                link_bytes, us = self.links.collective_bytes(one, item_bytes), self.links.collective_us(one, item_bytes)
+                time += PhaseTime(link_bytes=link_bytes, links_us=us)
+        return time.times(self.num_splits)
+
+    @cached_property
+    def updates(self) -> tuple[Fraction, ...]:
+        """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
+        layers = {layer.name: layer for layer in describe_gpt(self._plan)}
+        bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
+        states = [state_of(self._plan, [layers[name] for name in names]) for names in stage_layers(self._plan)]
+        return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
 
     def work(self, work: Work) -> PhaseTime:
         """One operation: bound by its FLOPs or by its bytes."""
-        compute = work.flops / self._flops_per_us(work.unit)
+        compute = work.flops / self._flops_per_us(work.unit, narrow=work.narrow)
         memory = work.num_bytes / (self.device.memory * 1000 * exact(self.analytic.memory_efficiency))
         if compute >= memory:
             return PhaseTime(work.flops, work.num_bytes, compute_us=compute)
@@ -138,15 +175,33 @@ class AnalyticCosts:
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
         """By edge, the microseconds of its slower direction and largest message, not rounded."""
-        transport = self._plan.transport
+        return self.links.messages()
+
+    @cached_property
+    def overlapped(self) -> tuple[Fraction, ...] | None:
+        """By stage of the forward, a forward and a backward side by side, not rounded; None where none are.
+
+        They share the chip and the links, and each one's collectives hide
+        behind the other's computation, perfectly. The backward is that of the
+        stage opposite, as in DualPipe; in an order of one's own, of any stage.
+        """
+        kind, num_stages = self._plan.schedule.kind, len(self.stages)
+        if kind not in _SIDE_BY_SIDE:
+            return None
+        opposite = kind in ("dualpipe", "dualpipe_v")
         return tuple(
             max(
-                self.links.message_us(members, name)
-                for members in edge.variants
-                for name in {transport.forward, transport.backward}
+                self._side_by_side(stage, other)
+                for other in ((num_stages - 1 - stage,) if opposite else range(num_stages))
             )
-            for edge in describe_boundaries(self._plan)
+            for stage in range(num_stages)
         )
+
+    def _side_by_side(self, forward: int, backward: int) -> Fraction:
+        one, other = self.stages[forward][Phase.FORWARD], self.stages[backward][Phase.INPUT]
+        other += self.stages[backward][Phase.WEIGHT]
+        links = one.links_us + other.links_us
+        return max(one.us + other.us - links, links, one.us, other.us)
 
     def resolved(self, p2p: str) -> CostSpec:
         """The same as given times; every edge has the latency of the slowest.
@@ -157,7 +212,12 @@ class AnalyticCosts:
         phases = {phase: _rounded([stage[phase].us for stage in self.stages]) for phase in Phase}
         forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
         (latency,) = _rounded([max(self.messages, default=_ZERO)])
-        if max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], latency]) > MAX_TIME_US:
+        overlapped = None if self.overlapped is None else _rounded(self.overlapped)
+        updates = _rounded(self.updates)
+        if (
+            max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
+            > MAX_TIME_US
+        ):
             message = f"`cost.analytic` comes to a time of more than {MAX_TIME_US} us"
             finding = Finding("PP106", Severity.ERROR, message, help="use smaller micro-batches, or more stages")
             raise BadPlanAtError(finding, ("cost", "analytic"))
@@ -166,44 +226,29 @@ class AnalyticCosts:
                 "forward_us": forward,
                 "backward_input_us": phases[Phase.INPUT],
                 "backward_weight_us": phases[Phase.WEIGHT],
+                "optimizer_us": updates,
+                "overlapped_us": overlapped,
                 "p2p_latency_us": latency,
                 "p2p": p2p,
             }
         )
 
-    def _flops_per_us(self, unit: Unit) -> Fraction:
+    def _flops_per_us(self, unit: Unit, *, narrow: bool = False) -> Fraction:
         """What the device reaches: products at the peak of their type, all else at that of float32."""
         tera = 10**6  # in a microsecond
         if unit is Unit.VECTOR:
             return exact(self.device.float32) * tera
-        peak = self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
         spec = self.analytic
+        peak = self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
+        if narrow and spec.matmul_dtype is not None:
+            peak = self.device.peak(spec.matmul_dtype)
         return exact(peak) * tera * exact(spec.matmul_efficiency if unit is Unit.MATMUL else spec.attention_efficiency)
 
-    def _one_block(self) -> PlanSpec:
-        """The plan with one block: all are alike."""
-        return self._plan.model_copy(update={"model": self._plan.model.model_copy(update={"num_layers": 1})})
-
-
-def with_times(plan: PlanSpec) -> PlanSpec:
-    """The plan with given times in place of ``cost.analytic``; itself where it has given times.
-
-    Raises:
-        BadPlanAtError: the layers cannot be put onto the stages, or a time is too long.
-    """
-    cost = resolved_cost(plan)
-    return plan if cost is plan.cost else plan.model_copy(update={"cost": cost})
-
-
-def resolved_cost(plan: PlanSpec) -> CostSpec:
-    """The plan's times as ``with_times`` has them."""
-    analytic = plan.cost.analytic
-    return plan.cost if analytic is None else AnalyticCosts(plan, analytic).resolved(plan.cost.p2p)
-
-
-def _kind(layer: str) -> str:
-    """Blocks are all alike."""
-    return "layer" if layer.startswith("layer.") else layer
+    def _few_blocks(self) -> PlanSpec:
+        """The plan with one block of each kind at least: those of a kind are alike."""
+        model = self._plan.model
+        num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
+        return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
 
 
 def _rounded(times: Iterable[Fraction]) -> list[Fraction]:

@@ -30,12 +30,16 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
     console.print("one rank's work for one micro-batch; shares of its time that compute, memory and links bound")
     console.print(table)
     console.print(_assumptions(costs), soft_wrap=True, highlight=False)
+    most = max(costs.updates)
+    few = "" if min(costs.updates) == most else f" on the slowest stage (on the fastest {_us(min(costs.updates))} us)"
+    console.print(f"the optimizer's step takes {_us(most)} us{few}", highlight=False)
     if costs.messages:
         slowest = max(costs.messages)
         where = "between nodes" if costs.links.crosses("pp") else "inside a node"
         few = "" if min(costs.messages) == slowest else f" (the fastest edge {_us(min(costs.messages))} us)"
         console.print(
-            f"a message between stages takes {_us(slowest)} us, {where}; every edge has it{few}", highlight=False
+            f"a message between stages takes {_us(slowest)} us, {where}; schedules count it for every edge{few}",
+            highlight=False,
         )
 
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 from pipeproof.schedule.generators.interleaved_fleet import fleet, fleet_balanced, fleet_fthenb
 from pipeproof.schedule.generators.rounds import equal_rounds
 from pipeproof.schedule.generators.turns import in_groups
+from pipeproof.schedule.generators.variants import VARIANTS
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
-
-VARIANTS = ("torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced")
-"""Whose order it is; the first is meant where none is named."""
 
 
 def interleaved(

@@ -11,7 +11,7 @@ three a gradient is partial, unless the parameter is cut there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -106,8 +106,11 @@ class GradientFacts:
     guessed: bool = False
 
 
-def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_tp: int) -> GradientFacts:
-    """The facts of the plan's GPT, its layers by stage: the main loss stands on the stage of the last ``head``."""
+def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ranks: Mapping[str, int]) -> GradientFacts:
+    """The facts of the plan's GPT, its layers by stage: the main loss stands on the stage of the last ``head``.
+
+    ``num_ranks`` has the sizes of the axes ``tp`` and ``ep``.
+    """
     losses = [
         Loss(MAIN_LOSS, stage, NORMALIZATIONS[normalization])
         for stage, layers in enumerate(stages)
@@ -117,9 +120,9 @@ def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_tp:
         ParameterGradient(
             parameter.name,
             (stage,),
-            sharded_over=() if parameter.tp.dim is None else ("tp",),
+            sharded_over=parameter.sharded_over,
             partial_over=parameter.partial_over,
-            numel=prod(parameter.tp.local_shape(parameter.shape, num_tp)),
+            numel=prod(parameter.local_shape(num_ranks)),
         )
         for stage, layers in enumerate(stages)
         for layer in layers

@@ -7,16 +7,18 @@ No framework: the shapes, names and orders here are what the adapters must
 build and issue, and what the rules reason about.
 
 Shape letters: S sequence, B micro-batch rows, H hidden, A heads, D head size,
-M feed-forward size, V vocabulary, T tensor-parallel ranks.
+M feed-forward size, V vocabulary, T tensor-parallel ranks, E experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.layout import INVARIANT, Placement, sharded
-from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.plan import ModelSpec, PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 
 
@@ -35,6 +37,7 @@ class Collective:
 
     ``numel`` counts the elements of the tensor that each rank puts in;
     ``reduction`` is ``sum`` or ``max`` (``sum`` for a gather, which reduces nothing).
+    ``dtype`` is None for that of activations.
     """
 
     kind: CollectiveKind
@@ -42,16 +45,23 @@ class Collective:
     numel: int
     label: str
     reduction: str = "sum"
+    dtype: str | None = None
+
+    def item_bytes(self, of_activations: int) -> int:
+        """Bytes of an element, where one of activations has ``of_activations``."""
+        return of_activations if self.dtype is None else dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One weight: its global shape, how it lies over TP, how it starts.
+    """One weight: its global shape, how it lies over TP and EP, how it starts.
 
     ``partial_over`` names the axes over which each rank holds only an addend
     of its gradient after backward: a reduction before the optimizer is owed
     (norm weights under sequence parallelism, and every weight under context
-    parallelism, see only their rank's tokens).
+    parallelism, see only their rank's tokens; a router's see one part of each
+    expert). Over ``dp`` and ``ep`` every gradient is a sum, but for that of a
+    weight which is cut over ``ep``: an expert gets the tokens of all EP ranks.
     ``init_std`` is None for weights that start as ones.
     """
 
@@ -60,6 +70,20 @@ class Parameter:
     tp: Placement
     partial_over: tuple[str, ...] = ()
     init_std: float | None = None
+    ep: Placement = INVARIANT
+
+    @property
+    def sharded_over(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different elements."""
+        return tuple(axis for axis, placed in (("tp", self.tp), ("ep", self.ep)) if placed.dim is not None)
+
+    def local_shape(self, num_ranks: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that one rank holds, with the sizes of the axes by name.
+
+        Raises:
+            ValueError: a cut dim does not divide by the ranks of its axis.
+        """
+        return self.ep.local_shape(self.tp.local_shape(self.shape, num_ranks["tp"]), num_ranks["ep"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +96,18 @@ class Layer:
     backward_collectives: tuple[Collective, ...] = field(default=())
 
 
+def is_block(name: str) -> bool:
+    """Whether a layer is a transformer block."""
+    return name.startswith("layer.")
+
+
+def layer_kind(model: ModelSpec, name: str) -> str:
+    """Layers of one kind are alike: ``embed``, ``block``, ``moe_block`` (a block with experts), ``norm``, ``head``."""
+    if not name.startswith("layer."):
+        return name
+    return "moe_block" if model.has_experts(int(name.removeprefix("layer."))) else "block"
+
+
 def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:
     """The layers of the plan's GPT in execution order: ``embed``, ``layer.0`` .., ``norm``, ``head``.
 
@@ -81,8 +117,19 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
     parallelism the all-reduces become all-gather / reduce-scatter pairs
     (arXiv:2205.05198). With context parallelism each rank has its part of every
     sequence and gathers the keys and values of all (arXiv:2407.21783, section
-    3.3.2). The fused ``qkv`` weight is head-major: for each head
-    its q, k and v columns, so that a cut over TP takes whole heads.
+    3.3.2). The fused ``qkv`` weight is head-major: for each head of keys and
+    values the columns of its group's q, then of its k and v, so that a cut over
+    TP takes whole groups.
+
+    Latent attention (arXiv:2405.04434) compresses on every TP rank alike, or
+    with sequence parallelism on each rank's own tokens, and cuts by heads what
+    leads back from the compressed vectors.
+
+    A block with experts enters and leaves its MLP as a dense one does. Between,
+    every TP rank routes all tokens; each goes to the EP ranks of its experts
+    and back, by an all-to-all each way (arXiv:2006.16668). All experts are
+    taken to get equally many tokens, so each EP rank enters, and gets, ``top_k``
+    times its own.
 
     Collectives count the elements of a micro-batch of ``size``, of the plan's
     full one without it.
@@ -90,82 +137,180 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
     return _GptDescriber(plan, size or MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)).layers()
 
 
+_Ways = tuple[tuple[Collective, ...], tuple[Collective, ...]]
+"""What is issued forward, and backward."""
+
+
 class _GptDescriber:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
         model, topology = plan.model, plan.topology
-        self.num_layers = model.num_layers
-        self.hidden, self.ffn, self.vocab = model.hidden_size, model.ffn_size, model.vocab_size
-        self.tp, self.cp = topology.tp, topology.cp
+        self.model = model
+        self.hidden, self.vocab = model.hidden_size, model.vocab_size
+        self.tp, self.cp, self.ep = topology.tp, topology.cp, topology.ep
         self.sp = topology.sequence_parallel and self.tp > 1
         self.tokens = size.seq_length * size.num_rows // self.cp  # of one context-parallel rank
         self.partial_over = ("cp",) if self.cp > 1 else ()  # every weight sees its rank's tokens only
-        self.norm_partial_over = (("tp",) if self.sp else ()) + self.partial_over
+        self.between_partial_over = (("tp",) if self.sp else ()) + self.partial_over
 
     def layers(self) -> tuple[Layer, ...]:
-        blocks = [self._block(f"layer.{i}") for i in range(self.num_layers)]
+        blocks = [self._block(i) for i in range(self.model.num_layers)]
         norm = Layer("norm", (self._norm("norm.weight"),))
         return (self._embed(), *blocks, norm, self._head())
 
     def _weight(self, name: str, shape: tuple[int, int], shard_dim: int) -> Parameter:
         return Parameter(name, shape, sharded(shard_dim), self.partial_over, init_std=0.02)
 
-    def _norm(self, name: str) -> Parameter:
-        return Parameter(name, (self.hidden,), INVARIANT, partial_over=self.norm_partial_over)
+    def _between_weight(self, name: str, shape: tuple[int, int]) -> Parameter:
+        """A weight that all TP ranks hold and use on what lies between layers."""
+        return Parameter(name, shape, INVARIANT, self.between_partial_over, init_std=0.02)
 
-    def _full(self, kind: CollectiveKind, label: str) -> Collective:
-        """A collective that every rank enters with all tokens of the activation."""
-        return Collective(kind, "tp", self.tokens * self.hidden, label)
+    def _norm(self, name: str, size: int | None = None) -> Parameter:
+        return Parameter(name, (size or self.hidden,), INVARIANT, partial_over=self.between_partial_over)
 
-    def _shard(self, label: str) -> Collective:
+    def _full(self, kind: CollectiveKind, size: int, label: str) -> Collective:
+        """A collective that every rank enters with all tokens."""
+        return Collective(kind, "tp", self.tokens * size, label)
+
+    def _shard(self, size: int, label: str) -> Collective:
         """A gather that every rank enters with its own share of the tokens."""
-        numel = self.tokens * self.hidden // self.tp
-        return Collective(CollectiveKind.ALL_GATHER, "tp", numel, label)
+        return Collective(CollectiveKind.ALL_GATHER, "tp", self.tokens * size // self.tp, label)
 
-    def _enter(self, label: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """(forward, backward) of the way from between-block layout into a column-parallel weight."""
+    def _enter(self, label: str, size: int | None = None) -> _Ways:
+        """The way from between-block layout into a column-parallel weight, with ``size`` elements of a token."""
+        size = size or self.hidden
         if self.tp == 1:
             return (), ()
         if self.sp:
-            return (self._shard(label),), (self._full(CollectiveKind.REDUCE_SCATTER, f"{label}.grad"),)
-        return (), (self._full(CollectiveKind.ALL_REDUCE, f"{label}.grad"),)
+            return (self._shard(size, label),), (self._full(CollectiveKind.REDUCE_SCATTER, size, f"{label}.grad"),)
+        return (), (self._full(CollectiveKind.ALL_REDUCE, size, f"{label}.grad"),)
 
-    def _leave(self, label: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """(forward, backward) of the way from a row-parallel product back between blocks."""
+    def _leave(self, label: str) -> _Ways:
+        """The way from a row-parallel product back between blocks."""
         if self.tp == 1:
             return (), ()
         if self.sp:
-            return (self._full(CollectiveKind.REDUCE_SCATTER, label),), (self._shard(f"{label}.grad"),)
-        return (self._full(CollectiveKind.ALL_REDUCE, label),), ()
+            scatter = self._full(CollectiveKind.REDUCE_SCATTER, self.hidden, label)
+            return (scatter,), (self._shard(self.hidden, f"{label}.grad"),)
+        return (self._full(CollectiveKind.ALL_REDUCE, self.hidden, label),), ()
 
-    def _share_keys(self, label: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """(forward, backward) of giving every context-parallel rank the keys and values of the whole sequence."""
+    def _share_keys(self, label: str, size: int) -> _Ways:
+        """Giving every context-parallel rank what all have of the sequence's keys and values, ``size`` a token."""
         if self.cp == 1:
             return (), ()
-        numel = 2 * self.tokens * self.hidden // self.tp
+        numel = self.tokens * size
         gather = Collective(CollectiveKind.ALL_GATHER, "cp", numel, label)
         return (gather,), (Collective(CollectiveKind.REDUCE_SCATTER, "cp", numel * self.cp, f"{label}.grad"),)
+
+    def _exchange(self, label: str, top_k: int, dtype: str | None = None, *, back: str | None = None) -> _Ways:
+        """The tokens' way to other ranks' experts, or back, in ``dtype``; their gradients' in ``back``."""
+        if self.ep == 1:
+            return (), ()
+        numel = self.tokens * top_k * self.hidden
+        forward = Collective(CollectiveKind.ALL_TO_ALL, "ep", numel, label, dtype=dtype)
+        return (forward,), (replace(forward, label=f"{label}.grad", dtype=back),)
 
     def _embed(self) -> Layer:
         forward, backward = self._leave("embed.out")
         weight = self._weight("embed.weight", (self.vocab, self.hidden), 0)
         return Layer("embed", (weight,), forward, backward)
 
-    def _block(self, name: str) -> Layer:
-        attn_in, attn_out = self._enter(f"{name}.attn.in"), self._leave(f"{name}.attn.out")
-        keys = self._share_keys(f"{name}.attn.kv")
-        mlp_in, mlp_out = self._enter(f"{name}.mlp.in"), self._leave(f"{name}.mlp.out")
-        parameters = (
-            self._norm(f"{name}.attn_norm.weight"),
-            self._weight(f"{name}.attn.qkv.weight", (self.hidden, 3 * self.hidden), 1),
-            self._weight(f"{name}.attn.out.weight", (self.hidden, self.hidden), 0),
-            self._norm(f"{name}.mlp_norm.weight"),
-            self._weight(f"{name}.mlp.gate.weight", (self.hidden, self.ffn), 1),
-            self._weight(f"{name}.mlp.up.weight", (self.hidden, self.ffn), 1),
-            self._weight(f"{name}.mlp.down.weight", (self.ffn, self.hidden), 0),
+    def _block(self, number: int) -> Layer:
+        name = f"layer.{number}"
+        attention = self._attention if self.model.mla is None else self._latent_attention
+        mlp = self._experts if self.model.has_experts(number) else self._mlp
+        parameters, steps = [self._norm(f"{name}.attn_norm.weight")], list[_Ways]()
+        for part, before in ((attention, ()), (mlp, (self._norm(f"{name}.mlp_norm.weight"),))):
+            weights, ways = part(name)
+            parameters += [*before, *weights]
+            steps += ways
+        return Layer(name, tuple(parameters), *_joined(steps))
+
+    def _attention(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        model = self.model
+        queries, keys = model.num_heads * model.size_of_head, model.kv_heads * model.size_of_head
+        weights = [
+            self._weight(f"{name}.attn.qkv.weight", (self.hidden, queries + 2 * keys), 1),
+            self._weight(f"{name}.attn.out.weight", (queries, self.hidden), 0),
+        ]
+        ways = [
+            self._enter(f"{name}.attn.in"),
+            self._share_keys(f"{name}.attn.kv", 2 * keys // self.tp),
+            self._leave(f"{name}.attn.out"),
+        ]
+        return weights, ways
+
+    def _latent_attention(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        mla, heads, at = self.model.mla, self.model.num_heads, f"{name}.attn"
+        assert mla is not None
+        queries = heads * (mla.nope_head_size + mla.rope_head_size)
+        keys = heads * (mla.nope_head_size + mla.value_head_size)
+        weights, ways = list[Parameter](), list[_Ways]()
+        if mla.q_rank is None:
+            weights.append(self._weight(f"{at}.q.weight", (self.hidden, queries), 1))
+            ways.append(self._enter(f"{at}.in"))
+        else:
+            weights += [
+                self._between_weight(f"{at}.q_down.weight", (self.hidden, mla.q_rank)),
+                self._norm(f"{at}.q_norm.weight", mla.q_rank),
+                self._weight(f"{at}.q_up.weight", (mla.q_rank, queries), 1),
+            ]
+            ways.append(self._enter(f"{at}.q.in", mla.q_rank))
+        weights += [
+            self._between_weight(f"{at}.kv_down.weight", (self.hidden, mla.kv_rank + mla.rope_head_size)),
+            self._norm(f"{at}.kv_norm.weight", mla.kv_rank),
+            self._weight(f"{at}.kv_up.weight", (mla.kv_rank, keys), 1),
+            self._weight(f"{at}.out.weight", (heads * mla.value_head_size, self.hidden), 0),
+        ]
+        ways += [
+            self._enter(f"{at}.kv.in", mla.kv_rank),
+            self._enter(f"{at}.rope.in", mla.rope_head_size),
+            self._share_keys(f"{at}.kv", keys // self.tp),
+            self._share_keys(f"{at}.rope", mla.rope_head_size),
+            self._leave(f"{at}.out"),
+        ]
+        return weights, ways
+
+    def _mlp(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        weights = self._swiglu(f"{name}.mlp", self.model.ffn_size)
+        return weights, [self._enter(f"{name}.mlp.in"), self._leave(f"{name}.mlp.out")]
+
+    def _experts(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        moe, at = self.model.moe, f"{name}.mlp"
+        assert moe is not None
+        over_tp = ("tp",) if self.tp > 1 else ()  # each TP rank has an addend of what experts say of the routing
+        experts = [
+            Parameter(
+                f"{at}.experts.{part}.weight",
+                (moe.num_experts, *shape),
+                sharded(dim),
+                self.partial_over,
+                0.02,
+                sharded(0),
+            )
+            for part, shape, dim in (
+                ("gate", (self.hidden, moe.ffn_size), 2),
+                ("up", (self.hidden, moe.ffn_size), 2),
+                ("down", (moe.ffn_size, self.hidden), 1),
+            )
+        ]
+        router = Parameter(
+            f"{at}.router.weight", (self.hidden, moe.num_experts), INVARIANT, over_tp + self.partial_over, init_std=0.02
         )
-        forward = attn_in[0] + keys[0] + attn_out[0] + mlp_in[0] + mlp_out[0]
-        backward = mlp_out[1] + mlp_in[1] + attn_out[1] + keys[1] + attn_in[1]
-        return Layer(name, parameters, forward, backward)
+        shared = self._swiglu(f"{at}.shared", moe.num_shared_experts * moe.ffn_size) if moe.num_shared_experts else []
+        ways = [
+            self._enter(f"{at}.in"),
+            self._exchange(f"{at}.dispatch", moe.top_k, moe.dispatch_dtype),
+            self._exchange(f"{at}.combine", moe.top_k, back=moe.dispatch_dtype),
+            self._leave(f"{at}.out"),
+        ]
+        return [router, *experts, *shared], ways
+
+    def _swiglu(self, name: str, ffn_size: int) -> list[Parameter]:
+        return [
+            self._weight(f"{name}.gate.weight", (self.hidden, ffn_size), 1),
+            self._weight(f"{name}.up.weight", (self.hidden, ffn_size), 1),
+            self._weight(f"{name}.down.weight", (ffn_size, self.hidden), 0),
+        ]
 
     def _head(self) -> Layer:
         forward, backward = self._enter("head.in")
@@ -180,3 +325,9 @@ class _GptDescriber:
             )
         weight = self._weight("head.weight", (self.hidden, self.vocab), 1)
         return Layer("head", (weight,), forward, backward)
+
+
+def _joined(steps: Iterable[_Ways]) -> _Ways:
+    """The steps in their order forward, and in the other order backward."""
+    ways = list(steps)
+    return tuple(c for way in ways for c in way[0]), tuple(c for way in reversed(ways) for c in way[1])

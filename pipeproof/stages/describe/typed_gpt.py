@@ -1,80 +1,77 @@
 """The plan's GPT as typed programs, one for each kind of layer: what ``describe_gpt`` lists by hand, derived.
 
-Dims: ``s`` sequence, ``b`` micro-batch rows, ``h`` hidden, ``v`` vocabulary,
-``c`` = ``a`` heads x ``e`` (q, k and v of a head), ``d`` head size, ``w`` = k
-and v of a head, ``g`` = ``a`` x ``d``, ``f`` feed-forward, ``t`` the sequence
-as keys and values lie along it.
+Dims: ``s`` sequence, ``b`` micro-batch rows of all ``ep`` ranks, ``h`` hidden,
+``v`` vocabulary, ``c`` = ``a`` heads of keys and values x ``e`` (q, k and v of
+a head's group), ``d`` q of a group, ``w`` = k and v of a head, ``g`` = ``a`` x
+``d``, ``f`` feed-forward, ``t`` the sequence as keys and values lie along it.
+Those of latent attention and of experts stand where they are written.
 
 Over ``tp`` activations between layers are invariant, or with sequence
-parallelism cut along ``s``; over ``cp`` they are always cut along ``s``.
+parallelism cut along ``s``; over ``cp`` they are always cut along ``s``. Over
+``ep`` ranks have micro-batches of their own, which is a cut along ``b``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.plan import ModelSpec, PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
+from pipeproof.stages.describe.layers import layer_kind
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
 
 
 def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
-    """The derived types of ``embed``, ``block``, ``norm`` and ``head``; every transformer layer is a ``block``.
+    """The derived types by ``layer_kind``, of every kind that the plan's model has.
 
-    Names inside are without the layer's own (``attn.qkv.weight``). Axes: ``tp``, ``cp``; those over which ranks have
-    micro-batches of their own (``dp``, ``ep``) are not in it. ``size`` is that
+    Names inside are without the layer's own (``attn.qkv.weight``). Axes: ``tp``, ``cp``, ``ep``; ``dp``, over which
+    nothing is exchanged before the gradients, is not in it. ``size`` is that
     of the micro-batch, the plan's full one without it.
     """
-    writer = _GptWriter(plan, size or MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size))
-    programs = (writer.embed(), writer.block(), writer.norm(), writer.head())
+    model = plan.model
+    writer = _GptWriter(plan, size or MicroBatchSize(model.seq_length, plan.schedule.micro_batch_size))
+    kinds = dict.fromkeys(layer_kind(model, f"layer.{i}") for i in range(model.num_layers))
+    programs = (writer.embed(), *(writer.block(kind) for kind in kinds), writer.norm(), writer.head())
     return {program.name: derive_types(program) for program in (builder.build() for builder in programs)}
-
-
-def kind_of_layer(name: str) -> str:
-    """The typed program of the layer that the description names so."""
-    return name if name in ("embed", "norm", "head") else "block"
 
 
 class _GptWriter:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
-        model, topology = plan.model, plan.topology
-        self._mesh = {"tp": topology.tp, "cp": topology.cp}
+        self._model, topology = plan.model, plan.topology
+        self._mesh = {"tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
         self._sp = topology.sequence_parallel
-        head_size = model.hidden_size // model.num_heads
         self._sizes = {
             "s": size.seq_length,
             "t": size.seq_length,
-            "b": size.num_rows,
-            "h": model.hidden_size,
-            "v": model.vocab_size,
-            "f": model.ffn_size,
-            "c": 3 * model.hidden_size,
-            "a": model.num_heads,
-            "e": 3 * head_size,
-            "d": head_size,
-            "w": 2 * head_size,
-            "g": model.hidden_size,
+            "b": size.num_rows * topology.ep,
+            "h": self._model.hidden_size,
+            "v": self._model.vocab_size,
+            "f": self._model.ffn_size,
+            **(_head_sizes(self._model) if self._model.mla is None else _latent_sizes(self._model)),
+            **_expert_sizes(self._model, topology.ep, size.seq_length),
         }
-        self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)"}
+        self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)", "ep": "S(b)"}
 
     def embed(self) -> ProgramBuilder:
         """Vocabulary-parallel embedding."""
         p = self._program("embed")
-        p.constant("tokens", "s b", cp="S(s)")
+        p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
         p.parameter("weight", "v h", tp="S(v)")
         p.pick("rows", "weight", "tokens", over="v")
         p.result(self._leave(p, "out", "rows"), **self._between)
         return p
 
-    def block(self) -> ProgramBuilder:
+    def block(self, kind: str) -> ProgramBuilder:
         """Attention and feed-forward, each with its norm before and its residual around."""
-        p = self._program("block")
+        p = self._program(kind)
         p.input("x", "s b h", **self._between)
-        self._norm(p, "attn_norm", "x")
-        middle = p.add("middle", "x", self._attention(p, "attn_norm"))
-        self._norm(p, "mlp_norm", middle)
-        p.result(p.add("y", middle, self._mlp(p, "mlp_norm")), **self._between)
+        self._norm(p, "attn_norm", "x", "h")
+        attention = self._attention if self._model.mla is None else self._latent_attention
+        middle = p.add("middle", "x", attention(p, "attn_norm"))
+        self._norm(p, "mlp_norm", middle, "h")
+        mlp = self._experts if kind == "moe_block" else self._mlp
+        p.result(p.add("y", middle, mlp(p, "mlp_norm")), **self._between)
         return p
 
     def norm(self) -> ProgramBuilder:
@@ -89,7 +86,7 @@ class _GptWriter:
         """Logits, and the vocabulary-parallel cross-entropy of each token."""
         p = self._program("head")
         p.input("x", "s b h", **self._between)
-        p.constant("labels", "s b", cp="S(s)")
+        p.constant("labels", "s b", cp="S(s)", ep="S(b)")
         p.parameter("weight", "h v", tp="S(v)")
         p.multiply("logits", self._enter(p, "in", "x"), "weight", over="h")
         p.all_reduce("loss.max", p.maximum("highest", "logits", over="v"), "tp", reduction="max")
@@ -99,7 +96,7 @@ class _GptWriter:
         p.pick("partial.target", "shifted", "labels", over="v")
         p.all_reduce("loss.target", "partial.target", "tp")
         p.add("token_loss", p.apply("log", "loss.sum_exp"), "loss.target")
-        p.result(p.multiply("loss", "token_loss", over="s b"), cp="P")
+        p.result(p.multiply("loss", "token_loss", over="s b"), cp="P", ep="P")
         return p
 
     def _program(self, name: str) -> ProgramBuilder:
@@ -113,9 +110,9 @@ class _GptWriter:
         """From addends back to what lies between layers."""
         return p.reduce_scatter(name, x, "tp", "s") if self._sp else p.all_reduce(name, x, "tp")
 
-    def _norm(self, p: ProgramBuilder, name: str, x: str) -> str:
-        p.parameter(f"{name}.weight", "h")
-        return p.apply(name, x, f"{name}.weight", along="h")
+    def _norm(self, p: ProgramBuilder, name: str, x: str, dim: str) -> str:
+        p.parameter(f"{name}.weight", dim)
+        return p.apply(name, x, f"{name}.weight", along=dim)
 
     def _attention(self, p: ProgramBuilder, x: str) -> str:
         p.constant("positions", "s", cp="S(s)")
@@ -130,12 +127,124 @@ class _GptWriter:
         p.multiply("attn.addends", p.merge("attention", "mixed", "a d", "g"), "attn.out.weight", over="g")
         return self._leave(p, "attn.out", "attn.addends")
 
+    def _latent_attention(self, p: ProgramBuilder, x: str) -> str:
+        """Of each of ``a`` heads: ``q`` the query, ``z`` the value, ``w`` the key without positions and the value.
+
+        ``r`` is the key with positions, which all heads share; ``lq`` and
+        ``lk`` are the compressed sizes, ``j`` = ``lk`` + ``r``.
+        """
+        p.constant("positions", "s", cp="S(s)")
+        self._latent_query(p, x)
+        p.parameter("attn.kv_down.weight", "h j")
+        p.multiply("kv_down", x, "attn.kv_down.weight", over="h")
+        self._norm(p, "attn.kv_norm", p.select("plain_latent", "kv_down", "j", "lk"), "lk")
+        p.parameter("attn.kv_up.weight", "lk c", tp="S(c)")
+        p.multiply("kv_up", self._enter(p, "attn.kv.in", "attn.kv_norm"), "attn.kv_up.weight", over="lk")
+        shared = self._enter(p, "attn.rope.in", p.select("plain_rope", "kv_down", "j", "r"))
+        p.apply("own_rope", shared, "positions", along="r")
+        p.select("kv", p.all_gather("attn.kv", p.split("own_kv", "kv_up", "c", "a w"), "cp"), "s", "t")
+        p.select("rope", p.all_gather("attn.rope", "own_rope", "cp"), "s", "t")
+        p.select("mixed", p.apply("mixed_heads", "query", "kv", "rope", along="q", drop="t r w"), "q", "z")
+        p.parameter("attn.out.weight", "g h", tp="S(g)")
+        p.multiply("attn.addends", p.merge("attention", "mixed", "a z", "g"), "attn.out.weight", over="g")
+        return self._leave(p, "attn.out", "attn.addends")
+
+    def _latent_query(self, p: ProgramBuilder, x: str) -> None:
+        mla = self._model.mla
+        if mla is not None and mla.q_rank is not None:
+            p.parameter("attn.q_down.weight", "h lq")
+            self._norm(p, "attn.q_norm", p.multiply("q_down", x, "attn.q_down.weight", over="h"), "lq")
+            p.parameter("attn.q_up.weight", "lq o", tp="S(o)")
+            p.multiply("q_up", self._enter(p, "attn.q.in", "attn.q_norm"), "attn.q_up.weight", over="lq")
+        else:
+            p.parameter("attn.q.weight", "h o", tp="S(o)")
+            p.multiply("q_up", self._enter(p, "attn.in", x), "attn.q.weight", over="h")
+        p.apply("query", p.split("plain_query", "q_up", "o", "a q"), "positions", along="q")
+
     def _mlp(self, p: ProgramBuilder, x: str) -> str:
-        p.parameter("mlp.gate.weight", "h f", tp="S(f)")
-        p.parameter("mlp.up.weight", "h f", tp="S(f)")
-        p.parameter("mlp.down.weight", "f h", tp="S(f)")
         entered = self._enter(p, "mlp.in", x)
-        p.apply("gate", p.multiply("plain_gate", entered, "mlp.gate.weight", over="h"))
-        p.multiply("up", entered, "mlp.up.weight", over="h")
-        p.multiply("mlp.addends", p.multiply("inner", "gate", "up"), "mlp.down.weight", over="f")
-        return self._leave(p, "mlp.out", "mlp.addends")
+        return self._leave(p, "mlp.out", self._swiglu(p, "mlp", entered, "f"))
+
+    def _swiglu(self, p: ProgramBuilder, name: str, entered: str, f: str) -> str:
+        """A SwiGLU MLP of the inner dim ``f``; on each TP rank an addend of its result."""
+        p.parameter(f"{name}.gate.weight", f"h {f}", tp=f"S({f})")
+        p.parameter(f"{name}.up.weight", f"h {f}", tp=f"S({f})")
+        p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})")
+        p.apply(f"{name}.gate", p.multiply(f"{name}.plain_gate", entered, f"{name}.gate.weight", over="h"))
+        p.multiply(f"{name}.up", entered, f"{name}.up.weight", over="h")
+        inner = p.multiply(f"{name}.inner", f"{name}.gate", f"{name}.up")
+        return p.multiply(f"{name}.addends", inner, f"{name}.down.weight", over=f)
+
+    def _experts(self, p: ProgramBuilder, x: str) -> str:
+        """``n`` experts = ``x`` EP ranks x ``y`` each, of the inner dim ``m``; ``k`` of them for a token.
+
+        Of the tokens of one row, ``u`` go to the experts of one EP rank. Which
+        of its experts each of them came for, it is told beside.
+        """
+        entered = self._enter(p, "mlp.in", x)
+        p.parameter("mlp.router.weight", "h n")
+        p.apply("scores", p.multiply("logits", entered, "mlp.router.weight", over="h"), along="n")
+        weights = p.select("top.scores", "scores", "n", "k")
+        p.detach("top.ids", weights)
+        slots = p.dispatch("slots", entered, "top.ids", dim="s", into="x u")
+        p.all_to_all("mlp.dispatch", slots, "ep", "x")
+        p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
+        for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
+            p.parameter(f"mlp.experts.{name}.weight", dims, tp="S(m)", ep="S(x)")
+            p.pick(f"slot.{name}", f"mlp.experts.{name}.weight", "slot.expert", over="y")
+        p.apply("expert.gate", p.multiply("plain.gate", "mlp.dispatch", "slot.gate", over="h"))
+        p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", "mlp.dispatch", "slot.up", over="h"))
+        p.all_to_all("mlp.combine", p.multiply("expert.addends", "expert.inner", "slot.down", over="m"), "ep", "b")
+        gains = p.multiply("gains", weights, over="k")
+        routed = p.combine("routed", "mlp.combine", "top.ids", gains, slot_dims="x u", dim="s")
+        if "m_shared" in self._sizes:
+            routed = p.add("mlp.addends", routed, self._swiglu(p, "mlp.shared", entered, "m_shared"))
+        return self._leave(p, "mlp.out", routed)
+
+
+def _head_sizes(model: ModelSpec) -> Mapping[str, int]:
+    head, group = model.size_of_head, model.num_heads // model.kv_heads
+    per_group = (group + 2) * head
+    return {
+        "a": model.kv_heads,
+        "c": model.kv_heads * per_group,
+        "e": per_group,
+        "d": group * head,
+        "w": 2 * head,
+        "g": model.num_heads * head,
+    }
+
+
+def _latent_sizes(model: ModelSpec) -> Mapping[str, int]:
+    mla, heads = model.mla, model.num_heads
+    assert mla is not None
+    query, keys = mla.nope_head_size + mla.rope_head_size, mla.nope_head_size + mla.value_head_size
+    return {
+        "a": heads,
+        "q": query,
+        "r": mla.rope_head_size,
+        "z": mla.value_head_size,
+        "w": keys,
+        "o": heads * query,
+        "c": heads * keys,
+        "g": heads * mla.value_head_size,
+        "lk": mla.kv_rank,
+        "j": mla.kv_rank + mla.rope_head_size,
+        "lq": mla.q_rank or 0,
+    }
+
+
+def _expert_sizes(model: ModelSpec, ep: int, seq_length: int) -> Mapping[str, int]:
+    moe = model.moe
+    if moe is None:
+        return {}
+    shared = {"m_shared": moe.num_shared_experts * moe.ffn_size} if moe.num_shared_experts else {}
+    return {
+        "n": moe.num_experts,
+        "x": ep,
+        "y": moe.num_experts // ep,
+        "k": moe.top_k,
+        "u": seq_length * moe.top_k // ep,
+        "m": moe.ffn_size,
+        **shared,
+    }

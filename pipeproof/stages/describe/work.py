@@ -14,7 +14,12 @@ read, added to and written in float32.
   and probabilities.
 - Rank for rank, tensor parallelism cuts heads, feed-forward and vocabulary,
   context parallelism tokens, evenly in causal pairs too; sequence parallelism
-  cuts norms and additions between blocks (arXiv:2205.05198).
+  cuts norms and additions between blocks (arXiv:2205.05198), and what latent
+  attention compresses there.
+- Of a token's visits to experts, each rank has its even share: as many as its
+  own tokens make. Every expert of the rank is read once for all its tokens.
+  Routing is done on every TP rank for all tokens; moving tokens into the order
+  of experts, and back, reads and writes each visit.
 
 Shape letters: S sequence, H hidden, A heads, M feed-forward size, V vocabulary.
 """
@@ -25,14 +30,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.model_parts import MlaSpec, MoeSpec
+from pipeproof.specs.plan import ModelSpec, PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import layer_kind
 
 WEIGHT_GRADIENT_BYTES = 4
 """Of an element of a weight's gradient."""
 
 _NORM, _NORM_BACK, _ROTARY, _SWIGLU, _SWIGLU_BACK, _SOFTMAX, _SOFTMAX_BACK = 4, 8, 3, 5, 10, 5, 4
 """FLOPs per element of what is no product: an addition, multiplication, division or exponential counts as one."""
+
+
+ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.mix"})
+"""The operations of the core of attention, from q, k and v to what is mixed of the values."""
 
 
 class Phase(StrEnum):
@@ -53,13 +64,19 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation of one rank: FLOPs, and bytes between memory and chip."""
+    """One operation of one rank: FLOPs, and bytes between memory and chip.
+
+    ``narrow`` marks products that mixed-precision training computes in eight
+    bits: those with the weights of blocks, but for routers (arXiv:2412.19437,
+    section 3.3.1).
+    """
 
     name: str
     phase: Phase
     unit: Unit
     flops: Fraction
     num_bytes: Fraction
+    narrow: bool = False
 
 
 def layer_work(
@@ -71,11 +88,34 @@ def layer_work(
     element of weights and activations.
     """
     rank = _Rank(plan, size, item_bytes, flash=flash)
-    if layer == "embed":
-        return rank.embed()
-    if layer == "norm":
-        return rank.norm("norm")
-    return rank.head() if layer == "head" else rank.block()
+    match layer_kind(plan.model, layer):
+        case "embed":
+            return rank.embed()
+        case "norm":
+            return rank.norm("norm")
+        case "head":
+            return rank.head()
+        case kind:
+            return rank.block(has_experts=kind == "moe_block")
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Elements of a token that one rank's heads have: queries, keys, values, and what is mixed of these."""
+
+    queries: int
+    keys: int
+    values: int
+    mixed: int
+
+
+def _own_heads(model: ModelSpec, tp: int) -> _Heads:
+    heads, mla = model.num_heads // tp, model.mla
+    if mla is not None:
+        query = heads * (mla.nope_head_size + mla.rope_head_size)
+        return _Heads(query, query, heads * mla.value_head_size, heads * mla.value_head_size)
+    queries, keys = heads * model.size_of_head, model.kv_heads // tp * model.size_of_head
+    return _Heads(queries, keys, keys, queries)
 
 
 class _Rank:
@@ -84,33 +124,84 @@ class _Rank:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize, item_bytes: int, *, flash: bool) -> None:
         model, topology, num_splits = plan.model, plan.topology, plan.schedule.num_sequence_splits
         tp = topology.tp
-        self.item, self.flash = item_bytes, flash
-        self.hidden, self.own_hidden = model.hidden_size, model.hidden_size // tp
-        self.own_heads, self.own_ffn = model.num_heads // tp, model.ffn_size // tp
+        self.model, self.item, self.flash = model, item_bytes, flash
+        self.hidden = model.hidden_size
+        self.heads, self.num_heads = _own_heads(model, tp), model.num_heads // tp
         self.own_vocab = model.vocab_size // tp
         self.tokens = Fraction(size.num_tokens, topology.cp)
         self.between = self.tokens / tp if topology.sequence_parallel else self.tokens
-        self.tp = tp
+        self.tp, self.ep = tp, topology.ep
         whole = size.seq_length * num_splits
         keys_of_row = Fraction(size.seq_length * (num_splits + 1), 2)  # the mean split sees half of what others leave
         pairs_of_row = Fraction(whole * (whole + 1), 2 * num_splits) if flash else size.seq_length * keys_of_row
         self.keys = size.num_rows * keys_of_row
         self.pairs = size.num_rows * pairs_of_row / topology.cp
 
-    def block(self) -> tuple[Work, ...]:
+    def block(self, *, has_experts: bool) -> tuple[Work, ...]:
+        model = self.model
         return (
             *self.norm("attn_norm"),
-            *self._matmul("attn.qkv", self.hidden, 3 * self.own_hidden),
-            *self._elementwise("attn.rotary", 2 * self.tokens * self.own_hidden, (_ROTARY, 2), (_ROTARY, 2)),
+            *(self._attention() if model.mla is None else self._latent(model.mla)),
             *(self._flash() if self.flash else self._unfused()),
-            *self._matmul("attn.out", self.own_hidden, self.hidden),
+            *self._matmul("attn.out", self.heads.mixed, self.hidden),
             *self._add("attn.add"),
             *self.norm("mlp_norm"),
-            *self._matmul("mlp.gate_up", self.hidden, 2 * self.own_ffn),
-            *self._elementwise("mlp.swiglu", self.tokens * self.own_ffn, (_SWIGLU, 3), (_SWIGLU_BACK, 5)),
-            *self._matmul("mlp.down", self.own_ffn, self.hidden),
+            *(
+                self._experts(model.moe)
+                if has_experts and model.moe is not None
+                else self._swiglu("mlp", model.ffn_size // self.tp)
+            ),
             *self._add("mlp.add"),
         )
+
+    def _attention(self) -> tuple[Work, ...]:
+        heads = self.heads
+        return (
+            *self._matmul("attn.qkv", self.hidden, heads.queries + heads.keys + heads.values),
+            *self._rotary(heads.queries + heads.keys),
+        )
+
+    def _latent(self, mla: MlaSpec) -> tuple[Work, ...]:
+        """Queries, keys and values from compressed vectors; the key of positions once for all heads."""
+        expanded = self.num_heads * (mla.nope_head_size + mla.value_head_size)
+        if mla.q_rank is None:
+            query = self._matmul("attn.q", self.hidden, self.heads.queries)
+        else:
+            query = (
+                *self._matmul("attn.q_down", self.hidden, mla.q_rank, rows=self.between),
+                *self.norm("attn.q_norm", mla.q_rank),
+                *self._matmul("attn.q_up", mla.q_rank, self.heads.queries),
+            )
+        return (
+            *query,
+            *self._matmul("attn.kv_down", self.hidden, mla.kv_rank + mla.rope_head_size, rows=self.between),
+            *self.norm("attn.kv_norm", mla.kv_rank),
+            *self._matmul("attn.kv_up", mla.kv_rank, expanded),
+            *self._rotary((self.num_heads + 1) * mla.rope_head_size),
+        )
+
+    def _swiglu(self, name: str, own_ffn: int, *, rows: Fraction | None = None, experts: int = 1) -> tuple[Work, ...]:
+        """A SwiGLU MLP, or several of them that share out the rows."""
+        rows = self.tokens if rows is None else rows
+        return (
+            *self._matmul(f"{name}.gate_up", self.hidden, 2 * own_ffn, rows=rows, weights=experts),
+            *self._elementwise(f"{name}.swiglu", rows * own_ffn, (_SWIGLU, 3), (_SWIGLU_BACK, 5)),
+            *self._matmul(f"{name}.down", own_ffn, self.hidden, rows=rows, weights=experts),
+        )
+
+    def _experts(self, moe: MoeSpec) -> tuple[Work, ...]:
+        own_ffn, visits = moe.ffn_size // self.tp, moe.top_k * self.tokens
+        works = [
+            *self._matmul("mlp.router", self.hidden, moe.num_experts, narrow=False),
+            *self._elementwise("mlp.scores", self.tokens * moe.num_experts, (_SOFTMAX, 2), (_SOFTMAX_BACK, 3)),
+            *self._elementwise("mlp.permute", visits * self.hidden, (0, 2), (1, 2)),
+            *self._swiglu("mlp.experts", own_ffn, rows=visits, experts=moe.num_experts // self.ep),
+            *self._elementwise("mlp.unpermute", visits * self.hidden, (2, 2), (2, 3)),
+        ]
+        if moe.num_shared_experts:
+            works += self._swiglu("mlp.shared", moe.num_shared_experts * own_ffn)
+            works += self._elementwise("mlp.shared.add", self.tokens * self.hidden, (1, 3), (1, 3))
+        return tuple(works)
 
     def embed(self) -> tuple[Work, ...]:
         rows = self.tokens * self.hidden
@@ -121,28 +212,38 @@ class _Rank:
             Work("embed", Phase.WEIGHT, Unit.VECTOR, own, gradient),
         )
 
-    def norm(self, name: str) -> tuple[Work, ...]:
-        numel = self.between * self.hidden
+    def norm(self, name: str, size: int | None = None) -> tuple[Work, ...]:
+        numel = self.between * (size or self.hidden)
         weight = Work(name, Phase.WEIGHT, Unit.VECTOR, 2 * numel, 2 * self.item * numel)
         return (*self._elementwise(name, numel, (_NORM, 2), (_NORM_BACK, 3)), weight)
 
     def head(self) -> tuple[Work, ...]:
         logits = self.tokens * self.own_vocab
         return (
-            *self._matmul("head", self.hidden, self.own_vocab),
+            *self._matmul("head", self.hidden, self.own_vocab, narrow=False),
             *self._elementwise("head.loss", logits, (_SOFTMAX, 2), (2, 2)),  # read for the maximum, and for the sum
         )
 
-    def _matmul(self, name: str, inner: int, columns: int) -> tuple[Work, ...]:
-        """A product of this rank's tokens with a weight of [inner, columns]."""
-        flops = 2 * self.tokens * inner * columns
-        activations, weight = self.item * self.tokens * (inner + columns), inner * columns
+    def _matmul(
+        self,
+        name: str,
+        inner: int,
+        columns: int,
+        *,
+        rows: Fraction | None = None,
+        weights: int = 1,
+        narrow: bool = True,
+    ) -> tuple[Work, ...]:
+        """A product of this rank's tokens, or of ``rows``, with one of several weights of [inner, columns]."""
+        rows = self.tokens if rows is None else rows
+        flops = 2 * rows * inner * columns
+        activations, weight = self.item * rows * (inner + columns), weights * inner * columns
         through = activations + self.item * weight
         gradient = activations + 2 * WEIGHT_GRADIENT_BYTES * weight
         return (
-            Work(name, Phase.FORWARD, Unit.MATMUL, flops, through),
-            Work(name, Phase.INPUT, Unit.MATMUL, flops, through),
-            Work(name, Phase.WEIGHT, Unit.MATMUL, flops, gradient),
+            Work(name, Phase.FORWARD, Unit.MATMUL, flops, through, narrow),
+            Work(name, Phase.INPUT, Unit.MATMUL, flops, through, narrow),
+            Work(name, Phase.WEIGHT, Unit.MATMUL, flops, gradient, narrow),
         )
 
     def _elementwise(
@@ -154,24 +255,31 @@ class _Rank:
             for phase, (flops, moved) in ((Phase.FORWARD, forward), (Phase.INPUT, backward))
         )
 
+    def _rotary(self, of_token: int) -> tuple[Work, ...]:
+        return self._elementwise("attn.rotary", self.tokens * of_token, (_ROTARY, 2), (_ROTARY, 2))
+
     def _add(self, name: str) -> tuple[Work, ...]:
         """The sum with what goes around the layer; going back, the sum of both gradients."""
         return self._elementwise(name, self.between * self.hidden, (1, 3), (1, 3))
 
     def _flash(self) -> tuple[Work, ...]:
-        product = 2 * self.pairs * self.own_hidden
-        query, key = self.tokens * self.own_hidden, self.keys * self.own_hidden
+        heads, size = self.heads, 2 * self.pairs
+        scores, mix = size * heads.queries, size * heads.mixed
+        moved = self.tokens * (heads.queries + heads.mixed) + self.keys * (heads.keys + heads.values)
         return (  # reads q, k, v and writes o; reads q, k, v, o, do and writes dq, dk, dv
-            Work("attn.core", Phase.FORWARD, Unit.ATTENTION, 2 * product, self.item * (2 * query + 2 * key)),
-            Work("attn.core", Phase.INPUT, Unit.ATTENTION, 5 * product, self.item * (4 * query + 4 * key)),
+            Work("attn.core", Phase.FORWARD, Unit.ATTENTION, scores + mix, self.item * moved),
+            Work("attn.core", Phase.INPUT, Unit.ATTENTION, 3 * scores + 2 * mix, self.item * 2 * moved),
         )
 
     def _unfused(self) -> tuple[Work, ...]:
-        product, scores = 2 * self.pairs * self.own_hidden, self.pairs * self.own_heads
-        one_side = (self.tokens + self.keys) * self.own_hidden  # q and k of the scores, o and v of the mix
+        heads, scores = self.heads, self.pairs * self.num_heads
         works = list(self._elementwise("attn.softmax", scores, (_SOFTMAX, 2), (_SOFTMAX_BACK, 3)))
-        for name in ("attn.scores", "attn.mix"):
-            forward, backward = self.item * (one_side + scores), self.item * 2 * (one_side + scores)
-            works.append(Work(name, Phase.FORWARD, Unit.MATMUL, product, forward))
-            works.append(Work(name, Phase.INPUT, Unit.MATMUL, 2 * product, backward))
+        for name, of_token, of_key in (
+            ("attn.scores", heads.queries, heads.keys),
+            ("attn.mix", heads.mixed, heads.values),
+        ):
+            product = 2 * self.pairs * of_token
+            moved = self.item * (self.tokens * of_token + self.keys * of_key + scores)
+            works.append(Work(name, Phase.FORWARD, Unit.MATMUL, product, moved))
+            works.append(Work(name, Phase.INPUT, Unit.MATMUL, 2 * product, 2 * moved))
         return tuple(works)

@@ -188,7 +188,8 @@ def model_of(subject: Subject) -> Model:
     lowered = subject.lowered
     if lowered is not None:
         stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
-        facts = given or gpt_gradients(stages, lowered.spec.loss.normalization, lowered.spec.topology.tp)
+        num_ranks = {axis: lowered.mesh.size(axis) for axis in ("tp", "ep")}
+        facts = given or gpt_gradients(stages, lowered.spec.loss.normalization, num_ranks)
         micro_batches = np.arange(subject.num_units)
         return Model(graph, facts, mesh_grid(graph, lowered.mesh), micro_batches)
     computed = graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding
 from pipeproof.specs.plan import BoundarySpec, PlanSpec
+from pipeproof.stages.describe.layers import layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import AxisType
 from pipeproof.verify.subject import Rule, Subject, finding
@@ -32,7 +33,7 @@ def _check_declared(subject: Subject) -> Iterator[Finding]:
     spec = subject.plan.spec
     if spec.topology.tp == 1:
         return
-    made = _text(typed_gpt(spec)["block"].values["y"].over("tp"))
+    made = _text(typed_gpt(spec)[layer_kind(spec.model, "layer.0")].values["y"].over("tp"))
     for index, entry in _activations(spec):
         for key, declared, verb in (
             ("tp", entry.tp, "make"),

@@ -18,8 +18,8 @@ from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
 from pipeproof.stages.describe.boundary import unit_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.typed_gpt import kind_of_layer, typed_gpt
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, layer_kind
+from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding
 
 
@@ -76,7 +76,7 @@ class _Needed:
         for size in sizes:
             typed = typed_gpt(plan.spec, size)
             for stage_layers in plan.stages:
-                layers = [typed[kind_of_layer(name)] for name in stage_layers]
+                layers = [typed[layer_kind(plan.spec.model, name)] for name in stage_layers]
                 self.calls += [list(_calls(kind, layers)) for kind in _COMPUTES]
         self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
         self.first = np.cumsum(self.count) - self.count

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
-from pipeproof.stages.describe.layers import Collective
+from pipeproof.stages.describe.layers import Collective, layer_kind
 from pipeproof.stages.describe.type_rules import Reason
-from pipeproof.stages.describe.typed_gpt import kind_of_layer, typed_gpt
+from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding
 
 _MESH = 'p = ProgramBuilder("layer", {"tp": 2}, {"s": 8, "h": 4, "f": 16, "v": 32})\n'
@@ -137,12 +137,14 @@ def _check_unreduced(subject: Subject) -> Iterator[Finding]:
             declared = {axis for axis in parameter.reduced_over if program.mesh.get(axis, 1) > 1} - unknown
             yield from _compare(f"{program.name}.{name}", owed, declared)
     if subject.lowered is not None:
-        typed = typed_gpt(subject.plan.spec)
+        spec = subject.plan.spec
+        typed = typed_gpt(spec)
         for described in subject.plan.layers:
-            partial_over = typed[kind_of_layer(described.name)].partial_over
+            partial_over = typed[layer_kind(spec.model, described.name)].partial_over
             for own in described.parameters:
                 name = own.name.removeprefix(f"{described.name}.")
-                yield from _compare(own.name, partial_over.get(name, ()), set(own.partial_over))
+                over_ep = {"ep"} if spec.topology.ep > 1 and "ep" not in own.sharded_over else set()
+                yield from _compare(own.name, partial_over.get(name, ()), {*own.partial_over, *over_ep})
 
 
 def _compare(name: str, owed: Sequence[str], declared: set[str]) -> Iterator[Finding]:
@@ -198,7 +200,7 @@ COLLECTIVES = RuleDoc(
 def _check_collectives(subject: Subject) -> Iterator[Finding]:
     typed = typed_gpt(subject.plan.spec)
     for layer in subject.plan.layers:
-        needed = typed[kind_of_layer(layer.name)]
+        needed = typed[layer_kind(subject.plan.spec.model, layer.name)]
         for way, listed, wanted in (
             ("forward", layer.forward_collectives, needed.forward),
             ("backward", layer.backward_collectives, needed.backward),

@@ -1,0 +1,108 @@
+"""What messages and collectives of a plan take, whatever says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Protocol
+
+from pipeproof.comm.links.network import Network
+from pipeproof.comm.links.shape import Shape, shapes_of
+from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.times import GRID_US
+
+if TYPE_CHECKING:
+    from pipeproof.comm.profile.resolve import ProfileTimes
+
+
+class LinkTimes(Protocol):
+    """Times of messages and collectives in exact microseconds, each with its links to itself.
+
+    A rank of a folded graph stands for many: the slowest of all places counts.
+    """
+
+    @property
+    def dtype(self) -> str:
+        """Type of the activations that these times are of."""
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Type in which gradients of weights are reduced."""
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """Of these, every time is a sum of multiples once it is rounded up to ``GRID_US``."""
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """Of a message; ``pairs`` has the global ranks (sender, receiver) of every place, shape [places, 2]."""
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """Of a collective, from its last member's coming on; ``groups`` has global ranks, shape [places, members]."""
+
+
+@dataclass(frozen=True)
+class NetworkTimes:
+    """Times by the links of a network. What is asked twice is computed once."""
+
+    network: Network
+    dtype: str
+    gradient_dtype: str
+    _shapes: dict[tuple[int, bytes], frozenset[Shape]] = field(default_factory=dict, repr=False, compare=False)
+    _times: dict[tuple[OpKind, Shape, int], Fraction] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """``GRID_US``; where links are shared also the latencies, after which flows begin."""
+        one = self.network
+        shared = (one.launch_us, one.node.latency_us, one.between.latency_us) if one.contention else ()
+        return (GRID_US, *shared)
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """Of the slowest of these messages."""
+        sender, receiver = (pairs // self.network.ranks_per_node).T
+        ways = {bool(crosses) for crosses in (sender != receiver).tolist()}
+        return max(self.network.message_us(Fraction(num_bytes), crosses=crosses) for crosses in ways)
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """Of the slowest of these groups."""
+        key = groups.shape[1], groups.tobytes()
+        if key not in self._shapes:
+            self._shapes[key] = shapes_of(groups, self.network.ranks_per_node, self.network.ranks_per_nic)
+        return max(self._of_shape(kind, shape, num_bytes) for shape in self._shapes[key])
+
+    def _of_shape(self, kind: OpKind, shape: Shape, num_bytes: int) -> Fraction:
+        key = kind, shape, num_bytes
+        if key not in self._times:
+            self._times[key] = self.network.collective_us(kind, shape, Fraction(num_bytes))
+        return self._times[key]
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Times by the curves of a profile, which knows sizes and no places."""
+
+    profile: ProfileTimes
+    dtype: str
+    gradient_dtype: str
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """``GRID_US``."""
+        return (GRID_US,)
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """The measured time of a message.
+
+        Raises:
+            BadPlanAtError: PP161, the profile has no message.
+        """
+        return self.profile.message_us(num_bytes)
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """The measured time of a collective among as many ranks.
+
+        Raises:
+            BadPlanAtError: PP161, the profile has none.
+        """
+        return self.profile.collective_us(kind, groups.shape[1], num_bytes)

@@ -1,0 +1,1 @@
+"""Times of a plan from a run that was measured."""

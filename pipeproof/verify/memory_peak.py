@@ -1,0 +1,123 @@
+"""Which rank of a plan holds most, and with what changes it would hold less: by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.sim.errors import SimulationError
+from pipeproof.sim.memory.curve import GIB, MemoryCurve
+from pipeproof.sim.memory.words import make_up_text, size_text
+from pipeproof.sim.simulate import simulate
+from pipeproof.sim.terminal import format_us
+from pipeproof.specs.finding import BadPlanError
+from pipeproof.specs.memory import Recompute
+from pipeproof.specs.problems import listed
+from pipeproof.verify.subject import Subject
+
+_LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "gpipe": ("1f1b",),
+        "eager_1f1b": ("1f1b",),
+        "looped_bfs": ("interleaved",),
+        "zb_h2": ("zb_h1", "1f1b"),
+        "zb_h1": ("1f1b",),
+        "interleaved_zb": ("interleaved",),
+        "zb_v": ("v_half", "v_min"),
+        "v_half": ("v_min",),
+    }
+)
+"""Kinds of schedules that take the same stages and hold fewer activations, or hold them shorter."""
+
+_MORE: Mapping[Recompute, tuple[Recompute, ...]] = MappingProxyType(
+    {"none": ("selective", "full"), "selective": ("full",), "full": ()}
+)
+"""What more could be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The rank that holds most, and its curve."""
+
+    rank: int
+    curve: MemoryCurve
+
+    def is_over(self, budget_gib: float) -> bool:
+        """Whether it is more than a budget."""
+        return self.curve.peak > budget_gib * GIB
+
+
+def worst_of(subject: Subject) -> Worst | None:
+    """The rank of a plan that holds most; None where the step has no end."""
+    return _worst(subject.plan)
+
+
+def peak_text(worst: Worst, budget_gib: float) -> str:
+    """How much is held when, of what, and how much there may be."""
+    curve, budget = worst.curve, size_text(int(budget_gib * GIB))
+    return (
+        f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and `memory.budget_gib` is {budget}: "
+        f"{make_up_text(curve)}"
+    )
+
+
+def _worst(plan: LoweredPlan) -> Worst | None:
+    """The rank with the highest peak, the first of equals; None where the step has no end."""
+    try:
+        curves = simulate(plan).memory
+    except SimulationError:
+        return None
+    return max((Worst(rank, curve) for rank, curve in enumerate(curves)), key=lambda worst: worst.curve.peak)
+
+
+def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
+    """Changes that fit, each simulated with the plan's times; if none does, what comes nearest."""
+    fitting: dict[frozenset[str], int] = {}
+    nearest: tuple[int, str] | None = None
+    for texts, changed in _changes(plan):
+        if any(known <= texts for known in fitting):
+            continue  # a part of this change is enough
+        worst = _worst(changed)
+        if worst is None:
+            continue
+        peak = worst.curve.peak
+        if not worst.is_over(budget_gib):
+            fitting[texts] = peak
+        elif nearest is None or peak < nearest[0]:
+            nearest = peak, _and(texts)
+    if fitting:
+        return "; ".join(f"with {_and(texts)} it needs {size_text(peak)}" for texts, peak in fitting.items())
+    more = "use more pipeline or tensor parallel ranks, or smaller micro-batches"
+    return more if nearest is None else f"{more}: even with {nearest[1]} it needs {size_text(nearest[0])}"
+
+
+def _and(texts: Iterable[str]) -> str:
+    return listed(sorted(texts), "and")
+
+
+def _changes(plan: LoweredPlan) -> Iterator[tuple[frozenset[str], LoweredPlan]]:
+    """The plan with one or several changes, those with fewer of them first; each is named as it would be written."""
+    spec, memory = plan.spec, plan.spec.memory
+    is_gathered = spec.topology.sequence_parallel and spec.topology.tp > 1 and memory.gathered == "kept"
+    values = {
+        "recompute": _MORE[memory.recompute],
+        "shard_optimizer": ("dp",) if spec.topology.dp > 1 and memory.shard_optimizer == "none" else (),
+        "gathered": ("again",) if is_gathered else (),
+    }
+    plans = {"": plan}
+    for kind in _LEANER.get(spec.schedule.kind, ()):
+        other = spec.model_copy(update={"schedule": spec.schedule.model_copy(update={"kind": kind})})
+        with suppress(BadPlanError):  # there is no such schedule for these sizes
+            plans[f"`schedule.kind: {kind}`"] = lower(other)
+    choices = product(plans, *(("", *more) for more in values.values()))
+    for schedule, *chosen in sorted(choices, key=lambda choice: sum(map(bool, choice))):
+        update = {key: value for key, value in zip(values, chosen, strict=True) if value}
+        texts = frozenset({schedule, *(f"`memory.{key}: {value}`" for key, value in update.items())} - {""})
+        if texts:
+            changed = plans[schedule]
+            other = changed.spec.model_copy(update={"memory": memory.model_copy(update=update)})
+            yield texts, replace(changed, spec=other)

@@ -1,0 +1,207 @@
+"""What layers keep, against published closed forms; the block there has LayerNorm, GELU and dropout, ours has not."""
+
+from fractions import Fraction
+
+import pytest
+
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.memory import (
+    Life,
+    activations_of,
+    keeps_input,
+    moved_by_update,
+    optimizer_bytes,
+    state_of,
+)
+from tests.plans import plan_dict
+
+GPT3 = {"hidden": 12288, "heads": 96}
+MT_NLG = {"hidden": 20480, "heads": 128}
+SEQ, ROWS = 2048, 1
+
+
+def plan(hidden=64, heads=8, ffn=None, tp=1, sp=False, dtype="bfloat16", attention="unfused", seq=SEQ, **sections):
+    memory = {"dtype": dtype, "attention": attention, **sections.pop("memory", {})}
+    model = {"hidden_size": hidden, "num_heads": heads, "ffn_size": ffn or 4 * hidden, "seq_length": seq}
+    schedule = {"micro_batch_size": ROWS, **sections.pop("schedule", {})}
+    topology = {"pp": 1, "tp": tp, "sequence_parallel": sp, **sections.pop("topology", {})}
+    model |= {"num_layers": 2, **sections.pop("model", {})}
+    return plan_from_dict(plan_dict(model=model, topology=topology, schedule=schedule, memory=memory, **sections)).spec
+
+
+def held(spec, names=("layer.0",), size=None):
+    layers = [layer for layer in describe_gpt(spec) if layer.name in names]
+    return activations_of(spec, layers, size or MicroBatchSize(spec.model.seq_length, ROWS))
+
+
+def total(holdings, *lives):
+    return sum(one.num_bytes for one in holdings if one.life in (lives or (Life.TO_INPUT, Life.TO_WEIGHT)))
+
+
+def published(hidden, heads, tp, *, sp, dropout=True):
+    """Bytes of their block by the terms of arXiv:2205.05198, section 4.1, per token, with 16-bit activations."""
+    outside = hidden * (1 if not sp else Fraction(1, tp))  # what sequence parallelism cuts
+    within, scores = Fraction(hidden, tp), Fraction(heads * SEQ, tp)
+    terms = {
+        "inputs of norms": 4 * outside,
+        "inputs of qkv and of the first product of the MLP": 4 * outside,
+        "q, k and v": 6 * within,
+        "softmax": 2 * scores,
+        "dropout of softmax: mask and output": 3 * scores if dropout else 0,
+        "input of attention's last product": 2 * within,
+        "input of GELU": 8 * within,
+        "input of the MLP's last product": 8 * within,
+        "masks of the two other dropouts": 2 * outside if dropout else 0,
+    }
+    return sum(terms.values()) * SEQ * ROWS
+
+
+def test_their_terms_add_up_to_their_equations():
+    for sizes in (GPT3, MT_NLG):
+        h, a, sbh = sizes["hidden"], sizes["heads"], SEQ * ROWS * sizes["hidden"]
+        assert published(h, a, 1, sp=False) == sbh * (34 + Fraction(5 * a * SEQ, h))  # equation 1
+        assert published(h, a, 8, sp=False) == sbh * (10 + Fraction(24, 8) + Fraction(5 * a * SEQ, 8 * h))  # equation 2
+        assert published(h, a, 8, sp=True) == Fraction(sbh, 8) * (34 + Fraction(5 * a * SEQ, h))  # equation 4
+
+
+@pytest.mark.parametrize("sizes", [GPT3, MT_NLG])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (8, False), (8, True)])
+def test_our_block_differs_from_theirs_by_named_terms(sizes, tp, sp):
+    h = sizes["hidden"]
+    tokens = SEQ * ROWS
+    between = Fraction(tokens, tp if sp else 1)
+    gate = 2 * Fraction(4 * h, tp) * tokens  # SwiGLU has two inputs where GELU has one
+    factors = 2 * 4 * between  # of RMSNorm; they leave out LayerNorm's means and deviations
+    theirs = published(h, sizes["heads"], tp, sp=sp, dropout=False)
+    again = plan(h, sizes["heads"], tp=tp, sp=sp, memory={"gathered": "again"})  # as they do
+    assert total(held(again)) == theirs + gate + factors
+    whole = 2 * 2 * (tokens - between) * h  # of the inputs of products, what other ranks have of them
+    assert total(held(plan(h, sizes["heads"], tp=tp, sp=sp))) == theirs + gate + factors + whole
+
+
+@pytest.mark.parametrize(("sizes", "saved"), [(GPT3, 70), (MT_NLG, 65)])
+def test_selective_recompute_saves_of_their_block_what_they_say(sizes, saved):
+    """5as/h of their 34 + 5as/h: 80 of 114, and 64 of 98. What we leave out is that, without dropout 2as/h."""
+    h, a = sizes["hidden"], sizes["heads"]
+    with_all, without = held(plan(h, a)), held(plan(h, a, memory={"recompute": "selective"}))
+    core = total(with_all) - total(without)
+    assert core == 2 * a * SEQ * SEQ * ROWS
+    assert total(without, Life.IN_INPUT) == core
+    theirs = Fraction(5, 2) * core
+    assert round(100 * theirs / published(h, a, 1, sp=False)) == saved
+
+
+def test_products_keep_for_w_what_the_zero_bubble_paper_counts():
+    """32 sbh between I and W (arXiv:2401.10241, table 1): inputs 14, gradients of outputs 18; ours without the gate."""
+    h = 64
+    sbh = SEQ * ROWS * h
+    products = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+    kept = [one for one in held(plan(h)) if one.name.removesuffix(".grad") in products]
+    assert total(kept, Life.TO_WEIGHT) == 14 * sbh
+    assert total(kept, Life.BETWEEN) == (18 + 8) * sbh  # 8: the gate's gradient
+
+
+def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
+    full = plan(memory={"recompute": "full"})
+    names = ("layer.0", "layer.1")
+    once, both, one = held(plan(), names), held(full, names), held(full)
+    h, tokens = full.model.hidden_size, SEQ * ROWS
+    assert total(both) == 2 * 2 * tokens * h  # 2sbh a block, as in section 5
+    assert total(both, Life.IN_INPUT) == total(one, Life.IN_INPUT) == total(held(plan())) - 2 * tokens * h
+    for_w = total(once, Life.TO_WEIGHT) + total(once, Life.BETWEEN)
+    assert total(both, Life.TO_WEIGHT, Life.BETWEEN) == for_w
+
+
+def test_flash_attention_keeps_a_number_for_each_query_in_place_of_probabilities():
+    unfused, flash = (total(held(plan(attention=kind))) for kind in ("unfused", "flash"))
+    heads = 8
+    assert unfused - flash == heads * SEQ * ROWS * (2 * SEQ - 4)
+
+
+def test_context_parallelism_cuts_tokens_but_not_keys_and_values():
+    one, four = (total(held(plan(attention="flash", topology={"cp": cp}))) for cp in (1, 4))
+    key_value = 2 * 2 * 64 * SEQ
+    assert four - key_value == Fraction(one - key_value, 4)
+
+
+def test_pieces_of_a_sequence_add_up_to_the_whole():
+    schedule = {"kind": "seq1f1b", "num_sequence_splits": 4}
+    whole = total(held(plan(attention="flash")))
+    split = plan(attention="flash", schedule=schedule)
+    assert 4 * total(held(split, size=MicroBatchSize(SEQ // 4, ROWS))) == whole
+
+
+def test_grouped_queries_keep_fewer_keys_and_values():
+    full, grouped = (total(held(plan(model={"num_kv_heads": kv}))) for kv in (8, 2))
+    assert full - grouped == 2 * 2 * (8 - 2) * 8 * SEQ  # k and v, 6 heads of 8 elements
+
+
+def test_latent_attention_keeps_compressed_vectors_and_heads():
+    mla = {"q_rank": 24, "kv_rank": 16, "nope_head_size": 8, "rope_head_size": 4, "value_head_size": 6}
+    one = {h.name: h.num_bytes for h in held(plan(model={"mla": mla})) if h.life in (Life.TO_INPUT, Life.TO_WEIGHT)}
+    assert one["attn.q_up"] == 2 * 24 * SEQ
+    assert one["attn.kv_up"] == 2 * 16 * SEQ
+    assert one["attn.q_down"] == 2 * 64 * SEQ
+    assert "attn.kv_down" not in one  # its input is that of q_down
+    assert one["attn.qkv_out"] == 2 * 8 * (12 + 12 + 6) * SEQ
+    assert one["attn.out"] == 2 * 8 * 6 * SEQ
+
+
+def test_experts_keep_every_visit_of_a_token():
+    moe = {"num_experts": 8, "top_k": 3, "ffn_size": 32, "num_shared_experts": 1}
+    one = {h.name: h.num_bytes for h in held(plan(model={"moe": moe})) if h.life in (Life.TO_INPUT, Life.TO_WEIGHT)}
+    assert one["mlp.router"] == 2 * 64 * SEQ
+    assert one["mlp.scores"] == 4 * 8 * SEQ
+    assert one["mlp.experts.gate_up"] == one["mlp.unpermute"] == 3 * 2 * 64 * SEQ
+    assert one["mlp.experts.swiglu"] == 2 * one["mlp.experts.down"] == 3 * 2 * 2 * 32 * SEQ
+    assert one["mlp.shared.swiglu"] == 2 * one["mlp.shared.down"] == 2 * 2 * 32 * SEQ
+    assert "mlp.shared.gate_up" not in one  # its input is the router's
+
+
+def test_the_head_keeps_float32_logits_and_has_their_gradient_while_i_runs():
+    spec = plan(model={"vocab_size": 1000}, tp=2)
+    loss = [one for one in held(spec, ("head",)) if one.is_logits]
+    logits = 4 * 500 * SEQ * ROWS
+    assert {one.life: one.num_bytes for one in loss} == {Life.TO_INPUT: logits + 8 * SEQ, Life.IN_INPUT: logits}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "size"),
+    [("float32", "adamw", 8), ("bfloat16", "adamw", 12), ("float64", "adamw", 16), ("float32", "sgd", 0),
+     ("bfloat16", "sgd", 4)],
+)  # fmt: skip
+def test_optimizer_states(dtype, optimizer, size):
+    assert optimizer_bytes(plan(dtype=dtype, run={"optimizer": optimizer})) == size
+
+
+def test_states_and_what_a_step_moves_of_them():
+    """16-bit weights: 16 bytes a parameter in section 3 of arXiv:1910.02054; here gradients add 2, being float32."""
+    spec = plan(topology={"dp": 4}, memory={"shard_optimizer": "dp"})
+    alone = plan(topology={"dp": 4})
+    layers = describe_gpt(spec)
+    numel = sum(64 * n for n in (32, 32)) + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64
+    state = state_of(alone, layers)
+    assert (state.parameters, state.gradients, state.optimizer) == (2 * numel, 4 * numel, 12 * numel)
+    assert state_of(spec, layers).optimizer == 3 * numel
+    assert moved_by_update(alone, state) == (2 * 2 + 4 + 2 * 12) * numel
+    assert moved_by_update(spec, state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
+
+
+def test_experts_are_shared_out_over_ep():
+    moe = {"num_experts": 8, "top_k": 2, "ffn_size": 32}
+    one, four = (state_of(spec, describe_gpt(spec)) for spec in (
+        plan(model={"moe": moe}, topology={"ep": ep}) for ep in (1, 4)
+    ))  # fmt: skip
+    experts = 2 * 8 * 3 * 64 * 32
+    assert one.parameters - four.parameters == 2 * (experts - experts // 4)
+
+
+def test_what_a_stage_is_given_is_what_its_first_layer_keeps():
+    layers = {layer.name: layer for layer in describe_gpt(plan())}
+    assert keeps_input(plan(), [layers["layer.0"]])
+    assert keeps_input(plan(), [layers["head"]])
+    assert not keeps_input(plan(tp=2, sp=True), [layers["head"]])  # it gathers, and keeps that
+    assert keeps_input(plan(tp=2, sp=True, memory={"gathered": "again"}), [layers["head"]])
+    assert not keeps_input(plan(), [])

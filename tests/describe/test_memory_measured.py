@@ -1,0 +1,193 @@
+"""What PyTorch's autograd saves of the same operations, byte for byte, but for what is named here."""
+
+import pytest
+
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.memory import activations_of
+from tests.describe.test_memory import plan
+
+pytestmark = pytest.mark.needs_torch
+
+ROWS, SEQ, HIDDEN, HEADS, FFN, VOCAB = 2, 16, 32, 4, 48, 100
+TOKENS = ROWS * SEQ
+
+
+def saved_by(compute, *shared):
+    """Bytes of the distinct tensors that autograd saves in ``compute``, ``shared`` ones and scalars left out."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    own = {tensor.data_ptr() for tensor in shared}
+    found = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own and tensor.dim():
+            found[tensor.data_ptr(), tensor.numel()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compute()
+    assert result.requires_grad
+    return sum(found.values())
+
+
+class Block:
+    """The block of the description in PyTorch's own operations."""
+
+    def __init__(self, dtype, *, fused):
+        import torch
+
+        self.fused = fused
+
+        def weight(*shape):
+            return torch.randn(*shape, dtype=dtype).mul_(0.1).requires_grad_()
+
+        self.x = torch.randn(ROWS, SEQ, HIDDEN, dtype=dtype).requires_grad_()
+        self.norms = [torch.ones(HIDDEN, dtype=dtype).requires_grad_() for _ in range(2)]
+        self.qkv, self.out = weight(3 * HIDDEN, HIDDEN), weight(HIDDEN, HIDDEN)
+        self.gate_up, self.down = weight(2 * FFN, HIDDEN), weight(HIDDEN, FFN)
+        turns = torch.outer(torch.arange(SEQ), torch.ones(HIDDEN // HEADS // 2))[:, None]
+        self.cos, self.sin = turns.cos().to(dtype), turns.sin().to(dtype)
+
+    @property
+    def shared(self):
+        """What is there whatever the micro-batch: weights, and the tables of the rotary embedding."""
+        return (*self.norms, self.qkv, self.out, self.gate_up, self.down, self.cos, self.sin)
+
+    def rotated(self, heads):
+        import torch
+
+        a, b = heads.chunk(2, dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1)
+
+    def norm(self, x, weight):
+        import torch
+
+        if self.fused:
+            return fused_norm().apply(x, weight)
+        return torch.nn.functional.rms_norm(x, (HIDDEN,), weight, eps=1e-5)
+
+    def attention(self, x, *, flash):
+        import torch
+
+        shape = (ROWS, SEQ, HEADS, HIDDEN // HEADS)
+        q, k, v = (part.reshape(shape) for part in (x @ self.qkv.T).split(HIDDEN, dim=-1))
+        q, k, v = (part.transpose(1, 2) for part in (self.rotated(q), self.rotated(k), v))
+        if flash:
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-1, -2)) / (HIDDEN // HEADS) ** 0.5
+            scores = scores + torch.full((SEQ, SEQ), float("-inf"), dtype=q.dtype).triu(1)
+            mixed = torch.softmax(scores, dim=-1) @ v
+        return mixed.transpose(1, 2).reshape(ROWS, SEQ, HIDDEN) @ self.out.T
+
+    def mlp(self, x):
+        import torch
+
+        gate, up = (x @ self.gate_up.T).split(FFN, dim=-1)
+        inner = fused_swiglu().apply(gate, up) if self.fused else torch.nn.functional.silu(gate) * up
+        return inner @ self.down.T
+
+    def forward(self, *, flash):
+        middle = self.x + self.attention(self.norm(self.x, self.norms[0]), flash=flash)
+        return middle + self.mlp(self.norm(middle, self.norms[1]))
+
+
+def fused_norm():
+    """RMSNorm as kernels have it: they keep its input, and the factor of each token in float32."""
+    import torch
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            factor = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+            ctx.save_for_backward(x, factor, weight)
+            return (x * factor * weight).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, factor, weight = ctx.saved_tensors
+            plain = x * factor
+            scaled = grad * weight
+            inner = factor * (scaled - plain * (scaled * plain).mean(-1, keepdim=True))
+            return inner.to(x.dtype), (grad * plain).sum((0, 1)).to(x.dtype)
+
+    return Norm
+
+
+def fused_swiglu():
+    """SwiGLU as kernels have it: they keep gate and up."""
+    import torch
+
+    class SwiGlu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return torch.nn.functional.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, grad):
+            gate, up = ctx.saved_tensors
+            sigmoid = torch.sigmoid(gate)
+            return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+
+    return SwiGlu
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_block_with_fused_norms_and_activation(dtype, flash):
+    import torch
+
+    block = Block(getattr(torch, dtype), fused=True)
+    saved = saved_by(lambda: block.forward(flash=flash), *block.shared)
+    assert saved == described("layer.0", dtype, flash=flash)
+
+
+def test_the_fused_operations_of_this_test_have_the_gradients_of_pytorchs_own():
+    """Else what they keep would say nothing."""
+    import torch
+
+    block = Block(torch.float64, fused=True)
+    gradients = []
+    for block.fused in (True, False):
+        given = (block.x, *block.shared[:-2])
+        gradients.append(torch.autograd.grad(block.forward(flash=False).pow(2).sum(), given))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # the factor is float32
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_block_of_small_operations_keeps_more(flash):
+    import torch
+
+    block = Block(torch.float32, fused=False)
+    more = {
+        "before its weight is multiplied in, each norm's result": 2 * HIDDEN,
+        "silu(gate), which a fused SwiGLU computes again": FFN,
+    }
+    saved = saved_by(lambda: block.forward(flash=flash), *block.shared)
+    assert saved - described("layer.0", "float32", flash=flash) == 4 * TOKENS * sum(more.values())
+
+
+def test_the_embedding_and_the_loss():
+    import torch
+    from torch.nn.functional import cross_entropy, embedding
+
+    tokens = torch.randint(0, VOCAB, (ROWS, SEQ))
+    table = torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    assert saved_by(lambda: embedding(tokens, table), table) == described("embed", "float32")
+    x, head = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    saved = saved_by(lambda: cross_entropy(x @ head.T, tokens.flatten()), head)
+    assert saved == described("head", "float32")
+
+
+def described(layer, dtype, *, flash=True):
+    """Bytes by the description."""
+    spec = plan(
+        hidden=HIDDEN, heads=HEADS, ffn=FFN, dtype=dtype, attention="flash" if flash else "unfused", seq=SEQ,
+        model={"vocab_size": VOCAB},
+    )  # fmt: skip
+    layers = [one for one in describe_gpt(spec) if one.name == layer]
+    held = activations_of(spec, layers, MicroBatchSize(SEQ, ROWS))
+    return sum(one.num_bytes for one in held if one.life.is_from_forward)

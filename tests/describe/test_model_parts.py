@@ -1,0 +1,127 @@
+"""Grouped-query and latent attention, and experts: the description by hand against the types, and against numbers."""
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.specs.layout import INVARIANT, sharded
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import CollectiveKind, describe_gpt, layer_kind
+from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.typed_values import PARTIAL, REPLICATED, cut
+from tests.plans import plan_dict
+
+MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}
+MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8}
+
+attentions = st.one_of(
+    st.just({}),
+    st.sampled_from([{"num_kv_heads": 4, "head_size": 6}, {"num_kv_heads": 4, "num_heads": 8}]),
+    st.sampled_from([{"mla": MLA}, {"mla": {**MLA, "q_rank": 10}}]),
+)
+feed_forwards = st.sampled_from(
+    [{}, {"moe": MOE}, {"moe": {**MOE, "num_shared_experts": 2}}, {"moe": {**MOE, "dense_layers": 2, "top_k": 8}}]
+)
+
+
+def spec_of(model, **topology):
+    return plan_from_dict(plan_dict(model={"seq_length": 16, **model}, topology={"pp": 2, **topology})).spec
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    model=st.builds(lambda a, f: {**a, **f}, attentions, feed_forwards),
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2, 4]),
+    sp=st.booleans(),
+    size=st.sampled_from([None, MicroBatchSize(32, 1), MicroBatchSize(8, 3)]),
+)
+def test_the_description_by_hand_is_what_the_types_say(model, tp, cp, ep, sp, size):
+    spec = spec_of(model, tp=tp, cp=cp, ep=ep, sequence_parallel=sp)
+    typed = typed_gpt(spec, size)
+    layers = describe_gpt(spec, size)
+    assert {layer_kind(spec.model, layer.name) for layer in layers} == set(typed)
+    for layer in layers:
+        needed = typed[layer_kind(spec.model, layer.name)]
+        assert needed.problems == ()
+        for listed, wanted in (
+            (layer.forward_collectives, needed.forward),
+            (layer.backward_collectives, needed.backward),
+        ):
+            assert [(c.kind, c.axis, c.numel, c.label.removeprefix(f"{layer.name}.")) for c in listed] == [
+                (c.kind, c.axis, c.numel, c.label) for c in wanted
+            ]
+        assert len(layer.parameters) == len(needed.partial_over)
+        for parameter in layer.parameters:
+            name = parameter.name.removeprefix(f"{layer.name}.")
+            of_data = ("ep",) if ep > 1 and "ep" not in parameter.sharded_over else ()
+            assert needed.partial_over[name] == parameter.partial_over + of_data
+            value = needed.values[name]
+            assert value.local_numel(needed.program.sizes, {"tp": tp, "cp": cp, "ep": ep}) == prod(
+                parameter.local_shape({"tp": tp, "ep": ep})
+            )
+
+
+def test_what_the_types_of_experts_mean():
+    spec = spec_of({"moe": {**MOE, "num_shared_experts": 1}}, tp=2, cp=2, ep=2, sequence_parallel=True)
+    block = typed_gpt(spec)["moe_block"]
+    assert block.values["slots"].types == {"tp": REPLICATED, "cp": cut("u"), "ep": cut("b")}
+    assert block.values["mlp.dispatch"].types == {"tp": REPLICATED, "cp": cut("u"), "ep": cut("x")}
+    assert block.values["expert.addends"].types == {"tp": PARTIAL, "cp": cut("u"), "ep": cut("x")}
+    assert block.values["mlp.addends"].types == {"tp": PARTIAL, "cp": cut("s"), "ep": cut("b")}
+    assert block.partial_over["mlp.router.weight"] == ("tp", "cp", "ep")
+    assert block.partial_over["mlp.experts.up.weight"] == ("cp",)  # not over ep: it got the tokens of all ranks there
+    assert block.partial_over["mlp.shared.up.weight"] == ("cp", "ep")
+
+
+def test_a_block_with_experts_by_hand():
+    """16 tokens in 2 rows, hidden 16, 8 experts of which a token visits 3, cut over 2 EP and 2 TP ranks."""
+    spec = spec_of({"moe": {**MOE, "num_shared_experts": 2, "dense_layers": 1}}, tp=2, ep=2)
+    layers = {layer.name: layer for layer in describe_gpt(spec)}
+    assert not any(c.axis == "ep" for c in layers["layer.0"].forward_collectives)
+    block = layers["layer.1"]
+    tokens = 16 * 2
+    assert [(str(c.kind), c.numel) for c in block.forward_collectives] == [
+        ("all_reduce", tokens * 16), ("all_to_all", tokens * 3 * 16), ("all_to_all", tokens * 3 * 16),
+        ("all_reduce", tokens * 16),
+    ]  # fmt: skip
+    assert [c.label for c in block.backward_collectives] == [
+        "layer.1.mlp.combine.grad", "layer.1.mlp.dispatch.grad", "layer.1.mlp.in.grad", "layer.1.attn.in.grad",
+    ]  # fmt: skip
+    parameters = {p.name.removeprefix("layer.1.mlp."): p for p in block.parameters}
+    experts = parameters["experts.down.weight"]
+    assert (experts.shape, experts.tp, experts.ep) == ((8, 8, 16), sharded(1), sharded(0))
+    assert experts.local_shape({"tp": 2, "ep": 2}) == (4, 4, 16)
+    assert parameters["router.weight"].shape == (16, 8)
+    assert (parameters["router.weight"].tp, parameters["router.weight"].partial_over) == (INVARIANT, ("tp",))
+    assert parameters["shared.up.weight"].shape == (16, 2 * 8)
+
+
+def test_grouped_queries_share_keys_and_values():
+    spec = spec_of({"num_heads": 8, "num_kv_heads": 2, "head_size": 4}, tp=2, cp=2)
+    block = describe_gpt(spec)[1]
+    shapes = {p.name: p.shape for p in block.parameters}
+    assert shapes["layer.0.attn.qkv.weight"] == (16, (8 + 2 * 2) * 4)
+    assert shapes["layer.0.attn.out.weight"] == (8 * 4, 16)
+    (keys,) = (c for c in block.forward_collectives if c.axis == "cp")
+    assert (keys.kind, keys.numel) == (CollectiveKind.ALL_GATHER, 8 * 2 * 2 * 4)  # 8 tokens, 2 rows, k and v of a head
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_latent_attention_compresses_between_blocks_and_cuts_what_leads_back(sp):
+    spec = spec_of({"mla": {**MLA, "q_rank": 10}}, tp=2, sequence_parallel=sp)
+    block = describe_gpt(spec)[1]
+    parameters = {p.name.removeprefix("layer.0.attn."): p for p in block.parameters}
+    assert parameters["kv_down.weight"].shape == (16, 6 + 2)
+    assert parameters["kv_down.weight"].partial_over == (("tp",) if sp else ())
+    assert parameters["kv_norm.weight"].shape == (6,)
+    assert (parameters["q_up.weight"].shape, parameters["q_up.weight"].tp) == ((10, 4 * 6), sharded(1))
+    assert parameters["kv_up.weight"].shape == (6, 4 * 7)
+    assert parameters["out.weight"].shape == (4 * 3, 16)
+    entered = block.forward_collectives[:3] if sp else block.backward_collectives[-3:][::-1]
+    tokens = 16 * 2 // (2 if sp else 1)
+    assert [c.numel for c in entered] == [tokens * 10, tokens * 6, tokens * 2]

@@ -1,0 +1,60 @@
+"""The keys ``transport.recv_post`` and ``cost.recv_slowdown``: what they take, how they are refused and written."""
+
+from fractions import Fraction
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pipeproof.specs.load import PlanFileError, plan_from_dict
+from pipeproof.specs.schema import plan_json_schema
+from tests.plans import plan_dict
+
+
+def with_slowdown(value):
+    return plan_dict(cost={"recv_slowdown": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "share"), [(0, 0), (1, 1), (0.1, Fraction(1, 10)), ("1/8", Fraction(1, 8)), (None, None)]
+)
+def test_a_share_is_exact_and_is_written_so_that_it_loads_again(value, share):
+    spec = plan_from_dict(with_slowdown(value)).spec
+    assert spec.cost.recv_slowdown == share
+    dumped = spec.model_dump(mode="json")
+    assert plan_from_dict(dumped).spec == spec
+    Draft202012Validator(plan_json_schema()).validate(dumped)
+    Draft202012Validator(plan_json_schema()).validate(with_slowdown(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [
+        (-0.1, "PP106", "must be from 0 to 1"),
+        (1.5, "PP106", "found number 1.5"),
+        ("9/8", "PP106", "must be from 0 to 1"),
+        ("1/1000000000001", "PP106", "not finer than 1/1000000000000"),
+        ("a tenth", "PP105", "must be a share from 0 to 1"),
+        (float("nan"), "PP105", "must be a share"),
+        (True, "PP105", "found boolean true"),
+        ([0.1], "PP105", "must be a share"),
+    ],
+)
+def test_what_is_no_share_is_refused(value, code, words):
+    with pytest.raises(PlanFileError) as refusal:
+        plan_from_dict(with_slowdown(value))
+    (finding,) = refusal.value.findings
+    assert finding.code == code
+    assert words in finding.message
+
+
+def test_a_near_name_is_suggested():
+    with pytest.raises(PlanFileError) as refusal:
+        plan_from_dict(plan_dict(transport={"recv_post": "one_head"}))
+    (finding,) = refusal.value.findings
+    assert finding.code == "PP106"
+    assert "one_ahead" in f"{finding.message} {finding.help}"
+
+
+def test_a_slowdown_stands_beside_computed_times():
+    spec = plan_from_dict(plan_dict(cost={"analytic": "h200", "recv_slowdown": 0.2})).spec
+    assert spec.cost.recv_slowdown == Fraction(1, 5)
