@@ -32,6 +32,8 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_rules.py
 	$(BIN)/python docs/make_tables.py
 	$(BIN)/python docs/make_costs.py
+	$(BIN)/python docs/make_forms.py
+	$(BIN)/python docs/make_receives.py
 	$(BIN)/python docs/make_zoo.py
 	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_schedules.py

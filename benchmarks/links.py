@@ -77,6 +77,7 @@ def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     """The time of one operation by ``cost.analytic``."""
     from pipeproof.comm.analytic.devices import DEVICES
     from pipeproof.comm.analytic.links import Links
+    from pipeproof.comm.links.network import Network
     from pipeproof.specs.load import plan_from_dict
     from pipeproof.stages.describe.boundary import describe_boundaries
     from pipeproof.stages.describe.layers import Collective, CollectiveKind
@@ -98,7 +99,8 @@ def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     ).spec  # fmt: skip
     assert plan.cost.analytic is not None
     run = plan.run.model_copy(update={"dtype": "bfloat16"})
-    links = Links(plan.model_copy(update={"run": run}), plan.cost.analytic, DEVICES[plan.cost.analytic.device])
+    network = Network.of_device(plan.cost.analytic, DEVICES[plan.cost.analytic.device])
+    links = Links(plan.model_copy(update={"run": run}), network)
     if is_message:
         (edge,) = describe_boundaries(links.plan)
         return float(links.message_us(edge.members(0), "full"))

@@ -16,8 +16,12 @@ operation. ``simpy`` is the reference model;
 by compiled code, where numba is installed. ``whole`` is what
 ``pipeproof.simulate`` does: durations, engine and figures, without a timeline.
 ``PyTorch`` is ``_simulate_comms_compute``, where PyTorch is installed
-(``pip install torch==2.13.0``): it orders the operations in steps and gives
-them no times. Its operations are fewer: waits are not among them.
+(``pip install torch==2.13.0``; ``--torch-python FILE`` names an interpreter
+that has it): it orders the operations in steps and gives them no times. Its
+operations are fewer: waits are not among them.
+
+Then follows what ``whole.py`` measures. ``--write`` puts the tables into
+``docs/simulating.md``; it needs numba and PyTorch.
 
 Nothing is asserted: times are the machine's.
 """
@@ -32,7 +36,16 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import whole
+from torch_schedule import has_torch, interleaved, torch_python
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+from pages import fill, table  # noqa: E402 - what writes generated parts of pages stands with them
 
 SIZES = {"1k": (4, 2, 16), "10k": (8, 4, 32), "130k": (32, 4, 96), "1M": (64, 4, 384)}
 """(ranks, stages on each, micro-batches) by name."""
@@ -42,28 +55,78 @@ REPEATS = 5
 MOST_SECONDS = 10
 
 
+Results = dict[tuple[str, str], dict[str, float]]
+"""What was measured, by size and engine."""
+
+
 def main() -> None:
-    """Measure each engine at each size in a process of its own and print one line for it."""
+    """Measure each engine at each size in a process of its own and print one line for it; then the whole way."""
+    python = torch_python(sys.argv[1:])
+    if "--write" in sys.argv and not (importlib.util.find_spec("numba") and has_torch(python)):
+        sys.exit("--write needs numba, and PyTorch: --torch-python FILE names an interpreter that has it")
+    results: Results = {}
     print(f"{'':<6} {'engine':<12} {'operations':>10} {'cold s':>8} {'warm s':>8} {'warm ops/s':>12} {'bytes/op':>9}")
     for size in SIZES:
         for engine in ENGINES:
-            measured = in_own_process(size, engine)
+            measured = in_own_process(size, engine, python)
             if measured is None:
                 continue
+            results[size, engine] = measured
             num_ops, cold, warm, peak = (measured[key] for key in ("num_ops", "cold", "warm", "peak"))
             each = f"{peak / num_ops:>9,.0f}" if peak else f"{'-':>9}"
             print(f"{size:<6} {engine:<12} {num_ops:>10,} {cold:>8.3f} {warm:>8.4f} {num_ops / warm:>12,.0f} {each}")
-    for module, package in (("numba", "numba"), ("torch", "torch==2.13.0")):
-        if importlib.util.find_spec(module) is None:
-            print(f"{module} is not installed: pip install {package} to see it beside this")
+    if importlib.util.find_spec("numba") is None:
+        print("numba is not installed: pip install numba to see it beside this")
+    print()
+    sides = whole.show(python)
+    if "--write" in sys.argv:
+        page = ROOT / "docs" / "simulating.md"
+        page.write_text(fill(page, {"speed": speed_table(results), "whole": whole_table(sides)}), encoding="utf-8")
 
 
-def in_own_process(size: str, engine: str) -> dict[str, float] | None:
+def speed_table(results: Results) -> str:
+    """Processor time by size and engine, and the operations a second of the largest."""
+    largest = [*SIZES][-1]
+    rows = [
+        (
+            f"{results[size, ENGINES[0]]['num_ops']:,}",
+            *(seconds_text(results[size, engine]["warm"]) for engine in ENGINES),
+        )
+        for size in SIZES
+    ]
+    speeds = (results[largest, engine]["num_ops"] / results[largest, engine]["warm"] for engine in ENGINES)
+    rows.append(("operations a second, at the last", *(f"{float(f'{speed:.2g}'):,.0f}" for speed in speeds)))
+    theirs = f"{results[largest, 'PyTorch']['num_ops']:,}"
+    note = f"PyTorch's operations are fewer, {theirs} in the last row of times: waits are not among them.\n"
+    return table(("operations", *ENGINES), rows) + "\n" + note
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds, or milliseconds below a tenth, with two digits that count."""
+    rounded = float(f"{seconds:.2g}")
+    return f"{rounded:g} s" if seconds >= 0.1 else f"{1000 * rounded:g} ms"
+
+
+def whole_table(sides: dict[str, dict[str, Any]]) -> str:
+    """Processor time of the parts of both sides, their sums, and the ratio of these.
+
+    Time on the wall is printed only: where others use the machine, it is theirs.
+    """
+    rows = []
+    for side, name in (("ours", "pipeproof"), ("torch", f"PyTorch {sides['torch']['version'].partition('+')[0]}")):
+        of_side = [*sides[side]["parts"].items(), ("**all**", whole.total(sides[side]))]
+        rows += [(name, part, f"{cpu:.2f}") for part, (cpu, _) in of_side]
+    ratio = whole.total(sides["ours"])[0] / whole.total(sides["torch"])[0]
+    return table(("", "part", "processor s"), [*rows, ("pipeproof / PyTorch", "", f"{ratio:.2f}")])
+
+
+def in_own_process(size: str, engine: str, python: str) -> dict[str, float] | None:
     """The measurement; None where what it needs is not installed."""
-    needs = {"fast, numba": "numba", "PyTorch": "torch"}.get(engine)
-    if needs is not None and importlib.util.find_spec(needs) is None:
+    if engine == "fast, numba" and importlib.util.find_spec("numba") is None:
         return None
-    command = [sys.executable, __file__, "--part", size, engine]
+    if engine == "PyTorch" and not has_torch(python):
+        return None
+    command = [python if engine == "PyTorch" else sys.executable, __file__, "--part", size, engine]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -94,17 +157,18 @@ def seconds(run: Callable[[], object]) -> float:
 def our_run(size: str, engine: str) -> tuple[int, Callable[[], object]]:
     """The number of operations, and what is measured."""
     from pipeproof import lower, plan_from_dict, simulate
+    from pipeproof.comm.channel_models import ChannelModel
     from pipeproof.sim.costs import durations_of
     from pipeproof.sim.fast import run_fast
-    from pipeproof.sim.model import TransferRules, run_model
+    from pipeproof.sim.model import run_model
 
     lowered = lower(plan_from_dict(plan(*SIZES[size])).spec)
-    graph, rules = lowered.graph, TransferRules(rendezvous=False)
-    durations = durations_of(graph, lowered.spec.cost)
+    graph, model = lowered.graph, ChannelModel("directed_edge", "eager")
+    durations = durations_of(lowered)
     runs: dict[str, Callable[[], object]] = {
-        "simpy": lambda: run_model(graph, durations, rules),
-        "fast": lambda: run_fast(graph, durations, rules, compiled=False),
-        "fast, numba": lambda: run_fast(graph, durations, rules, compiled=True),
+        "simpy": lambda: run_model(graph, durations, model),
+        "fast": lambda: run_fast(graph, durations, model, compiled=False),
+        "fast, numba": lambda: run_fast(graph, durations, model, compiled=True),
         "whole": lambda: simulate(lowered, engine="fast"),
     }
     return graph.num_ops, runs[engine]
@@ -136,14 +200,7 @@ def torch_run(size: str) -> tuple[int, Callable[[], object]]:
     def stage_to_rank(stage: int) -> int:
         return stage % ranks
 
-    made = object.__new__(schedules.ScheduleInterleaved1F1B)
-    made.pp_group_size, made.n_local_stages, made._n_microbatches = ranks, chunks, micro_batches
-    made.number_of_rounds = max(1, micro_batches // ranks)
-    made.microbatches_per_round = micro_batches // made.number_of_rounds
-    order = {
-        rank: [action for action in made._calculate_single_rank_operations(rank) if action is not None]
-        for rank in range(ranks)
-    }
+    order = interleaved(ranks, chunks, micro_batches)
     lowered = schedules._add_send_recv(order, stage_to_rank=stage_to_rank, num_stages=ranks * chunks)
 
     def run() -> object:

@@ -15,9 +15,9 @@ from pages import DOCS, main, table
 from schedule_page import PAGES, WRITTEN_BY, page
 from shown_schedule import Shown, caption, number
 
+from pipeproof.comm.channel_models import MODELS
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
 from pipeproof.sim.svg import schedule_svg
-from pipeproof.verify.deadlock.models import MODELS
 
 PICTURES = DOCS / "images" / "schedules"
 

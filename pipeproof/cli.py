@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pipeproof import __version__
 from pipeproof.commands.advise import advise
 from pipeproof.commands.compare import compare
 from pipeproof.commands.convert import convert
+from pipeproof.commands.jitter import jitter
 from pipeproof.commands.line import console_for, refusing_bad_plans, writable
 from pipeproof.commands.schedule import schedule
 from pipeproof.commands.sweep import sweep
@@ -66,6 +68,7 @@ main.add_command(convert)
 main.add_command(advise)
 main.add_command(sweep)
 main.add_command(compare)
+main.add_command(jitter)
 
 
 @main.command()
@@ -125,11 +128,17 @@ def explain(code: str) -> None:
 @_PLAN
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
 @click.option("--costs", is_flag=True, help="Show instead what each stage takes by cost.analytic, and what bounds it.")
-def show(plan: Path, rank: int | None, costs: bool) -> None:
+@click.option("--memory", is_flag=True, help="Show instead what each stage holds, operation by operation.")
+def show(plan: Path, rank: int | None, costs: bool, memory: bool) -> None:
     """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
+    if (rank is not None) + costs + memory > 1:
+        raise click.UsageError("give one of --rank, --costs and --memory")
+    if memory:
+        from pipeproof.commands.memory import show_memory
+
+        show_memory(plan)
+        return
     if costs:
-        if rank is not None:
-            raise click.UsageError("give one of --rank and --costs")
         from pipeproof.commands.costs import show_costs
 
         show_costs(plan)
@@ -149,7 +158,8 @@ def show(plan: Path, rank: int | None, costs: bool) -> None:
 @main.command()
 @_PLAN
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
-              help="Write the timeline: .html is a page for a browser, .json a Chrome/Perfetto trace.")  # fmt: skip
+              help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .pftrace (Perfetto), .csv, "
+                   "or a picture: .png, .svg, .pdf.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
               help="Longest paths, the reference model, or whichever applies; the times are the same.")  # fmt: skip
@@ -158,6 +168,7 @@ def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> 
     with refusing_bad_plans("json" if as_json else "text", plan):
         from pipeproof.comm.loaded import blaming_plan, lower_loaded
         from pipeproof.sim.figures import simulation_to_json
+        from pipeproof.sim.memory.show import render_memory
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.terminal import render_figures, render_timeline
 
@@ -166,13 +177,14 @@ def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> 
             lowered = lower_loaded(loaded)
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:
-            written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph)
+            written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph, simulation.memory)
     if as_json:
         click.echo(json.dumps(simulation_to_json(simulation), indent=2))
         return
     console = console_for()
     render_timeline(simulation.timeline, console)
     render_figures(simulation, console)
+    render_memory(simulation, lowered, console)
     if output is not None:
         console.print(written, soft_wrap=True)
 
@@ -193,8 +205,10 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
 @_PLAN
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("-o", "--trace", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Write the measured timeline.")  # fmt: skip
+@click.option("-o", "--trace", "output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+              help="Write the measured timeline, in the forms of `simulate -o`.")  # fmt: skip
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write measured times, for `cost: {profile: FILE}`; the reference runs afterwards.")  # fmt: skip
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
               callback=_timeout, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
@@ -205,7 +219,8 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
 def run(
     plan: Path,
     report_file: Path | None,
-    trace: Path | None,
+    output: Path | None,
+    profile_file: Path | None,
     unsafe: bool,
     timeout_s: float,
     logs: Path | None,
@@ -217,9 +232,10 @@ def run(
 
     with refusing_bad_plans("text", plan):
         report = _check(_load(plan))
-    options = RunOptions(timeout_s=timeout_s, logs=logs, fault=fault, unsafe=unsafe)
+    options = RunOptions(timeout_s, logs, fault, unsafe=unsafe, profile=profile_file is not None)
+    write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
-        status = run_command(report, options, console_for(), report_file, trace)
+        status = run_command(report, options, console_for(), report_file, profile_file, write)
     sys.exit(status)
 
 

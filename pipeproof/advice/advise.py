@@ -17,9 +17,11 @@ from fractions import Fraction
 
 from pipeproof.advice.candidates import Candidates, Changed, Choice
 from pipeproof.advice.critical import CriticalPath
-from pipeproof.advice.figures import Clock, Figures, asap_clock, block_sequences, figures_of, simulated_clock
+from pipeproof.advice.figures import Clock, Figures, asap_clock, block_sequences, clock_of, figures_of
+from pipeproof.advice.receives import OtherPost, other_posts
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.generated import plan_schedule
-from pipeproof.comm.loaded import blaming_plan
+from pipeproof.comm.loaded import blaming_plan, with_measured_times
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.errors import SimulationError
@@ -27,7 +29,6 @@ from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check import check
-from pipeproof.verify.deadlock.models import ChannelModel
 from pipeproof.verify.deadlock.verdict import conditions
 
 MAX_REFUSED = 20
@@ -83,7 +84,8 @@ class Advice:
 
     ``present`` are the figures of the plan itself (None if its schedule never
     ends) and ``path`` is where its time goes; ``errors`` are the codes for
-    which its check fails. ``listed`` are verified candidates, in each group
+    which its check fails. ``receives`` is the plan itself with its receives
+    posted at another time. ``listed`` are verified candidates, in each group
     the fastest first. Of the others, ``impossible`` has the reasons why they
     do not exist and ``refused`` the codes for which they failed, each with the
     number of candidates. ``gave_up`` says that the search ended there.
@@ -94,6 +96,7 @@ class Advice:
     present: Figures | None
     path: CriticalPath | None
     errors: tuple[str, ...]
+    receives: tuple[OtherPost, ...]
     listed: Mapping[Group, tuple[Verified, ...]]
     num_timed: int
     impossible: Mapping[str, int]
@@ -133,6 +136,7 @@ def _advise(
     loaded: LoadedPlan, memory_limit: int | None, top: int, *, with_over_limit: bool, on_progress: Progress | None
 ) -> Advice:
     report = check(loaded)
+    loaded = with_measured_times(loaded)  # which other cuts are computed from, as from given ones
     lowered = report.subject.plan
     if not any(op.kind is not OpKind.FORWARD for program in lowered.programs for op in program):
         raise NoTrainingError("the plan's schedule has no backward, and advice is about training steps")
@@ -153,25 +157,13 @@ def _advise(
         present=present,
         path=None if clock is None else clock.path(),
         errors=tuple(dict.fromkeys(error.code for error in report.errors)),
+        receives=() if present is None or report.errors else other_posts(loaded, report, present.makespan_us),
         listed=listed,
         num_timed=len(search.timed),
         impossible=search.impossible,
         refused=search.refused,
         gave_up=search.gave_up,
     )
-
-
-def _clock(lowered: LoweredPlan) -> Clock:
-    """When a plan's computations run, under the ``cost.p2p`` that it has.
-
-    Raises:
-        SimulationError: it cannot finish.
-        ValueError: likewise.
-        BadPlanError: its ``cost.p2p`` is not simulated.
-    """
-    if lowered.spec.cost.p2p == "async":
-        return asap_clock(lowered.schedule, lowered.spec)
-    return simulated_clock(lowered)
 
 
 def _present_clock(lowered: LoweredPlan) -> Clock | None:
@@ -181,7 +173,7 @@ def _present_clock(lowered: LoweredPlan) -> Clock | None:
     except ValueError:
         return None
     try:
-        return _clock(lowered)
+        return clock_of(lowered)
     except SimulationError:
         return None
 
@@ -248,7 +240,7 @@ class _Search:
             self.refused[report.errors[0].code] += 1
             return None
         try:
-            clock = _clock(report.subject.plan)
+            clock = clock_of(report.subject.plan)
         except SimulationError as error:
             self.refused[error.findings[0].code] += 1
             return None

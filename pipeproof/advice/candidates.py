@@ -160,6 +160,9 @@ class Candidates:
                 recut = stage_times(stages, layer_times(self._layers, times)) if is_recut else times
                 scaled = [_written(time * share) for time in recut]
                 cost[name] = scaled if len(set(scaled)) > 1 else scaled[0]
+            if is_recut and isinstance(self.spec.cost.optimizer_us, tuple):  # of weights, whatever the micro-batch
+                updates = stage_times(stages, layer_times(self._layers, self.spec.cost.optimizer_us))
+                cost["optimizer_us"] = [_written(time) for time in updates]
             self._costs[num_stages, size] = cost
         return self._costs[num_stages, size]
 

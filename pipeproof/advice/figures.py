@@ -8,7 +8,7 @@ from the start of F to the end of B or W.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
 
@@ -17,6 +17,7 @@ from pipeproof.advice.recut import num_blocks
 from pipeproof.comm.generated import stage_costs
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.asap import StageCosts, Timed, asap
+from pipeproof.schedule.op_texts import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.schedule.programs import Schedule
 from pipeproof.sim.simulate import simulate
@@ -91,19 +92,35 @@ def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
     return Clock(asap(schedule, in_ticks), latency, ticks_per_us)
 
 
+def clock_of(lowered: LoweredPlan) -> Clock:
+    """When a plan's computations run, under the ``cost.p2p`` that it has and with what early receives slow down.
+
+    Raises:
+        SimulationError: it cannot finish.
+        ValueError: likewise.
+    """
+    slows = bool(lowered.spec.cost.recv_slowdown) and any(lowered.receives)
+    if lowered.spec.cost.p2p == "async" and not slows:
+        return asap_clock(lowered.schedule, lowered.spec)
+    return simulated_clock(lowered)
+
+
 def simulated_clock(lowered: LoweredPlan) -> Clock:
     """When a lowered plan's computations run as the reference model has it, with what its messages wait for.
+
+    As in ``asap_clock``, every message takes what the slowest does, and no
+    links are shared: candidates are compared by one measure.
 
     Raises:
         SimulationError: it cannot finish.
         BadPlanError: the backend is not simulated.
     """
-    timeline = simulate(lowered).timeline
-    graph, latency = lowered.graph, lowered.spec.cost.p2p_latency_us
+    timeline = simulate(replace(lowered, links=None)).timeline
+    latency = lowered.spec.cost.p2p_latency_us
     computations = [
         (span.rank, timeline.us(span.start), timeline.us(span.end))
-        for span in timeline.spans
-        if graph.ops[span.op_id].kind in COMPUTE_KINDS
+        for span, op_kind in zip(timeline.spans, kinds_of(span.op for span in timeline.spans), strict=True)
+        if op_kind in COMPUTE_KINDS
     ]
     denominators = {time.denominator for _, *times in computations for time in times}
     ticks_per_us = lcm(latency.denominator, *denominators)

@@ -15,6 +15,7 @@ from pipeproof.advice.advise import Advice, Verified
 from pipeproof.advice.candidates import Changed
 from pipeproof.advice.critical import CriticalPath
 from pipeproof.advice.figures import Figures
+from pipeproof.advice.receives import OtherPost
 from pipeproof.sim.terminal import format_us
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.deadlock.rules import models_text
@@ -109,6 +110,26 @@ def why_better(advice: Advice, verified: Verified) -> str:
     if losses:
         text += f", against {' and '.join(losses)}" if gains else f": {' and '.join(losses)}"
     return text + "."
+
+
+def why_receives(advice: Advice, other: OtherPost) -> str:
+    """What the plan would be with its receives posted at another time."""
+    assert advice.present is not None, "what has such advice has run"
+    longer = other.makespan_us - advice.present.makespan_us
+    text = f"With transport.recv_post: {other.recv_post} the step takes "
+    if longer:
+        by = f"{format_us(abs(longer))} us {'more' if longer > 0 else 'less'}"
+        text += f"{format_us(other.makespan_us)} us, {by} ({percent(abs(longer) / advice.present.makespan_us)})"
+    else:
+        text += "as long"
+    if other.failing:
+        return (
+            f"{text}; it is then conditional: safe on {advice.backend}, a deadlock with {models_text(other.failing)}."
+        )
+    text += ", and is robust: no channel model makes it wait for itself."
+    if not other.slowdown:
+        text += " What receives that are under way cost your device is not known here (cost.recv_slowdown)."
+    return text
 
 
 def caveats(advice: Advice, verified: Verified) -> list[str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from pipeproof.advice.advise import MAX_REFUSED, Advice, Group, Verified
 from pipeproof.advice.candidates import Changed
 from pipeproof.advice.figures import Figures
-from pipeproof.advice.reasons import caveats, name_of, percent, why_better, why_now
+from pipeproof.advice.reasons import caveats, name_of, percent, why_better, why_now, why_receives
 from pipeproof.advice.report import change_to
 from pipeproof.sim.terminal import format_us
 
@@ -25,6 +25,8 @@ _TITLES = {
 def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False) -> None:
     """Print what was found; with ``all_reasons``, also why schedules were left out."""
     _say(console, _now(advice))
+    for other in advice.receives:
+        _say(console, why_receives(advice, other))
     for group, listed in advice.listed.items():
         if listed:
             console.print()
@@ -52,6 +54,12 @@ def _now(advice: Advice) -> str:
         text += (
             f": {format_us(advice.present.makespan_us)} us a step, {percent(advice.present.idle_ratio)} of it idle, "
             f"peak {_peak(advice, advice.present)}. {why_now(advice.present, advice.path)}"
+        )
+    cost = advice.candidates.spec.cost
+    if cost.analytic is not None or cost.network is not None or cost.optimizer_us != 0:
+        text += (
+            " Steps are timed to their last computation, without gradient reductions and the optimizer; every message "
+            "takes what the slowest does, and links are not shared."
         )
     if advice.errors:
         text += f" The plan does not pass check ({', '.join(advice.errors)}): mend that too."

@@ -10,7 +10,8 @@ from pipeproof.advice.advise import Advice, Group, Verified
 from pipeproof.advice.change import Change, change_between
 from pipeproof.advice.critical import CriticalPath
 from pipeproof.advice.figures import Figures
-from pipeproof.advice.reasons import caveats, idle_parts, why_better, why_now
+from pipeproof.advice.reasons import caveats, idle_parts, why_better, why_now, why_receives
+from pipeproof.advice.receives import OtherPost
 from pipeproof.sim.figures import number_to_json
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.deadlock.rules import models_text
@@ -35,6 +36,7 @@ def advice_to_json(advice: Advice) -> dict[str, Any]:
             "figures": None if advice.present is None else _figures(advice, advice.present, advice.path),
             "why": None if advice.present is None or advice.path is None else why_now(advice.present, advice.path),
         },
+        "receives": [_receives(advice, other) for other in advice.receives],
         "best": None if best is None else why_better(advice, best),
         **{
             group.value: [_candidate(advice, verified) for verified in advice.listed[group]]
@@ -46,6 +48,19 @@ def advice_to_json(advice: Advice) -> dict[str, Any]:
         "impossible": _counted("reason", advice.impossible),
         "refused": _counted("code", advice.refused),
         "gave_up": advice.gave_up,
+    }
+
+
+def _receives(advice: Advice, other: OtherPost) -> dict[str, Any]:
+    assert advice.present is not None, "what has such advice has run"
+    return {
+        "recv_post": other.recv_post,
+        **number_to_json("makespan", other.makespan_us),
+        **number_to_json("saved", advice.present.makespan_us - other.makespan_us),
+        "deadlock": "conditional" if other.failing else "robust",
+        "deadlocks_with": models_text(other.failing) if other.failing else None,
+        "why": why_receives(advice, other),
+        "set": [{"key": "transport.recv_post", "value": other.recv_post}],
     }
 
 

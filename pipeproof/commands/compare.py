@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.commands.line import console_for, refusing_bad_plans
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
 
 if TYPE_CHECKING:
     from pipeproof.sim.timeline_files import TimelineFile
+
+
+def _page(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse what is no page, or cannot be written, before any work is done for it."""
+    if value is not None and value.suffix.lower() != ".html":
+        raise click.BadParameter(f"{str(value)!r} does not end in .html: two timelines are written as a page")
+    return writable(context, parameter, value)
 
 
 @click.command()
@@ -24,7 +31,9 @@ if TYPE_CHECKING:
 @click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
               help="How many operations to list whose lengths are farthest apart.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"]) -> None:
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_page,
+              help="Write one page for a browser (.html): --step, or the last, of A above that of B.")  # fmt: skip
+def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"], output: Path | None) -> None:
     """Compare two timelines: how far lengths, starts and totals are apart, and where the order parts.
 
     Each of A and B is a plan, which is simulated, a trace that `simulate -o` or `run -o` wrote, or a report of
@@ -38,10 +47,17 @@ def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text"
         comparison = compare_timelines(first, second, step)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if output is not None:
+        with refusing_bad_plans("text", a):
+            from pipeproof.sim.compare_page import comparison_html
+
+            output.write_text(comparison_html(first, second, step), encoding="utf-8", newline="\n")
     if form == "json":
         click.echo(json.dumps(comparison_to_json(comparison, worst=worst), indent=2))
     else:
         render_comparison(comparison, console_for(), worst=worst)
+        if output is not None:
+            console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
 
 
 def _read(name: str, path: Path) -> TimelineFile:

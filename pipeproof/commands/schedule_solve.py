@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule, stage_costs
-from pipeproof.comm.loaded import blaming_plan, own_schedule
+from pipeproof.comm.loaded import blaming_plan, own_schedule, with_measured_times
 from pipeproof.commands.line import console_for
 from pipeproof.schedule.asap import asap
 from pipeproof.schedule.formats.write import write_schedule
@@ -38,8 +38,9 @@ def solve_plan(plan: Path, output: Path, time_limit_s: float, memory_limit: int 
         BadPlanError: the plan is no plan, OR-tools is missing (PP142), or there is no schedule (PP140).
     """
     loaded = load_plan(plan)
-    spec = loaded.spec
     with blaming_plan(loaded), _blaming_sizes():
+        loaded = with_measured_times(loaded)
+        spec = loaded.spec
         own = _own_schedule(loaded)
         with _showing_progress() as on_progress:
             solution, unfit = _solve(own, spec, memory_limit, time_limit_s, on_progress)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -34,12 +34,21 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
     return writable(context, parameter, value)
 
 
+def _scheduler(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a cluster that cannot be asked before any work is done."""
+    if value is not None and importlib.util.find_spec("distributed") is None:
+        raise click.BadParameter("a Dask cluster needs distributed: pip install 'pipeproof[cluster]'")
+    return value
+
+
 @click.command()
 @click.argument("sweep", metavar="SWEEP", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Results file, to which points are appended and from which the sweep goes on; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
+@click.option("--scheduler", metavar="ADDRESS", callback=_scheduler,
+              help="Evaluate on the Dask cluster of this scheduler: tcp://HOST:8786 (extra cluster).")  # fmt: skip
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="What is best: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
@@ -51,6 +60,7 @@ def sweep(
     sweep: Path,
     output: Path | None,
     workers: int | None,
+    scheduler: str | None,
     sort: str,
     columns: str | None,
     top: int,
@@ -61,12 +71,14 @@ def sweep(
 
     A point that is refused is a result with its code. Ctrl-C keeps what is there, and the same command goes on.
     """
+    if workers is not None and scheduler is not None:
+        raise click.UsageError("give one of --workers and --scheduler: a cluster has workers of its own")
     with refusing_bad_plans("text", sweep):
         from pipeproof.sweep.load import load_sweep
 
         loaded = load_sweep(sweep)
     shown = _columns(loaded, columns, sort)
-    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers)
+    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, scheduler)
     with refusing_bad_plans("text", sweep):
         _show(loaded, results, form, shown, sort, top)
         if plot is not None:
@@ -98,32 +110,53 @@ def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
     return names
 
 
-def _results(sweep: Sweep, output: Path, workers: int | None) -> tuple[PointResult, ...]:
+def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | None) -> tuple[PointResult, ...]:
     """The results of all points: those of the results file, and the rest, which is appended to it."""
+    from concurrent.futures import BrokenExecutor
+
+    from pipeproof.sweep.cluster import ClusterError
     from pipeproof.sweep.results import ResultsFileError, open_results
     from pipeproof.sweep.run import run_sweep
 
+    so_far = f"results so far are in {output}; the same command goes on from there"
     try:
         with open_results(output, sweep) as file:
             if file.note is not None:
                 click.echo(f"note: {file.note}", err=True)
             if file.done:
                 click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
-            with _showing_progress(len(file.done), len(sweep.points)) as advance:
+            with _executor(scheduler) as where, _showing_progress(len(file.done), len(sweep.points)) as advance:
 
                 def keep(result: PointResult) -> None:
                     file.append(result)
                     advance()
 
-                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep)
+                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep, **where)
     except ResultsFileError as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
+    except ClusterError as error:
+        raise click.BadParameter(str(error), param_hint="--scheduler") from error
+    except BrokenExecutor:
+        click.echo(f"error: the cluster broke off; {so_far}", err=True)
+        sys.exit(ExitStatus.WORKER_FAILED)
     except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     except KeyboardInterrupt:
-        click.echo(f"interrupted: results so far are in {output}; the same command goes on from there", err=True)
+        click.echo(f"interrupted: {so_far}", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
+
+
+@contextmanager
+def _executor(scheduler: str | None) -> Iterator[Mapping[str, Any]]:
+    """What ``run_sweep`` takes to evaluate on a cluster; nothing without one."""
+    if scheduler is None:
+        yield {}
+        return
+    from pipeproof.sweep.cluster import cluster_executor
+
+    with cluster_executor(scheduler) as (executor, num_in_flight):
+        yield {"executor": executor, "num_in_flight": num_in_flight}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pipeproof.sim.timeline_files import TimelineFile
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run"}
+_WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run", "table": "CSV table"}
 
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int) -> None:
@@ -28,7 +28,7 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int) -
 
     for name, file in (("A", comparison.a), ("B", comparison.b)):
         clock = "measured" if file.measured else "simulated"
-        about = _WORDS[file.source] if file.source != "trace" else f"trace, {clock}"
+        about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
         console.print(f"{name}  {file.file}: {about}, {len(file.ops)} operations", soft_wrap=True, markup=False)
     clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
     console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)

@@ -2,7 +2,8 @@
 
 All times of a plan are fractions of microseconds. They are scaled by their
 common denominator, so that the simulation adds and compares integers and
-nothing is ever rounded.
+rounds nothing. Times of messages and collectives that come from a formula were
+rounded up to nanoseconds before.
 """
 
 from __future__ import annotations
@@ -11,47 +12,138 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import lcm
+from types import MappingProxyType
 
 import numpy as np
 
+from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
+from pipeproof.sim.errors import NO_ROOM
+from pipeproof.sim.link_costs import OnLinks, on_links
+from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import CostSpec
+from pipeproof.specs.times import GRID_US
+
+_WORK_KINDS = COMPUTE_KINDS | {OpKind.STEP}
+_ZERO = Fraction(0)
+_KEYS = MappingProxyType(
+    {
+        OpKind.FORWARD: "forward_us",
+        OpKind.BACKWARD: "backward_us",
+        OpKind.BACKWARD_INPUT: "backward_input_us",
+        OpKind.BACKWARD_WEIGHT: "backward_weight_us",
+    }
+)
+"""The key of a computation's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """``ticks[op_id]``, at least 0, for every operation of a graph, and the latency of a message between ranks.
+    """``ticks[op_id]``, at least 0, for every operation of a graph, and the time of a message between ranks.
 
-    ``beside`` has for the first of two overlapped computations the second: both take ``ticks`` of the first.
+    A computation has what it takes itself, a collective what it takes once its
+    last member has come. ``beside`` has for the first of two overlapped
+    computations the second: both take ``ticks`` of the first.
+    ``message_ticks`` has the time of each message by the op id of its send,
+    where they differ; without it, each takes ``latency_ticks``.
+    ``recv_slowdown`` is by which share of its time a computation gets longer
+    while a receive of its rank is under way.
     """
 
     ticks: tuple[int, ...]
     latency_ticks: int
     ticks_per_us: int
     beside: Mapping[int, int] = field(default_factory=dict)
+    message_ticks: tuple[int, ...] | None = None
+    recv_slowdown: Fraction = Fraction(0)
+
+    def message(self, send: int) -> int:
+        """Ticks from the beginning of a message to its arrival."""
+        return self.latency_ticks if self.message_ticks is None else self.message_ticks[send]
 
 
-def durations_of(graph: OpGraph, cost: CostSpec) -> Durations:
-    """F, B, I and W take what ``cost`` says of their stage, a split its share of that; all else takes no time."""
-    share = max(1, graph.num_splits)
-    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS))
-    _, examples, sort = np.unique(
-        packed(graph.kind[computes], graph.stage[computes]), return_index=True, return_inverse=True
-    )
-    by_sort = [compute_us(graph.ops[op_id], cost) / share for op_id in computes[examples].tolist()]
+def durations_of(lowered: LoweredPlan) -> Durations:
+    """How long each operation of a plan's graph takes.
+
+    F, B, I and W take what the plan says of their stage, a split its share of
+    that, and STEP what it says of the optimizer. Messages and collectives take
+    what ``lowered.links`` says. Collectives inside a computation are part of
+    its stage's time: what they take on the slowest rank, for the largest
+    micro-batch, is taken off.
+
+    Raises:
+        BadPlanAtError: PP154, a stage's time is shorter than its collectives; PP161, a profile lacks some time.
+    """
+    graph, cost, links = lowered.graph, lowered.spec.cost, lowered.links
+    timed = None if links is None else on_links(lowered, links)
     beside = _overlapped(graph)
-    of_pairs = {first: _pair_us(graph.ops[first], graph.ops[second], cost) / share for first, second in beside.items()}
-    times = (cost.p2p_latency_us, *by_sort, *of_pairs.values())
-    ticks_per_us = lcm(*(time.denominator for time in times))
-    table = [0, *(int(time * ticks_per_us) for time in by_sort)]
-    place = np.zeros(graph.num_ops, dtype=np.int64)
-    place[computes] = sort + 1
-    ticks = [table[i] for i in place.tolist()]
-    for first, time in of_pairs.items():
-        ticks[first] = int(time * ticks_per_us)
-    return Durations(tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, beside)
+    works = _Works(lowered, timed, beside)
+    slowdown = cost.recv_slowdown or _ZERO
+    times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else links.grid_us))
+    grid = (GRID_US,) if slowdown else ()  # a slowed computation ends with a tick, which is then no longer than that
+    ticks_per_us = lcm(*(time.denominator for time in (*times, *grid)))
+    ticks = works.ticks(ticks_per_us)
+    messages = None
+    if timed is not None:
+        per_ns = int(ticks_per_us * GRID_US)
+        calls = np.flatnonzero(timed.collectives)
+        for op_id, time in zip(calls.tolist(), timed.collectives[calls].tolist(), strict=True):
+            ticks[op_id] = time * per_ns
+        messages = tuple(time * per_ns for time in timed.messages.tolist())
+    return Durations(tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, beside, messages, slowdown)
+
+
+class _Works:
+    """The times of computations and optimizers without their collectives, by sort: all of one kind and stage.
+
+    ``own_us`` has one time for each sort, ``pairs_us`` one for each first of two overlapped computations.
+    """
+
+    def __init__(self, lowered: LoweredPlan, timed: OnLinks | None, beside: Mapping[int, int]) -> None:
+        self._lowered, graph = lowered, lowered.graph
+        cost, share = lowered.spec.cost, max(1, graph.num_splits)
+        self._rows = np.flatnonzero(graph.is_kind(_WORK_KINDS))
+        _, examples, sort = np.unique(
+            packed(graph.kind[self._rows], graph.stage[self._rows]), return_index=True, return_inverse=True
+        )
+        self._place = np.zeros(graph.num_ops, dtype=np.int64)
+        self._place[self._rows] = sort + 1
+        inside = np.zeros(len(examples), dtype=np.int64)
+        if timed is not None:
+            np.maximum.at(inside, sort, timed.inside[self._rows])
+        inside_us = [time * GRID_US for time in inside.tolist()]
+        ops = [graph.ops[op_id] for op_id in self._rows[examples].tolist()]
+        whole = [work_us(op, cost) / (share if op.kind in COMPUTE_KINDS else 1) for op in ops]
+        in_pairs = np.isin(self._rows, [*beside, *beside.values()])
+        for place in np.unique(sort[~in_pairs]).tolist():
+            self._require_room(str(ops[place].kind), ops[place], whole[place], inside_us[place])
+        self.own_us = [max(_ZERO, time - part) for time, part in zip(whole, inside_us, strict=True)]
+        self.pairs_us: dict[int, Fraction] = {}
+        for first, second in beside.items():
+            part = inside_us[self._place[first] - 1] + inside_us[self._place[second] - 1]
+            one, other = graph.ops[first], graph.ops[second]
+            pair = _pair_us(one, other, cost) / share
+            self._require_room(f"{one.kind} beside {other.kind}", one, pair, part)
+            self.pairs_us[first] = pair - part
+
+    def ticks(self, ticks_per_us: int) -> list[int]:
+        """By op id, 0 for all else."""
+        table = [0, *(int(time * ticks_per_us) for time in self.own_us)]
+        ticks = [table[place] for place in self._place.tolist()]
+        for first, time in self.pairs_us.items():
+            ticks[first] = int(time * ticks_per_us)
+        return ticks
+
+    def _require_room(self, name: str, op: Op, whole: Fraction, inside: Fraction) -> None:
+        if inside <= whole:
+            return
+        message = (
+            f"{name} of stage {op.stage} takes {float(whole):g} us, and the collectives inside it {float(inside):g} us"
+        )
+        mend = "a stage's time includes its collectives: give it a longer time, or the network faster links"
+        raise BadPlanAtError(Finding(NO_ROOM.code, Severity.ERROR, message, help=mend), ("cost", _KEYS[op.kind]))
 
 
 def _overlapped(graph: OpGraph) -> dict[int, int]:
@@ -68,6 +160,11 @@ def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:
     if backward.kind is OpKind.BACKWARD:
         return cost.overlapped_of(forward.stage, backward.stage)
     return compute_us(first, cost) + compute_us(second, cost)
+
+
+def work_us(op: Op, cost: CostSpec) -> Fraction:
+    """Time of an optimizer's step, or of one F, B, I or W, collectives included."""
+    return cost.optimizer_of(op.stage) if op.kind is OpKind.STEP else compute_us(op, cost)
 
 
 def compute_us(op: Op, cost: CostSpec) -> Fraction:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.sim.timeline import Timeline
 
 if TYPE_CHECKING:
+    from pipeproof.sim.memory.curve import MemoryCurve
     from pipeproof.sim.simulate import Simulation
 
 
@@ -93,7 +94,10 @@ def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
         "p2p": simulation.p2p,
         "send_completes": simulation.send_completes,
         "engine": simulation.engine,
-        "ranks": [_rank_to_json(figures) for figures in simulation.figures],
+        "ranks": [
+            {**_rank_to_json(figures), "memory": _memory_to_json(curve)}
+            for figures, curve in zip(simulation.figures, simulation.memory, strict=True)
+        ],
     }
 
 
@@ -102,6 +106,15 @@ def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
         "rank": figures.rank,
         "coords": dict(figures.coords),
         **figures_to_json(figures),
+    }
+
+
+def _memory_to_json(curve: MemoryCurve) -> dict[str, Any]:
+    """The peak in bytes, its time and its parts."""
+    return {
+        "peak_bytes": curve.peak,
+        **number_to_json("peak_at", curve.peak_at_us),
+        **{f"{part}_bytes": num_bytes for part, num_bytes in curve.make_up.items()},
     }
 
 

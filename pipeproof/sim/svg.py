@@ -17,6 +17,7 @@ from math import ceil, floor, log10
 from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
+from pipeproof.sim.colours import KIND_COLOURS, is_dark
 
 _LEFT, _RIGHT = 60, 12
 """Beside the time axis, in pixels at full size."""
@@ -42,14 +43,19 @@ _KINDS = {
     OpKind.BACKWARD_WEIGHT: "gradient of weights",
 }
 
+_FILLS = tuple(
+    (f"{kind.value}{number}", colour) for kind, pair in KIND_COLOURS.items() for number, colour in enumerate(pair)
+)
+"""Classes of blocks with their colours."""
 _STYLE = """\
 text{font-family:ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;font-size:11px;fill:#24292f}
 .block text{text-anchor:middle;fill:#111}.block .on{fill:#fff}.s9{font-size:9px}.s8{font-size:8px}.title{font-size:13px}
 .paper{fill:#fff}.lane{fill:#eef0f3}.tick{stroke:#8c959f;stroke-width:.5}
-.F0{fill:#3461c1}.F1{fill:#a9c4f2}.B0{fill:#27803f}.B1{fill:#a4dbb2}
-.I0{fill:#38b6c9}.I1{fill:#b5e6ee}.W0{fill:#e0ac12}.W1{fill:#f6e2a0}
-@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.lane{fill:#1c2128}text{fill:#d1d7e0}}"""
-_LIGHT_TEXT = ("F0", "B0")
+FILLS
+@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.lane{fill:#1c2128}text{fill:#d1d7e0}}""".replace(
+    "FILLS", "\n".join("".join(f".{name}{{fill:{colour}}}" for name, colour in _FILLS[i : i + 4]) for i in (0, 4))
+)
+_LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
 """Classes of blocks whose labels are white."""
 
 

@@ -1,10 +1,11 @@
 """A timeline and its figures in a terminal.
 
 The timeline needs no colour to be read: every operation is a block that
-starts with its letter and, where it fits, its micro-batch (``F0--``), and idle
-time is dots. Blocks of a rank's further stages are filled with other signs
-(``F0==``), and two operations that run side by side are one block (``F3+B0``).
-Colours only tell the letters and the stages apart sooner.
+starts with its letter and, where it fits, its micro-batch (``F0--``), gradient
+reductions and the optimizer are ``u``, and idle time is dots. Blocks of a
+rank's further stages are filled with other signs (``F0==``), and two
+operations that run side by side are one block (``F3+B0``). Colours only tell
+the letters and the stages apart sooner.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rich.text import Text
 
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.figures import RankFigures
+from pipeproof.sim.rows import rows_of
 from pipeproof.sim.simulate import Simulation
-from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.sim.timeline import Span, Time, Timeline
 
 _STYLES = {
     OpKind.FORWARD: ("bold white on blue", "bold black on bright_blue"),
@@ -48,20 +50,24 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", unit:
     and a line below says how many each row stands for. ``title`` begins the
     line above the picture, which names the makespan; ``unit`` stands behind times.
     """
-    rows = _rows(timeline)
+    rows, updates = rows_of(timeline), _updates(timeline)
     label_width = max((len(row.label) for row in rows), default=0) + 1
     scale = _fit(timeline, max(_MIN_COLUMNS, console.width - label_width - 1))
     head = f"{title}, {timeline.clock}" if title else timeline.clock
-    makespan = format_us(timeline.makespan_us)
     column = format_us(1 / scale.columns_per_us) if scale.columns_per_us else "0"
-    console.print(Text(f"{head}: makespan {makespan}{unit}, one column is {column}{unit}"), soft_wrap=True)
+    makespan, of_column = f"{head}: makespan {format_us(timeline.makespan_us)}{unit}", f"one column is {column}{unit}"
+    together = f"{makespan}, {of_column}"
+    for words in (together,) if len(together) <= console.width else (f"{makespan},", of_column):
+        console.print(Text(words), soft_wrap=True)
     console.print(Text(" " * label_width + _axis(scale)), soft_wrap=True)
     for row in rows:
         line = Text(row.label.ljust(label_width))
-        line.append_text(_picture(timeline, row.ranks[0], scale))
+        line.append_text(_picture(timeline, row.ranks[0], updates[row.ranks[0]], scale))
         console.print(line, soft_wrap=True)
     for sentence in _legend(timeline):
         console.print(Text(sentence))
+    if any(updates):
+        console.print(Text("u: the update, gradient reductions and the optimizer."))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
         console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
@@ -71,8 +77,30 @@ def render_figures(simulation: Simulation, console: Console) -> None:
     """Print the table of figures below an empty line, ranks taken together as in the timeline."""
     console.print()
     console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
-    rows = _rows(simulation.timeline)
-    console.print(figures_table([(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows]))
+    rows = [(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows_of(simulation.timeline)]
+    table = figures_table(rows)
+    if _wraps(table, console):
+        console.print(_narrow_table(rows))
+        console.print(Text("bubble: of the makespan; peak: of activations"))
+    else:
+        console.print(table)
+
+
+def _wraps(table: Table, console: Console) -> bool:
+    """Whether cells would be broken over lines."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width
+
+
+def _narrow_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
+    """The figures that a terminal of 40 columns has room for."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for heading in ("span", "busy", "bubble", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, figures in rows:
+        bubble = f"{float(figures.bubble_makespan_ratio * 100):.1f} %"
+        table.add_row(name, format_us(figures.span_us), format_us(figures.busy_us), bubble, _peak_text(figures))
+    return table
 
 
 def figures_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
@@ -112,38 +140,6 @@ def _peak_text(figures: RankFigures) -> str:
     if figures.peak_activations == figures.peak_activations_at_i:
         return str(figures.peak_activations)
     return f"{figures.peak_activations} ({figures.peak_activations_at_i} at I)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    label: str
-    ranks: tuple[int, ...]
-
-
-def _rows(timeline: Timeline) -> list[_Row]:
-    """One row per ``pp`` coordinate if its ranks all compute alike, else one per rank."""
-    by_pp: dict[int, list[int]] = {}
-    for rank, coords in enumerate(timeline.ranks):
-        by_pp.setdefault(coords["pp"], []).append(rank)
-    alike = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values())
-    if not alike:
-        return [_Row(f"rank {rank}", (rank,)) for rank in range(len(timeline.ranks))]
-    return [_Row(f"rank {_range_text(ranks)}", tuple(ranks)) for _, ranks in sorted(by_pp.items())]
-
-
-def _what_runs(timeline: Timeline, rank: int) -> tuple[object, ...]:
-    return tuple((span.op, span.start, span.end) for span, _ in timeline.compute_spans(rank))
-
-
-def _range_text(ranks: Sequence[int]) -> str:
-    """``3``, ``0-3`` for consecutive ranks, ``0,4,..12`` for others."""
-    if len(ranks) == 1:
-        return str(ranks[0])
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) == 2:
-        return f"{ranks[0]},{ranks[1]}"
-    return f"{ranks[0]},{ranks[1]},..{ranks[-1]}"
 
 
 _MIN_COLUMNS = 20
@@ -201,17 +197,33 @@ def _round_up(time: Fraction) -> Fraction:
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
 
 
-def _picture(timeline: Timeline, rank: int, scale: _Scale) -> Text:
+def _updates(timeline: Timeline) -> list[list[tuple[Time, Time]]]:
+    """By rank, when its gradients are reduced and its optimizer steps, in order; reductions hold their collectives."""
+    by_rank: list[list[tuple[Time, Time]]] = [[] for _ in timeline.ranks]
+    for span in timeline.spans:
+        if span.end > span.start and ("REDUCE_GRAD" in span.op or "STEP" in span.op):
+            by_rank[span.rank].append((span.start, span.end))
+    return [sorted(intervals) for intervals in by_rank]
+
+
+def _picture(timeline: Timeline, rank: int, updates: Sequence[tuple[Time, Time]], scale: _Scale) -> Text:
     first = timeline.us(timeline.first_start)
     stages = timeline.stages(rank)
     line = Text()
-    for together in _side_by_side(timeline, rank):
-        ends = min(span.start for span in together), max(span.end for span in together)
+    blocks: list[tuple[Time, Time, list[Span]]] = [(start, end, []) for start, end in updates]
+    blocks += [
+        (min(span.start for span in together), max(span.end for span in together), together)
+        for together in _side_by_side(timeline, rank)
+    ]
+    for *ends, together in sorted(blocks, key=lambda block: block[:2]):
         start, end = (_column(timeline.us(time) - first, scale) for time in ends)
         start = max(start, len(line))
         if start < end:
             line.append("." * (start - len(line)), style="dim")
-            line.append(*_block([parse_op(span.op) for span in together], stages, end - start))
+            if together:
+                line.append(*_block([parse_op(span.op) for span in together], stages, end - start))
+            else:
+                line.append("u" * (end - start))
     line.append("." * (scale.num_columns - len(line)), style="dim")
     return line
 

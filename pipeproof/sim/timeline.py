@@ -13,13 +13,16 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
+from pipeproof.schedule.asap import time_covered
+from pipeproof.schedule.op_texts import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
 
 Time = Fraction | int | float
 """A point in time or a duration, in ticks of its timeline."""
 
 COMPUTE_QUEUE = "compute"
-"""The queue that the rank's host walks; every other queue is a channel and carries its label."""
+"""The queue that the rank's host walks; every other queue is a channel and carries its label, such as
+``forward 0->1``, or a further queue (a CUDA stream) that operations of the program name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ class Timeline:
     @cached_property
     def first_start(self) -> Time:
         """The first start over all ranks and queues, in ticks; 0 without spans."""
-        return min((span.start for span in self.spans), default=0)
+        # Operations that begin together mostly share one object; to compare fractions takes longer than to find that.
+        return min({id(span.start): span.start for span in self.spans}.values(), default=0)
 
     @cached_property
     def makespan_us(self) -> Fraction:
@@ -73,9 +77,8 @@ class Timeline:
         return self._extent(tuple(span for span, _ in self._compute[rank]))
 
     def busy_us(self, rank: int) -> Fraction:
-        """Time that ``rank`` spends in compute operations (F, B, I, W); two that run side by side count once."""
-        intervals = {(span.start, span.end, span.step) for span, _ in self._compute[rank]}
-        return sum((self.us(end) - self.us(start) for start, end, _ in intervals), Fraction(0))
+        """Time in which ``rank`` is in compute operations (F, B, I, W); what runs side by side counts once."""
+        return Fraction(time_covered((self.us(span.start), self.us(span.end)) for span, _ in self._compute[rank]))
 
     def bubble_of_makespan_us(self, rank: int) -> Fraction:
         """Time of the makespan in which ``rank`` does not compute."""
@@ -122,11 +125,15 @@ class Timeline:
     @cached_property
     def _compute(self) -> tuple[tuple[tuple[Span, OpKind], ...], ...]:
         by_rank: list[list[tuple[Span, OpKind]]] = [[] for _ in self.ranks]
-        for span in self.spans:
-            if span.queue == COMPUTE_QUEUE:
-                kind = parse_op(span.op).kind
-                if kind in COMPUTE_KINDS:
-                    by_rank[span.rank].append((span, kind))
-        for spans in by_rank:
-            spans.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
+        spans = [span for span in self.spans if span.queue == COMPUTE_QUEUE or not _is_channel(span.queue)]
+        for span, kind in zip(spans, kinds_of(span.op for span in spans), strict=True):
+            if kind in COMPUTE_KINDS:
+                by_rank[span.rank].append((span, kind))
+        for mine in by_rank:
+            mine.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
         return tuple(map(tuple, by_rank))
+
+
+def _is_channel(queue: str) -> bool:
+    """Whether a queue's name is the label of a channel, on which there are transfers alone."""
+    return "->" in queue

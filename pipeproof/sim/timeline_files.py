@@ -1,24 +1,29 @@
 """Timelines of an operation each, from what the commands write and from plans, for comparing them.
 
 A trace has whole nanoseconds and leaves out what takes no time (except
-computations and transfers); a run report has measured microseconds.
+computations and transfers); a run report has measured microseconds; a CSV
+table has all operations, exactly or to nine digits.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeproof.comm.loaded import blaming_plan, lower_loaded
 from pipeproof.schedule.ops import Op, parse_op
+from pipeproof.schedule.optable import OpGraph
+from pipeproof.sim.csv_file import COLUMNS
 from pipeproof.sim.simulate import simulate
+from pipeproof.sim.trace import ARRIVAL
 from pipeproof.specs.load import load_plan
 
-Source = Literal["plan", "trace", "report"]
+Source = Literal["plan", "trace", "report", "table"]
 
 
 class TimelineFileError(ValueError):
@@ -48,22 +53,28 @@ class TimedOp:
 
 @dataclass(frozen=True)
 class TimelineFile:
-    """The operations of a file, and what the file is; ``measured`` says that they really ran."""
+    """The operations of a file, and what the file is; ``measured`` says that they really ran.
+
+    ``graph`` is that of a plan; other files have none.
+    """
 
     file: str
     source: Source
     measured: bool
     ops: tuple[TimedOp, ...]
+    graph: OpGraph | None = field(default=None, repr=False, compare=False)
 
 
 def read_timeline(path: Path) -> TimelineFile:
-    """Read a trace or a run report, or simulate a plan; the content says which of them a file is.
+    """Read a trace, a run report or a CSV table, or simulate a plan; the content says which of them a file is.
 
     Raises:
-        TimelineFileError: it is JSON of another kind, or an event is no operation.
+        TimelineFileError: it is JSON of another kind, or an event or row is no operation.
         BadPlanError: as a plan, it cannot be read, lowered or simulated.
         SimulationError: the plan comes to no end.
     """
+    if _is_table(path):
+        return _of_table(path)
     content = _json_object(path)
     if content is None or "pipeproof" in content:
         return _simulated(path)
@@ -73,7 +84,7 @@ def read_timeline(path: Path) -> TimelineFile:
     if isinstance(content.get("timeline"), list):
         ops = tuple(_each(name, "timeline entry", content["timeline"], _of_entry))
         return TimelineFile(name, "report", measured=True, ops=_some(name, ops))
-    mend = "a plan, a trace (`simulate -o`, `run -o`) and a report (`run --report`) have one"
+    mend = "a plan, a trace or CSV table (`simulate -o`, `run -o`) and a report (`run --report`) have one"
     if "makespan" in content and "ranks" in content:
         mend = "these are the figures of a simulation; `simulate -o` writes its timeline"
     raise TimelineFileError(f"{name}: it has no timeline; {mend}")
@@ -95,12 +106,13 @@ def _json_object(path: Path) -> dict[str, Any] | None:
 def _simulated(path: Path) -> TimelineFile:
     loaded = load_plan(path)
     with blaming_plan(loaded):
-        timeline = simulate(lower_loaded(loaded)).timeline
+        lowered = lower_loaded(loaded)
+        timeline = simulate(lowered).timeline
     ops = (
         TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
         for s in timeline.spans
     )
-    return TimelineFile(str(path), "plan", measured=False, ops=tuple(ops))
+    return TimelineFile(str(path), "plan", measured=False, ops=tuple(ops), graph=lowered.graph)
 
 
 def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
@@ -119,10 +131,39 @@ def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
             rank, int(about["step"]), queue, parse_op(event["name"]), start, end, int(about["op_id"])
         )  # fmt: skip
 
-    ops = tuple(_each(name, "slice", [event for event in events if event.get("ph") == "X"], of_slice))
+    shown = [event for event in events if event.get("ph") == "X" and event.get("cat") != ARRIVAL]
+    ops = tuple(_each(name, "slice", shown, of_slice))
     other = content.get("otherData")
     measured = isinstance(other, dict) and other.get("clock") == "measured"
     return TimelineFile(name, "trace", measured, _some(name, ops))
+
+
+def _is_table(path: Path) -> bool:
+    """Whether it begins as our tables do; what cannot be read is for the plan reader, which says why."""
+    heading = ",".join(COLUMNS).encode()
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(heading)) == heading
+    except OSError:
+        return False
+
+
+def _of_table(path: Path) -> TimelineFile:
+    name = str(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TimelineFileError(f"{name}: it begins as a CSV table, but is none: {error}") from error
+    ops = tuple(_each(name, "row", rows, _of_row))
+    return TimelineFile(name, "table", rows[0]["clock"] == "measured" if rows else False, _some(name, ops))
+
+
+def _of_row(row: Mapping[str, Any], _: int) -> TimedOp:
+    return TimedOp(
+        int(row["rank"]), int(row["step"]), row["queue"], parse_op(row["op"]), Fraction(row["start_us"]),
+        Fraction(row["end_us"]), int(row["op_id"]),
+    )  # fmt: skip
 
 
 def _of_entry(entry: Mapping[str, Any], index: int) -> TimedOp:
@@ -142,7 +183,7 @@ def _each(
             raise TimelineFileError(
                 f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
             ) from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise TimelineFileError(f"{name}: {what} {index} is no operation: {error}") from error
 
 

@@ -102,14 +102,17 @@ def _base_plan(name: str) -> Mapping[str, Any]:
 
 
 def _digest(points: Sequence[Point], folder: Path) -> str:
-    named = sorted({str(path) for point in points if (path := _schedule_file(point)) is not None})
+    named = sorted({str(path) for point in points for path in _named_files(point)})
     files = {path: _file_digest(folder / path) for path in named}
     return digest_of([__version__, RULE_SET_VERSION, [point.id for point in points], files])
 
 
-def _schedule_file(point: Point) -> object:
-    schedule = point.plan.get("schedule")
-    return schedule.get("path") if isinstance(schedule, Mapping) else None
+def _named_files(point: Point) -> Iterator[object]:
+    """The schedule and the profile of a point, where it names them."""
+    for section, key in (("schedule", "path"), ("cost", "profile")):
+        keys = point.plan.get(section)
+        if isinstance(keys, Mapping) and keys.get(key) is not None:
+            yield keys[key]
 
 
 def _file_digest(path: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeproof.sweep.table import FIGURES, best_first, setting_text, settings_te
 
 _MOST_LINES = 12
 _MOST_BARS = 30
+_MARKERS = "os^Dv<>PXphd"
 
 
 class NothingToPlotError(ValueError):
@@ -51,9 +53,16 @@ def plot_sweep(sweep: Sweep, results: Sequence[PointResult], path: Path, figure:
         lines = _lines(axis, ranked, figure)
         if len(lines) > _MOST_LINES:
             axes.set_title(f"the best {_MOST_LINES} of {len(lines)} lines", fontsize="small", loc="left")
-        for label, line in list(lines.items())[:_MOST_LINES]:
+        shown = list(lines.items())[:_MOST_LINES]
+        for place, (label, line) in enumerate(shown):  # ever narrower: of lines that lie on each other all can be seen
             line.sort()
-            axes.plot([x for x, _ in line], [y for _, y in line], marker="o", label=label or axis)
+            axes.plot(
+                [x for x, _ in line], [y for _, y in line], marker=_MARKERS[place], label=label or axis,
+                linewidth=3 - 2 * place / len(shown), markersize=9 - 4 * place / len(shown),
+            )  # fmt: skip
+        values = sorted({x for _, line in shown for x, _ in line})
+        if all(b - a > (values[-1] - values[0]) / 25 for a, b in pairwise(values)):  # else numbers would run together
+            axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.set_xlabel(axis)
         axes.set_ylabel(title)
         axes.legend(fontsize="small")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from pipeproof.sweep.evaluate import PointResult, Status, evaluate
@@ -53,7 +55,8 @@ def run_sweep(
 
     Raises:
         ValueError: ``num_workers`` is given beside ``executor``.
-        BrokenExecutor: an executor of yours takes no more points. Results so far were given to ``on_result``.
+        BrokenExecutor: an executor of yours takes no more points, or cancelled some. Results so far were given to
+            ``on_result``.
     """
     if executor is not None and num_workers is not None:
         raise ValueError("num_workers is the number of our own processes: give it, or an executor")
@@ -104,7 +107,12 @@ class _Run:
                     flying[future] = waiting.popleft()
             landed = wait(flying, return_when=FIRST_COMPLETED).done
             for future in [future for future in flying if future in landed]:  # in the order of the sweep
-                point, error = flying.pop(future), future.exception()
+                point = flying.pop(future)
+                if future.cancelled():  # as by a cluster that has gone
+                    broken = True
+                    self.lost.append(point)
+                    continue
+                error = future.exception()
                 if error is None:
                     yield future.result()
                     continue
@@ -147,6 +155,32 @@ class _Processes(ProcessPoolExecutor):
         """Hand over a call; a process that is started for it inherits that the signal is blocked."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return super().submit(function, *args, **kwargs)
+            with _interrupted_later():
+                return super().submit(function, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Put a Ctrl-C off to the end, so that no process is left half started.
+
+    To block it is not enough: the system hands it to a thread that does not (those of numerical libraries do not), and
+    Python then interrupts the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one is ever interrupted
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    handler = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)

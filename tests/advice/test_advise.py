@@ -305,12 +305,16 @@ def test_a_plan_that_cannot_be_lowered_is_refused():
         advice_on(four_ranks(num_layers=3))
 
 
-def test_times_that_are_not_simulated_are_refused():
+def test_a_plan_whose_sends_cross_in_one_fifo_is_told_what_ends(only):
+    only("1f1b", "gpipe")
     data = four_ranks(cost={"p2p": "backend"})
     data["transport"] = {"queue": "pair"}
-    with pytest.raises(PlanFileError) as refusal:
-        advice_on(data)
-    assert [finding.code for finding in refusal.value.findings] == ["PP152"]
+    found = advice_on(data)
+    assert found.errors == ("PP401",)
+    assert found.receives == ()
+    assert found.present is None
+    assert found.best is not None
+    assert {verified.candidate.choice.kind for verified in listed(found, Group.BETTER)} == {"gpipe"}
 
 
 def test_progress_is_told_and_comes_to_an_end():

@@ -137,7 +137,8 @@ def test_simulate_writes_a_page_where_the_output_is_html(good, tmp_path):
 def test_simulate_refuses_an_output_of_another_form_before_the_work(name, good, tmp_path, started):
     result = invoke("simulate", good, "-o", tmp_path / name)
     assert result.exit_code == 2
-    assert "ends neither in .html (a page) nor in .json (a Chrome/Perfetto trace)" in " ".join(result.stderr.split())
+    told = " ".join(result.stderr.split())
+    assert "has another ending than .html (a page for a browser), .json (a Chrome trace), .pftrace" in told
     assert started == []
     assert not (tmp_path / name).exists()
 

@@ -9,6 +9,7 @@ from tests.cli.commands import REPOSITORY, invoke
 from tests.plans import plan_dict
 
 SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "compare.schema.json").read_text()))
+SLOW = {"ranks_per_node": 4, "node": {"bandwidth": 100, "latency_us": 50}}
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_what_cannot_be_compared(plan, tmp_path):
         ((good, bad), "PP106"),
         ((bad, good), "bad.json:1:"),
         ((good, tmp_path / "none.yaml"), "PP100"),
-        ((good, plan("pair", cost={"p2p": "backend"}, transport={"queue": "pair"})), "PP152"),
+        ((good, plan("slow", topology={"tp": 2}, cost={"forward_us": 1, "network": SLOW})), "PP154"),
         ((good, plan("unfit", schedule={"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 3})), "PP140"),
     ):
         result = invoke("compare", *arguments)

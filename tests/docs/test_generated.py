@@ -23,7 +23,17 @@ def docs_module(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "script", ["make_rules.py", "make_tables.py", "make_zoo.py", "make_mutation.py", "make_costs.py"]
+    "script",
+    [
+        "make_rules.py",
+        "make_tables.py",
+        "make_zoo.py",
+        "make_mutation.py",
+        "make_costs.py",
+        "make_measured.py",
+        "make_forms.py",
+        "make_receives.py",
+    ],
 )
 def test_generated_pages_are_current(script):
     done = subprocess.run(

@@ -13,14 +13,19 @@ from pipeproof.advice.candidates import Candidates, Choice
 from pipeproof.cli import main
 from pipeproof.comm.analytic.devices import DEVICES
 from pipeproof.comm.analytic.links import Links, crosses_nodes
-from pipeproof.comm.analytic.resolve import GRID_US, AnalyticCosts, PhaseTime, resolved_cost, with_times
+from pipeproof.comm.analytic.resolve import AnalyticCosts, PhaseTime
 from pipeproof.comm.generated import stage_costs
+from pipeproof.comm.links.network import Network
 from pipeproof.comm.lower import lower, mesh_of
+from pipeproof.comm.times import resolved_cost, with_times
+from pipeproof.schedule.ops import Op, OpKind, parse_op
+from pipeproof.sim.costs import compute_us
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.plan import PlanSpec, TopologySpec
 from pipeproof.specs.schema import plan_json_schema
+from pipeproof.specs.times import GRID_US
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, describe_gpt
 from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
 from tests.plans import plan_dict
@@ -169,7 +174,7 @@ def test_float32_uses_its_own_peak_and_size():
 
 def test_a_ring_by_hand():
     spec = plan({"launch_us": 10, "node_step_us": 0.5, "link_efficiency": 1}, topology={"pp": 1, "tp": 4})
-    links = Links(spec, spec.cost.analytic, DEVICES["h200"])
+    links = Links(spec, Network.of_device(spec.cost.analytic, DEVICES["h200"]))
     numel = 45 * 10**6  # 90 MB in bfloat16
     expected = {
         CollectiveKind.ALL_REDUCE: (135, 10 + 6 * Fraction(1, 2) + 300),  # 2 * 3/4 of 90 MB at 450 GB/s
@@ -222,9 +227,9 @@ def test_messages_by_hand(topology, transport, time):
     of = costs(spec)
     fast = type(device)(
         **{name: getattr(device, name) for name in ("bfloat16", "float32", "memory", "network", "ranks_per_node")},
-        link=1048.576, peer=1048.576, source="",
+        float8=None, link=1048.576, peer=1048.576, source="",
     )  # fmt: skip
-    of.links = Links(of.links.plan, of.analytic, fast)
+    of.links = Links(of.links.plan, Network.of_device(of.analytic, fast))
     assert of.messages == (time,)
 
 
@@ -289,8 +294,14 @@ def test_simulator_and_schedules_take_the_computed_times(kind):
     schedule = {"kind": kind, **({"num_sequence_splits": 2} if kind == "seq1f1b" else {})}
     spec = plan(topology={"pp": 2, "tp": 2}, schedule=schedule)
     given_times = spec.model_copy(update={"cost": resolved_cost(spec)})
-    computed = simulate(lower(spec))
-    assert computed == simulate(lower(given_times))
+    lowered = lower(spec)
+    computed, durations = simulate(lowered), dict[tuple[OpKind, int], set[Fraction]]()
+    for rank in range(lowered.graph.num_ranks):
+        for span, op_kind in computed.timeline.compute_spans(rank):
+            durations.setdefault((op_kind, parse_op(span.op).stage), set()).add(span.end - span.start)
+    share = spec.schedule.num_sequence_splits
+    for (op_kind, stage), times in durations.items():  # collectives, which are shown inside, included
+        assert times == {compute_us(Op(op_kind, stage), resolved_cost(spec)) / share}
     assert computed.makespan > 4 * sum(stage_costs(spec).forward)
     assert stage_costs(spec) == stage_costs(given_times)
 
@@ -394,12 +405,12 @@ def test_the_table_has_stages_shares_and_assumptions(shown):
     assert middle[2] == f"{float(time.us):.1f}"
     assert sum(int(share) for share in middle[7::2]) in (99, 100, 101)
     assert "h200 in bfloat16, flash attention, assumed to reach 0.7 of peak in matrix products" in result.output
-    assert "inside a node; every edge has it" in result.output
+    assert "inside a node; schedules count it for every edge" in " ".join(result.output.split())
 
 
 def test_costs_or_a_program_not_both(tmp_path):
     result = CliRunner().invoke(main, ["show", str(tmp_path), "--costs", "--rank", "0"])
-    assert (result.exit_code, "one of --rank and --costs" in result.output) == (2, True)
+    assert (result.exit_code, "one of --rank, --costs and --memory" in result.output) == (2, True)
 
 
 def test_no_costs_to_show_is_said(shown):

@@ -1,5 +1,6 @@
 """Durations are the plan's times, exactly."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -15,8 +16,9 @@ fractions = st.builds(Fraction, st.integers(0, 10**9), st.integers(1, 10**6))
 
 @given(tf=fractions.filter(bool), tb=fractions, c=fractions)
 def test_ticks_are_the_times_scaled_by_one_integer(make_plan, tf, tb, c):
-    graph = make_plan(p=2, m=1).graph
-    durations = durations_of(graph, CostSpec(forward_us=tf, backward_us=tb, p2p_latency_us=c))
+    plan = make_plan(p=2, m=1)
+    cost = CostSpec(forward_us=tf, backward_us=tb, p2p_latency_us=c)
+    graph, durations = plan.graph, durations_of(replace(plan, spec=plan.spec.model_copy(update={"cost": cost})))
     scale = durations.ticks_per_us
     assert durations.latency_ticks == c * scale
     for op, ticks in zip(graph.ops, durations.ticks, strict=True):

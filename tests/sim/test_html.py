@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.capabilities import declared_backend
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.ops import COMPUTE_KINDS
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.sim.errors import SimulationError
 from pipeproof.sim.html.idle import Cause, Idle, idle_times
 from pipeproof.sim.html.page import timeline_html, write_html
@@ -25,6 +25,7 @@ from pipeproof.sim.html.walk import critical_path
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load import plan_from_dict
+from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,31 @@ def test_the_path_goes_on_through_full_queues_and_hosts_that_transfers_hold(kind
         return
     timeline = simulate(lowered, backend).timeline
     assert_path_is_tight(timeline, Relations(timeline, lowered.graph), c)
+
+
+@pytest.mark.parametrize("contention", [False, True])
+def test_the_path_and_the_bubbles_of_a_plan_with_a_network(contention):
+    network = {
+        "ranks_per_node": 2,
+        "node": {"bandwidth": 0.1, "latency_us": 1},
+        "between": {"bandwidth": 0.01, "latency_us": 3},
+        "contention": contention,
+    }
+    cost = {"forward_us": 900, "backward_us": 1900, "optimizer_us": 70, "network": network}
+    lowered = lower(plan_from_dict(plan_dict(topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost)).spec)
+    timeline = simulate(lowered).timeline
+    relations = Relations(timeline, lowered.graph)
+    path = critical_path(relations)
+    assert (path[0].begin, path[-1].end) == (0, timeline.makespan_us)
+    assert all(one.end == after.begin for one, after in pairwise(path))
+    kinds = {relations.ops[part.span].kind for part in path if part.end > part.begin}
+    assert kinds >= {OpKind.FORWARD, OpKind.BACKWARD, OpKind.ALL_REDUCE, OpKind.STEP}
+    idles = idle_times(relations, len(timeline.ranks))
+    for rank in range(len(timeline.ranks)):  # what is neither a computation nor idle is the update
+        idle = sum(one.end - one.start for one in idles if one.rank == rank)
+        update = timeline.bubble_of_makespan_us(rank) - idle
+        mine = [s for s in timeline.spans if s.rank == rank and ("REDUCE_GRAD" in s.op or "STEP" in s.op)]
+        assert update == max(s.end for s in mine) - min(s.start for s in mine) > 70
 
 
 def test_a_transfer_follows_what_was_before_it_on_its_own_queue():

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pipeproof.comm.lower import lower
+from pipeproof.sim.simulate import simulate
 from pipeproof.sim.terminal import format_us, render_figures, render_timeline
 from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.specs.load import plan_from_dict
+from tests.plans import plan_dict
 
 
 def text_of(render, *args, width=80, **options):
@@ -114,3 +118,33 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
 def test_an_empty_timeline_is_no_accident():
     text = text_of(render_timeline, Timeline((), ({"pp": 0},)))
     assert "makespan 0 us" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize(
+    "options", [{"p": 4, "m": 8, "tf": 100, "tb": 200}, {"kind": "zb_h1", "p": 24, "m": 48}], ids=str
+)
+def test_figures_fit_any_width(run, options, width):
+    """No line is longer than the terminal, and no cell is broken: a line for each rank."""
+    simulation = run(**options)
+    text = text_of(render_timeline, simulation.timeline, width=width) + text_of(render_figures, simulation, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    table = text[text.index("rank  ") :].splitlines()
+    for rank, (line, figures) in enumerate(zip(table[1:], simulation.figures, strict=False)):
+        words = line.split()
+        assert words[:3] == [str(rank), format_us(figures.span_us), format_us(figures.busy_us)]
+        assert f"{float(figures.bubble_makespan_ratio * 100):.1f}" in line
+        assert ("bubble of makespan" in table[0]) == (width > 70)
+
+
+def test_the_update_is_drawn_behind_the_last_backward():
+    network = {"ranks_per_node": 2, "node": {"bandwidth": 0.02}}
+    plan = plan_dict(
+        topology={"pp": 1, "dp": 2},
+        schedule={"kind": "gpipe", "num_micro_batches": 1},
+        cost={"forward_us": 1000, "backward_us": 1000, "optimizer_us": 500, "network": network},
+    )
+    text = text_of(render_timeline, simulate(lower(plan_from_dict(plan).spec)).timeline, width=50)
+    (row,) = (line for line in text.splitlines() if line.startswith("rank 0-1"))
+    assert re.fullmatch(r"rank 0-1 F0-+B0-+u+", row)
+    assert "u: the update, gradient reductions and the optimizer." in " ".join(text.split())

@@ -58,3 +58,8 @@ def test_a_measured_timeline_counts_in_its_ticks():
 def test_a_timeline_without_spans_has_figures():
     (figures,) = figures_of(Timeline((), ONE_RANK))
     assert (figures.span_us, figures.bubble_makespan_ratio, figures.peak_activations) == (0, 0, 0)
+
+
+def test_what_runs_side_by_side_is_busy_once_however_long_each_runs():
+    spans = compute(("0F0", 0, 4), ("0B1", 0, 6), ("0F1", 7, 9), ("0B2", 8, 12))
+    assert Timeline(spans, ONE_RANK).busy_us(0) == 6 + 5

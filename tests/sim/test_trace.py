@@ -7,8 +7,9 @@ from fractions import Fraction
 
 import pytest
 
+from pipeproof.sim.curves import Curve, activations_held
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.sim.trace import trace_json, write_trace
+from pipeproof.sim.trace import ARRIVAL, trace_json, write_trace
 
 _STEP_NS = (
     Span(0, "compute", 0, "0F0", 10, 5_010),
@@ -55,12 +56,17 @@ def ns(us):
     return round(value)
 
 
+def slices_of(timeline):
+    """Complete events of operations; the marks that arrows lead to are none."""
+    return [event for event in events_of(timeline, "X") if event["cat"] != ARRIVAL]
+
+
 def test_only_known_events_in_order_of_time(timeline):
     trace = json.loads(trace_json(timeline))
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert trace["otherData"] == {"clock": timeline.clock}
     phases = [event["ph"] for event in trace["traceEvents"]]
-    assert set(phases) == {"M", "X", "s", "f"}
+    assert set(phases) == {"M", "X", "s", "f", "C"}
     num_names = phases.count("M")
     assert phases[:num_names] == ["M"] * num_names
     timed = [event["ts"] for event in trace["traceEvents"][num_names:]]
@@ -95,7 +101,7 @@ def test_slices_of_a_thread_nest_or_stand_apart(timeline):
 def test_simulated_slices_never_overlap(run):
     for timeline in (run(c=1).timeline, run(tf=Fraction(1, 7), tb=Fraction(1, 3), p2p="rendezvous").timeline):
         last_end = {}
-        for event in events_of(timeline, "X"):
+        for event in slices_of(timeline):
             thread = event["pid"], event["tid"]
             assert ns(event["ts"]) >= last_end.get(thread, 0)
             last_end[thread] = ns(event["ts"]) + ns(event["dur"])
@@ -105,15 +111,20 @@ def test_every_arrow_goes_from_a_send_to_its_receive(timeline):
     """Read the file as a viewer does: an arrow binds to the slice that was opened last on its thread."""
     op_ids, arrows, last = {}, {}, {}
     for event in json.loads(trace_json(timeline))["traceEvents"]:
-        thread = event["pid"], event["tid"]
+        thread = event["pid"], event.get("tid")
         if event["ph"] == "X":
             last[thread] = event
         elif event["ph"] in "sf":
             bound = last[thread]
             assert ns(bound["ts"]) <= ns(event["ts"]) <= ns(bound["ts"]) + ns(bound["dur"])
+            assert (bound["cat"] == ARRIVAL) == (event["ph"] == "f")
             assert (event["ph"] == "f") == (event["id"] in arrows)
             arrows.setdefault(event["id"], []).append(bound)
+    ends = {(span.step, span.op_id): span.end for span in timeline.spans}
     for tail, head in arrows.values():
+        assert tail["ts"] <= head["ts"]  # a viewer turns an arrow round whose head's slice begins first
+        end = ends[head["args"]["step"], head["args"]["op_id"]]
+        assert ns(head["ts"]) == round(timeline.us(end - timeline.first_start) * 1000)
         assert (tail["args"]["op_id"], head["args"]["op_id"]) in timeline.matches
         assert tail["args"]["step"] == head["args"]["step"]
         op_ids.setdefault(tail["args"]["step"], []).append(tail["args"]["op_id"])
@@ -125,12 +136,12 @@ def test_every_arrow_goes_from_a_send_to_its_receive(timeline):
 
 def test_what_is_shown_and_what_is_left_out(run):
     timeline = run(p=2, m=2, tp=2, transport="partial").timeline
-    shown = Counter(event["cat"] for event in events_of(timeline, "X"))
+    shown = Counter(event["cat"] for event in slices_of(timeline))
     ops = Counter(span.queue == "compute" for span in timeline.spans)
     assert shown["compute"] == 2 * 2 * 2 * 2
     assert shown["transfer"] == ops[False] == 2 * 2 * 2 * 2
     assert shown["wait"] > 0
-    assert all(event["dur"] > 0 for event in events_of(timeline, "X") if event["cat"] == "wait")
+    assert all(event["dur"] > 0 for event in slices_of(timeline) if event["cat"] == "wait")
     assert set(shown) == {"compute", "transfer", "wait"}
 
 
@@ -142,6 +153,23 @@ def test_durations_are_the_times_of_the_plan(run):
         ("0B0", 200, 200.5),
         ("0B1", 400.5, 200.5),
     ]
+
+
+def test_counters_are_the_curves(timeline):
+    more = Curve(
+        "memory held", "bytes", tuple(((timeline.first_start, rank + 1),) for rank in range(len(timeline.ranks)))
+    )
+    events = [e for e in json.loads(trace_json(timeline, [more]))["traceEvents"] if e["ph"] == "C"]
+    held = activations_held(timeline)
+    for rank, steps in enumerate(held.ranks):
+        mine = [e for e in events if e["pid"] == rank and e["name"] == "activations held"]
+        assert [(ns(e["ts"]), e["args"]) for e in mine] == [
+            (round(timeline.us(time - timeline.first_start) * 1000), {"activations": value}) for time, value in steps
+        ]
+        assert max((e["args"]["activations"] for e in mine), default=0) == timeline.peak_activations(rank)
+        assert [(e["ts"], e["args"]) for e in events if e["pid"] == rank and e["name"] == "memory held"] == [
+            (0, {"bytes": rank + 1})
+        ]
 
 
 def test_two_runs_write_the_same_bytes(run, tmp_path):

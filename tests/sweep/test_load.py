@@ -75,7 +75,8 @@ def test_every_key_of_plans_is_known():
         assert unknown_part(section) is None
         for key in getattr(field.annotation, "model_fields", {}):
             assert unknown_part(f"{section}.{key}") is None
-    assert unknown_part("model.moe.num_experts") is None  # of a later release: each point says so
+    assert unknown_part("model.moe.num_experts") is None
+    assert unknown_part("model.mtp.num_modules") is None  # of a later release: each point says so
     assert unknown_part("schedule.kind.more") == "schedule.kind.more"
     assert unknown_part("boundaries.name") == "boundaries.name"  # a list is set as a whole
     assert unknown_part("topologie.pp") == "topologie"
@@ -93,6 +94,14 @@ def test_the_digest_is_of_points_and_the_files_that_they_name(tmp_path):
     there = sweep_of(tmp_path, **named).digest
     (tmp_path / "orders.csv").write_text("0F0\n")
     assert len({missing, there, sweep_of(tmp_path, **named).digest}) == 3
+
+
+def test_the_digest_is_of_the_profile_too(tmp_path):
+    (tmp_path / "profile.json").write_text("1")
+    named = {"grid": {"cost": [{"profile": "profile.json"}]}}
+    before = sweep_of(tmp_path, **named).digest
+    (tmp_path / "profile.json").write_text("2")
+    assert sweep_of(tmp_path, **named).digest != before
 
 
 BASE = "plan: base.json\n"

@@ -1,6 +1,5 @@
-"""The sweep file and the code of the pages on sweeps and comparing do what the pages say."""
+"""The sweep file and the code of the page on sweeps do what the page says."""
 
-import json
 import re
 
 import pytest
@@ -37,16 +36,3 @@ def test_the_sweep_of_the_page(folder, capsys):
     assert len(results) == len(points)
     assert all("Status.OK" in line for line in results)
     assert float(best) > 0
-
-
-def test_the_medians_of_the_page(folder, capsys):
-    entries = [
-        {"step": step, "rank": stage, "queue": "compute", "op": f"{stage}{kind}0", "start_us": 0, "end_us": end}
-        for step, end in enumerate((900, 10, 12, 17))
-        for stage in (0, 1)
-        for kind in "FB"
-    ]
-    (folder / "run.json").write_text(json.dumps({"timeline": entries}))
-    (code,) = blocks("comparing.md", "python")
-    exec(compile(code, "comparing.md", "exec"), {})
-    assert capsys.readouterr().out.splitlines() == ["forward_us [12, 12]", "backward_us [12, 12]"]

@@ -14,6 +14,7 @@ from pipeproof.sweep.run import run_sweep
 from pipeproof.verify.check import check
 from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
 
+SLOW = {"bandwidth": 100, "latency_us": 50}
 GRID = {"schedule.kind": ["1f1b", "gpipe", "zb_h1"], "schedule.num_micro_batches": [3, 4, 5]}
 
 
@@ -70,7 +71,7 @@ def test_a_shorter_last_micro_batch_counts_as_it_is(tmp_path):
         ({"schedule.num_micro_batches": "4"}, "PP105"),
         ({"schedule.num_micro_batches": None}, "PP104"),
         ({"topology": {"tp": 2, "sequence_parallel": True}, "transport": "partial"}, "PP201"),
-        ({"schedule.kind": "gpipe", "cost.p2p": "backend", "transport.queue": "pair"}, "PP152"),
+        ({"topology.tp": 2, "cost": {"forward_us": 1, "network": {"ranks_per_node": 4, "node": SLOW}}}, "PP154"),
         ({"schedule": {"kind": "file", "path": "none.csv"}}, "PP130"),
     ],
 )

@@ -96,6 +96,13 @@ def test_the_picture_has_a_line_for_each_choice_of_the_other_keys(tmp_path):
     assert {"schedule.kind 1f1b", "schedule.kind gpipe", "topology.pp", "makespan us"} <= set(found)
 
 
+def test_the_axis_has_the_values_that_there_are_unless_they_stand_too_close(tmp_path):
+    path, sweep = tmp_path / "sweep.svg", Sweep("s", "b", ("topology.pp",), (), "0" * 64)
+    for values, has_all in (([3, 7, 13], True), ([3, 4, 77], False)):
+        plot_sweep(sweep, [result(i, {"topology.pp": pp}, 100 + i) for i, pp in enumerate(values)], path, "makespan")
+        assert ({*map(str, values)} <= set(labels(path))) == has_all
+
+
 def test_without_numbers_points_are_bars(tmp_path):
     path = tmp_path / "sweep.svg"
     sweep = Sweep("s", "b", ("schedule.kind",), (), "0" * 64)

@@ -2,8 +2,9 @@
 
 A rank is idle where it runs nothing on its compute queue. Before its first
 computation of a step that is warm-up, after its last one cool-down; between
-them it waits for a message, in a collective, or is held up by something that
-the timeline does not show.
+them it waits for a message, in a collective for its last member, or is held
+up by something that the timeline does not show. A reduction of gradients is
+nothing but the collectives inside it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def idle_times(relations: Relations, num_ranks: int) -> tuple[Idle, ...]:
     for i, span in enumerate(spans):
         begin, end = steps.get(span.step, (span.start, span.end))
         steps[span.step] = min(begin, span.start), max(end, span.end)
-        if span.queue == COMPUTE_QUEUE and span.end > span.start:
+        is_shown = span.end > span.start and relations.ops[i].kind is not OpKind.REDUCE_GRAD
+        if span.queue == COMPUTE_QUEUE and is_shown:
             host[span.rank, span.step].append(i)
     result: list[Idle] = []
     for rank in range(num_ranks):
@@ -93,14 +95,17 @@ def _gaps(relations: Relations, rank: int, mine: list[int], begin: Time, end: Ti
 
 
 def _waiting(relations: Relations, i: int, start: Time, end: Time) -> Idle | None:
-    """What span i makes of this time: a wait with its reason, or None where it is work."""
+    """The part of this time in which span i waits, with its reason; None where all of it is work."""
     span, kind = relations.spans[i], relations.ops[i].kind
     if kind is OpKind.WAIT:
         target = relations.waits_for(i)
         return Idle(span.rank, start, end, Cause.MESSAGE, _peer(relations, target))
     if kind in COLLECTIVE_KINDS:
         last = relations.last_to_come(i)
-        return Idle(span.rank, start, end, Cause.COLLECTIVE, None if last is None else relations.spans[last].rank)
+        if last is None:  # it came last itself
+            return None if relations.knows_members else Idle(span.rank, start, end, Cause.COLLECTIVE)
+        came = min(end, relations.spans[last].start)
+        return Idle(span.rank, start, came, Cause.COLLECTIVE, relations.spans[last].rank) if came > start else None
     return None
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from string import Template
 
 from pipeproof.schedule.optable import OpGraph
+from pipeproof.sim.curves import Curve
 from pipeproof.sim.html.payload import CATEGORIES, payload
 from pipeproof.sim.timeline import Timeline
 
-Titled = tuple[str, Timeline, OpGraph | None]
-"""A timeline with its title, and the graph that it is of where that is at hand."""
+Titled = tuple[str, Timeline, OpGraph | None] | tuple[str, Timeline, OpGraph | None, Curve | None]
+"""A timeline with its title, the graph that it is of and what its ranks hold, where these are at hand."""
 
 _SCRIPTS = ("data.js", "layout.js", "draw.js", "describe.js", "app.js")
 """In the order in which they need each other; together they are one script."""
@@ -34,7 +35,7 @@ def timeline_html(timelines: Sequence[Titled]) -> str:
     data = {"categories": CATEGORIES, "timelines": [payload(*titled) for titled in timelines]}
     script = "\n".join((parts / "page" / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return Template((parts / "page" / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(" / ".join(title for title, _, _ in timelines)),
+        title=escape(" / ".join(titled[0] for titled in timelines)),
         style=(parts / "page" / "page.css").read_text(encoding="utf-8"),
         script=script,
         # a browser ends a script at the first `</`, whatever stands around it

@@ -28,6 +28,7 @@ from pipeproof.schedule.ops import (
     OpKind,
 )
 from pipeproof.schedule.optable import NONE, OpGraph
+from pipeproof.sim.curves import Curve, Steps, activations_held
 from pipeproof.sim.html.idle import Cause, idle_times
 from pipeproof.sim.html.relations import Relations
 from pipeproof.sim.html.walk import critical_path
@@ -40,12 +41,19 @@ CATEGORIES = ("F", "B", "I", "W", "send", "recv", "wait", "collective", "other")
 _WIDTHS = (("u8", np.uint8), ("u16", np.uint16), ("u32", np.uint32))
 
 
-def payload(title: str, timeline: Timeline, graph: OpGraph | None) -> dict[str, Any]:
-    """What the page has to know of one timeline, ready for JSON. ``graph`` adds bytes and members of collectives.
+def payload(title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None) -> dict[str, Any]:
+    """What the page has to know of one timeline, ready for JSON.
+
+    ``graph`` adds bytes and members of collectives. ``held`` is drawn below
+    each rank, in times of ``timeline``; without it, the activations held.
 
     Raises:
-        ValueError: ``timeline`` has an op that ``graph`` does not have.
+        ValueError: ``timeline`` has an op that ``graph`` does not have, or ``held`` has not one entry for each rank.
     """
+    held = activations_held(timeline) if held is None else held
+    if len(held.ranks) != len(timeline.ranks):
+        raise ValueError(f"{held.name}: {len(held.ranks)} curves for {len(timeline.ranks)} ranks")
+    curves = [{"time": _times(timeline, [at for at, _ in steps]), "count": _counts(steps)} for steps in held.ranks]
     if graph is not None and any(not 0 <= span.op_id < graph.num_ops for span in timeline.spans):
         raise ValueError(f"{title}: the timeline has operations that its graph does not have")
     timeline = _in_ticks(timeline)
@@ -87,7 +95,8 @@ def payload(title: str, timeline: Timeline, graph: OpGraph | None) -> dict[str, 
         },
         "arrows": _arrows(relations, place, {(part.source, part.span) for part in path}),
         "idle": _idle(timeline, relations),
-        "held": [_held(timeline, rank) for rank in range(len(timeline.ranks))],
+        "held": curves,
+        "held_unit": held.unit,
     }
 
 
@@ -195,20 +204,8 @@ def _idle(timeline: Timeline, relations: Relations) -> dict[str, Any]:
     }
 
 
-def _held(timeline: Timeline, rank: int) -> dict[str, Any]:
-    """How many chunk activations a rank holds from each time on: from the start of F to the end of B, or of W."""
-    changes: list[tuple[Time, int]] = []
-    for span, kind in timeline.compute_spans(rank):
-        if kind is OpKind.FORWARD:
-            changes.append((span.start, +1))
-        elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-            changes.append((span.end, -1))
-    after: dict[Time, int] = {}
-    held = 0
-    for time, change in sorted(changes):
-        held += change
-        after[time] = held
-    return {"time": _times(timeline, list(after)), "count": _narrow([max(0, count) for count in after.values()])}
+def _counts(steps: Steps) -> dict[str, str]:
+    return _doubles([float(value) for _, value in steps])
 
 
 def _times(timeline: Timeline, times: Sequence[Time]) -> dict[str, str]:

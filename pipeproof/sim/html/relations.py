@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from functools import cached_property
 
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, Op, parse_op
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, Op, OpKind, parse_op
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 
@@ -47,6 +47,11 @@ class Relations:
             found = posted[place][1] if place >= 0 else None
         return found if found is not None and self.spans[found].queue != COMPUTE_QUEUE else None
 
+    @property
+    def knows_members(self) -> bool:
+        """Whether it is known which spans are of one collective."""
+        return self._graph is not None
+
     def last_to_come(self, i: int) -> int | None:
         """The member of a collective that came to it last; None if that is not known, or i itself was the last."""
         if self._graph is None or self.ops[i].kind not in COLLECTIVE_KINDS:
@@ -56,6 +61,13 @@ class Relations:
         members = [self._by_key[key] for op_id in ids if (key := (span.step, op_id)) in self._by_key]
         last = max(members, key=lambda j: (self.spans[j].start, -j), default=i)
         return last if self.spans[last].start > span.start else None
+
+    def parent(self, i: int) -> int | None:
+        """What a collective is inside of, a computation or a reduction of gradients; None for all else."""
+        op, span = self.ops[i], self.spans[i]
+        if op.kind not in CHILD_KINDS or op.target is None:
+            return None
+        return self._parents.get((span.step, span.rank, op.target))
 
     def before_on_host(self, i: int) -> int | None:
         """What ended last on the rank's host before span i began, None for its first."""
@@ -105,6 +117,12 @@ class Relations:
         for posted in result.values():
             posted.sort()
         return result
+
+    @cached_property
+    def _parents(self) -> dict[tuple[int, int, Op], int]:
+        """(step, rank, operation) to spans, of what may have collectives inside it."""
+        kinds = COMPUTE_KINDS | {OpKind.REDUCE_GRAD}
+        return {(s.step, s.rank, self.ops[i]): i for i, s in enumerate(self.spans) if self.ops[i].kind in kinds}
 
     @cached_property
     def _members(self) -> dict[tuple[int, int], list[int]]:

@@ -3,7 +3,8 @@
 It is walked back from the last end. What an operation follows is what ended
 last of all that it had to wait for: the operation before it on its rank, the
 transfer before it on its queue, the other end of a message, or the last
-member to come to a collective. On simulated timelines the parts then abut
+member to come to a collective. The first collective inside a computation
+follows the work of that. On simulated timelines the parts then abut
 exactly; on measured ones there are gaps where clocks and hosts have theirs.
 """
 
@@ -40,8 +41,14 @@ def critical_path(relations: Relations) -> tuple[PathPart, ...]:
     seen: set[int] = set()  # a measured clock may run backwards between ranks; a path still has an end
     while at is not None and at not in seen:
         seen.add(at)
-        part, at = _back(relations, at)
+        part, before = _back(relations, at)
         parts.append(part)
+        parent = relations.parent(at if part.source is None else part.source)
+        if parent is not None and (before is None or spans[before].end <= spans[parent].start):
+            parts.append(PathPart(parent, spans[parent].start, part.begin))  # its own work, up to its first collective
+            seen.add(parent)
+            before = _before(relations, parent)
+        at = before
     return tuple(reversed(parts))
 
 

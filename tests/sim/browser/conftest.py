@@ -6,6 +6,7 @@ import pytest
 from driver import BROWSER, Browser
 
 from pipeproof.comm.lower import lower
+from pipeproof.sim.curves import memory_held
 from pipeproof.sim.html.page import write_html
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load import plan_from_dict
@@ -65,6 +66,17 @@ def page(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small(page):
     return page(("1f1b", 4, 8))
+
+
+@pytest.fixture(scope="session")
+def in_bytes(tmp_path_factory):
+    """The same page with the memory of each rank in place of the activations that it holds."""
+    lowered = lower(plan_of("1f1b", 4, 8))
+    simulation = simulate(lowered)
+    held = memory_held(simulation.timeline, simulation.memory)
+    path = tmp_path_factory.mktemp("page") / "memory.html"
+    write_html([("1f1b", simulation.timeline, lowered.graph, held)], path)
+    return path
 
 
 @pytest.fixture

@@ -60,6 +60,18 @@ def test_hovering_a_curve_tells_the_activations_held(opened):
     assert tip(opened).startswith("rank 0 pp0 holds 4 chunk activations at ")
 
 
+def test_hovering_a_curve_in_bytes_tells_the_memory(browser, in_bytes):
+    browser.open(in_bytes)
+    browser.settle()
+    x, y = place(browser, "0F3", 0)
+    browser.move(x, y + 50)
+    text = tip(browser)
+    assert text.startswith("rank 0 pp0 holds ")
+    assert " KiB at " in text
+    assert "Memory" in browser.run("return document.body.textContent")
+    assert browser.complaints() == []
+
+
 def test_a_click_chooses_an_operation_and_keys_go_on_from_there(opened):
     opened.click(*place(opened, "2F0", 2))
     assert status(opened).startswith("2F0: forward on rank 2 pp2; ")

@@ -130,7 +130,7 @@ const theme = () => {
 };
 
 const SWITCHES = [["a", "arrows", "Arrows"], ["c", "critical", "Critical path"], ["b", "bubbles", "Bubbles"],
-  ["q", "queues", "Queues"], ["m", "held", "Activations"], ["d", "differences", "Differences"]]
+  ["q", "queues", "Queues"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"], ["d", "differences", "Differences"]]
   .filter(([, name]) => name !== "differences" || TIMELINES.length > 1);
 const ACTIONS = [["+", "Zoom in", () => zoom(0.7, centre())], ["-", "Zoom out", () => zoom(1 / 0.7, centre())],
   ["0", "Fit", fit], ["t", "Light or dark", theme], ["?", "Keys", () => help.showModal()]];
@@ -198,7 +198,7 @@ function showLegend() {
       ["from-higher", "idle: waits for a higher rank"], ["in-collective", "idle: in a collective"],
       ["cool-down", "idle: cool-down"], ["held-up", "idle: held up"]);
   }
-  if (state.held) entries.push(["held", "activations held"]);
+  if (state.held) entries.push(["held", TIMELINES.some((tl) => tl.inBytes) ? "memory held" : "activations held"]);
   if (state.critical) entries.push(["mark", "critical path"]);
   if (state.differences && TIMELINES.length > 1) {
     entries.push(["later", "ends later than above"], ["earlier", "ends earlier"], ["same", "the same"], ["alone", "not above"]);

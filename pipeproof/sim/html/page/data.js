@@ -28,7 +28,9 @@ function decoded(raw) {
     tl[key] = Object.fromEntries(Object.entries(raw[key]).map(([name, value]) => [name, column(value)]));
   }
   tl.held = raw.held.map(({ time, count }) => ({ time: column(time), count: column(count) }));
-  tl.peak = Math.max(1, ...raw.ranks.map((rank) => rank.peak));
+  tl.peaks = tl.held.map(({ count }) => count.reduce((most, value) => Math.max(most, value), 0));
+  tl.peak = Math.max(1, ...tl.peaks);
+  tl.inBytes = raw.held_unit === "bytes";
   tl.tracksOf = raw.lanes.map(() => []);
   raw.tracks.forEach(([lane], track) => tl.tracksOf[lane].push(track));
   tl.track = new Uint32Array(tl.size);

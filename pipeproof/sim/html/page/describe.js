@@ -74,15 +74,19 @@ function idleText(k, rank, at) {
     `${duration(idle.start[at])} to ${duration(idle.end[at])}, ${duration(idle.end[at] - idle.start[at])}`;
 }
 
+// What a rank holds: bytes, or a count of activations.
+const heldAmount = (tl, held) => (tl.inBytes ? bytesText(held) : `${held}`);
+
 function heldText(k, rank, time) {
   const { time: times, count } = TIMELINES[k].held[rank];
   let at = lowerBound(times, 0, times.length, time);
   if (at === times.length || times[at] > time) at--;
-  return `${TIMELINES[k].ranks[rank].name} holds ${at < 0 ? 0 : count[at]} chunk activations at ${duration(time)}`;
+  const tl = TIMELINES[k], amount = heldAmount(tl, at < 0 ? 0 : count[at]);
+  return `${tl.ranks[rank].name} holds ${amount}${tl.inBytes ? "" : " chunk activations"} at ${duration(time)}`;
 }
 
 function rankText(k, rank) {
   const tl = TIMELINES[k], { name, busy, stages, peak } = tl.ranks[rank];
   return `${name}: stages ${stages.join(", ")}\nbusy ${duration(busy)}, idle ${trimmed(100 * (1 - busy / Math.max(tl.makespan, 1e-6)), 1)}% ` +
-    `of ${duration(tl.makespan)}\nholds at most ${peak} chunk activations`;
+    `of ${duration(tl.makespan)}\nholds at most ${peak} chunk activations` + (tl.inBytes ? `, ${heldAmount(tl, tl.peaks[rank])} in all` : "");
 }

@@ -131,7 +131,7 @@ function drawPath(k) {
   }
 }
 
-// Activations held, as steps; the height of the row is the largest count of the timeline.
+// What a rank holds, as steps; the height of the row is the most that any rank of the timeline holds.
 function drawHeld(tl, row) {
   const { time, count } = tl.held[row.rank], floor = row.y - state.y + row.h;
   const perPixel = (state.t1 - state.t0) / plotWidth();
@@ -144,7 +144,7 @@ function drawHeld(tl, row) {
     let most = count[at], next = at + 1;
     for (; next < time.length && time[next] < time[at] + perPixel; next++) most = Math.max(most, count[next]);
     const x = Math.max(GUTTER, xOf(time[at]));
-    last = next < time.length ? Math.min(state.width, Math.max(x, xOf(time[next]))) : x;
+    last = Math.min(state.width, Math.max(x, xOf(next < time.length ? time[next] : tl.makespan)));
     pen.lineTo(x, level);
     pen.lineTo(x, yOf(most));
     pen.lineTo(last, yOf(most));
@@ -233,7 +233,7 @@ function drawGutter() {
     if (row.kind === "title") pen.fillText(titleOf(row.k), 8, y + 15);
     else if (row.kind === "compute") pen.fillText(tl.ranks[row.rank].name, 8, y + 16);
     else if (row.kind === "queue") pen.fillText(tl.lanes[row.lane][1], 20, y + 9);
-    else pen.fillText(`activations, at most ${tl.ranks[row.rank].peak}`, 20, y + 16);
+    else pen.fillText(`${tl.inBytes ? "memory, peak" : "activations, at most"} ${heldAmount(tl, tl.peaks[row.rank])}`, 20, y + 16);
     pen.restore();
   }
 }

@@ -1,0 +1,50 @@
+"""A check loads what its plan needs, and no more: each process pays for its imports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plans import plan_dict
+
+ROOT = Path(__file__).parents[2]
+SHARED = {"variants", "dealt", "stage_ops"}
+"""What the table of kinds, and several generators, need."""
+
+
+def loaded_by_check(tmp_path, **sections):
+    """The modules of ours that checking a plan loads, in a process of its own."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(plan_dict(**sections)))
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from pipeproof.cli import main\n"
+        f"assert CliRunner().invoke(main, ['check', {str(plan)!r}]).exit_code == 0\n"
+        "print(*(name for name in sys.modules if name.startswith('pipeproof.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "own"),
+    [
+        ({"kind": "1f1b"}, {"one_f_one_b"}),
+        ({"kind": "gpipe"}, {"gpipe"}),
+        ({"kind": "interleaved", "num_chunks": 2}, {"interleaved", "interleaved_fleet", "rounds", "turns"}),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_a_check_loads_the_generator_of_its_own_schedule(tmp_path, schedule, own):
+    prefix = "pipeproof.schedule.generators."
+    loaded = {name.removeprefix(prefix) for name in loaded_by_check(tmp_path, schedule=schedule) if prefix in name}
+    assert loaded - SHARED == own
+
+
+def test_data_sheets_are_loaded_for_plans_that_ask_for_them(tmp_path):
+    resolve = "pipeproof.comm.analytic.resolve"
+    assert resolve not in loaded_by_check(tmp_path)
+    assert resolve in loaded_by_check(tmp_path, cost={"analytic": "h200"})

@@ -1,0 +1,62 @@
+"""``-o`` writes what its suffix says, and refuses before any work what it cannot write."""
+
+import pytest
+
+from pipeproof.commands.timeline_file import FORMS
+from tests.cli.commands import invoke
+
+BEGINS = {
+    ".html": b"<!DOCTYPE html>", ".json": b'{"traceEvents":[', ".pftrace": b"\n", ".csv": b"rank,queue,op,kind,",
+    ".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [*FORMS, ".CSV"])
+def test_each_form_is_written_and_said(suffix, good, tmp_path):
+    path = tmp_path / f"plan{suffix}"
+    result = invoke("simulate", good, "-o", path)
+    assert result.exit_code == 0, result.stderr
+    assert f"written to {path}" in result.stdout.splitlines()[-1]
+    assert path.read_bytes().startswith(BEGINS[suffix.lower()])
+
+
+def test_a_table_says_how_many_times_are_rounded(tmp_path, write):
+    plan = write(cost={"forward_us": "1/3", "backward_us": 1})
+    result = invoke("simulate", plan, "-o", tmp_path / "t.csv")
+    assert "have no end as decimals and are rounded to 9 digits" in result.stdout.splitlines()[-1]
+    whole = invoke("simulate", write(cost={"forward_us": "1/8", "backward_us": 1}), "-o", tmp_path / "t.csv")
+    assert "rounded" not in whole.stdout
+
+
+@pytest.mark.parametrize("command", ["simulate", "run"])
+@pytest.mark.parametrize("name", ["t.gif", "t", "csv", "t.perfetto"])
+def test_other_endings_are_refused_before_the_work(command, name, good, tmp_path, started):
+    result = invoke(command, good, "-o", tmp_path / name)
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert all(suffix in told for suffix in FORMS)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "words"),
+    [
+        (".png", "a picture (.png) needs matplotlib: pip install 'pipeproof[plot]'"),
+        (".pftrace", "a Perfetto trace (.pftrace) needs perfetto: pip install 'pipeproof[trace]'"),
+    ],
+)
+def test_a_missing_extra_is_named_before_the_work(suffix, words, good, tmp_path, started, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = invoke("simulate", good, "-o", tmp_path / f"t{suffix}")
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert started == []
+
+
+def test_compare_reads_a_table_back(good, tmp_path):
+    table = tmp_path / "t.csv"
+    invoke("simulate", good, "-o", table)
+    result = invoke("compare", good, table)
+    assert result.exit_code == 0, result.stderr
+    assert f"B  {table}: CSV table, simulated" in result.stdout
+    assert "the order of computations and transfers is the same on every queue" in result.stdout

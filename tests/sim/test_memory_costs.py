@@ -1,0 +1,122 @@
+"""Times that go with memory: what is computed once more, and the optimizer's step."""
+
+import json
+from fractions import Fraction
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.advice.candidates import Candidates, Choice
+from pipeproof.cli import main
+from pipeproof.comm.lower import lower
+from pipeproof.comm.times import with_times
+from pipeproof.specs.finding import BadPlanError
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.memory import memory_dtype
+from tests.plans import plan_dict
+
+H200 = {"device": "h200", "dtype": "bfloat16"}
+STAGES = [["embed", "layer.0", "layer.1"], ["layer.2", "layer.3", "norm", "head"]]
+
+
+def spec_of(**sections):
+    return plan_from_dict(plan_dict(**sections)).spec
+
+
+def computed(analytic=H200, **sections):
+    """The given times that the plan's computed ones come to."""
+    sections.setdefault("stages", STAGES)
+    return with_times(spec_of(cost={"analytic": analytic}, **sections)).cost
+
+
+def test_full_recompute_adds_the_blocks_forward_to_i_and_nothing_else():
+    plain, full = computed(), computed(memory={"recompute": "full"})
+    assert full.forward_us == plain.forward_us
+    assert full.backward_weight_us == plain.backward_weight_us
+    blocks = computed(stages=[["embed", "layer.0"], ["layer.1", "layer.2", "layer.3", "norm", "head"]])
+    one = plain.forward_us[0] - blocks.forward_us[0]
+    for stage in range(2):
+        more = full.backward_input_us[stage] - plain.backward_input_us[stage]
+        assert abs(more - 2 * one) <= Fraction(3, 1000)  # each time is rounded to a nanosecond
+
+
+def test_selective_recompute_adds_the_core_of_attention():
+    sections = {"model": {"hidden_size": 4096, "num_heads": 32, "seq_length": 4096, "num_layers": 2}}
+    stages = [["embed"], ["layer.0", "layer.1", "norm", "head"]]
+    plain, selective = (
+        computed(stages=stages, memory={"recompute": which}, **sections) for which in ("none", "selective")
+    )
+    pairs = 2 * 4096 * 4097 // 2
+    one = Fraction(4 * pairs * 4096) / (989 * 10**6 * Fraction(1, 2))  # two products at half of the H200's peak
+    assert abs(selective.backward_input_us[1] - plain.backward_input_us[1] - 2 * one) < Fraction(1, 100)
+    assert selective.backward_input_us[0] == plain.backward_input_us[0]
+    assert selective.forward_us == plain.forward_us
+
+
+def test_gathering_again_adds_the_forwards_gathers_to_w():
+    sections = {"model": {"hidden_size": 1024, "num_heads": 8}, "topology": {"tp": 2, "sequence_parallel": True}}
+    kept, again = (computed(memory={"gathered": how}, **sections) for how in ("kept", "again"))
+    numel = 8 * 2 * 1024 // 2
+    gather = 20 + 1 + Fraction(2 * numel) / (450 * 1000 * Fraction(3, 4))  # a launch, a step, the bytes of the other
+    for stage, gathers in ((0, 2 * 2), (1, 2 * 2 + 1)):  # two a block, one for the head
+        more = again.backward_weight_us[stage] - kept.backward_weight_us[stage]
+        assert abs(more - gathers * gather) <= Fraction(1, 1000)
+    assert (again.forward_us, again.backward_input_us) == (kept.forward_us, kept.backward_input_us)
+
+
+def test_the_optimizers_step_takes_its_bytes_at_the_memorys_bandwidth():
+    sections = {"model": {"hidden_size": 1024, "num_heads": 8, "ffn_size": 4096, "vocab_size": 4096}}
+    alone = computed(**sections)
+    block = 4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024
+    numel = 4096 * 1024 + 2 * block
+    moved = (2 * 2 + 4 + 2 * 12) * numel  # weights twice, gradients once, moments and a float32 copy twice
+    expected = moved / (Fraction(4800) * 1000 * Fraction(8, 10))
+    assert abs(alone.optimizer_of(0) - expected) <= Fraction(1, 1000)
+    assert alone.optimizer_of(1) > alone.optimizer_of(0)  # a norm more
+    shared = computed(topology={"dp": 4}, memory={"shard_optimizer": "dp"}, **sections)
+    assert abs(shared.optimizer_of(0) - expected / 4) <= Fraction(1, 1000)
+
+
+def test_given_times_are_taken_as_they_are():
+    spec = spec_of(cost={"forward_us": 10, "backward_us": 20, "optimizer_us": [3, 4]}, memory={"recompute": "full"})
+    assert with_times(spec) is spec
+    assert [spec.cost.optimizer_of(stage) for stage in range(2)] == [3, 4]
+    assert spec_of().cost.optimizer_of(0) == 0
+
+
+def test_a_list_of_steps_has_an_entry_for_each_stage():
+    with pytest.raises(BadPlanError, match=r"PP109: `cost.optimizer_us` has 3 entries"):
+        spec_of(cost={"optimizer_us": [1, 2, 3]})
+
+
+def test_types_that_the_device_was_asked_about_stay_those_of_memory():
+    lowered = lower(spec_of(cost={"analytic": {**H200, "attention": "unfused"}}))
+    assert (lowered.spec.memory.dtype, lowered.spec.memory.attention) == ("bfloat16", "unfused")
+    own = spec_of(cost={"analytic": H200}, memory={"dtype": "float16"})
+    assert memory_dtype(own) == lower(own).spec.memory.dtype == "float16"
+
+
+def test_a_candidate_with_other_stages_has_the_optimizers_time_of_its_own():
+    loaded = plan_from_dict(plan_dict(cost={"optimizer_us": [10, 14]}))
+    choice = Choice("interleaved", 2, 4, 2)
+    recut = Candidates(loaded, None).plan_of(choice)
+    assert recut.num_stages == 4
+    assert sum(recut.cost.optimizer_of(stage) for stage in range(4)) == 24
+
+
+def test_the_table_of_costs_names_the_optimizers_step(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_dict(cost={"analytic": H200})))
+    result = CliRunner().invoke(main, ["show", str(path), "--costs"])
+    assert result.exit_code == 0
+    assert "the optimizer's step takes 0.0 us" in result.output
+
+
+def test_show_memory_prints_every_stage(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_dict()))
+    result = CliRunner().invoke(main, ["show", str(path), "--memory"])
+    assert result.exit_code == 0
+    assert "head.loss" in result.output
+    both = CliRunner().invoke(main, ["show", str(path), "--memory", "--rank", "0"])
+    assert (both.exit_code, "one of --rank, --costs and --memory" in both.output) == (2, True)

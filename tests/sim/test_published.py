@@ -1,0 +1,105 @@
+"""The plans of published trainings: their sizes add up to the published ones, and they are checked and simulated."""
+
+from fractions import Fraction
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from pipeproof.comm.analytic.resolve import AnalyticCosts
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.finding import Severity
+from pipeproof.specs.load import load_plan
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.work import Phase, Unit, layer_work
+from pipeproof.verify.check import check_subject
+from pipeproof.verify.subject import make_subject
+
+PLANS = Path(__file__).parents[2] / "examples" / "published"
+
+
+@pytest.fixture(scope="module", params=sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
+def loaded(request):
+    return load_plan(request.param)
+
+
+def llama():
+    return load_plan(PLANS / "llama3_405b.yaml").spec
+
+
+def deepseek():
+    return load_plan(PLANS / "deepseek_v3.yaml").spec
+
+
+def num_weights(spec):
+    return sum(prod(p.shape) for layer in describe_gpt(spec) for p in layer.parameters)
+
+
+def active_weights(spec):
+    """Of experts, those that a token visits."""
+    model = spec.model
+    share = Fraction(model.moe.top_k, model.moe.num_experts)
+    return sum(
+        prod(p.shape) * (share if ".experts." in p.name else 1)
+        for layer in describe_gpt(spec)
+        for p in layer.parameters
+    )
+
+
+def flops_of_a_token(spec):
+    """Forward products and attention over all ranks, for a token, with an even cut of everything over the ranks."""
+    size = AnalyticCosts(spec, spec.cost.analytic).size
+    works = [w for layer in describe_gpt(spec) for w in layer_work(spec, layer.name, size, 2)]
+    own = sum(w.flops for w in works if w.phase is Phase.FORWARD and w.unit is not Unit.VECTOR)
+    return own * spec.topology.tp / size.num_tokens
+
+
+def test_weights_are_as_many_as_published():
+    """405B, and 671B without the module for multi-token prediction: a token multiplies with 37B of these.
+
+    The routers' biases are no part of a plan: 256 in each of 58 blocks.
+    """
+    assert num_weights(llama()) == 405_853_388_800
+    assert num_weights(deepseek()) + 58 * 256 == 671_026_419_200
+    embedding = 129280 * 7168  # one row of it for a token
+    assert round((active_weights(deepseek()) - embedding) / 10**9) == 37
+
+
+def test_forward_flops_of_a_token_by_hand():
+    tokens = 8192
+    attention = 4 * 128 * 128 * Fraction(tokens + 1, 2)  # two products over the keys that a token looks at
+    weights = num_weights(llama()) - 128256 * 16384 - (2 * 126 + 1) * 16384  # an embedding and norms are no products
+    assert flops_of_a_token(llama()) == 2 * weights + 126 * attention
+    assert 2 * weights < flops_of_a_token(llama()) < Fraction(108, 100) * 2 * weights
+
+    tokens = 4096
+    attention = 2 * 128 * (128 + 64 + 128) * Fraction(tokens + 1, 2)
+    norms = 61 * (2 * 7168 + 1536 + 512) + 7168
+    weights = active_weights(deepseek()) - 129280 * 7168 - norms
+    assert flops_of_a_token(deepseek()) == 2 * weights + 61 * attention
+
+
+def test_they_check_clean_and_simulate(loaded):
+    subject = make_subject(loaded)
+    found = check_subject(subject).findings
+    assert [f.code for f in found if f.severity is Severity.ERROR] == []
+    simulation = simulate(subject.plan)
+    work = max(figures.busy_us for figures in simulation.figures)
+    assert work < simulation.makespan < 2 * work
+
+
+def test_a_step_has_the_tokens_that_were_published():
+    for spec, tokens in ((llama(), 16 * 2**20), (deepseek(), 15360 * 4096)):
+        topology, schedule = spec.topology, spec.schedule
+        sequences = topology.dp * topology.ep * schedule.num_micro_batches * schedule.micro_batch_size
+        assert sequences * spec.model.seq_length == tokens
+    assert (llama().topology.num_ranks, deepseek().topology.num_ranks) == (8192, 2048)
+
+
+def test_side_by_side_hides_exchanges():
+    """Of the pairs of DualPipe, the exchanges bound the time, and the products of both are hidden behind them."""
+    spec = deepseek()
+    cost = AnalyticCosts(spec, spec.cost.analytic).resolved(spec.cost.p2p)
+    for stage in range(1, 15):
+        apart = cost.forward_of(stage) + cost.backward_of(15 - stage)
+        assert Fraction(65, 100) * apart < cost.overlapped_of(stage, 15 - stage) < Fraction(80, 100) * apart
