@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +16,26 @@ from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, require_runnable, run
 from pipeproof.exit_status import ExitStatus
-from pipeproof.sim.trace import write_trace
+from pipeproof.schedule.optable import OpGraph
+from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.finding import PipeproofError
+from pipeproof.specs.profile_file import Profile
 from pipeproof.specs.render import render_text
 from pipeproof.verify.check import Report
 
 
 def run_command(
-    report: Report, options: RunOptions, console: Console, report_file: Path | None, trace: Path | None
+    report: Report,
+    options: RunOptions,
+    console: Console,
+    report_file: Path | None,
+    profile_file: Path | None,
+    write_timeline: Callable[[Timeline, OpGraph], str] | None,
 ) -> int:
-    """Run a checked plan, print what happens, write the files that were asked for; the exit status."""
+    """Run a checked plan, print what happens, write the files that were asked for; the exit status.
+
+    ``write_timeline`` writes the measured timeline, and says so.
+    """
     source = report.subject.source
     report = replace(report, subject=report.subject.unfolded())  # every process is a rank of its own
     rank = launched_rank()
@@ -47,9 +58,20 @@ def run_command(
     render_run(result, console)
     if report_file is not None:
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
-    if trace is not None:
-        write_trace(result.timeline, trace)
+    if profile_file is not None and result.profile is not None:
+        profile_file.write_text(json.dumps(result.profile.to_json(), indent=2) + "\n")
+        console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
+    elif profile_file is not None:
+        console.print("no profile was written: what was executed is not what the graph says", soft_wrap=True)
+    if write_timeline is not None:
+        console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
+
+
+def _profile_line(profile: Profile, file: Path) -> str:
+    steps = f"{profile.steps.counted} of {profile.steps.run} steps"
+    short = "" if profile.messages or not profile.bare_messages else ", messages only from before the first step"
+    return f"profile of {steps}{short} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipeproof.comm.loaded import schedule_path
+from pipeproof.comm.loaded import from_here, schedule_path
 from pipeproof.specs.load import LoadedPlan, plan_from_dict
 
 
@@ -34,12 +34,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its plan, the digest it must have, and where its files are."""
+    """One run: its plan, the digest it must have, and where its files are.
+
+    ``profile`` asks for times: bare messages before the first step, and the reference only after the ranks.
+    """
 
     directory: Path
     plan: dict[str, Any]
     digest: str
     fault: Fault | None = None
+    profile: bool = False
 
     def save(self) -> None:
         """Write the job's description for its workers."""
@@ -47,6 +51,7 @@ class Job:
             "plan": self.plan,
             "digest": self.digest,
             "fault": asdict(self.fault) if self.fault else None,
+            "profile": self.profile,
         }
         (self.directory / "job.json").write_text(json.dumps(content))
 
@@ -55,7 +60,7 @@ class Job:
         """Read what ``save`` wrote."""
         content = json.loads((directory / "job.json").read_text())
         fault = Fault(**content["fault"]) if content["fault"] else None
-        return cls(directory, content["plan"], content["digest"], fault)
+        return cls(directory, content["plan"], content["digest"], fault, content["profile"])
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -69,12 +74,18 @@ class Job:
         """Where a rank leaves its op log."""
         return self.directory / f"rank{rank}.log.json"
 
+    def bare_file(self, rank: int) -> Path:
+        """Where a rank leaves the times of its bare messages."""
+        return self.directory / f"rank{rank}.bare.json"
+
 
 def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
     """A plan as JSON data that loads to an equal plan, wherever the process that loads it is."""
     content = loaded.spec.model_dump(mode="json")
     if loaded.spec.schedule.path is not None:
         content["schedule"]["path"] = str(schedule_path(loaded).resolve())
+    if loaded.spec.cost.profile is not None:
+        content["cost"]["profile"] = str(Path(str(from_here(loaded).spec.cost.profile)).resolve())
     return content
 
 

@@ -121,10 +121,14 @@ class Launcher:
         for rank in range(num_ranks):
             environment = rank_environment(rank, num_ranks, ports)
             self._start(f"rank{rank}", rank, "pipeproof.exec.worker", environment)
+        if not self._job.profile:  # which measures the ranks alone
+            self._start_reference()
+        for state in self._state.ranks:
+            state.heard_s = time.monotonic()
+
+    def _start_reference(self) -> None:
         self._start("reference", None, "pipeproof.exec.reference", process_environment())
         self._reference_heard_s = time.monotonic()
-        for state in self._state.ranks:
-            state.heard_s = self._reference_heard_s
 
     def _start(self, name: str, rank: int | None, module: str, environment: dict[str, str]) -> None:
         read_end, write_end = os.pipe()
@@ -150,6 +154,8 @@ class Launcher:
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._read(key.data)
+            if self._state.all_finished and all(worker.rank is not None for worker in self._workers):
+                self._start_reference()
             # Judged with what has just been read, before a pause of our own (a large step to compare), and not while
             # ranks have something to say. The reference may always have, which is no progress of theirs.
             if all(key.data.rank is None for key, _ in ready):

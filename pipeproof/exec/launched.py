@@ -111,7 +111,7 @@ def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions)
     """The job in the directory that all ranks share; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
-        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault)
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile)
         job.save()
         (directory / "ready").touch()
         return job

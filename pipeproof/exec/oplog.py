@@ -26,7 +26,8 @@ class LogEntry:
     ``queue`` is ``compute`` or the channel's text; ``ranks`` the members of the
     communicator used (empty for compute); ``numel`` and ``dtype`` those of the
     tensor handed to it (0 and "" for compute). Times are the machine's
-    monotonic clock in nanoseconds.
+    monotonic clock in nanoseconds; a transfer was posted at ``posted_ns`` and
+    starts when its channel comes to it.
     """
 
     step: int
@@ -37,6 +38,7 @@ class LogEntry:
     ranks: tuple[int, ...] = ()
     numel: int = 0
     dtype: str = ""
+    posted_ns: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; ``from_json`` reads it back."""

@@ -15,6 +15,7 @@ from pipeproof.exec.oplog import LogEntry
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.finding import Finding, Severity
+from pipeproof.specs.profile_file import Profile
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.subject import Subject
 
@@ -37,6 +38,8 @@ class RunReport:
     parallel_bound: float
     threads: int
     accumulation: Accumulation
+    profile: Profile | None = None
+    """The measured times, where they were asked for."""
 
     @property
     def gradients(self) -> tuple[GradientResult, ...]:

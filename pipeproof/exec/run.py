@@ -11,18 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from pipeproof.comm.accumulation import accumulation_of
+from pipeproof.exec.bare import read_bare
 from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
 from pipeproof.exec.launch import Launcher, job_directory
 from pipeproof.exec.oplog import LogEntry, compare_log
+from pipeproof.exec.profile import measured_profile
 from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
 from pipeproof.schedule.columns import NONE, QUEUES
 from pipeproof.schedule.ops import COMPUTE_KINDS, GATHER_KINDS, META_KINDS, SLICE_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
-from pipeproof.specs.plan import BuffersSpec
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
 from pipeproof.verify.subject import Subject
@@ -39,12 +40,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run: the watchdog's seconds, where worker output is kept, a planted failure."""
+    """How to run: the watchdog's seconds, where worker output is kept, a planted failure, whether times are wanted."""
 
     timeout_s: float = 60.0
     logs: Path | None = None
     fault: Fault | None = None
     unsafe: bool = False
+    profile: bool = False
 
 
 class NotVerifiedError(PipeproofError):
@@ -71,7 +73,7 @@ def run(
     """
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
-        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault)
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile)
         job.save()
         collector = StepCollector(job, report.subject)
         state = JobState(report.subject)
@@ -107,7 +109,7 @@ def require_runnable(report: Report, options: RunOptions) -> None:
 
 _CARRIED_OUT = (
     TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
-    | {OpKind.FORWARD, OpKind.BACKWARD, OpKind.WAIT, OpKind.REDUCE_GRAD, OpKind.STEP}
+    | COMPUTE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.REDUCE_GRAD, OpKind.STEP}
     | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER}
 )  # fmt: skip
 """Kinds of operations that the adapter knows."""
@@ -119,24 +121,32 @@ def _require_carried_out(subject: Subject) -> None:
     refusals: list[tuple[bool, tuple[str, ...], str]] = [
         (spec.topology.cp > 1, ("topology", "cp"), f"the plan has cp {spec.topology.cp}"),
         (spec.topology.ep > 1, ("topology", "ep"), f"the plan has ep {spec.topology.ep}"),
-        (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
-        (len(subject.plan.sizes) > 1, ("schedule",), "micro-batches differ in size"),
-        (
-            graph.num_splits > 0,
-            ("schedule", "num_sequence_splits"),
-            f"sequences are cut into {graph.num_splits} splits",
-        ),
-        (subject.plan.has_copies, ("schedule", "kind"), "stages have copies on several ranks"),
         *(
-            (
-                getattr(spec.buffers, key) != field.default,
-                ("buffers", key),
-                f"the plan has buffers.{key} {getattr(spec.buffers, key)}",
+            (value != run, ("memory", key), f"the plan has memory.{key} {value}")
+            for key, value, run in (
+                ("recompute", spec.memory.recompute, "none"),
+                ("gathered", spec.memory.gathered, "kept"),
             )
-            for key, field in BuffersSpec.model_fields.items()
         ),
+        (spec.model.moe is not None, ("model", "moe"), "the model has experts"),
+        (spec.model.mla is not None, ("model", "mla"), "the model has latent attention"),
+        (
+            spec.model.kv_heads != spec.model.num_heads,
+            ("model", "num_kv_heads"),
+            f"the model has {spec.model.num_heads} heads, and {spec.model.kv_heads} of keys and values",
+        ),
+        (
+            spec.model.num_heads * spec.model.size_of_head != spec.model.hidden_size,
+            ("model", "head_size"),
+            f"heads of {spec.model.size_of_head} elements are not those of the hidden size",
+        ),
+        (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
         (len(graph.queues) > len(QUEUES), ("schedule",), f"operations run on queue {graph.queues[-1]}"),
-        (bool((graph.batch != NONE).any()), ("schedule",), "operations overlap, or are issued in batches"),
+        (
+            bool(((graph.batch != NONE) & ~graph.is_kind(COMPUTE_KINDS)).any()),
+            ("schedule",),
+            "transfers are issued in batches",
+        ),
     ]
     if len(unknown):
         first = int(unknown[0])
@@ -234,6 +244,10 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         for rank, entries in logs.items()
         for finding in compare_log(subject.graph, rank, entries, num_steps=spec.run.steps, dtype=spec.run.dtype)
     )
+    profile = None
+    if job.profile and not findings:
+        bare = {rank: read_bare(job.bare_file(rank)) for rank in logs}
+        profile = measured_profile(subject, report.digest, logs, bare, threads)
     return RunReport(
         subject=subject,
         digest=report.digest,
@@ -244,4 +258,5 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
         threads=threads,
         accumulation=accumulation_of(subject.plan),
+        profile=profile,
     )

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
@@ -44,6 +45,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
 
     start_paddle()  # before anything else imports paddle: quiet, on the CPU, one thread
     from pipeproof.exec.paddle_adapter import PaddleAdapter
+    from pipeproof.exec.paddle_bare import bare_messages
     from pipeproof.exec.paddle_comm import connect
 
     if rank > 0 and "PADDLE_MASTER" in os.environ:
@@ -57,6 +59,10 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
 
     adapter = PaddleAdapter(plan, rank, world, enter)
     machine = RankMachine(plan.graph, rank)
+    if job.profile:
+        emit("setup", what="timing bare messages")
+        times = bare_messages(world, plan.graph)
+        job.bare_file(rank).write_text(json.dumps([asdict(message) for message in times]))
     emit("ready", threads=num_math_threads())
     for step in range(plan.spec.run.steps):
         adapter.begin(step)

@@ -216,6 +216,20 @@ def test_the_loss_is_the_last_stages_summed_over_dp_in_order():
     assert step.bitwise
 
 
+def test_losses_of_copies_are_added_before_those_of_data_parallel_ranks():
+    """1e8 + 3 + 3 is another float32 than 1e8 + (3 + 3)."""
+    plan = subject(topology={"pp": 2, "dp": 2}, schedule={"kind": "dualpipe"}).plan
+    whole = whole_gradients(plan)
+    losses = {(0, 0): 1e8, (0, 1): 0.0, (1, 0): 3.0, (1, 1): 3.0}
+    coords = [plan.mesh.coords(rank) for rank in range(plan.mesh.num_ranks)]
+    ranks = [(np.float32(losses[at["dp"], at["pp"]]), whole) for at in coords]
+    assert np.float32(1e8) + np.float32(3) + np.float32(3) != np.float32(1e8) + np.float32(6)
+    step = compared(plan, ranks, loss=np.float32(1e8) + np.float32(6))
+    assert step.bitwise
+    ranks[0] = (ranks[0][0], {name: gradient + 1 for name, gradient in whole.items()})
+    assert not any(gradient.bitwise for gradient in compared(plan, ranks).gradients), "both copies have to be right"
+
+
 @pytest.mark.parametrize(
     ("loss", "reference", "bitwise"),
     [

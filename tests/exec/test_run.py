@@ -147,17 +147,15 @@ def test_a_schedule_file_of_pytorch_runs(tmp_path):
     ("sections", "fact"),
     [
         ({"boundaries": [{"name": "hidden", "dims": "sbh"}]}, "the plan declares boundary tensors of its own"),
-        ({"schedule": {"last_micro_batch_size": 1}}, "micro-batches differ in size"),
+        ({"model": {"moe": {"num_experts": 2, "top_k": 1, "ffn_size": 8}}}, "the model has experts"),
         (
-            {
-                "schedule": {
-                    "kind": "custom",
-                    "num_micro_batches": 1,
-                    "programs": [["0F0", "0I0", "0W0"], ["1F0", "1B0"]],
-                }
-            },
-            "rank 0 runs 0I0",
+            {"model": {"mla": {"kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "value_head_size": 4}}},
+            "the model has latent attention",
         ),
+        ({"model": {"num_kv_heads": 2}}, "the model has 4 heads, and 2 of keys and values"),
+        ({"memory": {"gathered": "again"}}, "the plan has memory.gathered again"),
+        ({"memory": {"recompute": "full"}}, "the plan has memory.recompute full"),
+        ({"model": {"head_size": 6}}, "heads of 6 elements are not those of the hidden size"),
     ],
 )
 def test_what_the_adapter_does_not_know_is_refused_by_name(sections, fact, tmp_path):
@@ -171,14 +169,6 @@ def test_what_is_checked_but_not_run_yet_is_refused_by_name(axis, tmp_path):
     ended = Run(tmp_path, plan_dict(topology={"pp": 2, axis: 2})).end()
     assert ended.status == 2
     assert f"error[PP909]: the plan has {axis} 2" in ended.output
-
-
-@pytest.mark.parametrize("buffers", [{"receive_slots": 9}, {"send_slots": 9}, {"release_output": "after_wait"}])
-def test_memory_that_the_executor_does_not_manage_is_refused_by_name(buffers, tmp_path):
-    ended = Run(tmp_path, plan_dict(buffers=buffers)).end()
-    assert ended.status == 2
-    (key,) = buffers
-    assert f"error[PP909]: the plan has buffers.{key} {buffers[key]}" in ended.output
 
 
 def test_a_plan_that_does_not_pass_is_not_run(tmp_path):

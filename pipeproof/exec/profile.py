@@ -1,0 +1,259 @@
+"""From the op logs of a run to its profile.
+
+All processes run on one machine and read one monotonic clock, so that times of
+different ranks may be subtracted from each other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import TypeVar, get_args
+
+from pipeproof.comm.profile.fit import measured_sections
+from pipeproof.exec.bare import BareEnd
+from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
+from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, OpKind
+from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.profile_file import (
+    CollectivePoint,
+    Host,
+    Machine,
+    MeasuredPlan,
+    Profile,
+    SizedSpread,
+    Spread,
+    StageOp,
+    StageTimes,
+    Steps,
+    TimedKind,
+)
+from pipeproof.verify.subject import Subject
+
+_Spread = TypeVar("_Spread", bound=Spread)
+_TIMED = frozenset(OpKind(kind) for kind in get_args(TimedKind))
+
+
+def measured_profile(
+    subject: Subject,
+    digest: str,
+    logs: Mapping[int, Sequence[LogEntry]],
+    bare: Mapping[int, Sequence[BareEnd]],
+    threads: int,
+) -> Profile:
+    """The profile of a run, from what each rank logged; the first step is left out where there are others.
+
+    ``logs`` are by rank, and are what the graph says; ``bare`` has each rank's
+    ends of the bare messages; ``threads`` is the count per process.
+    """
+    plan, graph = subject.plan, subject.graph
+    all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
+    counted = all_steps[1:] or all_steps
+    steps = [_MeasuredStep(graph, logs, step) for step in counted]
+    return Profile(
+        profile=1,
+        machine=_machine(len(logs), threads),
+        plan=MeasuredPlan(digest=digest, **measured_sections(plan.spec)),
+        steps=Steps(run=len(all_steps), counted=len(counted)),
+        stages=tuple(_stages(len(plan.stages), steps)),
+        messages=_by_size(sample for step in steps for sample in step.messages()),
+        bare_messages=_by_size(_bare_samples(bare)),
+        collectives=tuple(_collectives(steps)),
+        host=Host(
+            between_ops=_spread(Spread, [gap for step in steps for gap in step.gaps()]),
+            after_wait=_spread(Spread, [delay for step in steps for delay in step.delays()]),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """One timed operation of a stage, in nanoseconds."""
+
+    kind: OpKind
+    stage: int
+    whole_ns: int
+    own_ns: int
+
+
+class _MeasuredStep:
+    """One step of all ranks: the log's entries by op id."""
+
+    def __init__(self, graph: OpGraph, logs: Mapping[int, Sequence[LogEntry]], step: int) -> None:
+        self._graph = graph
+        self._entries: dict[int, LogEntry] = {}
+        self._hosts: list[list[int]] = []
+        self._ready_ns: dict[int, int] = {}
+        for rank, entries in sorted(logs.items()):
+            ids = {str(graph.ops[op_id]): op_id for op_id in graph.rank_ops(rank)}
+            own = {ids[entry.op]: entry for entry in entries if entry.step == step}
+            self._entries |= own
+            self._hosts.append([i for i, entry in own.items() if entry.queue == HOST_QUEUE])
+            self._ready_ns |= _ready_times(own)
+
+    def computed(self) -> Iterator[_Computed]:
+        """Each timed operation with and without its collectives."""
+        for op_ids in self._hosts:
+            inside: dict[str, int] = defaultdict(int)
+            for op_id in op_ids:
+                if self._is_child(op_id):
+                    inside[str(self._graph.ops[op_id].target)] += _duration(self._entries[op_id])
+            for op_id in op_ids:
+                op = self._graph.ops[op_id]
+                if op.kind in _TIMED:
+                    whole = _duration(self._entries[op_id])
+                    yield _Computed(op.kind, op.stage, whole, whole - inside[str(op)])
+
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """(bytes, nanoseconds) of each message whose receiver was ready before its sender."""
+        for send, receive in self._graph.edges[EdgeKind.MATCH].tolist():
+            sent, ready = self._ready_ns[send], self._ready_ns[receive]
+            if ready <= sent:
+                entry = self._entries[receive]
+                yield entry.numel * dtype_bytes(entry.dtype), entry.end_ns - sent
+
+    def collectives(self) -> Iterator[tuple[tuple[str, int, int], int]]:
+        """((kind, members, bytes that each puts in), nanoseconds from the last arrival to the end) of each member."""
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for op_id in self._entries:
+            group = int(self._graph.group[op_id])
+            if group != NONE:
+                calls[group, int(self._graph.position[op_id])].append(op_id)
+        for (group, _), members in calls.items():
+            kind = self._graph.ops[members[0]].kind
+            name = str(OpKind.ALL_GATHER if kind in GATHER_KINDS else kind)
+            entries = [self._entries[op_id] for op_id in members]
+            last_start = max(entry.start_ns for entry in entries)
+            for entry in entries:
+                num_bytes = entry.numel * dtype_bytes(entry.dtype)
+                yield (name, self._graph.groups[group].size, num_bytes), max(0, entry.end_ns - last_start)
+
+    def gaps(self) -> Iterator[int]:
+        """Nanoseconds between operations of a host that follow each other."""
+        for op_ids in self._hosts:
+            walk = [self._entries[op_id] for op_id in op_ids if not self._is_child(op_id)]
+            yield from (after.start_ns - before.end_ns for before, after in pairwise(walk))
+
+    def delays(self) -> Iterator[int]:
+        """Nanoseconds from the end of a transfer to that of the wait for it, where the wait began before."""
+        for op_ids in self._hosts:
+            for op_id in op_ids:
+                target = int(self._graph.waits_for[op_id])
+                wait = self._entries[op_id]
+                if target != NONE and wait.start_ns < self._entries[target].end_ns:
+                    yield wait.end_ns - self._entries[target].end_ns
+
+    def _is_child(self, op_id: int) -> bool:
+        op = self._graph.ops[op_id]
+        return op.kind in CHILD_KINDS and op.target is not None
+
+
+def _ready_times(entries: Mapping[int, LogEntry]) -> dict[int, int]:
+    """When each transfer of a rank was posted and its channel free."""
+    free_ns: dict[str, int] = {}
+    ready = {}
+    transfers = [(op_id, entry) for op_id, entry in entries.items() if entry.queue != HOST_QUEUE]
+    for op_id, entry in sorted(transfers, key=lambda pair: pair[1].start_ns):
+        ready[op_id] = max(entry.posted_ns, free_ns.get(entry.queue, 0))
+        free_ns[entry.queue] = entry.end_ns
+    return ready
+
+
+def _duration(entry: LogEntry) -> int:
+    return entry.end_ns - entry.start_ns
+
+
+def _stages(num_stages: int, steps: Sequence[_MeasuredStep]) -> Iterator[StageTimes]:
+    times: dict[tuple[int, OpKind], list[_Computed]] = defaultdict(list)
+    for step in steps:
+        for computed in step.computed():
+            times[computed.stage, computed.kind].append(computed)
+    for stage in range(num_stages):
+        ops = []
+        for kind in get_args(TimedKind):
+            measured = times.get((stage, OpKind(kind)), [])
+            whole = _spread(Spread, [computed.whole_ns for computed in measured])
+            own = _spread(Spread, [computed.own_ns for computed in measured])
+            if whole is not None and own is not None:
+                ops.append(StageOp(kind=kind, whole=whole, own=own))
+        yield StageTimes(stage=stage, ops=tuple(ops))
+
+
+def _collectives(steps: Sequence[_MeasuredStep]) -> Iterator[CollectivePoint]:
+    times: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for step in steps:
+        for key, time_ns in step.collectives():
+            times[key].append(time_ns)
+    for (kind, axis_size, num_bytes), samples in sorted(times.items()):
+        point = _spread(CollectivePoint, samples, kind=kind, axis_size=axis_size, bytes=num_bytes)
+        assert point is not None
+        yield point
+
+
+def _by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for num_bytes, time_ns in samples:
+        by_size[num_bytes].append(time_ns)
+    spreads = (_spread(SizedSpread, times, bytes=size) for size, times in sorted(by_size.items()))
+    return tuple(spread for spread in spreads if spread is not None)
+
+
+def _bare_samples(bare: Mapping[int, Sequence[BareEnd]]) -> Iterator[tuple[int, int]]:
+    """(bytes, nanoseconds) of each bare message whose receiver was ready before its sender: each channel is a FIFO."""
+    sends: dict[str, list[BareEnd]] = defaultdict(list)
+    receives: dict[str, list[BareEnd]] = defaultdict(list)
+    for ends in bare.values():
+        for end in ends:
+            (sends if end.is_send else receives)[end.channel].append(end)
+    for channel, sent in sends.items():
+        for send, receive in zip(sent, receives[channel], strict=True):
+            if receive.posted_ns <= send.posted_ns:
+                yield send.num_bytes, receive.end_ns - send.posted_ns
+
+
+def _spread(form: type[_Spread], times_ns: Sequence[int], /, **about: object) -> _Spread | None:
+    """Quartiles and mean in microseconds, to the nanosecond; None without samples."""
+    if not times_ns:
+        return None
+    quartiles = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else [times_ns[0]] * 3
+    q1, median, q3 = (round(time) / 1000 for time in quartiles)
+    figures = {"q1_us": q1, "median_us": median, "q3_us": q3, "mean_us": round(fmean(times_ns)) / 1000}
+    return form.model_validate({**about, "count": len(times_ns), **figures})
+
+
+def _machine(num_processes: int, threads: int) -> Machine:
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        processes=num_processes,
+        threads=threads,
+        framework=f"paddle {_paddle_version()}",
+        system=f"{platform.system()} {platform.release()}",
+    )
+
+
+def _processor() -> str:
+    """The processor's name where the kernel tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _paddle_version() -> str:
+    for package in ("paddlepaddle", "paddlepaddle-gpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of an unknown version"

@@ -1,0 +1,24 @@
+"""A plan whose receives are posted early runs, and is equal to the reference bit for bit."""
+
+import pytest
+
+from tests.exec.processes import Run
+from tests.plans import plan_dict
+
+pytestmark = pytest.mark.needs_paddle
+
+PLAN = {
+    "topology": {"pp": 2, "tp": 2},
+    "schedule": {"kind": "interleaved", "num_chunks": 2},
+    "transport": {"forward": "partial", "backward": "partial", "recv_post": "one_ahead"},
+}
+
+
+def test_two_chunks_in_slices_match_the_reference_bit_for_bit(tmp_path):
+    ended = Run(tmp_path, plan_dict(**PLAN)).end()
+    assert ended.status == 0, ended.output
+    report = ended.report
+    assert report["verified"]
+    assert report["log_matches_graph"]
+    assert all(step["bitwise"] for step in report["steps"])
+    assert all(gradient["md5"] == gradient["reference_md5"] for gradient in report["gradients"])
