@@ -49,8 +49,15 @@ def make_plan():
 
 @pytest.fixture(scope="session")
 def run():
-    """Simulate the plan that the options describe."""
-    return lambda **options: simulate(lowered(**options))
+    """Simulate the plan that the options describe, on both engines."""
+
+    def on_both(**options):
+        plan = lowered(**options)
+        fast, simpy = (simulate(plan, engine=engine) for engine in ("fast", "simpy"))
+        assert (fast.makespan, fast.figures) == (simpy.makespan, simpy.figures)
+        return fast
+
+    return on_both
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layers import Layer, Parameter
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale
+from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.collectives import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.paddle.earlier import EarlierPieces
 from pipeproof.stages.paddle.functional import causal_attention, rms_norm, rotary_tables, rotate, swiglu
@@ -60,7 +61,16 @@ class PaddleStage:
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
         }
 
-    def forward(self, activation: Tensor | None, batch: Batch, *, step: int, index: int, piece: int = 0) -> Tensor:
+    def forward(
+        self,
+        activation: Tensor | None,
+        batch: Batch,
+        *,
+        step: int,
+        index: int,
+        piece: int = 0,
+        watch: LayerWatch | None = None,
+    ) -> Tensor:
         """Run one micro-batch through the stage's layers; the caller keeps the result for backward.
 
         ``activation`` is what the stage before made, None for a stage that
@@ -68,7 +78,8 @@ class PaddleStage:
         ranks) say which micro-batch it is; where sequences are cut, ``piece``
         says which piece, and pieces come in order (backward in reverse). The
         result is the activation for the next stage, or, from a stage that ends
-        with ``head``, the scaled loss as a scalar.
+        with ``head``, the scaled loss as a scalar. ``watch`` is shown what
+        crosses the borders between layers.
         """
         if (activation is None) != (self._layers[0].name == "embed"):
             raise ValueError(
@@ -77,6 +88,8 @@ class PaddleStage:
             )
         batch = Batch(*(np.split(words, self._num_pieces, axis=1)[piece] for words in (batch.tokens, batch.labels)))
         for layer in self._layers:
+            if watch is not None and activation is not None:
+                watch.see(layer.name, "input", index, piece, [activation])
             if layer.name == "embed":
                 activation = self._embed(layer.name, batch)
             elif layer.name == "norm":
@@ -85,6 +98,10 @@ class PaddleStage:
                 activation = self._head(activation, batch) * loss_scale(self._plan, step, index)
             else:
                 activation = self._block(activation, layer.name, index, piece)
+            if watch is not None and layer.name == "head":
+                watch.see_loss(layer.name, index, piece, activation)
+            elif watch is not None:
+                watch.see(layer.name, "output", index, piece, [activation])
         return activation
 
     def backward_input(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:

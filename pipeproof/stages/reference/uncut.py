@@ -10,7 +10,8 @@ which order sums run, so the reference follows the plan there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,21 +22,25 @@ import paddle.nn.functional as F
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
+from pipeproof.stages.describe.watch import LayerWatch, Side
 from pipeproof.stages.reference.result import StepResult
 
 Tensor: TypeAlias = paddle.Tensor
+Look: TypeAlias = Callable[[str, Side, Tensor], None]
+"""Is told what a layer takes or gives."""
 
 
-def run_uncut(plan: PlanSpec) -> Iterator[StepResult]:
+def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepResult]:
     """Train the whole model for the plan's steps, yielding after each; lazy.
 
     All micro-batches of all data-parallel ranks run one after another in their
     order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype.
+    ``watch`` is shown what crosses the borders between layers.
     """
     model = UncutModel(plan, _initial_weights(plan))
     optimizer = _optimizer(plan, list(model.weights.values()))
     for step in range(plan.run.steps):
-        result = _gradients(model, step)
+        result = _gradients(model, step, watch)
         optimizer.step()
         yield result
 
@@ -46,16 +51,19 @@ def uncut_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], step: in
     From the weights that another order of sums has led to, this shows what the
     order does to one step: what it does to many is up to the optimizer.
     """
-    return _gradients(UncutModel(plan, weights), step)
+    return _gradients(UncutModel(plan, weights), step, None)
 
 
-def _gradients(model: UncutModel, step: int) -> StepResult:
+def _gradients(model: UncutModel, step: int, watch: LayerWatch | None) -> StepResult:
     for weight in model.weights.values():
         weight.grad = paddle.zeros_like(weight)
     losses = []
     for index in range(model.plan.topology.dp * model.plan.schedule.num_micro_batches):
         batch = micro_batch(model.plan, step, index)
-        loss = model.loss(batch) * loss_scale(model.plan, step, index)
+        look = _look_away if watch is None else partial(_show, watch, index)
+        loss = model.loss(batch, look) * loss_scale(model.plan, step, index)
+        if watch is not None:
+            watch.see_loss("head", index, 0, loss)
         loss.backward()
         losses.append(loss.numpy()[()])
     total = losses[0]
@@ -64,6 +72,14 @@ def _gradients(model: UncutModel, step: int) -> StepResult:
     gradients = {name: weight.grad.numpy().copy() for name, weight in model.weights.items()}
     weights = {name: weight.numpy().copy() for name, weight in model.weights.items()}
     return StepResult(step, total, gradients, weights)
+
+
+def _look_away(layer: str, side: Side, tensor: Tensor) -> None:
+    pass
+
+
+def _show(watch: LayerWatch, index: int, layer: str, side: Side, tensor: Tensor) -> None:
+    watch.see(layer, side, index, 0, [tensor])
 
 
 def _initial_weights(plan: PlanSpec) -> dict[str, npt.NDArray[Any]]:
@@ -87,16 +103,23 @@ class UncutModel:
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, look: Look = _look_away) -> Tensor:
         """The cross-entropy summed over the micro-batch's counted tokens, a scalar."""
         tokens, labels = batch.tokens, batch.labels
         if self.sequence_first:
             tokens, labels = tokens.T, labels.T
         x = F.embedding(paddle.to_tensor(np.ascontiguousarray(tokens)), self.weights["embed.weight"])
+        look("embed", "output", x)
         for i in range(self.plan.model.num_layers):
+            look(f"layer.{i}", "input", x)
             x = x + self.attention(self.norm(x, f"layer.{i}.attn_norm.weight"), f"layer.{i}.attn")
             x = x + self.mlp(self.norm(x, f"layer.{i}.mlp_norm.weight"), f"layer.{i}.mlp")
-        logits = paddle.matmul(self.norm(x, "norm.weight"), self.weights["head.weight"])
+            look(f"layer.{i}", "output", x)
+        look("norm", "input", x)
+        x = self.norm(x, "norm.weight")
+        look("norm", "output", x)
+        look("head", "input", x)
+        logits = paddle.matmul(x, self.weights["head.weight"])
         losses = F.cross_entropy(
             logits.reshape([-1, self.plan.model.vocab_size]),
             paddle.to_tensor(np.ascontiguousarray(labels)).reshape([-1]),
