@@ -1,0 +1,1 @@
+"""Bit for bit: records of runs, logs of trainings, and where two of them part."""

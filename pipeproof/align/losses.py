@@ -1,0 +1,147 @@
+"""Losses of two sides, paired as they come and counted by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeAlias
+
+import numpy as np
+
+from pipeproof.align.arrays import FAR, max_relative, max_ulps
+from pipeproof.align.logs import Observed
+
+Key: TypeAlias = tuple[int, str, str, int, int]
+
+WINDOW = 100_000
+"""Most losses of one side that wait for the other's: beyond, the oldest counts as having no partner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What still counts as equal: either is enough; without both, the bits decide."""
+
+    ulps: int = 0
+    relative: float = 0.0
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether nothing but the same bits will do."""
+        return self.ulps == 0 and self.relative == 0.0
+
+    def allows(self, ulps: int, relative: float) -> bool:
+        """Whether a distance is small enough; ``FAR`` ulps are never."""
+        return ulps != FAR and (ulps <= self.ulps or relative <= self.relative)
+
+
+@dataclass(frozen=True, slots=True)
+class LossDifference:
+    """The two sides of one loss, and how far apart they are in ``dtype``; None without values."""
+
+    a: Observed
+    b: Observed
+    ulps: int | None
+    relative: float | None
+
+
+@dataclass(slots=True)
+class Matches:
+    """Steps of one kind of loss: how many both sides have, in which something differs, and the first difference."""
+
+    steps: set[int] = field(default_factory=set)
+    differing: set[int] = field(default_factory=set)
+    first: LossDifference | None = None
+
+    @property
+    def num_equal(self) -> int:
+        """Steps in which every loss of this kind is equal."""
+        return len(self.steps) - len(self.differing)
+
+
+@dataclass(slots=True)
+class LossAlignment:
+    """All losses of two sides.
+
+    ``unpaired`` counts, of A and of B, losses without a partner, with one of
+    them as an example. ``by_value`` says that for some of them only printed
+    values were there to compare.
+    """
+
+    main: Matches = field(default_factory=Matches)
+    mtp: Matches = field(default_factory=Matches)
+    unpaired: list[int] = field(default_factory=lambda: [0, 0])
+    examples: list[Observed | None] = field(default_factory=lambda: [None, None])
+    by_value: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether every loss has a partner, and they are equal."""
+        return not (self.main.differing or self.mtp.differing or any(self.unpaired))
+
+    def put(self, a: Observed, b: Observed, tolerance: Tolerance, dtype: str) -> None:
+        """Compare one pair."""
+        matches = self.mtp if a.loss.startswith("mtp") else self.main
+        matches.steps.add(a.step)
+        if a.md5 is not None and b.md5 is not None:
+            equal = a.md5 == b.md5
+        elif a.value is not None and b.value is not None:
+            self.by_value = True
+            equal = float(a.value) == float(b.value) or (math.isnan(float(a.value)) and math.isnan(float(b.value)))
+        else:
+            self.miss(0, a)
+            self.miss(1, b)
+            return
+        if equal:
+            return
+        ulps, relative = _distance(a, b, dtype)
+        if ulps is not None and relative is not None and not tolerance.bitwise and tolerance.allows(ulps, relative):
+            return
+        matches.differing.add(a.step)
+        if matches.first is None or a.key < matches.first.a.key:
+            matches.first = LossDifference(a, b, ulps, relative)
+
+    def miss(self, side: int, observed: Observed) -> None:
+        """Count a loss without a partner."""
+        self.unpaired[side] += 1
+        self.examples[side] = self.examples[side] or observed
+
+
+def align_losses(
+    a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolerance, dtype: str = "float32"
+) -> LossAlignment:
+    """Pair the losses of two streams by what they are, whatever the order in which each has them.
+
+    Raises:
+        AlignmentError: a stream cannot be read on.
+    """
+    found = LossAlignment()
+    waiting: tuple[dict[Key, Observed], dict[Key, Observed]] = ({}, {})
+    for pair in zip_longest(a, b):
+        for side, observed in enumerate(pair):
+            if observed is None:
+                continue
+            partner = waiting[1 - side].pop(observed.key, None)
+            if partner is None:
+                if (replaced := waiting[side].pop(observed.key, None)) is not None:
+                    found.miss(side, replaced)
+                waiting[side][observed.key] = observed
+            else:
+                first, second = (observed, partner) if side == 0 else (partner, observed)
+                found.put(first, second, tolerance, dtype)
+            if len(waiting[side]) > WINDOW:
+                found.miss(side, waiting[side].pop(next(iter(waiting[side]))))
+    for side, left in enumerate(waiting):
+        for observed in left.values():
+            found.miss(side, observed)
+    return found
+
+
+def _distance(a: Observed, b: Observed, dtype: str) -> tuple[int | None, float | None]:
+    """In ulps of ``dtype``, and, in the digits that were printed, relative to B."""
+    if a.value is None or b.value is None:
+        return None, None
+    with np.errstate(over="ignore"):
+        x, y = (np.asarray([float(value)]) for value in (a.value, b.value))
+        return max_ulps(x.astype(dtype), y.astype(dtype)), max_relative(x, y)

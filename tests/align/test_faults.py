@@ -1,0 +1,146 @@
+"""Faults planted into a real model with tensor and sequence parallelism, and where ``align`` finds them.
+
+A factor of an auxiliary loss, MTP modules and a tied weight that is reduced
+twice are not among these.
+"""
+
+import json
+
+import pytest
+
+from tests.cli.commands import invoke
+from tests.docs.test_schemas import fits, require_fit
+
+pytestmark = pytest.mark.needs_paddle
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def recorded(**how):
+    from tests.align.recorded_run import RecordedRun
+
+    return RecordedRun(**how)
+
+
+def located(directory, *options, status=1):
+    """The result as JSON."""
+    result = invoke("align", directory / "run", directory / "reference", "--json", *options)
+    assert result.exit_code == status, result.output
+    content = json.loads(result.stdout)
+    require_fit("align", content)
+    return content
+
+
+def test_without_a_fault_all_is_equal(tmp_path):
+    recorded().record(tmp_path)
+    found = located(tmp_path, status=0)
+    assert found["main"] == {"steps": 2, "equal": 2, "first_difference": None}
+    borders = (
+        9 + 8
+    )  # embed gives, two layers and norm take and give, head takes and gives; back, but the loss's gradient
+    assert found["tensors"]["compared"] == 2 * (2 * borders + 2 * 7 + 3)
+    assert found["tensors"]["equal"] == found["tensors"]["compared"]
+    lines = [json.loads(line) for line in (tmp_path / "reference" / "record.jsonl").read_text().splitlines()]
+    for line in lines:
+        require_fit("record", line)
+    cut = next(line for line in lines if line["kind"] == "tensor")
+    assert [shard["index"][0] for shard in cut["shards"]] == [[0, 4], [4, 8]]
+    assert not fits("record", {**lines[1], "md5": "0"})
+    assert not fits("record", {**lines[0], "format": 2})
+    assert not fits("align", {**found, "equal": None})
+
+
+def test_a_wrong_scale_of_the_loss(tmp_path, monkeypatch):
+    from tests.align.recorded_run import plant_wrong_loss_scale
+
+    plant_wrong_loss_scale(monkeypatch)
+    recorded().record(tmp_path)
+    found = located(tmp_path)
+    assert found["main"]["equal"] == 0
+    first = found["tensors"]["first_difference"]
+    assert (first["step"], first["tensor"]["layer"]) == (0, "head")
+    assert (first["tensor"]["direction"], first["tensor"]["side"]) == ("forward", "output")
+    assert first["cause"]["family"] == "scale"
+    assert "1/2 of B's, exactly" in first["cause"]["evidence"]
+    assert not first["handed_on"]
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_missing_reduction_of_norms_with_sequence_parallelism(values, tmp_path):
+    recorded(reduce=False).record(tmp_path, values=values)
+    found = located(tmp_path)
+    assert found["main"]["first_difference"]["step"] == 1  # the first step's loss says nothing
+    first = found["tensors"]["first_difference"]
+    assert first["step"] == 0
+    assert first["tensor"] == {"kind": "gradient", "layer": "norm", "parameter": "norm.weight"}
+    assert first["ranks"] == [0, 1]
+    assert first["cause"]["family"] == "missing reduction"
+    assert ("their sum is B's" if values else "by MD5s alone") in first["cause"]["evidence"]
+
+
+def test_a_wrong_backward_of_the_rotary_embedding(tmp_path, monkeypatch):
+    from tests.align.recorded_run import plant_wrong_rope_backward
+
+    plant_wrong_rope_backward(monkeypatch)
+    recorded().record(tmp_path)
+    found = located(tmp_path)
+    assert found["main"]["first_difference"]["step"] == 1
+    first = found["tensors"]["first_difference"]
+    assert first["step"] == 0
+    assert first["tensor"]["layer"] == "layer.1"  # the last block is the first that backward comes to
+    assert (first["tensor"]["direction"], first["tensor"]["side"]) == ("backward", "output")
+    before = found["tensors"]["last_equal_before"]
+    assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
+    assert first["cause"]["family"] == "unknown"
+
+
+def test_heads_that_are_swapped_between_ranks_change_no_activation(tmp_path):
+    run = recorded()
+    run.swap_heads("layer.1")
+    run.record(tmp_path)
+    found = located(tmp_path)
+    first = found["tensors"]["first_difference"]
+    assert first["step"] == 0
+    assert first["tensor"] == {"kind": "gradient", "layer": "layer.1", "parameter": "layer.1.attn.out.weight"}
+    assert first["cause"]["family"] == "layout"
+    assert "whole slices along dim 0, such as A's 0 which is B's 8" in first["cause"]["evidence"]
+    assert first["ranks"] == [0, 1]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_swapped_ids_of_experts(swapped, tmp_path):
+    run = recorded(moe={"num_experts": 4, "top_k": 2, "ffn_size": 8})
+    if swapped:
+        run.swap_experts("layer.1")
+    run.record(tmp_path)
+    found = located(tmp_path, status=int(swapped))
+    if swapped:
+        first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
+        assert first["step"] == 0
+        assert (first["tensor"]["layer"], first["tensor"]["direction"], first["tensor"]["side"]) == (
+            "layer.1", "forward", "output",
+        )  # fmt: skip
+        assert (before["layer"], before["side"]) == ("layer.1", "input")
+
+
+def test_what_the_terminal_shows(tmp_path):
+    recorded(reduce=False).record(tmp_path)
+    text = invoke("align", tmp_path / "run", tmp_path / "reference").stdout
+    assert text.startswith("main_matches=1/2\nfirst_main_diff: step 1, main (loss): A ")
+    assert "first tensor that differs, in execution order: step 0, gradient of norm.weight, ranks 0, 1\n" in text
+    assert "  cause, a guess: missing reduction: 2 ranks of A hold different tensors; their sum is B's" in text
+    assert "  last equal before it: gradient of head.weight\n" in text
+    assert text.endswith("different\n")
+
+
+def test_a_tolerance_lets_rounding_pass_and_nothing_more(tmp_path):
+    recorded(reduce=False).record(tmp_path)
+    assert located(tmp_path, "--relative", "1e-5")["tensors"]["first_difference"]["step"] == 0
+    loose = located(tmp_path, "--relative", "1e9", "--ulps", "1000000")
+    assert not loose["equal"]  # ranks that hold other values of one part are never equal
+    assert loose["main"]["equal"] == 2
