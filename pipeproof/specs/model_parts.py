@@ -27,6 +27,14 @@ class MoeSpec(_Part):
     dense_layers: int = Field(
         default=0, ge=0, le=100_000, description="First blocks that keep the MLP of model.ffn_size."
     )
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax",
+        description="What the router's outputs go through: a softmax over all experts, or each by itself a sigmoid "
+        "(arXiv:2412.19437, section 2.1.2). The largest scores choose; of equal ones, the lower experts.",
+    )
+    normalize: bool = Field(
+        default=True, description="Whether the chosen scores are divided by their sum to be a token's weights."
+    )
     nodes_per_token: int | None = Field(
         default=None,
         ge=1,

@@ -74,7 +74,8 @@ def test_experts_without_a_limit_change_no_links():
 def test_the_figure_of_a_published_count():
     """arXiv:2505.09343, section 2.3.2: (1 + 2 bytes) x 32 tokens x 9 paths x 7 K / 50 GB/s = 120.96 us.
 
-    There every token crosses for each expert; of n ranks on n nodes, n - 1 do.
+    There every token crosses for each expert; of n ranks on n nodes, n - 1 do. The count of each expert's tokens goes
+    before, in eight bytes.
     """
     moe = {"num_experts": 252, "top_k": 9, "ffn_size": 16, "dispatch_dtype": "float8"}
     data = plan_dict(
@@ -91,16 +92,19 @@ def test_the_figure_of_a_published_count():
     costs = AnalyticCosts(plan_from_dict(data).spec, plan_from_dict(data).spec.cost.analytic)
     published = Fraction("120.96") * Fraction(35, 36)
     (stage,) = costs.stages
-    for phase in (Phase.FORWARD, Phase.INPUT):
-        assert stage[phase].links_us == pytest.approx(float(2 * published), abs=0.01)  # two blocks
+    counts = Fraction(252 * 8, 50_000) * Fraction(35, 36)
+    for phase, one_block in ((Phase.FORWARD, published + counts), (Phase.INPUT, published)):
+        assert stage[phase].links_us == pytest.approx(float(2 * one_block), abs=0.01)  # two blocks
 
 
 def test_what_goes_to_experts_has_its_type_and_what_comes_back_has_not():
     spec = plan_from_dict(plan_dict(model={"moe": EIGHT_BIT}, topology={"ep": 2})).spec
     dense, block = describe_gpt(spec)[1:3]
     assert not dense.forward_collectives
+    counts, *forward = block.forward_collectives
+    assert (counts.label, counts.item_bytes(2)) == ("layer.1.mlp.counts", 8)
     for calls, labels in (
-        (block.forward_collectives, ["layer.1.mlp.dispatch", "layer.1.mlp.combine"]),
+        (forward, ["layer.1.mlp.dispatch", "layer.1.mlp.combine"]),
         (block.backward_collectives, ["layer.1.mlp.combine.grad", "layer.1.mlp.dispatch.grad"]),
     ):
         assert [(c.label, c.dtype) for c in calls] == [(labels[0], "float8"), (labels[1], None)]
@@ -113,12 +117,13 @@ def test_the_graph_has_the_type_and_times_follow_it():
     lowered = lower(plan_from_dict(plan_dict(model={"moe": EIGHT_BIT}, topology={"ep": 2}, cost=cost)).spec)
     graph = lowered.graph
     exchanges = [i for i in graph.rank_ops(0) if graph.ops[i].kind is OpKind.ALL_TO_ALL]
-    assert {graph.tensors[t].dtype for t in graph.tensor[exchanges].tolist() if t != NONE} == {"float8"}
+    assert {graph.tensors[t].dtype for t in graph.tensor[exchanges].tolist() if t != NONE} == {"float8", "int64"}
     visits = 2 * 8 * 4 * 16  # 16 tokens, 4 experts each, 16 elements; activations have 4 bytes
-    assert {*bytes_of(lowered, lowered.links)[exchanges].tolist()} == {visits, 4 * visits}
+    counts = 8 * 8  # of each expert, in 8 bytes
+    assert {*bytes_of(lowered, lowered.links)[exchanges].tolist()} == {counts, visits, 4 * visits}
     timeline = simulate(lowered).timeline
     spans = {s.op: s.end - s.start for s in timeline.spans if s.rank == 0 and "0F0/" in s.op}
-    assert list(spans.values()) == [visits / 2, 4 * visits / 2]  # one half leaves, at a byte a nanosecond
+    assert list(spans.values()) == [counts / 2, visits / 2, 4 * visits / 2]  # one half leaves, at a byte a nanosecond
 
 
 def test_plans_with_it_are_right_and_others():
@@ -131,6 +136,24 @@ def test_plans_with_it_are_right_and_others():
         assert [f.code for f in found if f.severity is Severity.ERROR] == []
     assert len({plan_digest(one) for one in (plain, narrow, limited)}) == 3
     assert plain.graph.tensors + narrow.graph.tensors[-1:] == narrow.graph.tensors
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind"),
+    [
+        ({"tp": 2, "ep": 2, "cp": 2, "sequence_parallel": True}, "zb_h1"),
+        ({"tp": 2, "ep": 4, "dp": 2}, "1f1b"),
+        ({"ep": 2}, "dualpipe"),
+    ],
+)
+def test_other_plans_with_it_are_right_and_both_engines_time_them_alike(topology, kind):
+    cost = {"analytic": {"device": "h800", "dtype": "bfloat16", "ranks_per_node": 2}}
+    moe = {**EIGHT_BIT, "nodes_per_token": 2}
+    one = subject(model={"moe": moe}, topology=topology, schedule={"kind": kind}, cost=cost)
+    for plan in (one.plan, one.plan.unfolded()):
+        found = check_subject(replace(one, lowered=plan)).findings
+        assert [f.code for f in found if f.severity is Severity.ERROR] == []
+        assert simulate(plan, engine="fast").timeline == simulate(plan, engine="simpy").timeline
 
 
 def test_experts_keep_tokens_as_they_were_sent():

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 
 from pipeproof.comm.analytic.devices import DEVICES, Device
 from pipeproof.comm.analytic.links import Links
+from pipeproof.comm.generated import ends_share_ranks
 from pipeproof.comm.links.network import Network, exact
 from pipeproof.specs.analytic import AnalyticSpec
 from pipeproof.specs.dtypes import dtype_bytes
@@ -28,7 +30,7 @@ from pipeproof.specs.plan import CostSpec, PlanSpec
 from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
 from pipeproof.stages.describe.layers import CollectiveKind, Layer, describe_gpt, is_block, layer_kind
-from pipeproof.stages.describe.memory import moved_by_update, state_of
+from pipeproof.stages.describe.memory import moved_by_update, state_of_weights
 from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.stages.describe.work import ATTENTION_CORE, Phase, Unit, Work, layer_work
 
@@ -160,8 +162,13 @@ class AnalyticCosts:
     def updates(self) -> tuple[Fraction, ...]:
         """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
         layers = {layer.name: layer for layer in describe_gpt(self._plan)}
+        lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
         bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
-        states = [state_of(self._plan, [layers[name] for name in names]) for names in stage_layers(self._plan)]
+        states = []
+        for names in stage_layers(self._plan):
+            stage = [layers[name] for name in names]
+            held = [layer.parameters if lends else (*layer.parameters, *layer.borrowed) for layer in stage]
+            states.append(state_of_weights(self._plan, chain.from_iterable(held)))
         return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
 
     def work(self, work: Work) -> PhaseTime:
