@@ -11,6 +11,10 @@ from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.schedule.optable import NONE
+from pipeproof.specs.ranges import names_text, ranges_text
+
+MOST_SHOWN = 100
+"""Computations of a program that are shown."""
 
 
 def render_show(plan: LoweredPlan, console: Console) -> None:
@@ -21,7 +25,7 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
     for stage, names in enumerate(plan.stages):
         ranks = plan.ranks_of_stage(stage)
         numel = sum(prod(p.shape) for layer in plan.layers_of(stage) for p in layer.parameters)
-        stages.add_row(str(stage), ", ".join(map(str, ranks)), ", ".join(names), f"{numel:,}")
+        stages.add_row(str(stage), ranges_text(ranks, ", "), names_text(names), f"{numel:,}")
     console.print(stages)
     boundary = plan.boundary
     if len(plan.stages) > 1:
@@ -29,19 +33,29 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
             f"boundary tensor: {boundary.dims} {list(boundary.shape)} {boundary.dtype}, {boundary.tp} over tp; each "
             f"rank holds {list(boundary.local_shape)}; its gradient is {boundary.grad_placement()}"
         )
-    groups = Table(title="groups, in the order of creation", title_justify="left", min_width=34)
-    groups.add_column("communicator")
-    groups.add_column("ranks")
-    for channel in plan.graph.channels:
-        groups.add_row(channel.communicator, f"{channel.src} -> {channel.dst}")
-    for group in plan.graph.groups:
-        groups.add_row(group.axis, ", ".join(map(str, group.ranks)))
-    if groups.row_count:
-        console.print(groups)
+    if plan.graph.channels or plan.graph.groups:
+        console.print(_groups(plan))
     console.print(f"weight gradients are added: {accumulation_of(plan)}")
     console.print("programs (transfers, waits and collectives: `--rank N`)")
     for rank, program in enumerate(plan.programs):
-        console.print(f"  pp {rank}: {' '.join(map(str, program))}", soft_wrap=True)
+        more = f" and {len(program) - MOST_SHOWN} more" if len(program) > MOST_SHOWN else ""
+        console.print(f"  pp {rank}: {' '.join(map(str, program[:MOST_SHOWN]))}{more}", soft_wrap=True)
+
+
+def _groups(plan: LoweredPlan) -> Table:
+    """The communicators; of a folded graph, those of the replica whose ranks stand for all others."""
+    graph, mesh = plan.graph, plan.mesh
+    where = f", of {graph.num_ranks:,} of {mesh.num_ranks:,} ranks: the others have the same" if plan.folded else ""
+    groups = Table(title=f"groups, in the order of creation{where}", title_justify="left", min_width=34)
+    groups.add_column("communicator")
+    groups.add_column("ranks")
+    for channel in graph.channels:
+        groups.add_row(channel.communicator, f"{graph.global_rank[channel.src]} -> {graph.global_rank[channel.dst]}")
+    for group in graph.groups:
+        ranks = [graph.global_rank[rank] for rank in group.ranks]
+        beside = f" and {group.size - len(ranks):,} more" if group.copies > 1 else ""
+        groups.add_row(group.axis, ranges_text(ranks, ", ") + beside)
+    return groups
 
 
 def render_program(plan: LoweredPlan, rank: int, console: Console) -> None:

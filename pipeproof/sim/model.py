@@ -85,9 +85,7 @@ class _Order(EntryOrder):
 
 
 class _Model:
-    def __init__(
-        self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None
-    ) -> None:
+    def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None) -> None:
         self._graph, self._durations = graph, durations
         self._rendezvous = model.completes == "rendezvous"
         self._env = simpy.Environment(initial_time=0)

@@ -6,7 +6,7 @@ from math import ceil
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.stages.describe.memory import Life, activations_of, state_of
+from pipeproof.stages.describe.memory import Life, activations_of, state_of_weights
 
 FORWARDS = {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.GATHER_FORWARD, OpKind.SLICE_FORWARD}
 
@@ -81,7 +81,9 @@ def peaks(lowered, timeline):
     entries = [entry for entry in intervals(lowered, timeline) if entry[1] < entry[2]]
     result = []
     for rank, global_rank in enumerate(lowered.graph.global_rank):
-        states = [state_of(lowered.spec, lowered.layers_of(s)) for s in lowered.stages_of_rank(global_rank)]
+        pp = lowered.mesh.coords(global_rank)["pp"]
+        stages = lowered.stages_of_rank(global_rank)
+        states = [state_of_weights(lowered.spec, lowered.weights_of(stage, pp)) for stage in stages]
         always = sum(state.parameters + state.gradients + state.optimizer for state in states)
         mine = [entry[1:] for entry in entries if entry[0] == rank]
         at = {begin for begin, _, _ in mine}

@@ -8,8 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 from pipeproof.cli import main
+from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.loaded import lower_loaded
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.ops import parse_op
+from pipeproof.sim.costs import Durations
 from pipeproof.sim.html.payload import payload
+from pipeproof.sim.model import run_model
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load import load_plan
 from pipeproof.verify.check import check
@@ -115,3 +121,13 @@ def test_the_terminal_counts_what_runs_beside_the_compute_queue(plan_file):
 
 def test_figures_are_exact(simulation):
     assert simulation.makespan == Fraction(920)
+
+
+def test_a_collective_of_its_own_rank_alone_waits_for_no_message():
+    """Not even where a device carries its communication out in the order of issue."""
+    programs = [["0RECV_F1", "0BARRIER:pp", "0F0"], ["1F0", "1SEND_F1"]]
+    rows = [[Row(parse_op(text), peer=NONE if "_" not in text else 1 - rank) for text in program]
+            for rank, program in enumerate(programs)]  # fmt: skip
+    graph = build_graph(rows, (), ())
+    outcome = run_model(graph, Durations((0, 2, 1, 9, 0), 0, 1), ChannelModel("device"))
+    assert outcome.ends == (9, 2, 3, 9, 9)

@@ -281,6 +281,7 @@ def test_1f1b_is_conditional_and_gpipe_robust():
     assert finding.severity is Severity.WARNING
     assert "3 of 18 channel models: one FIFO per device, rank or pair at rendezvous" in finding.message
     assert "no change is needed for paddle-gloo" in finding.help
+    assert "set `transport.recv_post` to as_sent" in finding.help
     assert {op.rank for op in finding.witness.ops} == {0, 1}
 
 
@@ -296,6 +297,7 @@ def test_the_witness_of_a_condition_is_under_the_first_model_named():
     )
     finding = only(one, "PP411")
     assert "one FIFO per device" in finding.message
+    assert "issue transfers that cross as one batch" in finding.help
     assert {op.rank for op in finding.witness.ops} == {0, 1}
 
 

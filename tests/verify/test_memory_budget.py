@@ -72,6 +72,15 @@ def test_what_the_help_says_fits_does_fit(kind):
         assert peak(**merged) <= budget
 
 
+@pytest.mark.parametrize(
+    ("tp", "gathered", "is_suggested"), [(2, "kept", True), (2, "again", False), (1, "kept", False)]
+)
+def test_to_gather_again_is_suggested_where_it_is_not_done(tp, gathered, is_suggested):
+    base = {"topology": {"tp": tp, "sequence_parallel": True}, "memory": {"gathered": gathered}}
+    (found,) = judged(peak(**base) - 1, **base)
+    assert ("`memory.gathered: again`" in found.help) == is_suggested
+
+
 def test_where_nothing_fits_the_help_says_what_comes_nearest():
     (found,) = judged(1000, topology={"dp": 2})
     text = (

@@ -14,7 +14,8 @@ from pipeproof.sim.memory.step import stage_holdings
 from pipeproof.sim.memory.words import size_text, unit_name, unit_of
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.terminal import format_us
-from pipeproof.stages.describe.memory import Held, is_flash, memory_dtype, optimizer_bytes, state_of
+from pipeproof.specs.ranges import ranges_text, runs
+from pipeproof.stages.describe.memory import Held, is_flash, memory_dtype, optimizer_bytes, state_of_weights
 
 
 def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console) -> None:
@@ -37,7 +38,7 @@ def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console
             size_text(size, power, unit=False)
             for size in (curve.peak, states, *(curve.make_up[part] for part in parts))
         )
-        table.add_row(_ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes)
+        table.add_row(ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes)
     console.print(table)
     budget = lowered.spec.memory.budget_gib
     if budget is not None:
@@ -50,8 +51,11 @@ def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
     """Print what each stage has all along, and what one micro-batch of it keeps, operation by operation."""
     stages = range(lowered.spec.num_stages)
     held = [stage_holdings(lowered, stage) for stage in stages]
-    states = [state_of(lowered.spec, lowered.layers_of(stage)) for stage in stages]
-    kinds = _runs([(states[stage], held[stage]) for stage in stages])
+    states = [
+        state_of_weights(lowered.spec, lowered.weights_of(stage, min(holders, default=0)))
+        for stage, holders in enumerate(lowered.holders)
+    ]
+    kinds = runs([(states[stage], held[stage]) for stage in stages])
     splits = lowered.spec.schedule.num_sequence_splits
     unit = "micro-batch" if splits == 1 else f"one of {splits} pieces of a micro-batch"
     console.print(Text(f"one rank's memory by stage; activations of one {unit}; {_assumptions(lowered)}"))
@@ -95,15 +99,3 @@ def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:
     for rank, curve in enumerate(curves):
         groups.setdefault((curve.peak_at_us, *curve.make_up.values()), []).append(rank)
     return list(groups.values())
-
-
-def _ranges_text(ranks: Sequence[int]) -> str:
-    """``0-3,6``."""
-    runs = _runs([rank - place for place, rank in enumerate(ranks)])
-    return ",".join(str(ranks[first]) if first == last else f"{ranks[first]}-{ranks[last]}" for first, last in runs)
-
-
-def _runs(values: Sequence[object]) -> list[tuple[int, int]]:
-    """The first and last place of each run of equal values."""
-    begins = [place for place in range(len(values)) if not place or values[place] != values[place - 1]]
-    return list(zip(begins, [place - 1 for place in [*begins[1:], len(values)]], strict=True))

@@ -34,7 +34,7 @@ from pipeproof.sim.memory.curve import GIB, MemoryCurve, Part
 from pipeproof.sim.memory.holdings import Clock, Holdings, curves_of
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.layers import layer_kind
-from pipeproof.stages.describe.memory import Held, Life, activations_of, keeps_input, memory_dtype, state_of
+from pipeproof.stages.describe.memory import Held, Life, activations_of, keeps_input, memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)
 _INPUT = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
@@ -74,12 +74,16 @@ class _Step:
         """What each rank has all along."""
         lowered, graph = self._lowered, self._graph
         overhead = int(lowered.spec.memory.overhead_gib * GIB)
-        states = [state_of(lowered.spec, lowered.layers_of(stage)) for stage in range(lowered.spec.num_stages)]
+        states = {
+            (stage, pp): state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
+            for stage, holders in enumerate(lowered.holders)
+            for pp in holders
+        }
         slots = self._slots()
         found = []
         for rank, global_rank in enumerate(graph.global_rank):
             pp = lowered.mesh.coords(global_rank)["pp"]
-            mine = [state for state, holders in zip(states, lowered.holders, strict=True) if pp in holders]
+            mine = [state for (_, holder), state in states.items() if holder == pp]
             found.append(
                 {
                     Part.PARAMETERS: sum(state.parameters for state in mine),
