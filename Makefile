@@ -34,6 +34,8 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_costs.py
 	$(BIN)/python docs/make_forms.py
 	$(BIN)/python docs/make_receives.py
+	$(BIN)/python docs/make_published.py
+	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_zoo.py
 	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_schedules.py
@@ -44,6 +46,7 @@ bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check.py
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/whole.py
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md

@@ -16,6 +16,7 @@ import click
 
 from pipeproof import __version__
 from pipeproof.commands.advise import advise
+from pipeproof.commands.align import align
 from pipeproof.commands.compare import compare
 from pipeproof.commands.convert import convert
 from pipeproof.commands.jitter import jitter
@@ -68,6 +69,7 @@ main.add_command(convert)
 main.add_command(advise)
 main.add_command(sweep)
 main.add_command(compare)
+main.add_command(align)
 main.add_command(jitter)
 
 
@@ -201,6 +203,17 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
     return Fault(int(rank), op, action)
 
 
+def _record_directory(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is None:
+        return None
+    from pipeproof.align.record import RECORD_FILE
+
+    for who in ("run", "reference"):
+        if (value / who / RECORD_FILE).exists():
+            raise click.BadParameter(f"{str(value)!r} holds a record already: name another directory, or remove it")
+    return writable(context, parameter, value)
+
+
 @main.command()
 @_PLAN
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
@@ -209,6 +222,13 @@ def _parse_fault(context: click.Context, parameter: click.Parameter, value: str 
               help="Write the measured timeline, in the forms of `simulate -o`.")  # fmt: skip
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write measured times, for `cost: {profile: FILE}`; the reference runs afterwards.")  # fmt: skip
+@click.option("--record", "record_directory", type=click.Path(path_type=Path, file_okay=False),
+              callback=_record_directory, metavar="DIR",
+              help="Record losses and gradients of the run and of the reference below DIR, for `align`.")  # fmt: skip
+@click.option("--record-layers", is_flag=True,
+              help="Record what each layer takes and gives, forward and backward, too.")  # fmt: skip
+@click.option("--record-values", is_flag=True,
+              help="Keep the tensors themselves, which are large, so that `align` can tell how far apart.")  # fmt: skip
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
               callback=_timeout, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
@@ -221,18 +241,25 @@ def run(
     report_file: Path | None,
     output: Path | None,
     profile_file: Path | None,
+    record_directory: Path | None,
+    record_layers: bool,
+    record_values: bool,
     unsafe: bool,
     timeout_s: float,
     logs: Path | None,
     fault: Fault | None,
 ) -> None:
     """Run a verified plan on real processes and compare it with a single-process reference."""
+    if record_directory is None and (record_layers or record_values):
+        raise click.UsageError("--record-layers and --record-values say what --record DIR writes")
     from pipeproof.exec.command import run_command
+    from pipeproof.exec.record import RecordOptions
     from pipeproof.exec.run import RunOptions
 
     with refusing_bad_plans("text", plan):
         report = _check(_load(plan))
-    options = RunOptions(timeout_s, logs, fault, unsafe=unsafe, profile=profile_file is not None)
+    record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
+    options = RunOptions(timeout_s, logs, fault, unsafe=unsafe, profile=profile_file is not None, record=record)
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)

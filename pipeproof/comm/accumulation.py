@@ -4,7 +4,9 @@ Sums of rounded numbers depend on their order. A plan whose stages all add in
 the order of micro-batches has the bits of a model that runs them one by one;
 any other has those of a reference that adds in the plan's own order. Where a
 stage has copies, each adds its own micro-batches, and the sums are added after
-that in the order of the copies' pipeline ranks.
+that in the order of the copies' pipeline ranks. Of a tied weight embedding and
+head each add a sum of their own; a rank that holds both adds the head's to the
+embedding's, before copies are summed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.schedule.columns import unit_of
@@ -36,18 +39,50 @@ class SumOrders:
     by_stage: Mapping[int, tuple[tuple[int, ...], ...]]
 
     def by_parameter(self, plan: LoweredPlan) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The orders of each parameter's gradients, by its name."""
+        """The orders of each parameter's gradients, by its name; for a layer that borrows one, by ``LAYER.weight``."""
         return {
-            parameter.name: order
+            name: order
             for stage, order in self.by_stage.items()
             for layer in plan.layers_of(stage)
-            for parameter in layer.parameters
+            for name in (
+                *(parameter.name for parameter in layer.parameters),
+                *(f"{layer.name}.weight" for _ in layer.borrowed),
+            )
         }
+
+
+Uses: TypeAlias = tuple[tuple[str, int], ...]
+"""(name in ``by_parameter``, copy) of each sum that one pipeline rank adds up, in order."""
+
+
+def tied_sums(plan: LoweredPlan) -> dict[str, tuple[Uses, ...]]:
+    """How the sums of a borrowed weight's gradient are added up, by its name: for each rank that holds it, in order."""
+    shared = plan.shared_weights
+    return {
+        name: tuple(
+            tuple(
+                (use, plan.holders[stage].index(pp))
+                for stage in stages
+                if pp in plan.holders[stage]
+                for use in _uses(plan, stage, name)
+            )
+            for pp in shared.places(stages[0], name)
+        )
+        for name, stages in shared.users.items()
+    }
+
+
+def _uses(plan: LoweredPlan, stage: int, name: str) -> list[str]:
+    """The layers of a stage that compute with a weight, by the names of their sums."""
+    layers = plan.layers_of(stage)
+    own = [name for layer in layers if name in {weight.name for weight in layer.parameters}]
+    borrowers = [layer.name for layer in layers if name in {weight.name for weight in layer.borrowed}]
+    return [*own, *(f"{layer}.weight" for layer in borrowers)]
 
 
 def accumulation_of(plan: LoweredPlan) -> Accumulation:
     """Which of the three a plan is; one with cut sequences adds more often than micro-batches one by one."""
-    if plan.has_copies:
+    if plan.has_copies or plan.shared_weights.users:
         return Accumulation.TWO_COPIES
     orders = sum_orders(plan)
     of_all = [order for copies in (orders.loss, *orders.by_stage.values()) for order in copies]

@@ -147,6 +147,19 @@ def _num_chunks(plan: PlanSpec, kind: ScheduleKind) -> int:
     return max(1, plan.num_stages // num_ranks)
 
 
+def ends_share_ranks(plan: PlanSpec) -> bool:
+    """Whether the ranks that hold the last stage hold the first one, too; not known of a schedule from a file."""
+    schedule, last = plan.schedule, plan.num_stages - 1
+    if isinstance(schedule.placement, tuple):
+        return all(0 in stages for stages in schedule.placement if last in stages)
+    kind = SCHEDULE_KINDS.get(schedule.kind)
+    natural = Placement.ANY if kind is None else kind.placement
+    if plan.topology.pp == 1 or natural is Placement.BOTH_WAYS:
+        return True
+    turns = natural is Placement.V or schedule.placement == "v"
+    return turns and schedule.num_chunks % 2 == 0
+
+
 def _any_placement(plan: PlanSpec) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank, for a schedule that takes any placement."""
     placement, num_ranks = plan.schedule.placement, plan.topology.pp

@@ -36,6 +36,7 @@ from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks, tensors_of
 from pipeproof.comm.rank_writer import RankWriter
 from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
+from pipeproof.comm.shared_weights import SharedWeights, shared_weights
 from pipeproof.comm.times import link_times, with_times
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import NONE, Columns, IntColumn, columns_of, unit_of
@@ -54,7 +55,7 @@ from pipeproof.stages.describe.boundary import (
     describe_boundary,
     unit_sizes,
 )
-from pipeproof.stages.describe.layers import Layer, describe_gpt
+from pipeproof.stages.describe.layers import Layer, Parameter, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
 
 if TYPE_CHECKING:  # most plans need none of what times links
@@ -153,6 +154,15 @@ class LoweredPlan:
                 holders[stage].append(rank)
         return tuple(map(tuple, holders))
 
+    @cached_property
+    def shared_weights(self) -> SharedWeights:
+        """The weights that several layers compute with, and who holds them."""
+        return shared_weights([self.layers_of(stage) for stage in range(len(self.stages))], self.holders)
+
+    def weights_of(self, stage: int, pp: int) -> tuple[Parameter, ...]:
+        """The weights that a pipeline rank holds, reduces and updates with a stage, in the model's order."""
+        return self.shared_weights.of_stage(stage, self.layers_of(stage), pp)
+
     @property
     def has_copies(self) -> bool:
         """Whether a stage stands on several pipeline ranks, which share out the units of work."""
@@ -178,8 +188,15 @@ class LoweredPlan:
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """The global ranks that hold a stage, in order."""
-        held = self.holders[stage]
-        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in held)
+        return self._ranks_at(self.holders[stage])
+
+    def ranks_of_weight(self, stage: int, name: str) -> tuple[int, ...]:
+        """The global ranks that hold a weight of a stage, in order: other stages may use it, too."""
+        return self._ranks_at(self.shared_weights.places(stage, name))
+
+    def _ranks_at(self, places: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks of some pipeline ranks, in order."""
+        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in places)
 
     @cached_property
     def layer_by_name(self) -> Mapping[str, Layer]:
@@ -230,6 +247,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     own = boundary or describe_boundary(plan)
     nothing = OpGraph(Blocks().expand(), (), ())
     lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign, links=links)
+    _require_own_updates(lowered)
     is_early = plan.transport.recv_post != "just_in_time"
     if is_early:
         lowered = replace(lowered, receives=_received_early(lowered))
@@ -250,6 +268,14 @@ def _received_early(plan: LoweredPlan) -> tuple[Posts, ...]:
         mend = "remove recv_post, or move them in the file"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=mend), ("transport", "recv_post"))
     return early_receives(plan, 1 if recv_post == "one_ahead" else None)
+
+
+def _require_own_updates(plan: LoweredPlan) -> None:
+    """Refuse to clip where a file says what is summed and when the optimizer steps: it says nothing of a norm."""
+    if plan.spec.run.clip_norm is not None and plan.foreign is not None and not plan.foreign.computes_only:
+        message = "`run.clip_norm` is given, and the schedule has its own communication, in which no norm is summed"
+        mend = "remove clip_norm, or take a schedule of computations only"
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=mend), ("run", "clip_norm"))
 
 
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
@@ -292,14 +318,16 @@ def _graph(plan: LoweredPlan, *, folded: bool) -> OpGraph:
     return OpGraph(columns, tensors, groups, tuple(ranks))
 
 
-def _copy_groups(plan: LoweredPlan, ranks: Sequence[int]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """For each (stage, global rank) that has copies elsewhere: the ranks that hold one, in order."""
-    members: dict[tuple[int, int], tuple[int, ...]] = {}
-    for stage, holders in enumerate(plan.holders):
-        for rank in ranks if len(holders) > 1 else ():
+def _copy_groups(plan: LoweredPlan, ranks: Sequence[int]) -> dict[tuple[tuple[int, ...], int], tuple[int, ...]]:
+    """For each (pipeline ranks that hold copies of something, one of its global ranks): the members, in order."""
+    members: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+    everyone = tuple(range(plan.mesh.size("pp")))  # sums the norm to which gradients are clipped
+    norm = [everyone] if plan.spec.run.clip_norm is not None and len(everyone) > 1 else []
+    for holders in (*plan.shared_weights.groups(), *norm):
+        for rank in ranks:
             coords = plan.mesh.coords(rank)
             if coords["pp"] in holders:
-                members[stage, rank] = tuple(plan.mesh.rank({**coords, "pp": pp}) for pp in holders)
+                members[holders, rank] = tuple(plan.mesh.rank({**coords, "pp": pp}) for pp in holders)
     return members
 
 
@@ -309,7 +337,7 @@ def _columns(
     graph_rank: Mapping[int, int],
     axes: Sequence[str],
     group_of: Mapping[tuple[str, int], int],
-    copies_of: Mapping[tuple[int, int], int],
+    copies_of: Mapping[tuple[tuple[int, ...], int], int],
     *,
     fold_tp: bool,
 ) -> tuple[Columns, tuple[TensorSpec, ...]]:
@@ -319,7 +347,7 @@ def _columns(
     for rank in ranks:
         coords = plan.mesh.coords(rank)
         groups = {axis: group_of[axis, graph_rank[rank]] for axis in axes}
-        copies = {stage: group for (stage, holder), group in copies_of.items() if holder == rank}
+        copies = {holders: group for (holders, member), group in copies_of.items() if member == rank}
         lowering = RankBlocks(plan, coords, tensors, groups, copies, graph_rank, fold_tp=fold_tp)
         foreign = plan.foreign
         if foreign is not None and not foreign.computes_only:

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeproof.comm.gradient_norm import norm_axes, num_weights
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
 from pipeproof.schedule.blocks import ANY
 from pipeproof.schedule.columns import NONE, Row, unit_of
@@ -27,7 +28,7 @@ from pipeproof.schedule.optable import TensorSpec
 from pipeproof.schedule.programs import Program
 from pipeproof.specs.layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer, Parameter
 
 if TYPE_CHECKING:
     from pipeproof.comm.lower import LoweredPlan
@@ -116,9 +117,9 @@ class Work(NamedTuple):
 class RankBlocks:
     """Writes the program of the rank at ``coords``; ``graph_rank`` finds peers.
 
-    ``groups`` are the rank's own by axis, ``copies`` those with the other
-    holders of a stage, by stage. With ``fold_tp`` the rank stands for all its TP ranks, and ranges move by
-    their ``shift`` from one to the next.
+    ``groups`` are the rank's own by axis, ``copies`` those with other holders
+    of its stages or weights, by their pipeline ranks. With ``fold_tp`` the rank
+    stands for all its TP ranks, and ranges move by their ``shift`` from one to the next.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class RankBlocks:
         coords: Mapping[str, int],
         tensors: BoundaryTensors,
         groups: Mapping[str, int],
-        copies: Mapping[int, int],
+        copies: Mapping[tuple[int, ...], int],
         graph_rank: Mapping[int, int],
         *,
         fold_tp: bool,
@@ -150,9 +151,15 @@ class RankBlocks:
 
     def updates(self, reduce_axes: Sequence[str]) -> Iterator[list[Row]]:
         """The end of the step, stage by stage; nothing where no gradient is made."""
-        if not self._forward_only:
-            for stage in sorted({op.stage for op in self._program}):
+        stages = [] if self._forward_only else sorted({op.stage for op in self._program})
+        if self._plan.spec.run.clip_norm is None:
+            for stage in stages:
                 yield list(self.update(stage, reduce_axes))
+        elif stages:  # the norm is of all gradients, when they are whole
+            for stage in stages:
+                yield list(self._reduce(stage, reduce_axes))
+            yield list(self._norm(stages[0]))
+            yield [Row(Op(OpKind.STEP, stage)) for stage in stages]
 
     def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The rows of a program that has its own communication, with what it leaves open filled in.
@@ -362,13 +369,16 @@ class RankBlocks:
             collectives = []
         else:
             collectives = [c for layer in reversed(layers) for c in layer.backward_collectives]
-        scaled = (replace(c, numel=c.numel * own // full) if own != full else c for c in collectives)
+        scaled = (replace(c, numel=c.numel * own // full) if own != full and c.per_token else c for c in collectives)
         yield from self._issued(op, scaled)
 
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):
             child = child_of(parent, index, _CHILD_KIND[collective.kind], collective.axis)
-            group = self._copies[parent.stage] if collective.axis == "pp" else self._groups[collective.axis]
+            if collective.axis == "pp":  # over those that hold the weight that the label names
+                group = self._copies[self._plan.shared_weights.places(parent.stage, collective.label)]
+            else:
+                group = self._groups[collective.axis]
             tensor = NONE if collective.dtype is None else self._tensors.inside[collective.dtype]
             yield Row(child, tensor=tensor, stop=collective.numel, group=group, reduction=collective.reduction)
 
@@ -378,22 +388,33 @@ class RankBlocks:
         yield Row(Op(OpKind.STEP, stage))
 
     def _reduce(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """Sums over the copies of the stage, if there are several, then over each axis."""
-        layers = self._plan.layers_of(stage)
-        for axis in (*(("pp",) if stage in self._copies else ()), *reduce_axes):
+        """Sums over the copies of weights, if there are several, then over each axis."""
+        places, weights = self._plan.shared_weights.places, self._plan.weights_of(stage, self._coords["pp"])
+        copied = [weight for weight in weights if len(places(stage, weight.name)) > 1]
+        if copied:
+            reduce = Op(OpKind.REDUCE_GRAD, stage, axis="pp")
+            yield Row(reduce)
+            yield from self._issued(reduce, (self._reduction("pp", weight) for weight in copied))
+        for axis in reduce_axes:
             reduce = Op(OpKind.REDUCE_GRAD, stage, axis=axis)
             yield Row(reduce)
-            yield from self._issued(reduce, self._reductions(layers, axis))
+            owed = (weight for weight in weights if is_reduced(weight, axis))
+            yield from self._issued(reduce, (self._reduction(axis, weight) for weight in owed))
 
-    def _reductions(self, layers: Sequence[Layer], axis: str) -> Iterator[Collective]:
-        """One all-reduce per parameter: over copies and data axes all that are not cut there, else those partial there.
+    def _norm(self, stage: int) -> Iterator[Row]:
+        """Making the squared norms of all gradients whole, in the name of the rank's first stage."""
+        for axis in norm_axes(self._plan.mesh):
+            everyone = tuple(range(self._plan.mesh.size("pp")))
+            group = self._copies[everyone] if axis == "pp" else self._groups[axis]
+            op = Op(OpKind.ALL_REDUCE, stage, axis=axis)
+            yield Row(op, stop=num_weights(self._plan), group=group, reduction="sum")
 
-        An expert has its gradient from the tokens of all EP ranks.
-        """
+    def _reduction(self, axis: str, weight: Parameter) -> Collective:
+        """The all-reduce of one weight's gradient."""
         num_ranks = {name: self._plan.mesh.size(name) for name in ("tp", "ep")}
-        for layer in layers:
-            for parameter in layer.parameters:
-                is_data = axis in ("pp", *DATA_AXES) and axis not in parameter.sharded_over
-                if is_data or axis in parameter.partial_over:
-                    numel = prod(parameter.local_shape(num_ranks))
-                    yield Collective(CollectiveKind.ALL_REDUCE, axis, numel, parameter.name)
+        return Collective(CollectiveKind.ALL_REDUCE, axis, prod(weight.local_shape(num_ranks)), weight.name)
+
+
+def is_reduced(weight: Parameter, axis: str) -> bool:
+    """Over data axes every gradient but of what is cut there, for experts get all EP ranks' tokens; else if partial."""
+    return (axis in DATA_AXES and axis not in weight.sharded_over) or axis in weight.partial_over

@@ -10,7 +10,8 @@ LOG_DIFFERS = RuleDoc(
     severity="error",
     explanation=(
         "After a run the log of what each rank did (operations, communicators, element counts, dtypes) is "
-        "compared with the graph that was verified, queue by queue. A difference means that the proof does not "
+        "compared with the graph that was verified, queue by queue; rows that go to experts are compared with what "
+        "ranks announced to each other. A difference means that the proof does not "
         "speak of what ran: a bug of pipeproof's executor, or of a backend that reorders."
     ),
     wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",

@@ -12,6 +12,7 @@ from rich.console import Console
 from pipeproof.exec.compare import StepResult
 from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_raises
 from pipeproof.exec.launched import launched_rank, run_launched
+from pipeproof.exec.record import RecordOptions
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import NotVerifiedError, Progress, RunOptions, require_runnable, run
@@ -63,6 +64,8 @@ def run_command(
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:
         console.print("no profile was written: what was executed is not what the graph says", soft_wrap=True)
+    if options.record is not None:
+        console.print(_record_line(options.record), soft_wrap=True)
     if write_timeline is not None:
         console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
@@ -72,6 +75,12 @@ def _profile_line(profile: Profile, file: Path) -> str:
     steps = f"{profile.steps.counted} of {profile.steps.run} steps"
     short = "" if profile.messages or not profile.bare_messages else ", messages only from before the first step"
     return f"profile of {steps}{short} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
+
+
+def _record_line(record: RecordOptions) -> str:
+    run, reference = record.directory / "run", record.directory / "reference"
+    size = sum(file.stat().st_size for one in (run, reference) for file in one.rglob("*") if file.is_file())
+    return f"recorded, {size / 1e6:.1f} MB; compare: pipeproof align {run} {reference}"
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:

@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeproof.comm.lower import LoweredPlan
 from pipeproof.exec.jobs import Loss
-from pipeproof.specs.layout import PlacementKind
 from pipeproof.stages.describe.layers import Parameter
 
 Gradients = Mapping[str, np.ndarray]
@@ -99,27 +98,30 @@ def compare_step(
     """Gather each rank's shards and losses and hold them against both references."""
     results = []
     for stage in range(len(plan.stages)):
-        holders = plan.ranks_of_stage(stage)
         for layer in plan.layers_of(stage):
             for parameter in layer.parameters:
+                holders = plan.ranks_of_weight(stage, parameter.name)
                 shards = {rank: ranks[rank][1][parameter.name] for rank in holders}
                 results.append(_compare(plan, step, stage, parameter, shards, reference[1], uncut[1]))
     return StepResult(step, _total_loss(plan, ranks), reference[0], uncut[0], tuple(results))
 
 
 def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]]) -> Loss:
-    """The sum over data-parallel ranks, in their order, of the losses of the last stage's first TP rank.
+    """The sum over expert- and then data-parallel ranks, in their order, of losses of the last stage.
 
-    Where the last stage has copies, theirs are added first, in the order of their pipeline ranks.
+    Those are of its first TP rank. Where the last stage has copies, theirs are added first, in the order of their
+    pipeline ranks.
     """
+
+    def of_rank(dp: int, ep: int, pp: int) -> Loss:
+        loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "ep": ep, "pp": pp})][0]
+        assert loss is not None
+        return loss
+
     losses = []
     for dp in range(plan.mesh.size("dp")):
-        of_copies = []
-        for pp in plan.holders[-1]:
-            loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "pp": pp})][0]
-            assert loss is not None
-            of_copies.append(loss)
-        losses.append(_in_order(of_copies))
+        of_ranks = [_in_order([of_rank(dp, ep, pp) for pp in plan.holders[-1]]) for ep in range(plan.mesh.size("ep"))]
+        losses.append(_in_order(of_ranks))
     return _in_order(losses)
 
 
@@ -144,7 +146,7 @@ def _compare(
     written: dict[tuple[tuple[int, int], ...], str] = {}
     agree = True
     for rank, shard in shards.items():
-        index = _index(plan, parameter, rank)
+        index = index_of(plan, parameter, rank)
         _require_form(parameter.name, rank, shard, tuple(b - a for a, b in index), gathered.dtype)
         md5 = _md5(shard)
         agree = agree and written.setdefault(index, md5) == md5
@@ -171,16 +173,13 @@ def _require_form(name: str, rank: int, shard: np.ndarray, shape: tuple[int, ...
         )
 
 
-def _index(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
+def index_of(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
     """The range of the whole parameter that one rank holds, per dim."""
-    num_tp, tp_rank = plan.mesh.size("tp"), plan.mesh.coords(rank)["tp"]
-    index = []
-    for dim, size in enumerate(parameter.shape):
-        if parameter.tp.kind is PlacementKind.SHARDED and parameter.tp.dim == dim:
-            share = size // num_tp
-            index.append((tp_rank * share, (tp_rank + 1) * share))
-        else:
-            index.append((0, size))
+    index = [(0, size) for size in parameter.shape]
+    for axis, placed in (("tp", parameter.tp), ("ep", parameter.ep)):
+        if placed.dim is not None:
+            share, place = parameter.shape[placed.dim] // plan.mesh.size(axis), plan.mesh.coords(rank)[axis]
+            index[placed.dim] = place * share, (place + 1) * share
     return tuple(index)
 
 

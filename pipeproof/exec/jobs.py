@@ -37,6 +37,7 @@ class Job:
     """One run: its plan, the digest it must have, and where its files are.
 
     ``profile`` asks for times: bare messages before the first step, and the reference only after the ranks.
+    ``layers`` asks for what crosses the borders between layers.
     """
 
     directory: Path
@@ -44,6 +45,7 @@ class Job:
     digest: str
     fault: Fault | None = None
     profile: bool = False
+    layers: bool = False
 
     def save(self) -> None:
         """Write the job's description for its workers."""
@@ -52,6 +54,7 @@ class Job:
             "digest": self.digest,
             "fault": asdict(self.fault) if self.fault else None,
             "profile": self.profile,
+            "layers": self.layers,
         }
         (self.directory / "job.json").write_text(json.dumps(content))
 
@@ -60,7 +63,7 @@ class Job:
         """Read what ``save`` wrote."""
         content = json.loads((directory / "job.json").read_text())
         fault = Fault(**content["fault"]) if content["fault"] else None
-        return cls(directory, content["plan"], content["digest"], fault, content["profile"])
+        return cls(directory, content["plan"], content["digest"], fault, content["profile"], content["layers"])
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -69,6 +72,10 @@ class Job:
     def step_file(self, who: str, step: int) -> Path:
         """Where ``who`` (``rank0``, ``uncut``, ``ordered``) leaves a step's loss and gradients."""
         return self.directory / f"{who}.step{step}.npz"
+
+    def layers_file(self, who: str, step: int) -> Path:
+        """Where ``who`` (``rank0``, ``reference``) leaves what crossed the borders between layers in a step."""
+        return self.directory / f"{who}.layers{step}.npz"
 
     def log_file(self, rank: int) -> Path:
         """Where a rank leaves its op log."""
@@ -101,6 +108,11 @@ def save_step(path: Path, loss: Loss | None, gradients: Mapping[str, np.ndarray]
     arrays: dict[str, Any] = dict(gradients)
     if loss is not None:
         arrays[LOSS_KEY] = np.asarray(loss)
+    save_arrays(path, arrays)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays by name; the file appears whole or not at all."""
     part = path.with_suffix(".part")
     with part.open("wb") as stream:
         np.savez(stream, **arrays)
@@ -113,6 +125,12 @@ def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
         gradients = {name: arrays[name] for name in arrays.files if name != LOSS_KEY}
         loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
     return loss, gradients
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read what ``save_arrays`` wrote."""
+    with np.load(path) as arrays:
+        return {name: arrays[name] for name in arrays.files}
 
 
 class EventSink:

@@ -69,7 +69,7 @@ def run_launched(
             return None
         _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
         run_reference(job, lambda step: watch.emit("reference", step=step))
-        collector = StepCollector(job, report.subject)
+        collector = StepCollector(job, report.subject, options.record)
         for result in collector.collect(report.subject.plan.spec.run.steps):
             on_step(result)
         return finish_report(report, job, collector.results, state.threads)
@@ -111,7 +111,8 @@ def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions)
     """The job in the directory that all ranks share; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
-        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile)
+        layers = options.record is not None and options.record.layers
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
         job.save()
         (directory / "ready").touch()
         return job

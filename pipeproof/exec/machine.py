@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeproof.schedule.ops import CHILD_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph, Row
 
 
@@ -54,7 +54,7 @@ class RankMachine:
 
     def __init__(self, graph: OpGraph, rank: int) -> None:
         self._graph, self._rank = graph, rank
-        self._program = [i for i in graph.rank_ops(rank) if graph.ops[i].kind not in CHILD_KINDS]
+        self._program = [i for i in graph.rank_ops(rank) if graph.parent[i] == NONE]
         self._cursor = len(self._program)
         self._awaited: int | None = None
         self._under_way: set[int] = set()

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeproof.exec.codes import LOG_DIFFERS
-from pipeproof.schedule.ops import TRANSFER_KINDS
+from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.stages.describe.layers import COUNTS_DTYPE
 
 HOST_QUEUE = "compute"
 
@@ -27,7 +28,9 @@ class LogEntry:
     communicator used (empty for compute); ``numel`` and ``dtype`` those of the
     tensor handed to it (0 and "" for compute). Times are the machine's
     monotonic clock in nanoseconds; a transfer was posted at ``posted_ns`` and
-    starts when its channel comes to it.
+    starts when its channel comes to it. Of an all-to-all, ``traffic`` has for
+    each member the rows that went there and that came from there; of one that
+    moves counts, the rows that these announce.
     """
 
     step: int
@@ -39,6 +42,7 @@ class LogEntry:
     numel: int = 0
     dtype: str = ""
     posted_ns: int = 0
+    traffic: Traffic = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; ``from_json`` reads it back."""
@@ -47,15 +51,20 @@ class LogEntry:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LogEntry:
         """Read what ``to_json`` wrote."""
-        return cls(**{**data, "ranks": tuple(data["ranks"])})
+        traffic = tuple((sent, received) for sent, received in data["traffic"])
+        return cls(**{**data, "ranks": tuple(data["ranks"]), "traffic": traffic})
 
+
+Traffic = tuple[tuple[int, int], ...]
+"""By member of a group: rows sent there, and rows received from there."""
 
 _Fact = tuple[str, tuple[int, ...], int, str]
-"""(operation, communicator's ranks, elements, dtype): what is compared."""
+"""(operation, communicator's ranks, elements, dtype): what is compared. Of an all-to-all of rows the elements are
+left out, as 0: the graph has an estimate there, and ``compare_exchanges`` holds them against the counts."""
 
 
 def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fact]]:
-    """What one step of ``rank`` must log, by queue; collectives carry the run's ``dtype``."""
+    """What one step of ``rank`` must log, by queue; collectives carry the run's ``dtype``, or one of their own."""
     facts: dict[str, list[_Fact]] = {HOST_QUEUE: []}
     for op_id in graph.rank_ops(rank):
         op, numel = graph.ops[op_id], int(graph.stop[op_id] - graph.start[op_id])
@@ -65,7 +74,8 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fac
             facts.setdefault(str(channel), []).append((str(op), (channel.src, channel.dst), numel, tensor.dtype))
         elif graph.group[op_id] != NONE:
             ranks = graph.groups[int(graph.group[op_id])].ranks
-            facts[HOST_QUEUE].append((str(op), ranks, numel, dtype))
+            own = graph.tensors[int(graph.tensor[op_id])].dtype if graph.tensor[op_id] != NONE else dtype
+            facts[HOST_QUEUE].append((str(op), ranks, 0 if is_of_rows(op.kind, own) else numel, own))
         else:
             facts[HOST_QUEUE].append((str(op), (), 0, ""))
     return facts
@@ -86,7 +96,8 @@ def compare_log(
         logged: dict[str, list[_Fact]] = {}
         for entry in _by_queue_order(entries):
             if entry.step == step:
-                fact = (entry.op, entry.ranks, entry.numel, entry.dtype)
+                moves_rows = entry.traffic and is_of_rows(OpKind.ALL_TO_ALL, entry.dtype)
+                fact = (entry.op, entry.ranks, 0 if moves_rows else entry.numel, entry.dtype)
                 logged.setdefault(entry.queue, []).append(fact)
         for queue in sorted(expected.keys() | logged.keys()):
             difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
@@ -99,6 +110,11 @@ def compare_log(
                     f"the log says {_text(seen)}",
                     witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (wanted, seen) if fact)),
                 )
+
+
+def is_of_rows(kind: OpKind, dtype: str) -> bool:
+    """Whether an operation is an all-to-all of as many rows as counts announced."""
+    return kind is OpKind.ALL_TO_ALL and dtype != COUNTS_DTYPE
 
 
 def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import paddle
 
+from pipeproof.comm.gradient_norm import counted_by, num_weights
 from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.rank_blocks import is_reduced
 from pipeproof.exec.jobs import Loss
 from pipeproof.exec.machine import Instruction
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
+from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, Traffic
 from pipeproof.exec.paddle_children import ChildCollectives
 from pipeproof.exec.paddle_comm import PaddleWorld, PairwiseCollectives, Transfer
 from pipeproof.exec.paddle_slots import Slots
@@ -27,6 +29,8 @@ from pipeproof.schedule.ops import (
     OpKind,
 )
 from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.paddle.clip import GradientClip
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.paddle.weights import WeightGradients
@@ -60,25 +64,38 @@ class PaddleAdapter:
     """One rank: its stages, their tensors and optimizers, and its communication.
 
     ``enter`` is called with the step and id of each host operation and each
-    child collective before it is carried out.
+    child collective before it is carried out. ``watch`` is shown what crosses
+    the borders between layers.
     """
 
-    def __init__(self, plan: LoweredPlan, rank: int, world: PaddleWorld, enter: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        rank: int,
+        world: PaddleWorld,
+        enter: Callable[[int, int], None],
+        watch: LayerWatch | None = None,
+    ) -> None:
         self.rank = rank
-        self._plan, self._world, self._enter = plan, world, enter
+        self._plan, self._world, self._enter, self._watch = plan, world, enter, watch
         self._coords = plan.mesh.coords(rank)
         self._collectives = {
             (plan.graph.groups[index].axis, collectives.ranks): collectives
             for index, collectives in world.collectives.items()
         }
         self._children = ChildCollectives(self)
-        self._stages = {
-            stage: PaddleStage(plan.spec, plan.layers_of(stage), self._coords["tp"], self._children)
-            for stage in plan.stages_of_rank(rank)
-        }
+        self._stages: dict[int, PaddleStage] = {}
+        lent: dict[str, paddle.Tensor] = {}
+        for number in plan.stages_of_rank(rank):
+            at = self._coords["tp"], self._children, self._coords["ep"], self._children
+            stage = PaddleStage(plan.spec, plan.layers_of(number), *at, lent=lent)
+            self._stages[number] = stage
+            lent |= stage.parameters
+        self._given_back = False
         self._optimizers = {
             number: make_optimizer(plan.spec.run, stage.parameters) for number, stage in self._stages.items()
         }
+        self._clip = self._make_clip()
         buffers = plan.spec.buffers
         self._receive_slots, self._send_slots = (
             None if num_slots is None else Slots(num_slots, plan.graph, rank, kinds)
@@ -96,6 +113,9 @@ class PaddleAdapter:
         self._tensors.clear()
         self._transfers.clear()
         self.outcome = StepOutcome()
+        self._given_back = False
+        if self._clip is not None:
+            self._clip.begin()
         for slots in (self._receive_slots, self._send_slots):
             if slots is not None:
                 slots.begin()
@@ -118,6 +138,8 @@ class PaddleAdapter:
             ranks, numel, dtype = self._gather(instruction)
         elif op.kind in SLICE_KINDS:
             self._slice(instruction)
+        elif op.kind is OpKind.ALL_REDUCE:
+            ranks, numel, dtype = self._sum_norms(instruction)
         elif op.kind is OpKind.WAIT:
             self._wait(instruction)
         elif op.kind is OpKind.FREE:
@@ -131,7 +153,9 @@ class PaddleAdapter:
         """Say which operation is about to run."""
         self._enter(self._step, op_id)
 
-    def log_collective(self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int) -> None:
+    def log_collective(
+        self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int, traffic: Traffic
+    ) -> None:
         """Write down a collective that just ended."""
         self.log.append(
             LogEntry(
@@ -143,12 +167,14 @@ class PaddleAdapter:
                 collectives.ranks,
                 _numel(tensor),
                 _dtype(tensor),
+                traffic=traffic,
             )
         )
 
-    def collectives_over(self, axis: str, stage: int) -> PairwiseCollectives:
-        """This rank's collectives along a mesh axis; along ``pp`` those with the other copies of a stage."""
-        places = self._plan.holders[stage] if axis == "pp" else range(self._plan.mesh.size(axis))
+    def collectives_over(self, axis: str, stage: int, weight: str = "") -> PairwiseCollectives:
+        """This rank's collectives along a mesh axis; along ``pp`` those with the other holders of a stage's weight."""
+        num_ranks = self._plan.mesh.size(axis)
+        places = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
         ranks = tuple(self._plan.mesh.rank({**self._coords, axis: place}) for place in places)
         return self._collectives[axis, ranks]
 
@@ -172,12 +198,15 @@ class PaddleAdapter:
     def _forward(self, op: Op) -> None:
         tensors = self._of(op)
         assert op.micro_batch is not None
-        data = self._coords["dp"] * self._plan.spec.schedule.num_micro_batches + op.micro_batch
+        data_rank = self._coords["dp"] * self._plan.mesh.size("ep") + self._coords["ep"]
+        data = data_rank * self._plan.spec.schedule.num_micro_batches + op.micro_batch
         batch = micro_batch(self._plan.spec, self._step, data)
         if tensors.input is not None:
             tensors.input.stop_gradient = False
         stage, piece = self._stages[op.stage], op.split or 0
-        tensors.output = stage.forward(tensors.input, batch, step=self._step, index=data, piece=piece)
+        tensors.output = stage.forward(
+            tensors.input, batch, step=self._step, index=data, piece=piece, watch=self._watch
+        )
         if self._is_here(op.stage + 1, op):  # nothing is sent to a stage of the same rank
             self._at(op.stage + 1, op).input = tensors.output.detach()
         if op.stage == len(self._plan.stages) - 1:
@@ -202,13 +231,43 @@ class PaddleAdapter:
         tensors.weights = None
 
     def _reduce_grad(self, op: Op) -> None:
-        for layer in self._plan.layers_of(op.stage):
-            for parameter in layer.parameters:
-                if op.axis in ("pp", "dp") or op.axis in parameter.partial_over:
-                    weight = self._stages[op.stage].parameters[parameter.name]
-                    weight.grad.set_value(self._children.reduce_over(str(op.axis), weight.grad, "sum"))
+        self._give_back()
+        for parameter in self._plan.weights_of(op.stage, self._coords["pp"]):
+            num_holders = len(self._plan.shared_weights.places(op.stage, parameter.name))
+            if num_holders > 1 if op.axis == "pp" else is_reduced(parameter, str(op.axis)):
+                weight = self._stages[op.stage].parameters[parameter.name]
+                total = self._children.reduce_over(str(op.axis), weight.grad, "sum", parameter.name)
+                weight.grad.set_value(total)
+
+    def _give_back(self) -> None:
+        """Before any sum over ranks: what was made of a weight of another stage on this rank is added to it."""
+        if not self._given_back:
+            for stage in self._stages.values():
+                stage.give_back()
+        self._given_back = True
+
+    def _make_clip(self) -> GradientClip | None:
+        run = self._plan.spec.run
+        if run.clip_norm is None:
+            return None
+        counted = {
+            place: self._stages[stage].parameters[name] for place, stage, name in counted_by(self._plan, self._coords)
+        }
+        return GradientClip(counted, num_weights(self._plan), run.clip_norm, run.dtype)
+
+    def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
+        """A collective that stands alone is one of the norm's."""
+        assert self._clip is not None
+        self._give_back()
+        group = self._plan.graph.groups[instruction.row.group]
+        squares, collectives = self._clip.squares, self._collectives[group.axis, group.ranks]
+        self._clip.squares = collectives.reduce(squares, "sum")
+        return collectives.ranks, _numel(squares), _dtype(squares)
 
     def _update(self, stage: int) -> None:
+        self._give_back()
+        if self._clip is not None:
+            self._clip.clip(self._stages[stage].parameters)
         for name, weight in self._stages[stage].parameters.items():
             self.outcome.gradients[name] = weight.grad.numpy().copy()
         self._optimizers[stage].step()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import paddle
 
+from pipeproof.exec.oplog import Traffic
 from pipeproof.exec.paddle_comm import PairwiseCollectives
 from pipeproof.schedule.ops import Op, OpKind, child_of
+from pipeproof.stages.describe.layers import COUNTS_DTYPE
 
 
 class Host(Protocol):
@@ -21,19 +24,21 @@ class Host(Protocol):
         """Say which operation is about to run."""
         ...
 
-    def collectives_over(self, axis: str, stage: int) -> PairwiseCollectives:
-        """The rank's collectives along a mesh axis; along ``pp`` those with the other copies of a stage."""
+    def collectives_over(self, axis: str, stage: int, weight: str = "") -> PairwiseCollectives:
+        """The rank's collectives along a mesh axis; along ``pp`` those with the other holders of a stage's weight."""
         ...
 
-    def log_collective(self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int) -> None:
-        """Write down a collective that just ended."""
+    def log_collective(
+        self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int, traffic: Traffic
+    ) -> None:
+        """Write down a collective that just ended; ``traffic`` is empty but for an all-to-all."""
         ...
 
 
 class ChildCollectives:
     """The collectives that compute issues while it runs: does them, and logs each under its parent.
 
-    This is the ``TensorParallelCollectives`` of the stage's layers.
+    This is the ``TensorParallelCollectives`` and the ``ExpertCollectives`` of the stage's layers.
     """
 
     def __init__(self, host: Host) -> None:
@@ -63,9 +68,24 @@ class ChildCollectives:
 
         return self._issue(OpKind.REDUCE_SCATTER, "tp", tensor, act)
 
-    def reduce_over(self, axis: str, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
-        """An all-reduce over any axis."""
-        return self._issue(OpKind.ALL_REDUCE, axis, tensor, lambda c: c.reduce(tensor, reduction))
+    def all_to_all(
+        self, tensor: paddle.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str
+    ) -> paddle.Tensor:
+        """Rows to every EP rank, and from every EP rank, as many as ``send`` and ``receive`` say."""
+
+        def traffic_of(result: paddle.Tensor) -> Traffic:
+            if str(tensor.dtype).endswith(COUNTS_DTYPE):  # the rows that it announces
+                send_rows, receive_rows = _sums(tensor, send), _sums(result, receive)
+                return tuple(zip(send_rows, receive_rows, strict=True))
+            return tuple(zip(send, receive, strict=True))
+
+        return self._issue(
+            OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive), traffic_of=traffic_of
+        )
+
+    def reduce_over(self, axis: str, tensor: paddle.Tensor, reduction: str, weight: str = "") -> paddle.Tensor:
+        """An all-reduce over any axis; over ``pp`` among those that hold the weight that is named."""
+        return self._issue(OpKind.ALL_REDUCE, axis, tensor, lambda c: c.reduce(tensor, reduction), weight)
 
     def _issue(
         self,
@@ -73,13 +93,19 @@ class ChildCollectives:
         axis: str,
         tensor: paddle.Tensor,
         act: Callable[[PairwiseCollectives], paddle.Tensor],
+        weight: str = "",
+        traffic_of: Callable[[paddle.Tensor], Traffic] = lambda _: (),
     ) -> paddle.Tensor:
         assert self._parent is not None
         op = child_of(self._parent, self._index, kind, axis)
         self._index += 1
         self._host.enter(self._parent_id + self._index)  # children stand right after their parent
-        collectives = self._host.collectives_over(axis, self._parent.stage)
+        collectives = self._host.collectives_over(axis, self._parent.stage, weight)
         start = time.monotonic_ns()
         result = act(collectives)
-        self._host.log_collective(op, collectives, tensor, start)
+        self._host.log_collective(op, collectives, tensor, start, traffic_of(result))
         return result
+
+
+def _sums(counts: paddle.Tensor, sizes: Sequence[int]) -> list[int]:
+    return [int(part.sum()) for part in np.split(counts.numpy(), np.cumsum(sizes)[:-1])]

@@ -18,10 +18,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
@@ -128,6 +129,31 @@ class PairwiseCollectives:
                 other = pair[1] if pair[0] == self._rank else pair[0]
                 parts[other] = received[pair.index(other)]
         return [parts[rank] for rank in self.ranks]
+
+    def exchange(self, rows: paddle.Tensor, send: Sequence[int], receive: Sequence[int]) -> paddle.Tensor:
+        """``send[m]`` rows, in order, to each member m, and ``receive[m]`` from it, joined in group order.
+
+        The two of a pair gather as many rows as the larger of their two parts has, and each keeps what is meant for
+        it; where both are empty, nothing is issued.
+        """
+        ends = np.cumsum(send)
+        own = {m: rows[int(end) - size : int(end)] for m, size, end in zip(self.ranks, send, ends, strict=True) if size}
+        sizes = dict(zip(self.ranks, zip(send, receive, strict=True), strict=True))
+        parts = {self._rank: own.get(self._rank)}
+        for pair in combinations(self.ranks, 2):
+            if self._rank not in pair:
+                continue
+            other = pair[1] if pair[0] == self._rank else pair[0]
+            outgoing, incoming = sizes[other]
+            if most := max(outgoing, incoming):
+                padded = paddle.zeros([most, *rows.shape[1:]], dtype=rows.dtype)
+                if outgoing:
+                    padded[:outgoing] = own[other]
+                gathered: list[paddle.Tensor] = []
+                dist.all_gather(gathered, padded, group=self._pairs[pair])
+                parts[other] = gathered[pair.index(other)][:incoming] if incoming else None
+        full = [part for rank in self.ranks if (part := parts.get(rank)) is not None]
+        return paddle.concat(full) if full else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
 
     def reduce(self, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
         """``sum`` or ``max`` over the members, taken in group order, in a new tensor."""

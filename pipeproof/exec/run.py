@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +14,25 @@ from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.bare import read_bare
 from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
-from pipeproof.exec.jobs import Fault, Job, dump_plan, load_step
+from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_step
 from pipeproof.exec.launch import Launcher, job_directory
 from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.profile import measured_profile
+from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
 from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
 from pipeproof.schedule.columns import NONE, QUEUES
-from pipeproof.schedule.ops import COMPUTE_KINDS, GATHER_KINDS, META_KINDS, SLICE_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.ops import (
+    CHILD_KINDS,
+    COMPUTE_KINDS,
+    GATHER_KINDS,
+    META_KINDS,
+    SLICE_KINDS,
+    TRANSFER_KINDS,
+    OpKind,
+)
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
@@ -40,13 +50,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run: the watchdog's seconds, where worker output is kept, a planted failure, whether times are wanted."""
+    """How to run: the watchdog's seconds, where worker output is kept, a planted failure, whether times are wanted.
+
+    ``record`` says where and how much to record, None for nothing.
+    """
 
     timeout_s: float = 60.0
     logs: Path | None = None
     fault: Fault | None = None
     unsafe: bool = False
     profile: bool = False
+    record: RecordOptions | None = None
 
 
 class NotVerifiedError(PipeproofError):
@@ -73,9 +87,10 @@ def run(
     """
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
-        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile)
+        layers = options.record is not None and options.record.layers
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
         job.save()
-        collector = StepCollector(job, report.subject)
+        collector = StepCollector(job, report.subject, options.record)
         state = JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s)
 
@@ -110,17 +125,19 @@ def require_runnable(report: Report, options: RunOptions) -> None:
 _CARRIED_OUT = (
     TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
     | COMPUTE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.REDUCE_GRAD, OpKind.STEP}
-    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER}
+    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL}
 )  # fmt: skip
 """Kinds of operations that the adapter knows."""
 
 
 def _require_carried_out(subject: Subject) -> None:
     spec, graph = subject.plan.spec, subject.graph
-    unknown = np.flatnonzero(~graph.is_kind(_CARRIED_OUT))
+    is_unknown = ~graph.is_kind(_CARRIED_OUT)
+    if spec.run.clip_norm is None:  # the collectives that the adapter knows by themselves are those of the norm
+        is_unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)
+    unknown = np.flatnonzero(is_unknown)
     refusals: list[tuple[bool, tuple[str, ...], str]] = [
         (spec.topology.cp > 1, ("topology", "cp"), f"the plan has cp {spec.topology.cp}"),
-        (spec.topology.ep > 1, ("topology", "ep"), f"the plan has ep {spec.topology.ep}"),
         *(
             (value != run, ("memory", key), f"the plan has memory.{key} {value}")
             for key, value, run in (
@@ -128,17 +145,9 @@ def _require_carried_out(subject: Subject) -> None:
                 ("gathered", spec.memory.gathered, "kept"),
             )
         ),
-        (spec.model.moe is not None, ("model", "moe"), "the model has experts"),
-        (spec.model.mla is not None, ("model", "mla"), "the model has latent attention"),
-        (
-            spec.model.kv_heads != spec.model.num_heads,
-            ("model", "num_kv_heads"),
-            f"the model has {spec.model.num_heads} heads, and {spec.model.kv_heads} of keys and values",
-        ),
-        (
-            spec.model.num_heads * spec.model.size_of_head != spec.model.hidden_size,
-            ("model", "head_size"),
-            f"heads of {spec.model.size_of_head} elements are not those of the hidden size",
+        *(
+            (getattr(spec.model.moe, key, None) is not None, ("model", "moe", key), f"the plan has model.moe.{key}")
+            for key in ("nodes_per_token", "dispatch_dtype")
         ),
         (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
         (len(graph.queues) > len(QUEUES), ("schedule",), f"operations run on queue {graph.queues[-1]}"),
@@ -197,10 +206,11 @@ def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
 
 
 class StepCollector:
-    """Compares steps in order, as soon as all their files are there, and removes the files."""
+    """Compares steps in order, as soon as all their files are there, records them, and removes the files."""
 
-    def __init__(self, job: Job, subject: Subject) -> None:
+    def __init__(self, job: Job, subject: Subject, record: RecordOptions | None = None) -> None:
         self._job, self._subject = job, subject
+        self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
         self.results: list[StepResult] = []
 
     def collect(self, num_steps: int) -> list[StepResult]:
@@ -217,16 +227,30 @@ class StepCollector:
         uncut, ordered = load_step(uncut_file), load_step(ordered_file)
         assert uncut[0] is not None
         assert ordered[0] is not None
-        result = compare_step(
-            plan,
-            step,
-            [load_step(file) for file in rank_files],
-            (ordered[0], ordered[1]),
-            (uncut[0], uncut[1]),
-        )
-        for file in {uncut_file, ordered_file, *rank_files}:
+        ranks = [load_step(file) for file in rank_files]
+        result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (uncut[0], uncut[1]))
+        used = {uncut_file, ordered_file, *rank_files}
+        if self._recorder is not None:
+            files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
+            files.append(self._job.layers_file("reference", step))
+            *of_ranks, of_reference = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            self._recorder.put(
+                step,
+                result.loss,
+                [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, of_ranks, strict=True)],
+                ReferenceStep(ordered[0], ordered[1], of_reference),
+            )
+            used.update(files if self._job.layers else ())
+        for file in used:
             file.unlink()
         return result
+
+
+def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry]) -> tuple[Finding, ...]:
+    """Where a rank's log is not the graph's; and if it is, where rows went otherwise than announced."""
+    run = subject.plan.spec.run
+    found = tuple(compare_log(subject.graph, rank, entries, num_steps=run.steps, dtype=run.dtype))
+    return found or tuple(compare_exchanges(subject.graph, rank, entries))
 
 
 def finish_report(report: Report, job: Job, steps: list[StepResult], threads: int) -> RunReport:
@@ -239,11 +263,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
         for rank in range(subject.graph.num_ranks)
     }
-    findings = tuple(
-        finding
-        for rank, entries in logs.items()
-        for finding in compare_log(subject.graph, rank, entries, num_steps=spec.run.steps, dtype=spec.run.dtype)
-    )
+    findings = tuple(finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries))
     profile = None
     if job.profile and not findings:
         bare = {rank: read_bare(job.bare_file(rank)) for rank in logs}

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeproof.exec.jobs import EventSink, Fault, Job, save_step
+from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.rendezvous import await_store
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import Op
+from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.subject import Subject, make_subject
 
@@ -57,7 +58,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         emit("at", step=step, op=op_id)
         fault.strike(plan.graph.ops[op_id])
 
-    adapter = PaddleAdapter(plan, rank, world, enter)
+    watch = LayerWatch() if job.layers else None
+    adapter = PaddleAdapter(plan, rank, world, enter, watch)
     machine = RankMachine(plan.graph, rank)
     if job.profile:
         emit("setup", what="timing bare messages")
@@ -67,6 +69,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     for step in range(plan.spec.run.steps):
         adapter.begin(step)
         _run_step(machine, step, adapter.carry_out)
+        if watch is not None:
+            save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         save_step(job.step_file(f"rank{rank}", step), adapter.outcome.loss, adapter.outcome.gradients)
         emit("step", step=step)
     world.channels.close()

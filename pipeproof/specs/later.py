@@ -16,10 +16,6 @@ def _anything(_: object) -> bool:
     return True
 
 
-def _true(value: object) -> bool:
-    return value is True
-
-
 def _one_of(*names: str) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in names
 
@@ -38,7 +34,6 @@ class Later:
 LATER: tuple[Later, ...] = (
     Later("model", "kind", _one_of("layers"), "models of your own layers", "use gpt"),
     Later("model", "layers", _anything, "models of your own layers", "remove the key and use kind: gpt"),
-    Later("model", "tied_embedding", _true, "tied embeddings", "use false"),
     Later("model", "mtp", _anything, "multi-token prediction", "remove the key"),
     Later("run", "backend", _one_of("torch"), "runs on PyTorch", "use paddle"),
     Later("run", "device", _one_of("gpu"), "runs on GPUs", "use cpu"),

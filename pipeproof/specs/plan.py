@@ -76,13 +76,6 @@ def _int_only(value: object) -> object:
     return value
 
 
-def _bool_only(value: object) -> object:
-    """``Literal[False]`` alone would accept 0."""
-    if not isinstance(value, bool):
-        raise PydanticKnownError("bool_type")
-    return value
-
-
 def _refuse(problems: list[Problem]) -> None:
     if problems:
         raise problems_error(problems)
@@ -120,8 +113,8 @@ class ModelSpec(_Section):
         default="sbh",
         description="Dim order of the tensor between stages: s(equence), b(atch), h(idden).",
     )
-    tied_embedding: Annotated[Literal[False], BeforeValidator(_bool_only)] = Field(
-        default=False, description="Whether embedding and head share one weight; only false in this release."
+    tied_embedding: bool = Field(
+        default=False, description="Whether the head multiplies by the transpose of the embedding's weight."
     )
     moe: MoeSpec | None = Field(default=None, description="Experts in place of the MLP of most blocks.")
     mla: MlaSpec | None = Field(
@@ -142,6 +135,11 @@ class ModelSpec(_Section):
     def size_of_head(self) -> int:
         """Elements of a head's query, of its key and of its value, where attention is not latent."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rotary positions turn."""
+        return self.size_of_head if self.mla is None else self.mla.rope_head_size
 
     def has_experts(self, block: int) -> bool:
         """Whether the block of that number has experts in place of the MLP."""
@@ -490,6 +488,13 @@ class RunSpec(_Section):
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights and tokens.")
     optimizer: Literal["sgd", "adamw"] = Field(default="adamw", description="The optimizer.")
     learning_rate: float = Field(default=0.01, gt=0, le=1e6, description="The constant learning rate.")
+    clip_norm: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e12,
+        description="Largest norm of all gradients together; above it they are scaled down to it before the optimizer. "
+        "Without it, they are not.",
+    )
 
 
 class SuppressSpec(_Section):

@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import KINDS
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 4
+RULE_SET_VERSION = 5
 """Raised whenever a rule is added or begins to judge differently."""
 
 
@@ -33,10 +33,11 @@ def plan_digest(subject: Subject) -> str:
     """SHA-256 (hex) over everything that the verdict depends on.
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
-    order; layers, parameters and stages; loss normalization; the backend's
-    table; the facts said beside the graph; the version of the rule set. Cost,
-    seed, steps, learning rate and paths are not in it. The bytes are canonical,
-    so that the digest is the same in every run and on every machine.
+    order; layers, parameters and stages; loss normalization, and whether
+    gradients are clipped; the backend's table; the facts said beside the graph;
+    the version of the rule set. Cost, seed, steps, learning rate and paths are
+    not in it. The bytes are canonical, so that the digest is the same in every
+    run and on every machine.
     """
     graph = subject.graph if subject.lowered is None else subject.lowered.canonical
     sha = hashlib.sha256()
@@ -85,6 +86,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "layers": [asdict(layer) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
+        "clips": plan.spec.run.clip_norm is not None,
         "buffers": plan.spec.buffers.model_dump(mode="json"),
         "connections": plan.spec.transport.connections,
     }

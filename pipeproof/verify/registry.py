@@ -20,6 +20,7 @@ from pipeproof.verify import (
     steps,
     transport,
 )
+from pipeproof.verify.gradients import norm as gradient_norm
 from pipeproof.verify.gradients import rules as gradient_rules
 from pipeproof.verify.layouts import rules as layout_rules
 from pipeproof.verify.subject import Rule
@@ -42,5 +43,6 @@ RULES: tuple[Rule, ...] = (
     *deadlock.RULES,
     *lifetime.RULES,
     *gradient_rules.RULES,
+    *gradient_norm.RULES,
     *memory_budget.RULES,
 )

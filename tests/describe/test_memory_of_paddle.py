@@ -45,7 +45,8 @@ def leaf(*shape):
 def test_attention_keeps_queries_keys_values_and_probabilities():
     from pipeproof.stages.paddle.functional import causal_attention
 
-    q, k, v = (leaf(ROWS, HEADS, SEQ, HIDDEN // HEADS) for _ in range(3))
+    k, v = (leaf(ROWS, HEADS, SEQ, HIDDEN // HEADS) for _ in range(2))
+    q = leaf(ROWS, HEADS, 1, SEQ, HIDDEN // HEADS)
     assert saved_by(lambda: causal_attention(q, k, v)) == described("attn.qkv_out", "attn.core")
 
 

@@ -86,9 +86,10 @@ def test_a_block_with_experts_by_hand():
     block = layers["layer.1"]
     tokens = 16 * 2
     assert [(str(c.kind), c.numel) for c in block.forward_collectives] == [
-        ("all_reduce", tokens * 16), ("all_to_all", tokens * 3 * 16), ("all_to_all", tokens * 3 * 16),
-        ("all_reduce", tokens * 16),
+        ("all_reduce", tokens * 16), ("all_to_all", 8), ("all_to_all", tokens * 3 * 16),
+        ("all_to_all", tokens * 3 * 16), ("all_reduce", tokens * 16),
     ]  # fmt: skip
+    assert [(c.dtype, c.per_token) for c in block.forward_collectives[1:3]] == [("int64", False), (None, True)]
     assert [c.label for c in block.backward_collectives] == [
         "layer.1.mlp.combine.grad", "layer.1.mlp.dispatch.grad", "layer.1.mlp.in.grad", "layer.1.attn.in.grad",
     ]  # fmt: skip

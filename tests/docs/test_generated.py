@@ -33,6 +33,7 @@ def docs_module(monkeypatch):
         "make_measured.py",
         "make_forms.py",
         "make_receives.py",
+        "make_published.py",
     ],
 )
 def test_generated_pages_are_current(script):

@@ -32,7 +32,7 @@ class World:
         self.at = [None] * self.graph.num_ranks
         self.children = {}
         for op_id, op in enumerate(self.graph.ops):
-            if op.kind in CHILD_KINDS:
+            if op.kind in CHILD_KINDS and self.graph.parent[op_id] != NONE:
                 self.children.setdefault(int(self.graph.parent[op_id]), []).append(op_id)
 
     def begin(self, step):

@@ -8,6 +8,7 @@ collect_ignore: list[str] = []
 
 if importlib.util.find_spec("paddle") is None:
     collect_ignore += [
+        "test_blocks.py",
         "test_model.py",
         "test_optimizer.py",
         "test_pipeline.py",

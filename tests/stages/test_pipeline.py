@@ -7,7 +7,8 @@ from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.reference.ordered import OrderedModel, run_ordered
+from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.ordered_model import OrderedModel
 from pipeproof.stages.reference.orders import Orders
 from pipeproof.stages.reference.uncut import run_uncut
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
@@ -101,7 +102,7 @@ def one_micro_batch(plan, index):
     """The gradients of one micro-batch alone."""
     model = OrderedModel(plan)
     model.zero_gradients()
-    (loss,) = model.losses(micro_batch(plan, 0, index))
+    ((loss,),) = model.losses([micro_batch(plan, 0, index)])
     (loss * loss_scale(plan, 0, index)).backward()
     return {name: model.joined(name, pieces) for name, pieces in model.gradients().items()}
 

@@ -80,6 +80,16 @@ def test_every_micro_batch_has_its_own_size_on_all_data_parallel_ranks(normaliza
     assert batches[0].tokens.tobytes() == whole.tokens.tobytes(), "a size changes no other micro-batch"
 
 
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_expert_parallel_ranks_have_micro_batches_of_their_own_in_one_mean(normalization):
+    plan = make_plan(
+        topology={"dp": 2, "ep": 3}, schedule={"num_micro_batches": 2}, loss={"normalization": normalization}
+    )
+    batches = [micro_batch(plan, 0, index) for index in range(12)]
+    assert len({batch.tokens.tobytes() for batch in batches}) == 12
+    assert sum(batch.num_counted * loss_scale(plan, 0, i) for i, batch in enumerate(batches)) == pytest.approx(1.0)
+
+
 plans = st.builds(
     lambda rows, length, vocab, num, dp, seed, normalization: make_plan(
         model={"seq_length": length, "vocab_size": vocab},

@@ -101,7 +101,24 @@ def test_odd_sizes_are_bitwise_too(plan):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layers_issue_exactly_the_collectives_that_the_description_lists(tp, sequence_parallel, cut):
-    plan = make_plan(topology={"tp": tp, "sequence_parallel": sequence_parallel}, run={"steps": 1})
+    assert_issued_as_described({}, tp, sequence_parallel, cut)
+
+
+MLA = {"kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}
+MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "model", [{"num_kv_heads": 2, "head_size": 6}, {"mla": MLA}, {"mla": {**MLA, "q_rank": 4}}, {"moe": MOE}]
+)
+def test_parts_of_blocks_issue_exactly_the_collectives_that_the_description_lists(model, sequence_parallel):
+    """Compressed vectors of one size, so that only their names tell them apart."""
+    assert_issued_as_described(model, 2, sequence_parallel, (2,))
+
+
+def assert_issued_as_described(model, tp, sequence_parallel, cut):
+    plan = make_plan(model=model, topology={"tp": tp, "sequence_parallel": sequence_parallel}, run={"steps": 1})
     run = StagedRun(plan, cut)
     list(run.steps())
     layers = describe_gpt(plan)

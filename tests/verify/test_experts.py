@@ -61,10 +61,22 @@ def test_exchanges_stand_below_forwards_and_backwards_of_blocks_with_experts():
     one = experts()
     ops = [one.graph.ops[i] for i in one.graph.rank_ops(0)]
     exchanges = [str(op.target) for op in ops if op.kind is OpKind.ALL_TO_ALL]
-    assert exchanges.count("0F0") == 2  # to the experts of one block and back
+    assert exchanges.count("0F0") == 3  # counts, to the experts of one block and back
     assert exchanges.count("0B0") == 2
     stage_1 = [one.graph.ops[i] for i in one.graph.rank_ops(one.plan.ranks_of_stage(1)[0])]
-    assert sum(op.kind is OpKind.ALL_TO_ALL and str(op.target) == "1F0" for op in stage_1) == 4
+    assert sum(op.kind is OpKind.ALL_TO_ALL and str(op.target) == "1F0" for op in stage_1) == 6
+
+
+def test_counts_do_not_grow_with_the_tokens():
+    """One number for each expert, in a type of their own, of however many tokens a micro-batch has."""
+    one = subject(model={"moe": MOE}, topology={"pp": 2, "ep": 2}, schedule={"last_micro_batch_size": 1})
+    graph = one.graph
+    told = [i for i in graph.rank_ops(0) if str(graph.ops[i]).endswith("/0.ALL_TO_ALL:ep") and "F" in str(graph.ops[i])]
+    assert {int(graph.stop[i] - graph.start[i]) for i in told} == {4}
+    assert {graph.tensors[int(graph.tensor[i])].dtype for i in told} == {"int64"}
+    assert len(told) == 4
+    moved = [i for i in graph.rank_ops(0) if str(graph.ops[i]).endswith("F3/1.ALL_TO_ALL:ep")]
+    assert [int(graph.stop[i] - graph.start[i]) for i in moved] == [8 * 2 * 16]
 
 
 def test_experts_are_summed_over_dp_and_not_over_ep():
@@ -137,7 +149,7 @@ def test_a_wrong_description_of_experts_is_found(monkeypatch, change, code):
     assert code in codes(experts(tp=2))
 
 
-@pytest.mark.parametrize("where", ["0F0/0.ALL_TO_ALL:ep", "0B1/1.ALL_TO_ALL:ep"])
+@pytest.mark.parametrize("where", ["0F0/0.ALL_TO_ALL:ep", "0F0/1.ALL_TO_ALL:ep", "0B1/1.ALL_TO_ALL:ep"])
 def test_an_exchange_that_all_ranks_leave_out_is_found(where):
     def without(rank, program, groups):
         return [row for row in program if str(row.op) != where]

@@ -56,6 +56,11 @@ def without_a_collective():
     return changed(subject(topology={"tp": 2}), lambda row: None if str(row.op) == "0F0/1.ALL_REDUCE:tp" else row)
 
 
+def clipped_over_stages(change):
+    """A plan that clips gradients, with its rows changed."""
+    return changed(subject(run={"clip_norm": 1.0}), change)
+
+
 def with_crossed_replicas():
     """A plan of two replicas (ranks 0 and 2, 1 and 3) in which each stage talks to that of the other replica."""
     other_replica = {0: 1, 1: 0, 2: 3, 3: 2}
@@ -325,6 +330,13 @@ CASES = (
         "rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
         ("1/dp", "1/dpp"),
         kills=("PP610",),
+    ),
+    Case(
+        "PP611",
+        "no rank sums the norm, to which gradients are clipped, over the stages",
+        lambda: clipped_over_stages(lambda row: row),
+        lambda: clipped_over_stages(lambda row: None if str(row.op).endswith("ALL_REDUCE:pp") else row),
+        kills=("PP611",),
     ),
     Case(
         "PP701",

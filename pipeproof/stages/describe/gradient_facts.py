@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layers import Layer, users_of_shared
 
 BATCH_AXES = ("dp", "ep")
 """Axes whose ranks have micro-batches of their own."""
@@ -116,10 +116,11 @@ def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ran
         for stage, layers in enumerate(stages)
         if any(layer.name == "head" for layer in layers)
     ]
+    users = users_of_shared(stages)
     parameters = tuple(
         ParameterGradient(
             parameter.name,
-            (stage,),
+            users.get(parameter.name, (stage,)),
             sharded_over=parameter.sharded_over,
             partial_over=parameter.partial_over,
             numel=prod(parameter.local_shape(num_ranks)),

@@ -12,7 +12,7 @@ M feed-forward size, V vocabulary, T tensor-parallel ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -20,6 +20,9 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.layout import INVARIANT, Placement, sharded
 from pipeproof.specs.plan import ModelSpec, PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
+
+COUNTS_DTYPE = "int64"
+"""Of how many tokens go to each expert."""
 
 
 class CollectiveKind(StrEnum):
@@ -37,7 +40,8 @@ class Collective:
 
     ``numel`` counts the elements of the tensor that each rank puts in;
     ``reduction`` is ``sum`` or ``max`` (``sum`` for a gather, which reduces nothing).
-    ``dtype`` is None for that of activations.
+    ``dtype`` is None for that of activations. ``per_token`` says that ``numel``
+    goes with the tokens of the micro-batch.
     """
 
     kind: CollectiveKind
@@ -46,6 +50,7 @@ class Collective:
     label: str
     reduction: str = "sum"
     dtype: str | None = None
+    per_token: bool = True
 
     def item_bytes(self, of_activations: int) -> int:
         """Bytes of an element, where one of activations has ``of_activations``."""
@@ -88,12 +93,18 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: what it holds and which collectives its forward and backward issue, in order."""
+    """One layer: what it holds and which collectives its forward and backward issue, in order.
+
+    ``borrowed`` are weights of an earlier layer that it computes with, too: a
+    rank that does not hold that layer has a copy, and the gradients of all
+    copies are one sum.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     forward_collectives: tuple[Collective, ...] = field(default=())
     backward_collectives: tuple[Collective, ...] = field(default=())
+    borrowed: tuple[Parameter, ...] = field(default=())
 
 
 def is_block(name: str) -> bool:
@@ -106,6 +117,17 @@ def layer_kind(model: ModelSpec, name: str) -> str:
     if not name.startswith("layer."):
         return name
     return "moe_block" if model.has_experts(int(name.removeprefix("layer."))) else "block"
+
+
+def users_of_shared(stages: Sequence[Sequence[Layer]]) -> Mapping[str, tuple[int, ...]]:
+    """By the name of each borrowed weight the stages that compute with it, in order; ``stages`` has their layers."""
+    borrowed = {weight.name for layers in stages for layer in layers for weight in layer.borrowed}
+    users: dict[str, list[int]] = {}
+    for stage, layers in enumerate(stages if borrowed else ()):
+        used = {weight.name for layer in layers for weight in (*layer.parameters, *layer.borrowed)}
+        for name in sorted(used & borrowed):
+            users.setdefault(name, []).append(stage)
+    return {name: tuple(used) for name, used in users.items()}
 
 
 def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:
@@ -126,10 +148,13 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
     leads back from the compressed vectors.
 
     A block with experts enters and leaves its MLP as a dense one does. Between,
-    every TP rank routes all tokens; each goes to the EP ranks of its experts
-    and back, by an all-to-all each way (arXiv:2006.16668). All experts are
-    taken to get equally many tokens, so each EP rank enters, and gets, ``top_k``
-    times its own.
+    every TP rank routes all tokens; EP ranks tell each other how many go to each
+    expert, and each token goes to the ranks of its experts and back, by an
+    all-to-all each way (arXiv:2006.16668). All experts are taken to get equally
+    many tokens, so each EP rank enters, and gets, ``top_k`` times its own.
+
+    A tied head (arXiv:1608.05859) multiplies by the transpose of the embedding's
+    weight, which it borrows.
 
     Collectives count the elements of a micro-batch of ``size``, of the plan's
     full one without it.
@@ -209,10 +234,19 @@ class _GptDescriber:
         forward = Collective(CollectiveKind.ALL_TO_ALL, "ep", numel, label, dtype=dtype)
         return (forward,), (replace(forward, label=f"{label}.grad", dtype=back),)
 
+    def _tell_counts(self, label: str, num_experts: int) -> _Ways:
+        """How many tokens of this rank go to each expert; nothing of it comes back."""
+        if self.ep == 1:
+            return (), ()
+        kind = CollectiveKind.ALL_TO_ALL
+        return (Collective(kind, "ep", num_experts, label, dtype=COUNTS_DTYPE, per_token=False),), ()
+
     def _embed(self) -> Layer:
         forward, backward = self._leave("embed.out")
-        weight = self._weight("embed.weight", (self.vocab, self.hidden), 0)
-        return Layer("embed", (weight,), forward, backward)
+        return Layer("embed", (self._embed_weight(),), forward, backward)
+
+    def _embed_weight(self) -> Parameter:
+        return self._weight("embed.weight", (self.vocab, self.hidden), 0)
 
     def _block(self, number: int) -> Layer:
         name = f"layer.{number}"
@@ -299,6 +333,7 @@ class _GptDescriber:
         shared = self._swiglu(f"{at}.shared", moe.num_shared_experts * moe.ffn_size) if moe.num_shared_experts else []
         ways = [
             self._enter(f"{at}.in"),
+            self._tell_counts(f"{at}.counts", moe.num_experts),
             self._exchange(f"{at}.dispatch", moe.top_k, moe.dispatch_dtype),
             self._exchange(f"{at}.combine", moe.top_k, back=moe.dispatch_dtype),
             self._leave(f"{at}.out"),
@@ -323,6 +358,8 @@ class _GptDescriber:
                     ("head.loss.target", "sum"),
                 )
             )
+        if self.model.tied_embedding:  # its transpose: the columns of the logits are the rows of the embedding
+            return Layer("head", (), forward, backward, borrowed=(self._embed_weight(),))
         weight = self._weight("head.weight", (self.hidden, self.vocab), 1)
         return Layer("head", (weight,), forward, backward)
 

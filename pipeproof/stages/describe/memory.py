@@ -36,7 +36,7 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import Layer, layer_kind
+from pipeproof.stages.describe.layers import Layer, Parameter, layer_kind
 
 FLOAT32, TOKEN_ID = 4, 8
 """Bytes of an element that is float32 in any plan, and of a token's id."""
@@ -104,9 +104,14 @@ def optimizer_bytes(plan: PlanSpec) -> float:
 
 
 def state_of(plan: PlanSpec, layers: Iterable[Layer]) -> State:
-    """What one rank has of the layers of a stage."""
+    """What one rank has of the layers' own weights."""
+    return state_of_weights(plan, (weight for layer in layers for weight in layer.parameters))
+
+
+def state_of_weights(plan: PlanSpec, weights: Iterable[Parameter]) -> State:
+    """What one rank has of some weights."""
     axes = {"tp": plan.topology.tp, "ep": plan.topology.ep}
-    numel = sum(prod(weight.local_shape(axes)) for layer in layers for weight in layer.parameters)
+    numel = sum(prod(weight.local_shape(axes)) for weight in weights)
     return State(
         numel * dtype_bytes(memory_dtype(plan)),
         numel * dtype_bytes(plan.memory.gradient_dtype),

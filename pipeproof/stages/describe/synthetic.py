@@ -50,7 +50,10 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
 
 
 def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
-    """The ``index``-th micro-batch of a step, counted over the whole run: rank d's k-th is d * m + k.
+    """The ``index``-th micro-batch of a step, counted over all data ranks: rank d's k-th is d * m + k.
+
+    Data ranks are those with micro-batches of their own, over ``dp`` and ``ep``; that at (dp, ep) is dp * (number of
+    ep ranks) + ep.
 
     Low token ids are more frequent, so that there is something to learn. Each
     row counts a random number of leading positions: micro-batches differ in
@@ -69,9 +72,9 @@ def loss_scale(plan: PlanSpec, step: int, index: int) -> float:
 
     ``global_tokens``: one over the counted tokens of the whole step.
     ``mean_of_micro_batches``: one over (this micro-batch's counted tokens
-    times the number of micro-batches of all data-parallel ranks).
+    times the number of micro-batches of all data ranks).
     """
-    num_global = plan.topology.dp * plan.schedule.num_micro_batches
+    num_global = plan.topology.dp * plan.topology.ep * plan.schedule.num_micro_batches
     if plan.loss.normalization == "global_tokens":
         return 1.0 / sum(int(_counted_lengths(plan, step, i).sum()) for i in range(num_global))
     return 1.0 / (int(_counted_lengths(plan, step, index).sum()) * num_global)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeproof.specs.plan import ModelSpec, PlanSpec
+from pipeproof.specs.plan import ModelSpec, PlanSpec, TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.layers import layer_kind
@@ -25,7 +25,8 @@ from pipeproof.stages.describe.typed_ops import ProgramBuilder
 def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
     """The derived types by ``layer_kind``, of every kind that the plan's model has.
 
-    Names inside are without the layer's own (``attn.qkv.weight``). Axes: ``tp``, ``cp``, ``ep``; ``dp``, over which
+    Names inside are without the layer's own (``attn.qkv.weight``), those of
+    borrowed weights whole. Axes: ``tp``, ``cp``, ``ep``; ``dp``, over which
     nothing is exchanged before the gradients, is not in it. ``size`` is that
     of the micro-batch, the plan's full one without it.
     """
@@ -49,7 +50,7 @@ class _GptWriter:
             "v": self._model.vocab_size,
             "f": self._model.ffn_size,
             **(_head_sizes(self._model) if self._model.mla is None else _latent_sizes(self._model)),
-            **_expert_sizes(self._model, topology.ep, size.seq_length),
+            **_expert_sizes(self._model, topology, size.seq_length),
         }
         self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)", "ep": "S(b)"}
 
@@ -87,8 +88,9 @@ class _GptWriter:
         p = self._program("head")
         p.input("x", "s b h", **self._between)
         p.constant("labels", "s b", cp="S(s)", ep="S(b)")
-        p.parameter("weight", "h v", tp="S(v)")
-        p.multiply("logits", self._enter(p, "in", "x"), "weight", over="h")
+        weight, dims = ("embed.weight", "v h") if self._model.tied_embedding else ("weight", "h v")
+        p.parameter(weight, dims, tp="S(v)")
+        p.multiply("logits", self._enter(p, "in", "x"), weight, over="h")
         p.all_reduce("loss.max", p.maximum("highest", "logits", over="v"), "tp", reduction="max")
         p.add("shifted", "logits", "loss.max")
         p.multiply("partial.sum_exp", p.apply("exp", "shifted"), over="v")
@@ -178,8 +180,9 @@ class _GptWriter:
     def _experts(self, p: ProgramBuilder, x: str) -> str:
         """``n`` experts = ``x`` EP ranks x ``y`` each, of the inner dim ``m``; ``k`` of them for a token.
 
-        Of the tokens of one row, ``u`` go to the experts of one EP rank. Which
-        of its experts each of them came for, it is told beside.
+        Of the tokens of one row, ``u`` go to the experts of one EP rank. How many
+        come for each of its experts it is told before: each of ``x_from`` x
+        ``c_from`` ranks over ``ep`` and ``cp`` has counts of its own.
         """
         entered = self._enter(p, "mlp.in", x)
         p.parameter("mlp.router.weight", "h n")
@@ -187,6 +190,7 @@ class _GptWriter:
         weights = p.select("top.scores", "scores", "n", "k")
         p.detach("top.ids", weights)
         slots = p.dispatch("slots", entered, "top.ids", dim="s", into="x u")
+        p.all_to_all("mlp.counts", p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)"), "ep", "x")
         p.all_to_all("mlp.dispatch", slots, "ep", "x")
         p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
@@ -234,14 +238,16 @@ def _latent_sizes(model: ModelSpec) -> Mapping[str, int]:
     }
 
 
-def _expert_sizes(model: ModelSpec, ep: int, seq_length: int) -> Mapping[str, int]:
-    moe = model.moe
+def _expert_sizes(model: ModelSpec, topology: TopologySpec, seq_length: int) -> Mapping[str, int]:
+    moe, ep = model.moe, topology.ep
     if moe is None:
         return {}
     shared = {"m_shared": moe.num_shared_experts * moe.ffn_size} if moe.num_shared_experts else {}
     return {
         "n": moe.num_experts,
         "x": ep,
+        "x_from": ep,
+        "c_from": topology.cp,
         "y": moe.num_experts // ep,
         "k": moe.top_k,
         "u": seq_length * moe.top_k // ep,

@@ -8,6 +8,7 @@ arXiv:2205.05198 (g and g-bar).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import paddle
@@ -65,6 +66,10 @@ class TensorParallelRegion:
         """
         return activation if self.num_ranks == 1 else _Enter.apply(activation, self, label)
 
+    def enter_each(self, activations: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
+        """``enter`` of several, whose collectives come in this order, and backward in the other."""
+        return list(activations) if self.num_ranks == 1 else list(_EnterEach.apply(self, labels, *activations))
+
     def leave(self, partial: Tensor, label: str) -> Tensor:
         """From a row-parallel product, one addend per rank, to the activation between blocks."""
         return partial if self.num_ranks == 1 else _Leave.apply(partial, self, label)
@@ -105,6 +110,22 @@ class _Enter(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return ctx.region.reduce(grad, f"{ctx.label}.grad")
+
+
+class _EnterEach(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    """One node of the graph, so that no order of backward is left to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: TensorParallelRegion, labels: Sequence[str], *activations: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.region, ctx.labels = region, labels
+        return tuple(region.spread(x, label) for x, label in zip(activations, labels, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        calls = [*zip(grads, ctx.labels, strict=True)]
+        return tuple([ctx.region.reduce(grad, f"{label}.grad") for grad, label in reversed(calls)][::-1])
 
 
 class _Leave(PyLayer):  # type: ignore[misc]  # Paddle ships no types

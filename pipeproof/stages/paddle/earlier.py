@@ -18,7 +18,7 @@ from paddle.autograd import PyLayer
 Tensor: TypeAlias = paddle.Tensor
 
 _SEQUENCE = 2
-"""Of keys and values [B, A, S, D]: B rows, A heads of this rank, S positions, D head size."""
+"""Of keys and values [B, K, S, D]: B rows, K heads of keys and values of this rank, S positions, D head size."""
 
 
 class EarlierPieces:
@@ -29,7 +29,7 @@ class EarlierPieces:
         self._kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
 
     def join(self, key: Tensor, value: Tensor, *, micro_batch: int, layer: str, piece: int) -> list[Tensor]:
-        """Keys, and values, of all pieces up to this one: two of [B, A, S of a piece, D] to two of [B, A, S, D]."""
+        """Keys, and values, of all pieces up to this one: two of [B, K, S of a piece, D] to two of [B, K, S, D]."""
         if self._num_pieces == 1:
             return [key, value]
         earlier = self._kept.pop((micro_batch, layer), ([], []))

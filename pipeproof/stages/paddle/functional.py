@@ -4,7 +4,8 @@ Where an activation feeds several operations, the way its gradient is added is
 part of the result's bits. No tensor here feeds more than two: a sum of two is
 the same in either order.
 
-Shape letters: S sequence, B rows, A heads of this rank, D head size, V vocabulary.
+Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size,
+Z that of values.
 """
 
 from __future__ import annotations
@@ -49,14 +50,19 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention in which a position sees itself and what is before it; all [B, A, S, D].
+    """Softmax attention in which a position sees itself and what is before it: [B, K, G, S, Z].
 
+    ``query`` is [B, K, G, S, D], ``key`` [B, K, S, D] and ``value`` [B, K, S, Z]. A group's queries are rows of one
+    product with the head that they share (arXiv:2305.13245), so that the sums over a group are sums inside products.
     Where there are more keys than queries, the queries are the last positions.
     """
-    (num_queries, head_size), num_keys = query.shape[-2:], key.shape[-2]
-    scores = paddle.matmul(query, key, transpose_y=True) * head_size**-0.5
+    rows, num_kv_heads, group, num_queries, head_size = query.shape
+    num_keys = key.shape[-2]
+    stacked = query.reshape([rows, num_kv_heads, group * num_queries, head_size])
+    scores = paddle.matmul(stacked, key, transpose_y=True) * head_size**-0.5
     future = np.triu(np.full((num_queries, num_keys), -np.inf), k=1 + num_keys - num_queries)
-    return paddle.matmul(F.softmax(scores + paddle.to_tensor(future, dtype=scores.dtype), axis=-1), value)
+    mask = paddle.to_tensor(np.tile(future, (group, 1)), dtype=scores.dtype)
+    return paddle.matmul(F.softmax(scores + mask, axis=-1), value).reshape([*query.shape[:-1], -1])
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

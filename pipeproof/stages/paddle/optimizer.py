@@ -13,8 +13,8 @@ class StageOptimizer:
     """Paddle's own SGD or AdamW over one rank's parameters.
 
     AdamW (arXiv:1711.05101) has betas 0.9 and 0.999, epsilon 1e-8 and weight
-    decay 0.01 on every parameter. There is no gradient clipping and no schedule
-    of the learning rate.
+    decay 0.01 on every parameter. There is no schedule of the learning rate;
+    gradients are clipped before (``clip``).
     """
 
     def __init__(self, run: RunSpec, parameters: Mapping[str, paddle.Tensor]) -> None:

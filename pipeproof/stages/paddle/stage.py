@@ -1,13 +1,14 @@
 """One pipeline stage on one rank: any run of consecutive layers, with this rank's shards of their weights.
 
-Shape letters: S sequence, B rows, H hidden, A heads of this rank, D head size.
+Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each, D head
+size.
 Activations between layers are [S, B, H] or [B, S, H], as the plan says, sharded
 along the sequence with sequence parallelism. They are written [S, B, H] below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -20,19 +21,24 @@ from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scal
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.collectives import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.paddle.earlier import EarlierPieces
+from pipeproof.stages.paddle.expert_exchange import ExpertCollectives, ExpertRegion
+from pipeproof.stages.paddle.experts import Experts
 from pipeproof.stages.paddle.functional import causal_attention, rms_norm, rotary_tables, rotate, swiglu
+from pipeproof.stages.paddle.latent import latent_heads, with_positions
 from pipeproof.stages.paddle.vocabulary import embed_tokens, summed_cross_entropy
-from pipeproof.stages.paddle.weights import SplitWeights, WeightGradients
+from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights, WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor
 
 
 class PaddleStage:
-    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank``.
+    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``.
 
-    ``parameters`` holds this rank's shards by the names of the description.
-    ``collectives`` may be None where ``topology.tp`` is 1. The collectives are
-    issued exactly as the layers' descriptions list them, forward and backward.
+    ``parameters`` holds this rank's shards by the names of the description, of
+    weights that layers borrow, too, unless they are in ``lent``: those of the
+    rank's other stages.
+    ``collectives`` may be None where ``topology.tp`` is 1, ``exchanges`` where
+    ``topology.ep`` is. The collectives are issued exactly as the layers' descriptions list them, forward and backward.
 
     Raises:
         ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
@@ -44,6 +50,9 @@ class PaddleStage:
         layers: Sequence[Layer],
         tp_rank: int = 0,
         collectives: TensorParallelCollectives | None = None,
+        ep_rank: int = 0,
+        exchanges: ExpertCollectives | None = None,
+        lent: Mapping[str, Tensor] | None = None,
     ) -> None:
         names = [layer.name for layer in layers]
         if not names or len(set(names)) != len(names):
@@ -51,15 +60,19 @@ class PaddleStage:
         self._plan, self._layers = plan, tuple(layers)
         boundary = describe_boundary(plan)
         self._region = TensorParallelRegion(tp_rank, plan.topology.tp, boundary.tp.dim, collectives)
+        self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
         self._batch_first = boundary.dims == "bsh"
-        head_size = plan.model.hidden_size // plan.model.num_heads
-        self._cos, self._sin = rotary_tables(plan.model.seq_length, head_size, plan.run.dtype)
+        self._cos, self._sin = rotary_tables(plan.model.seq_length, plan.model.rotary_size, plan.run.dtype)
         self._num_pieces = plan.schedule.num_sequence_splits
         self._earlier = EarlierPieces(self._num_pieces)
         self._weights = SplitWeights()
         self.parameters: dict[str, Tensor] = {
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
         }
+        there = {**(lent or {}), **self.parameters}
+        borrowed = [parameter for layer in layers for parameter in layer.borrowed]
+        self.parameters |= {p.name: self._load(p) for p in borrowed if p.name not in there}
+        self._lent = {p.name: BorrowedWeight(there[p.name]) for p in borrowed if p.name in there}
 
     def forward(
         self,
@@ -117,11 +130,17 @@ class PaddleStage:
         """The whole backward of one micro-batch: ``backward_input``, and the weight gradients right after it."""
         self.backward_input(output, gradient).accumulate()
 
+    def give_back(self) -> None:
+        """Add what layers made of weights that were lent to them to those weights' own gradients."""
+        for borrowed in self._lent.values():
+            borrowed.give_back()
+
     def _load(self, parameter: Parameter) -> Tensor:
         """This rank's shard of the initial weight, as a leaf of autograd."""
         weight = initial_weight(parameter, self._plan.run.seed, self._plan.run.dtype)
-        if parameter.tp.dim is not None:
-            weight = np.split(weight, self._region.num_ranks, axis=parameter.tp.dim)[self._region.rank]
+        for placed, region in ((parameter.tp, self._region), (parameter.ep, self._experts)):
+            if placed.dim is not None:
+                weight = np.split(weight, region.num_ranks, axis=placed.dim)[region.rank]
         return paddle.to_tensor(np.ascontiguousarray(weight), stop_gradient=False)
 
     def _embed(self, name: str, batch: Batch) -> Tensor:
@@ -139,35 +158,73 @@ class PaddleStage:
         return activation + self._mlp(self._norm(activation, f"{name}.mlp_norm"), f"{name}.mlp")
 
     def _attention(self, activation: Tensor, name: str, index: int, piece: int) -> Tensor:
-        entered = self._region.enter(activation, f"{name}.in")
-        fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, A * 3 * D]
-        head_size = self._cos.shape[-1]
-        outer = fused.shape[:2]
-        num_heads = fused.shape[2] // (3 * head_size)
-        heads = fused.reshape([*outer, num_heads, 3 * head_size])
-        heads = heads.transpose([0, 2, 1, 3] if self._batch_first else [1, 2, 0, 3])  # [B, A, S, 3 * D]
-        query, key, value = paddle.split(heads, 3, axis=-1)
-        length = query.shape[2]  # of a piece, of a sequence that may be shorter than the model's
-        positions = slice(piece * length, (piece + 1) * length)
-        cos, sin = self._cos[positions], self._sin[positions]
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        heads = self._grouped_heads if self._plan.model.mla is None else self._latent_heads
+        query, key, value = heads(activation, name, piece)
         key, value = self._earlier.join(key, value, micro_batch=index, layer=name, piece=piece)
-        mixed = causal_attention(query, key, value)  # [B, A, S, D]
-        mixed = mixed.transpose([0, 2, 1, 3] if self._batch_first else [2, 0, 1, 3])
-        mixed = mixed.reshape([*outer, num_heads * head_size])
-        partial = self._product(mixed, f"{name}.out.weight")
+        mixed = causal_attention(query, key, value)  # [B, K, G, S, Z]
+        mixed = mixed.transpose([0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
+        partial = self._product(mixed.reshape([*mixed.shape[:2], -1]), f"{name}.out.weight")
         return self._region.leave(partial, f"{name}.out")
+
+    def _grouped_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, K, G, S, D], key and value [B, K, S, D] of a piece."""
+        entered = self._region.enter(activation, f"{name}.in")
+        fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, K * (G + 2) * D]
+        group = self._plan.model.num_heads // self._plan.model.kv_heads
+        heads = fused.reshape([*fused.shape[:2], -1, group + 2, self._plan.model.size_of_head])
+        heads = heads.transpose([0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])  # [B, K, G + 2, S, D]
+        query, key, value = paddle.split(heads, [group, 1, 1], axis=2)
+        cos, sin = self._tables(piece, query.shape[3])
+        return rotate(query, cos, sin), rotate(key.squeeze(2), cos, sin), value.squeeze(2)
+
+    def _latent_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a piece."""
+        mla = self._plan.model.mla
+        assert mla is not None
+        query, keys, shared = latent_heads(
+            activation,
+            mla,
+            lambda x, part: self._product(x, f"{name}.{part}.weight"),
+            lambda x, part: self._norm(x, f"{name}.{part}"),
+            self._region,
+            name,
+        )
+        if self._batch_first:
+            query, keys = (heads.transpose([0, 2, 1, 3]) for heads in (query, keys))
+        else:
+            query, keys, shared = (
+                query.transpose([1, 2, 0, 3]),
+                keys.transpose([1, 2, 0, 3]),
+                shared.transpose([1, 0, 2]),
+            )
+        query, key, value = with_positions(query, keys, shared, mla, *self._tables(piece, shared.shape[1]))
+        return query.unsqueeze(2), key, value
+
+    def _tables(self, piece: int, length: int) -> tuple[Tensor, Tensor]:
+        """The rotary tables of a piece of a sequence that may be shorter than the model's."""
+        positions = slice(piece * length, (piece + 1) * length)
+        return self._cos[positions], self._sin[positions]
 
     def _mlp(self, activation: Tensor, name: str) -> Tensor:
         entered = self._region.enter(activation, f"{name}.in")
-        gate = self._product(entered, f"{name}.gate.weight")
-        up = self._product(entered, f"{name}.up.weight")
-        partial = self._product(swiglu(gate, up), f"{name}.down.weight")
+        if f"{name}.router.weight" in self.parameters:
+            assert self._plan.model.moe is not None
+            experts = Experts(self._plan.model.moe, name, self._weights, self.parameters.__getitem__, self._experts)
+            partial = experts.forward(entered)
+        else:
+            gate = self._product(entered, f"{name}.gate.weight")
+            up = self._product(entered, f"{name}.up.weight")
+            partial = self._product(swiglu(gate, up), f"{name}.down.weight")
         return self._region.leave(partial, f"{name}.out")
 
     def _head(self, activation: Tensor, batch: Batch) -> Tensor:
         entered = self._region.enter(activation, "head.in")
-        logits = self._product(entered, "head.weight")
+        if self._plan.model.tied_embedding:
+            name = "embed.weight"
+            weight = self._lent[name].used if name in self._lent else self.parameters[name]
+            logits = self._weights.product(entered, weight, transposed=True)
+        else:
+            logits = self._product(entered, "head.weight")
         return summed_cross_entropy(logits, self._in_order(batch.labels), self._region)
 
     def _product(self, activation: Tensor, name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights whose gradients are computed when they are asked for: the W of a split backward.
 
-A layer meets a weight in one of three ways: it multiplies by it as a matrix,
-or element by element, or takes its rows. The value is computed once, on a
+A layer meets a weight in one of four ways: it multiplies by it as a matrix, or
+groups of rows by one matrix each, or element by element, or takes its rows. The value is computed once, on a
 small graph of autograd that leads from it to the weight alone; the layer's own
 graph leads past the weight to the input. So a backward through the layers
 computes the gradients of inputs (I) and finds at each weight the gradient of
@@ -17,7 +17,7 @@ The split is that of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import paddle
@@ -71,18 +71,32 @@ class SplitWeights:
         collected, self._collected = self._collected, WeightGradients()
         return collected
 
-    def product(self, activation: Tensor, weight: Tensor) -> Tensor:
-        """``activation @ weight``: [.., K] and [K, N] to [.., N]."""
+    def product(self, activation: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+        """``activation @ weight``: [.., K] and [K, N] to [.., N]; transposed, the weight is [N, K]."""
         return _Use.apply(
             activation,
-            lambda x: paddle.matmul(x, weight),
-            lambda gradient: paddle.matmul(gradient, weight, transpose_y=True),
+            lambda x: paddle.matmul(x, weight, transpose_y=transposed),
+            lambda gradient: paddle.matmul(gradient, weight, transpose_y=not transposed),
             self._put_off,
         )
 
     def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
         """``activation * weight``, element by element along the last dim: [.., K] and [K] to [.., K]."""
         return _Use.apply(activation, lambda x: x * weight, lambda gradient: gradient * weight, self._put_off)
+
+    def grouped(self, activation: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Groups of rows, each times its own matrix: [V, K] and [E, K, N] to [V, N]; group e has ``sizes[e]`` rows."""
+        groups = [(expert, size) for expert, size in enumerate(sizes) if size]
+        if not groups:  # the way back leads on, and no weight was used
+            return paddle.matmul(activation, weight[0].detach())
+        rows = [size for _, size in groups]
+
+        def products(x: Tensor, *, transpose: bool = False) -> Tensor:
+            matrices = paddle.unbind(weight)
+            parts = zip(paddle.split(x, rows), groups, strict=True)
+            return paddle.concat([paddle.matmul(part, matrices[e], transpose_y=transpose) for part, (e, _) in parts])
+
+        return _Use.apply(activation, products, lambda gradient: products(gradient, transpose=True), self._put_off)
 
     def rows(self, places: Tensor, weight: Tensor) -> Tensor:
         """Row ``places[..]`` of ``weight`` for each place: [..] and [V, K] to [.., K]. Nothing flows further back."""
@@ -94,6 +108,24 @@ class SplitWeights:
 
     def _put_off(self, value: Tensor, gradient: Tensor) -> None:
         self._collected.put_off(value, gradient)
+
+
+class BorrowedWeight:
+    """A weight as a layer uses it that it is lent to: the same memory, with a gradient of its own.
+
+    So the borrower's sum over micro-batches is one addend, wherever it runs.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.used = weight.detach()
+        self.used.stop_gradient = False
+        self.used.grad = paddle.zeros_like(weight)
+
+    def give_back(self) -> None:
+        """Add the gradient to the weight's own, and begin the next one as +0.0."""
+        self._weight.grad.set_value(self._weight.grad + self.used.grad)
+        self.used.grad = paddle.zeros_like(self._weight)
 
 
 class _Use(PyLayer):  # type: ignore[misc]  # Paddle ships no types

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from pipeproof.specs.model_parts import MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layers import describe_gpt
 
@@ -28,11 +29,20 @@ def parallel_bound(plan: PlanSpec) -> float:
     makes its input's scale irrelevant). Then a gradient has the error of one
     sum with as many additions N as the longest path through the model has:
 
-        forward, per block:   two norms 2H, qkv H, scores D, softmax S, mix S, out H, gate or up H, down F
-        backward, per block:  the same products transposed: down H, gate and up 2F, out H, mix D and S,
-                              softmax S, scores S, qkv 3H, and two norms 2H
+        forward, per block:   two norms 2H, qkv H, scores D, softmax S, mix S, out Q, gate or up H, down F
+        backward, per block:  the same products transposed: down H, gate and up 2F, out H, mix D and G S,
+                              softmax S, scores G S, qkv Q + 2K, and two norms 2H
+        latent attention:     compress H, norm 2R, expand R, then as above with heads of their sizes; backward
+                              the heads A of the shared key, expand Q + V, norm 2R, compress 2R
+        experts, forward:     router H, scores E, their sum k, gate or up H, down M, visits k
+        experts, backward:    down H, gate and up 2M, scores H, k and 2E, visits k, three readers 3
         ends:                 two final norms 2H, head H forward and V back, softmax V
         the weight gradient:  the tokens S B of a micro-batch, then all micro-batches
+
+    where a token has Q elements of queries and K of keys, a key G queries, and
+    in a block with experts k of E, of inner size M (or of all shared ones, where
+    that is more), stand in place of the MLP; R is the larger compressed size, V
+    the elements of keys without positions and of values.
 
     A worst case would be N u. Rounding errors are not all of one sign: with
     errors of mean zero given those before them, Hoeffding's inequality for
@@ -42,11 +52,15 @@ def parallel_bound(plan: PlanSpec) -> float:
     such terms, and lambda is chosen so that all elements of all gradients hold
     it together but for ``FAILURE_PROBABILITY``.
 
-    Without tensor parallelism and cuts of sequences only the additions of micro-batches differ.
+    Without tensor or expert parallelism and cuts of sequences only the additions
+    of micro-batches differ; a tied weight has two addends of each. Gradients that
+    are clipped are multiplied by a factor that has the error of the gradients in
+    it once more, and that of a sum of the squares of all elements.
 
-    What is assumed is that dependence of at most one; it is no theorem. Where
-    the addends of a gradient nearly cancel, max|b| is small beside them and the
-    assumption weakens. Measured over seeds, sizes, dtypes and both optimizers:
+    What is assumed is that dependence of at most one; it is no theorem. A
+    token whose choice of experts hangs on rounding breaks it: gradients jump.
+    Where the addends of a gradient nearly cancel, max|b| is small beside them
+    and the assumption weakens. Measured over seeds, sizes, dtypes and both optimizers:
     close to the initial weights, differences are 9 to 100 times below the
     bound; with a vocabulary of two words, 1.4 times; after 60 steps of AdamW
     at rate 0.01, 5 times; at rate 0.1, a little above it. So this is a measure
@@ -59,21 +73,51 @@ def parallel_bound(plan: PlanSpec) -> float:
     compare each step from equal weights (``uncut_step``).
     """
     topology, schedule = plan.topology, plan.schedule
-    num_sums = topology.dp * schedule.num_micro_batches * schedule.num_sequence_splits
-    if topology.tp > 1 or schedule.num_sequence_splits > 1:
+    num_uses = 2 if plan.model.tied_embedding else 1
+    num_sums = topology.dp * topology.ep * schedule.num_micro_batches * schedule.num_sequence_splits * num_uses
+    if topology.tp > 1 or topology.ep > 1 or schedule.num_sequence_splits > 1:
         num_sums += _path_length(plan)
     num_elements = sum(math.prod(p.shape) for layer in describe_gpt(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))
     unit_roundoff = float(np.finfo(plan.run.dtype).eps) / 2.0
-    return deviation * math.sqrt(2.0 * num_sums) * unit_roundoff
+    bound = deviation * math.sqrt(2.0 * num_sums) * unit_roundoff
+    if plan.run.clip_norm is not None:
+        bound = 2.0 * bound + deviation * math.sqrt(2.0 * num_elements) * unit_roundoff
+    return bound
 
 
 def _path_length(plan: PlanSpec) -> int:
     """Additions on the longest path to a weight gradient of one micro-batch."""
     model = plan.model
     hidden, ffn, length, vocab = model.hidden_size, model.ffn_size, model.seq_length, model.vocab_size
-    head = hidden // model.num_heads
-    forward = 5 * hidden + head + 2 * length + ffn
-    backward = 7 * hidden + head + 3 * length + 2 * ffn
-    ends = 3 * hidden + 2 * vocab
-    return model.num_layers * (forward + backward) + ends + length * plan.schedule.micro_batch_size
+    head, group = model.size_of_head, model.num_heads // model.kv_heads
+    queries, keys = model.num_heads * head, model.kv_heads * head
+    if model.mla is None:
+        forward = 3 * hidden + queries + head + 2 * length
+        backward = 3 * hidden + queries + 2 * keys + head + (1 + 2 * group) * length
+    else:
+        forward, backward = _latent_attention(plan, model.mla)
+    dense = 2 * hidden + 3 * ffn
+    blocks = sum(_experts(plan) if model.has_experts(i) else dense for i in range(model.num_layers))
+    blocks += model.num_layers * (forward + backward)
+    return blocks + 3 * hidden + 2 * vocab + length * plan.schedule.micro_batch_size
+
+
+def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> tuple[int, int]:
+    """Additions on the longest path through the attention of a block, forward and backward."""
+    model, heads = plan.model, plan.model.num_heads
+    rank, size = max(mla.q_rank or 0, mla.kv_rank), mla.nope_head_size + mla.rope_head_size
+    forward = 3 * model.hidden_size + 3 * rank + size + 2 * model.seq_length + heads * mla.value_head_size
+    backward = (
+        3 * model.hidden_size + 4 * rank + heads * (size + 1) + heads * (mla.nope_head_size + mla.value_head_size)
+    )
+    return forward, backward + mla.rope_head_size + size + 3 * model.seq_length
+
+
+def _experts(plan: PlanSpec) -> int:
+    """Additions on the longest path through the experts of a block, both ways."""
+    moe, hidden = plan.model.moe, plan.model.hidden_size
+    assert moe is not None
+    inner = moe.ffn_size * max(1, moe.num_shared_experts)
+    forward = 2 * hidden + moe.num_experts + 2 * moe.top_k + inner
+    return forward + 2 * hidden + 2 * inner + 2 * moe.num_experts + 2 * moe.top_k + 3

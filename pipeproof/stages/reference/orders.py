@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pipeproof.stages.reference.pieces import add
@@ -19,10 +19,15 @@ class Orders:
     A unit is a micro-batch or, where sequences are cut, a piece of one: piece p
     of n of micro-batch k is unit k n + p. There is one order for each copy,
     most often one.
+
+    ``tied`` says, by the name of a weight that several layers use, how their
+    sums are added up: for each rank that holds it those that it has itself, as
+    (name in ``gradients``, copy), and then the ranks' sums, all in order.
     """
 
     loss: Sequence[Sequence[int]]
     gradients: Mapping[str, Sequence[Sequence[int]]]
+    tied: Mapping[str, Sequence[Sequence[tuple[str, int]]]] = field(default_factory=dict)
 
 
 class InTurn(Generic[_Addend]):
@@ -52,7 +57,10 @@ class ByCopy(Generic[_Addend]):
         """The addends of one unit of work."""
         self._copy_of[index].put(index, addends)
 
+    def totals(self) -> list[list[_Addend]]:
+        """The sum of each copy, once every unit of work is there."""
+        return [copy.total for copy in self._copies]
+
     def total(self) -> list[_Addend]:
         """The sum over all copies, once every unit of work is there."""
-        totals = (copy.total for copy in self._copies)
-        return [add(of_copies) for of_copies in zip(*totals, strict=True)]
+        return [add(of_copies) for of_copies in zip(*self.totals(), strict=True)]

@@ -40,11 +40,15 @@ class Covers:
 
     def _read(self, children: IntColumn) -> None:
         graph, facts = self._model.graph, self._model.facts
-        here = list(self._model.parameters_of.get(int(graph.stage[children[0]]), ()))
+        rank, stage = int(graph.rank[children[0]]), int(graph.stage[children[0]])
         axis = AXES[int(graph.axis[children[0]])]
-        owed = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
-        if (axis == "pp" and not owed) or len(owed) < len(children) == len(here):
-            owed = here
+        # What the rank holds with an earlier stage is not summed with this one, unless there are more sums than that.
+        for here in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
+            owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
+            if (axis == "pp" and not owed) or len(owed) < len(children) == len(here):
+                owed = here
+            if len(children) <= len(owed):
+                break
         index = graph.index[children].tolist()
         if facts.guessed:  # one gradient stands for all of the stage's
             cover = {i: tuple(here) for i in index if i == min(index)}

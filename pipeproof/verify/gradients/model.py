@@ -51,6 +51,27 @@ class Model:
                 result.setdefault(stage, []).append(i)
         return {stage: tuple(indices) for stage, indices in result.items()}
 
+    def settled(self, rank: int, stage: int) -> tuple[int, ...]:
+        """Indices of the parameters that a rank reduces and updates with a stage.
+
+        A weight that several stages of a rank use is there once, and belongs to the first of them.
+        """
+        here = self.parameters_of.get(stage, ())
+        if not any(len(self.facts.parameters[p].stages) > 1 for p in here):
+            return here
+        mine = self._stages_of.get(rank, frozenset()) | {stage}
+        return tuple(p for p in here if stage == min(mine.intersection(self.facts.parameters[p].stages)))
+
+    @cached_property
+    def _stages_of(self) -> Mapping[int, frozenset[int]]:
+        """The stages that each rank computes."""
+        computed = self.graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))
+        pairs = np.unique(np.stack([self.graph.rank[computed], self.graph.stage[computed]]), axis=1)
+        result: dict[int, set[int]] = {}
+        for rank, stage in pairs.T.tolist():
+            result.setdefault(rank, set()).add(stage)
+        return {rank: frozenset(stages) for rank, stages in result.items()}
+
     def is_reduced(self, parameter: ParameterGradient, axis: str) -> bool:
         """Whether a reduction over ``axis`` is owed, or, over ``pp``, whether there are copies to be summed."""
         if axis == "pp":

@@ -187,7 +187,8 @@ class Reader:
         """(parameter, move) for each parameter that an entry is about."""
         graph, facts = self.model.graph, self.model.facts
         kind, stage = int(graph.kind[op]), int(graph.stage[op])
-        here = [p for p in self.model.parameters_of.get(stage, ()) if p in drafts]
+        found = self.model.parameters_of.get(stage, ()) if names else self.model.settled(int(graph.rank[op]), stage)
+        here = [p for p in found if p in drafts]
         if names:
             here = [p for p in here if facts.parameters[p].name in names]
             unknown = names - self._parameter_names
@@ -205,7 +206,7 @@ class Reader:
                 owed = self._owed(stage, axis)
                 yield from self._reductions(op, axis, line, here if names else [p for p in here if p in owed])
         elif kind in REDUCING:
-            mine = here if names else [p for p in self._covers.of(op) if p in here]
+            mine = here if names else [p for p in self._covers.of(op) if p in drafts]
             yield from self._reductions(op, AXES[int(graph.axis[op])], line, mine)
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:

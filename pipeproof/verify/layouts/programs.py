@@ -141,7 +141,7 @@ def _check_unreduced(subject: Subject) -> Iterator[Finding]:
         typed = typed_gpt(spec)
         for described in subject.plan.layers:
             partial_over = typed[layer_kind(spec.model, described.name)].partial_over
-            for own in described.parameters:
+            for own in (*described.parameters, *described.borrowed):
                 name = own.name.removeprefix(f"{described.name}.")
                 over_ep = {"ep"} if spec.topology.ep > 1 and "ep" not in own.sharded_over else set()
                 yield from _compare(own.name, partial_over.get(name, ()), {*own.partial_over, *over_ep})

@@ -1,0 +1,93 @@
+"""The weights of the ordered reference, in the pieces that tensor-parallel ranks hold, and their gradients.
+
+A weight that ranks do not cut has a copy for each piece of what it meets: one
+for each piece of the sequence, and a router's for each tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.synthetic import initial_weight
+from pipeproof.stages.reference.pieces import Pieces, add, cut_dim, is_of_experts, leaf
+
+Tensor: TypeAlias = paddle.Tensor
+
+
+class OrderedWeights:
+    """The weights of the plan's GPT in pieces.
+
+    ``of_units`` has the leaves that each split of a sequence and each
+    expert-parallel rank computes with: ``of_units[split][rank]``, by name.
+    """
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self.plan = plan
+        self.num_pieces, self.num_ranks = plan.topology.tp, plan.topology.ep
+        self.num_splits = plan.schedule.num_sequence_splits
+        self.sequence_pieces = self.num_pieces if plan.topology.sequence_parallel else 1
+        self.weights: dict[str, Pieces] = {
+            p.name: self._in_pieces(p.name, initial_weight(p, plan.run.seed, plan.run.dtype))
+            for layer in describe_gpt(plan)
+            for p in layer.parameters
+        }
+        self.of_units = [[self.weights] * self.num_ranks for _ in range(self.num_splits)]
+
+    def _in_pieces(self, name: str, whole: npt.NDArray[Any]) -> Pieces:
+        dim = cut_dim(name)
+        num_copies = self.num_pieces if name.endswith("router.weight") else self.sequence_pieces
+        arrays = np.split(whole, self.num_pieces, dim) if dim is not None else [whole] * num_copies
+        return [paddle.to_tensor(np.ascontiguousarray(array), stop_gradient=False) for array in arrays]
+
+    def zero_gradients(self) -> None:
+        """Begin every gradient buffer as +0.0.
+
+        Each split of sequences and each expert-parallel rank has buffers of its own, but for experts, which ranks
+        share; a tied head has its own for the embedding's weight.
+        """
+        if self.num_splits * self.num_ranks > 1 or self.plan.model.tied_embedding:
+            self.of_units = []
+            for _ in range(self.num_splits):
+                first = self._leaves()
+                experts = {name: pieces for name, pieces in first.items() if is_of_experts(name)}
+                self.of_units.append([first, *(self._leaves() | experts for _ in range(1, self.num_ranks))])
+        for weights in (weights for of_split in self.of_units for weights in of_split):
+            for pieces in weights.values():
+                for piece in pieces:
+                    piece.grad = paddle.zeros_like(piece)
+
+    def _leaves(self) -> dict[str, Pieces]:
+        tied = {"head.weight": self.weights["embed.weight"]} if self.plan.model.tied_embedding else {}
+        return {name: [leaf(piece) for piece in pieces] for name, pieces in (self.weights | tied).items()}
+
+    def gradients(self, split: int = 0, rank: int = 0) -> dict[str, Pieces]:
+        """The gradients from one split of one rank as they are, in pieces, each a tensor of its own.
+
+        Those of experts, which come from all ranks, are with the first.
+        """
+        weights = self.of_units[split][rank].items()
+        own = {name: pieces for name, pieces in weights if rank == 0 or not is_of_experts(name)}
+        return {name: [piece.grad.clone() for piece in pieces] for name, pieces in own.items()}
+
+    def summed(self, name: str, pieces: Pieces) -> Pieces:
+        """A sum over micro-batches; copies of the weight of a norm or router all get the sum over copies."""
+        return pieces if cut_dim(name) is not None else [add(pieces)] * len(pieces)
+
+    def distinct(self, name: str, pieces: Pieces) -> list[Pieces]:
+        """What different ranks hold of a gradient, without copies: by expert-parallel rank, its pieces."""
+        pieces = pieces if cut_dim(name) is not None else pieces[:1]
+        if not is_of_experts(name):
+            return [pieces]
+        return [list(of_rank) for of_rank in zip(*(piece.split(self.num_ranks) for piece in pieces), strict=True)]
+
+    def joined(self, name: str, pieces: Pieces) -> npt.NDArray[Any]:
+        """The named weight, or its gradient, from its pieces: an array of its own."""
+        dim = cut_dim(name)
+        arrays = [piece.numpy() for piece in pieces]
+        return np.concatenate(arrays, dim) if dim is not None else arrays[0].copy()

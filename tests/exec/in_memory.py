@@ -1,0 +1,157 @@
+"""All ranks of a plan in one process: adapters in threads that take turns, channels and collectives in memory.
+
+As in ``tests.stages.tensor_parallel`` only one rank runs at any time, until it
+waits for another. A send is done at once.
+"""
+
+import itertools
+import threading
+import time
+
+import paddle
+
+from pipeproof.comm.accumulation import sum_orders, tied_sums
+from pipeproof.exec.compare import compare_step
+from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.exec.machine import Begin, Finished, RankMachine
+from pipeproof.exec.oplog import compare_log
+from pipeproof.exec.paddle_adapter import PaddleAdapter
+from pipeproof.exec.paddle_comm import PaddleWorld
+from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.orders import Orders
+from pipeproof.stages.reference.uncut import uncut_step
+
+WAIT_S = 60.0
+
+
+class _World:
+    def __init__(self):
+        self.turn = threading.Condition()
+        self.failure = None
+        self.sent = {}
+        self.put = {}
+
+    def wait_for(self, come):
+        assert self.turn.wait_for(lambda: come() or self.failure is not None, timeout=WAIT_S), "a rank waits alone"
+        assert self.failure is None
+
+
+class _Transfer:
+    """A send that is done, or a receive that waits for its place in the channel."""
+
+    def __init__(self, buffer, wait):
+        self.buffer, self.wait = buffer, wait
+        self.posted_ns = self.start_ns = self.end_ns = time.monotonic_ns()
+
+
+class _Channels:
+    def __init__(self, world, rank):
+        self.world, self.rank, self.received = world, rank, {}
+
+    def post(self, channel, buffer):
+        sent = self.world.sent.setdefault(channel, [])
+        if channel.src == self.rank:
+            sent.append(buffer.clone())
+            self.world.turn.notify_all()
+            return _Transfer(buffer, lambda: None)
+        place = self.received.get(channel, 0)
+        self.received[channel] = place + 1
+
+        def wait():
+            self.world.wait_for(lambda: len(sent) > place)
+            paddle.assign(sent[place], output=buffer)
+
+        return _Transfer(buffer, wait)
+
+
+class _Collectives:
+    """Calls of a group meet in their order."""
+
+    def __init__(self, world, rank, index, ranks):
+        self.world, self.rank, self.index, self.ranks, self.calls = world, rank, index, ranks, 0
+
+    def gather(self, tensor):
+        return self._met(tensor.detach().clone())
+
+    def _met(self, given):
+        met = self.world.put.setdefault((self.index, self.calls), {})
+        self.calls += 1
+        met[self.rank] = given
+        self.world.turn.notify_all()
+        self.world.wait_for(lambda: len(met) == len(self.ranks))
+        return [met[rank] for rank in self.ranks]
+
+    def exchange(self, rows, send, receive):
+        ends = list(itertools.accumulate(send))
+        parts = [rows[end - size : end] if size else None for size, end in zip(send, ends, strict=True)]
+        place = self.ranks.index(self.rank)
+        mine = [part for parts_of in self._met(parts) if (part := parts_of[place]) is not None]
+        assert sum(len(part) for part in mine) == sum(receive)
+        return paddle.concat(mine) if mine else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
+
+    def reduce(self, tensor, reduction):
+        total, *others = self.gather(tensor)
+        for other in others:
+            total = {"sum": paddle.add, "max": paddle.maximum}[reduction](total, other)
+        return total
+
+
+def run_all(plan):
+    """Every step of every rank: the outcomes by step and rank, and the adapters."""
+    world = _World()
+    ranks = range(plan.mesh.num_ranks)
+    outcomes = [[None] * len(ranks) for _ in range(plan.spec.run.steps)]
+    adapters = [None] * len(ranks)
+
+    def on_rank(rank):
+        with world.turn:
+            try:
+                run_rank(rank)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                world.failure = world.failure or error
+                world.turn.notify_all()
+
+    def run_rank(rank):
+        collectives = {
+            index: _Collectives(world, rank, index, group.ranks)
+            for index, group in enumerate(plan.graph.groups)
+            if rank in group.ranks
+        }
+        channels = _Channels(world, rank)
+        adapter = PaddleAdapter(plan, rank, PaddleWorld(rank, channels, collectives), lambda step, op_id: None)
+        adapters[rank], machine = adapter, RankMachine(plan.graph, rank)
+        for step in range(plan.spec.run.steps):
+            adapter.begin(step)
+            instructions = machine.handle(Begin(step))
+            while instructions:
+                for instruction in instructions:
+                    adapter.carry_out(instruction)
+                instructions = machine.handle(Finished(instructions[-1].op_id))
+            outcomes[step][rank] = adapter.outcome
+
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failure is not None:
+        raise world.failure
+    return outcomes, adapters
+
+
+def compared(plan):
+    """Each step's comparison with the ordered reference, and the uncut one; logs must be the graph's."""
+    outcomes, adapters = run_all(plan)
+    orders = sum_orders(plan)
+    references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan)))
+    results = []
+    for step, (of_step, reference) in enumerate(zip(outcomes, references, strict=True)):
+        uncut = uncut_step(plan.spec, reference.weights, step)
+        ranks = [(one.loss, one.gradients) for one in of_step]
+        ours = reference.loss, reference.gradients
+        results.append(compare_step(plan, step, ranks, ours, (uncut.loss, uncut.gradients)))
+    run = plan.spec.run
+    for rank, adapter in enumerate(adapters):
+        assert list(compare_log(plan.graph, rank, adapter.log, num_steps=run.steps, dtype=run.dtype)) == []
+        assert list(compare_exchanges(plan.graph, rank, adapter.log)) == []
+    return results

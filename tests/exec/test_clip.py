@@ -1,0 +1,120 @@
+"""Gradients clipped to a global norm: bitwise the reference's, wherever the weights stand."""
+
+import pytest
+
+from pipeproof.exec.run import RunOptions, require_runnable
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.optable import Row
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.verify.check import check_subject
+from tests.exec.processes import Run
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+PLANS = {
+    "one rank": ({"pp": 1}, {"kind": "gpipe"}),
+    "loop": ({"pp": 4}, {"kind": "1f1b"}),
+    "tp": ({"pp": 1, "tp": 2}, {"kind": "1f1b"}),
+    "sp, dp": ({"tp": 2, "dp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}),
+    "v": ({}, {"kind": "zb_v", "num_chunks": 2}),
+    "copies": ({"tp": 2}, {"kind": "dualpipe"}),
+    "experts": ({"ep": 2, "tp": 2, "sequence_parallel": True}, {"kind": "1f1b"}),
+}
+MODELS = {
+    "loop": {"tied_embedding": True},
+    "copies": {"tied_embedding": True},
+    "experts": {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 16}},
+}
+SMALL = 0.05
+"""A norm that the gradients of these plans exceed."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def results(name, clip_norm=SMALL, **model):
+    from tests.exec.in_memory import compared
+
+    topology, schedule = PLANS[name]
+    run = {"steps": 2} if clip_norm is None else {"steps": 2, "clip_norm": clip_norm}
+    plan = subject(topology=topology, schedule=schedule, run=run, model=model).unfolded().plan
+    return plan, compared(plan)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_clipped_gradients_have_the_bits_of_the_reference(name):
+    from pipeproof.stages.reference.bound import parallel_bound
+
+    plan, steps = results(name, **MODELS.get(name, {}))
+    assert all(step.bitwise for step in steps)
+    assert max(one.uncut_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
+
+
+def test_a_run_without_parallel_sums_is_the_uncut_model_bit_for_bit():
+    _, steps = results("v")
+    assert all(one.uncut_max_rel_diff == 0.0 for step in steps for one in step.gradients)
+
+
+def test_the_pipeline_does_not_change_a_bit_of_the_norm():
+    (_, first), *others = (results(name) for name in ("one rank", "loop", "v"))
+    for _, steps in others:
+        for step, expected in zip(steps, first, strict=True):
+            assert {one.name: one.md5 for one in step.gradients} == {one.name: one.md5 for one in expected.gradients}
+
+
+@pytest.mark.parametrize("name", ["loop", "sp, dp", "copies"])
+def test_the_norm_counts_every_element_once(name):
+    """Of all gradients as they are compared, put together again: exactly the limit, but for rounding."""
+    import numpy as np
+
+    from tests.exec.in_memory import run_all
+
+    topology, schedule = PLANS[name]
+    norms = {}
+    for clip_norm in (SMALL, 1e9):
+        sections = {"topology": topology, "schedule": schedule, "model": {"tied_embedding": True}}
+        plan = subject(**sections, run={"steps": 1, "clip_norm": clip_norm, "dtype": "float64"}).unfolded().plan
+        ((*ranks,),), _ = run_all(plan)
+        seen, total = set(), 0.0
+        for rank, outcome in enumerate(ranks):
+            coords = plan.mesh.coords(rank)
+            for layer in plan.layers:
+                for weight in layer.parameters:
+                    part = coords["tp"] if "tp" in weight.sharded_over else 0
+                    if weight.name in outcome.gradients and (weight.name, part) not in seen:
+                        seen.add((weight.name, part))
+                        total += float(np.sum(outcome.gradients[weight.name] ** 2))
+        norms[clip_norm] = total**0.5
+    assert norms[SMALL] == pytest.approx(SMALL, rel=1e-12)
+    assert norms[1e9] > 2 * SMALL
+
+
+def test_gradients_below_the_limit_stay_as_they_are():
+    (_, clipped), (_, plain) = results("loop", 1e9), results("loop", None)
+    for step, expected in zip(clipped, plain, strict=True):
+        assert {one.name: one.md5 for one in step.gradients} == {one.name: one.md5 for one in expected.gradients}
+
+
+def test_a_collective_by_itself_is_refused_where_there_is_no_norm():
+    """No adapter knows what it would be of."""
+    seen = subject(topology={"tp": 2})
+    rows = seen.graph.rows()
+    for program in rows:
+        program.append(Row(Op(OpKind.ALL_REDUCE, program[0].op.stage, axis="tp"), stop=1, group=0, reduction="sum"))
+    report = check_subject(seen.with_graph(build_graph(rows, seen.graph.tensors, seen.graph.groups)))
+    with pytest.raises(PipeproofError, match="rank 0 runs 0ALL_REDUCE:tp") as refused:
+        require_runnable(report, RunOptions(unsafe=True))
+    assert [one.code for one in refused.value.findings] == ["PP909"]
+
+
+def test_real_ranks_clip(tmp_path):
+    run = Run(tmp_path, plan_dict(run={"steps": 2, "clip_norm": SMALL})).end()
+    assert run.status == 0, run.output
+    assert run.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in run.report["steps"])

@@ -1,0 +1,115 @@
+"""Experts over two ranks, and groups of queries, on real processes; what is refused; exchanges between pairs."""
+
+import threading
+
+import pytest
+
+from pipeproof.exec.run import RunOptions, require_runnable
+from pipeproof.schedule.optable import Group
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify.check import check
+from tests.exec.processes import Run
+from tests.plans import plan_dict
+
+pytestmark = pytest.mark.needs_paddle
+
+MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+
+
+def test_experts_over_two_ranks_match_the_reference_bit_for_bit(tmp_path):
+    plan = plan_dict(
+        model={"moe": MOE, "num_kv_heads": 2, "head_size": 6},
+        topology={"pp": 2, "ep": 2},
+        schedule={"kind": "zb_h1"},
+        run={"steps": 2},
+    )
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    report = ended.report
+    assert report["verified"]
+    assert report["log_matches_graph"]
+    assert all(step["bitwise"] for step in report["steps"])
+    first = [gradient for gradient in report["gradients"] if gradient["step"] == 0]
+    assert all(gradient["uncut_max_rel_diff"] <= report["parallel_bound"] for gradient in first)
+    (experts,) = (g for g in first if g["name"] == "layer.3.mlp.experts.up.weight")
+    assert sorted(shard["index"][0] for shard in experts["shards"]) == [[0, 6], [6, 12]]
+    (router,) = (g for g in first if g["name"] == "layer.3.mlp.router.weight")
+    assert len({shard["md5"] for shard in router["shards"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "fact"),
+    [
+        ({"moe": {**MOE, "nodes_per_token": 1}}, "the plan has model.moe.nodes_per_token"),
+        ({"moe": {**MOE, "dispatch_dtype": "float8"}}, "the plan has model.moe.dispatch_dtype"),
+    ],
+)
+def test_what_no_run_carries_out_is_refused(model, fact):
+    report = check(plan_from_dict(plan_dict(model=model)))
+    with pytest.raises(PipeproofError) as refused:
+        require_runnable(report, RunOptions())
+    (finding,) = refused.value.findings
+    assert finding.code == "PP909"
+    assert fact in finding.message
+
+
+@pytest.fixture
+def two_ends(monkeypatch):
+    """Both ends of a pair in threads, and what they gather: ``dist.all_gather`` of two equal shapes."""
+    from pipeproof.exec import paddle_comm
+
+    meeting, given, calls = threading.Barrier(2, timeout=30), {}, []
+
+    def all_gather(received, tensor, group):
+        rank = threading.current_thread().name
+        given[rank] = tensor.clone()
+        meeting.wait()
+        assert given["0"].shape == given["1"].shape, "gloo gathers equal shapes alone"
+        received += [given["0"], given["1"]]
+        calls.append(list(tensor.shape))
+        meeting.wait()
+
+    monkeypatch.setattr(paddle_comm.dist, "all_gather", all_gather)
+
+    def exchanged(work):
+        results = {}
+        ends = [paddle_comm.PairwiseCollectives(rank, Group("ep", (0, 1)), {(0, 1): None}) for rank in (0, 1)]
+        threads = [
+            threading.Thread(target=lambda r=r: results.update({r: work(r, ends[r])}), name=str(r)) for r in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [results[0], results[1]], calls
+
+    return exchanged
+
+
+@pytest.mark.parametrize(
+    ("counts", "gathered"),
+    [
+        (((1, 3), (2, 0)), [3, 3]),  # three rows one way, two the other
+        (((0, 2), (0, 1)), [2, 2]),  # rank 0 gets all it has from rank 1, and nothing of its own
+        (((4, 0), (0, 5)), []),  # nothing crosses, and nothing is issued
+        (((0, 0), (0, 0)), []),
+    ],
+)
+def test_a_pair_exchanges_as_many_rows_as_it_says(two_ends, counts, gathered):
+    import paddle
+
+    def rows_of(rank, to):
+        return [[100.0 * rank + 10.0 * to + i] * 3 for i in range(counts[rank][to])]
+
+    def work(rank, collectives):
+        mine = [*rows_of(rank, 0), *rows_of(rank, 1)]
+        tensor = paddle.to_tensor(mine, dtype="float64") if mine else paddle.zeros([0, 3], dtype="float64")
+        received = collectives.exchange(tensor, counts[rank], [counts[0][rank], counts[1][rank]])
+        assert str(received.dtype) == "paddle.float64"
+        assert received.shape[1] == 3
+        return received.numpy().tolist()
+
+    results, calls = two_ends(work)
+    assert results == [[*rows_of(0, rank), *rows_of(1, rank)] for rank in (0, 1)]
+    assert [rows for rows, _ in calls] == gathered

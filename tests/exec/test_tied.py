@@ -1,0 +1,72 @@
+"""A tied embedding on every kind of placement: bitwise the reference that adds in the declared order."""
+
+import pytest
+
+from tests.exec.processes import Run
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+PLANS = {
+    "one rank": ({"pp": 1}, {"kind": "gpipe"}),
+    "loop": ({}, {"kind": "1f1b"}),
+    "tp": ({"tp": 2}, {"kind": "1f1b"}),
+    "sp, dp": ({"tp": 2, "dp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}),
+    "chunks": ({}, {"kind": "interleaved", "num_chunks": 2}),
+    "v": ({"dp": 2}, {"kind": "zb_v", "num_chunks": 2}),
+    "copies": ({"dp": 2}, {"kind": "dualpipe"}),
+    "splits": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def tied(name, **sections):
+    topology, schedule = PLANS[name]
+    return subject(
+        model={"tied_embedding": True}, topology=topology, schedule=schedule, run={"steps": 2}, **sections
+    ).unfolded().plan  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_placement_has_the_bits_of_its_reference(name):
+    from pipeproof.stages.reference.bound import parallel_bound
+    from tests.exec.in_memory import compared
+
+    plan = tied(name)
+    first, second = compared(plan)
+    assert first.bitwise
+    assert second.bitwise
+    names = [gradient.name for gradient in first.gradients]
+    assert names.count("embed.weight") == 1
+    assert "head.weight" not in names
+    (embedding,) = (one for one in first.gradients if one.name == "embed.weight")
+    assert {plan.mesh.coords(shard.rank)["pp"] for shard in embedding.shards} == set(plan.holders[0] + plan.holders[-1])
+    assert 0 < max(one.uncut_max_rel_diff for one in first.gradients) <= parallel_bound(plan.spec)
+
+
+def test_placement_and_schedule_do_not_change_a_bit():
+    from tests.exec.in_memory import compared
+
+    first, *others = (compared(tied(name))[-1] for name in ("loop", "one rank", "chunks"))
+    for other in others:
+        assert other.loss.tobytes() == first.loss.tobytes()
+        md5s, expected = ({one.name: one.md5 for one in step.gradients} for step in (other, first))
+        assert md5s == expected
+
+
+def test_real_ranks_sum_the_weight(tmp_path):
+    topology, schedule = PLANS["loop"]
+    plan = plan_dict(model={"tied_embedding": True}, topology=topology, schedule=schedule, run={"steps": 2})
+    run = Run(tmp_path, plan).end()
+    assert run.status == 0, run.output
+    assert run.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in run.report["steps"])
+    assert run.report["accumulation"] == "two_copies"
+    embedding = [gradient for gradient in run.report["gradients"] if gradient["name"] == "embed.weight"]
+    assert [{shard["rank"] for shard in gradient["shards"]} for gradient in embedding] == [{0, 1}, {0, 1}]
