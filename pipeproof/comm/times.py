@@ -5,8 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.network import NetworkSpec
-from pipeproof.specs.plan import CostSpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import rounded_up
 
 if TYPE_CHECKING:

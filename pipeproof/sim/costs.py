@@ -22,8 +22,8 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.errors import NO_ROOM
 from pipeproof.sim.link_costs import OnLinks, on_links
+from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
-from pipeproof.specs.plan import CostSpec
 from pipeproof.specs.times import GRID_US
 
 _WORK_KINDS = COMPUTE_KINDS | {OpKind.STEP}

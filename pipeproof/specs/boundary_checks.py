@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from pipeproof.specs.problems import KeyPath, Problem, describe_value, listed, nearest_name
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import BoundarySpec, PlanSpec
+    from pipeproof.specs.plan import PlanSpec
+    from pipeproof.specs.transport import BoundarySpec
 
 CUT = re.compile(r"sharded\(([a-z])\)", re.ASCII)
 """A placement that cuts one dim, named by its letter."""

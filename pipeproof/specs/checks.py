@@ -14,7 +14,9 @@ from pipeproof.specs.model_checks import multiples
 from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, listed
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, PlanSpec, SuppressSpec, TopologySpec
+    from pipeproof.specs.cost import CostSpec
+    from pipeproof.specs.plan import PlanSpec, SuppressSpec
+    from pipeproof.specs.topology import TopologySpec
 
 _CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
 

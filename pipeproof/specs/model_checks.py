@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from pipeproof.specs.problems import KeyPath, Problem, dotted, listed
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import ModelSpec, PlanSpec, TopologySpec
+    from pipeproof.specs.model import ModelSpec
+    from pipeproof.specs.plan import PlanSpec
+    from pipeproof.specs.topology import TopologySpec
 
 
 def check_model(model: ModelSpec) -> list[Problem]:

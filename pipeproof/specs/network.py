@@ -11,7 +11,8 @@ from pipeproof.specs.problems import Problem, listed
 from pipeproof.specs.times import Time
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import CostSpec, PlanSpec
+    from pipeproof.specs.cost import CostSpec
+    from pipeproof.specs.plan import PlanSpec
 
 Algorithm = Literal["ring", "tree", "auto"]
 """How all-reduces go; everything else has one way."""

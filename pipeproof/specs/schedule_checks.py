@@ -10,7 +10,8 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 from pipeproof.specs.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 
 if TYPE_CHECKING:
-    from pipeproof.specs.plan import PlanSpec, ScheduleSpec
+    from pipeproof.specs.plan import PlanSpec
+    from pipeproof.specs.schedule import ScheduleSpec
 
 OWN_KINDS = ("file", "custom")
 """The kinds of schedule that no generator makes."""
@@ -20,7 +21,7 @@ MAX_STAGE = 2**32
 
 
 def _validate_placement(value: object) -> Literal["loop", "v"] | tuple[tuple[int, ...], ...]:
-    if value == "loop" or value == "v":  # noqa: PLR1714: a comparison with each narrows the type
+    if value == "loop" or value == "v":  # a comparison with each narrows the type
         return value
     if not isinstance(value, list | tuple):
         code = "PP106" if isinstance(value, str) else "PP105"

@@ -11,7 +11,7 @@ from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
-from pipeproof.specs.plan import ScheduleName
+from pipeproof.specs.schedule import ScheduleName
 from tests.schedule.drawn import generated, requests
 
 F, B, INPUT, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT

@@ -23,9 +23,10 @@ from pipeproof.sim.costs import compute_us
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
-from pipeproof.specs.plan import PlanSpec, TopologySpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.specs.times import GRID_US
+from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, describe_gpt
 from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
 from tests.plans import plan_dict

@@ -23,7 +23,8 @@ from pipeproof.specs.analytic import AnalyticSpec
 from pipeproof.specs.finding import BadPlanAtError, BadPlanError
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.network import NetworkSpec
-from pipeproof.specs.plan import PlanSpec, TopologySpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.topology import TopologySpec
 from tests.plans import plan_dict
 from tests.profiles import profile_text
 from tests.schedule.drawn import generated, plan_of, requests

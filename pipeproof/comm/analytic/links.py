@@ -21,7 +21,8 @@ from pipeproof.comm.transport import Transport, effective_transport
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.plan import PlanSpec, TopologySpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import Boundary, describe_boundaries
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
 

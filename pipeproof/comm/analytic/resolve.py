@@ -24,9 +24,10 @@ from pipeproof.comm.analytic.links import Links
 from pipeproof.comm.generated import ends_share_ranks
 from pipeproof.comm.links.network import Network, exact
 from pipeproof.specs.analytic import AnalyticSpec
+from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
-from pipeproof.specs.plan import CostSpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
 from pipeproof.stages.describe.layers import CollectiveKind, Layer, describe_gpt, is_block, layer_kind

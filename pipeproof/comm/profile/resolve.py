@@ -13,8 +13,9 @@ from pipeproof.comm.links.network import exact
 from pipeproof.comm.profile.curve import Curve
 from pipeproof.comm.profile.fit import require_fit
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, GATHER_KINDS, OpKind
+from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
-from pipeproof.specs.plan import CostSpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.profile import NOT_A_PROFILE, UNREADABLE_PROFILE
 from pipeproof.specs.profile_file import Profile, ProfileError, SizedSpread, read_profile
 from pipeproof.specs.times import GRID_US

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pipeproof.specs.boundary_checks import CUT, is_float
 from pipeproof.specs.layout import INVARIANT, REPLICATED, Placement, sharded
-from pipeproof.specs.plan import BoundarySpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.reshard import Message, reshard_messages
 
 

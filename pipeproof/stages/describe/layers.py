@@ -18,7 +18,8 @@ from enum import StrEnum
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.layout import INVARIANT, Placement, sharded
-from pipeproof.specs.plan import ModelSpec, PlanSpec
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 
 COUNTS_DTYPE = "int64"

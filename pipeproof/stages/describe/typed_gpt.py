@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeproof.specs.plan import ModelSpec, PlanSpec, TopologySpec
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.layers import layer_kind

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
+from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
-from pipeproof.specs.plan import ModelSpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.layers import layer_kind
 

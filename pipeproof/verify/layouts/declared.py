@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import Finding
-from pipeproof.specs.plan import BoundarySpec, PlanSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.layers import layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import AxisType

@@ -1,0 +1,72 @@
+"""The section ``model``: the network."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeproof.specs.model_checks import check_model
+from pipeproof.specs.model_parts import MlaSpec, MoeSpec
+from pipeproof.specs.section import Section, refuse
+
+
+class ModelSpec(Section):
+    """The network: a GPT of pre-norm blocks with rotary attention and a SwiGLU MLP, or experts in its place."""
+
+    kind: Literal["gpt"] = Field(description="The family of the model.")
+    num_layers: int = Field(ge=1, le=100_000, description="Number of transformer blocks.")
+    hidden_size: int = Field(ge=2, le=2**20, description="Size of a token's activation between blocks.")
+    num_heads: int = Field(
+        ge=1,
+        le=2**16,
+        description="Number of attention heads; divides hidden_size, unless the size of a head is given.",
+    )
+    num_kv_heads: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**16,
+        description="Heads of keys and values, each for a group of attention heads (arXiv:2305.13245); divides "
+        "num_heads. Without it, as many as num_heads.",
+    )
+    head_size: int | None = Field(
+        default=None, ge=2, le=2**16, description="Size of a head; without it, hidden_size / num_heads."
+    )
+    ffn_size: int = Field(ge=1, le=2**24, description="Inner size of the MLP.")
+    vocab_size: int = Field(ge=2, le=2**26, description="Number of distinct tokens.")
+    seq_length: int = Field(ge=1, le=2**26, description="Tokens per sequence.")
+    activation_order: Literal["sbh", "bsh"] = Field(
+        default="sbh",
+        description="Dim order of the tensor between stages: s(equence), b(atch), h(idden).",
+    )
+    tied_embedding: bool = Field(
+        default=False, description="Whether the head multiplies by the transpose of the embedding's weight."
+    )
+    moe: MoeSpec | None = Field(default=None, description="Experts in place of the MLP of most blocks.")
+    mla: MlaSpec | None = Field(
+        default=None, description="Latent attention; its head sizes take the place of num_kv_heads and head_size."
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        refuse(check_model(self))
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Elements of a head's query, of its key and of its value, where attention is not latent."""
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rotary positions turn."""
+        return self.size_of_head if self.mla is None else self.mla.rope_head_size
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the block of that number has experts in place of the MLP."""
+        return self.moe is not None and block >= self.moe.dense_layers

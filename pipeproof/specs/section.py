@@ -1,0 +1,36 @@
+"""What all sections of a plan share: strict, frozen, and without unknown keys."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticKnownError
+
+from pipeproof.specs.problems import Problem, problems_error
+
+
+def _tuple_of_list(value: object) -> object:
+    """Files have lists where a frozen spec has tuples; nothing else is converted."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+FROM_LIST = BeforeValidator(_tuple_of_list)
+"""For a field that is a tuple."""
+
+
+def int_only(value: object) -> object:
+    """``Literal[1]`` alone would accept ``true`` and 1.0, which equal 1."""
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def refuse(problems: list[Problem]) -> None:
+    """Raise what pydantic takes for an error of validation, if there are any problems."""
+    if problems:
+        raise problems_error(problems)
+
+
+class Section(BaseModel):
+    """A part of a plan; values are strict: a quoted number is none, and ``true`` is not 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
