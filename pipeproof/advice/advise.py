@@ -22,7 +22,7 @@ from pipeproof.advice.receives import OtherPost, other_posts
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.generated import plan_schedule
 from pipeproof.comm.loaded import blaming_plan, with_measured_times
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.errors import SimulationError
 from pipeproof.specs.finding import BadPlanError

@@ -15,7 +15,7 @@ from math import lcm
 from pipeproof.advice.critical import CriticalPath, critical_path
 from pipeproof.advice.recut import num_blocks
 from pipeproof.comm.generated import stage_costs
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.asap import StageCosts, Timed, asap
 from pipeproof.schedule.op_texts import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from pipeproof.advice.figures import clock_of
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.sim.errors import SimulationError
 from pipeproof.specs.load import LoadedPlan
 from pipeproof.specs.receives import RecvPost

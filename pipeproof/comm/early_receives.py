@@ -30,7 +30,7 @@ from pipeproof.schedule.asap import Time, asap, even_costs
 from pipeproof.schedule.ops import Op
 
 if TYPE_CHECKING:
-    from pipeproof.comm.lower import LoweredPlan
+    from pipeproof.comm.lowered import LoweredPlan
 
 _Turn = tuple[Time | float, int, int]
 """Where a message stands in the one order: the end of its computation, the rank and the place of that."""

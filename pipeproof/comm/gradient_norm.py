@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeproof.comm.lower import LoweredPlan
+    from pipeproof.comm.lowered import LoweredPlan
     from pipeproof.comm.mesh import Mesh
 
 CUT_AXES = ("tp", "ep")

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.comm.lower import lower
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.comm.times import with_times
 from pipeproof.schedule.formats.foreign import ForeignSchedule, custom_schedule, load_schedule_file
 from pipeproof.schedule.formats.foreign_checks import Expected

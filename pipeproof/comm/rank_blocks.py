@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeproof.comm.boundary_tensors import BoundaryTensors
 from pipeproof.comm.gradient_norm import norm_axes, num_weights
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
 from pipeproof.schedule.blocks import ANY
@@ -24,14 +25,12 @@ from pipeproof.schedule.ops import (
     free_of,
     wait_for,
 )
-from pipeproof.schedule.optable import TensorSpec
 from pipeproof.schedule.programs import Program
-from pipeproof.specs.layout import INVARIANT
-from pipeproof.stages.describe.boundary import Boundary, Edge
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, Layer, Parameter
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, Parameter
 
 if TYPE_CHECKING:
-    from pipeproof.comm.lower import LoweredPlan
+    from pipeproof.comm.lowered import LoweredPlan
 
 DATA_AXES = ("ep", "dp")
 """Axes whose ranks see other micro-batches: over these every gradient is reduced whose weight is not cut there."""
@@ -42,51 +41,6 @@ _CHILD_KIND = {
     CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
     CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
 }
-
-
-@dataclass(frozen=True)
-class BoundaryTensors:
-    """The tensors at the stages' ends, and where each stands among them by (``input_grad``, stage, variant, member)."""
-
-    specs: tuple[TensorSpec, ...]
-    index: Mapping[tuple[str, int, int, int], int]
-    inside: Mapping[str, int]
-    """Likewise what collectives inside layers move in a type of their own, by that type."""
-
-
-def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer]) -> BoundaryTensors:
-    """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
-
-    After them, for each type that collectives of ``layers`` have of their own, the largest of what they move.
-    """
-    specs: list[TensorSpec] = []
-    index: dict[tuple[str, int, int, int], int] = {}
-    for stage in range(len(edges) + 1):
-        for side in ("input", "output"):
-            edge = stage - 1 if side == "input" else stage
-            if not 0 <= edge < len(edges):
-                continue
-            for variant, members in enumerate(edges[edge].variants):
-                for place, member in enumerate(members):
-                    for gradient in (False, True) if member.has_gradient else (False,):
-                        name = f"{side}_grad" if gradient else side
-                        index[name, stage, variant, place] = len(specs)
-                        specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
-    largest: dict[str, int] = {}
-    for layer in layers:
-        for one in (*layer.forward_collectives, *layer.backward_collectives):
-            if one.dtype is not None:
-                largest[one.dtype] = max(largest.get(one.dtype, 0), one.numel)
-    inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
-    specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
-    return BoundaryTensors(tuple(specs), index, inside)
-
-
-def _tensor(name: str, boundary: Boundary, side: str, gradient: bool) -> TensorSpec:
-    at_sender = side == "output"
-    placement = boundary.placement(at_sender=at_sender, gradient=gradient)
-    shape = boundary.local_shape_at(at_sender=at_sender)
-    return TensorSpec(name, shape, boundary.dtype, str(placement), boundary.dims, boundary.member)
 
 
 @dataclass(frozen=True, slots=True)

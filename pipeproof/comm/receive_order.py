@@ -18,7 +18,7 @@ from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.schedule.optable import OpGraph
 
 if TYPE_CHECKING:
-    from pipeproof.comm.lower import LoweredPlan
+    from pipeproof.comm.lowered import LoweredPlan
 
 Link = tuple[bool, int, int]
 """Forward or backward, from one pipeline rank to another."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeproof.comm.accumulation import accumulation_of
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.ranges import names_text, ranges_text

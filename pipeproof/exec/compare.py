@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.jobs import Loss
 from pipeproof.stages.describe.layers import Parameter
 

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from pipeproof.comm.gradient_norm import counted_by, num_weights
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.comm.rank_blocks import is_reduced
 from pipeproof.exec.jobs import Loss
 from pipeproof.exec.machine import Instruction

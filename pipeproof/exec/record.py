@@ -12,7 +12,7 @@ import numpy as np
 from pipeproof import __version__
 from pipeproof.align.arrays import Array, md5_of, norm_of
 from pipeproof.align.record import DECIMALS, RECORD_FILE, Header, Index, Recorded, RecordedStep, Shard, values_file
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.compare import index_of
 from pipeproof.exec.jobs import Loss, save_arrays
 from pipeproof.stages.describe.boundary import describe_boundary

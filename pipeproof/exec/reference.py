@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeproof.comm.accumulation import Accumulation, accumulation_of, sum_orders, tied_sums
 from pipeproof.comm.loaded import lower_loaded
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.jobs import EventSink, Job, save_arrays, save_step
 from pipeproof.exec.worker import end_with_launcher
 from pipeproof.stages.describe.boundary import describe_boundary

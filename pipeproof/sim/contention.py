@@ -22,7 +22,8 @@ import simpy
 from pipeproof.comm.links.network import Network
 from pipeproof.comm.links.shape import Shape
 from pipeproof.comm.links.times import NetworkTimes
-from pipeproof.comm.lower import MAX_OPERATIONS, TOO_LARGE, LoweredPlan
+from pipeproof.comm.lower import MAX_OPERATIONS, TOO_LARGE
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import KINDS, OpKind
 from pipeproof.sim.costs import Durations
 from pipeproof.sim.fair_shares import FairShares, Link

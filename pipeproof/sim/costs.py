@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from pipeproof.comm.links.times import LinkTimes
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, SEND_KINDS, OpKind

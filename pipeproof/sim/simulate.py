@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable, declared_backend
 from pipeproof.comm.channel_models import ChannelModel, declared_model
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.op_texts import op_texts
 from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph

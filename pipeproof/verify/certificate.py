@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
 from pipeproof.schedule.ops import KINDS
 from pipeproof.schedule.optable import OpGraph

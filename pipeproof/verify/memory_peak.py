@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 
-from pipeproof.comm.lower import LoweredPlan, lower
+from pipeproof.comm.lower import lower
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.sim.errors import SimulationError
 from pipeproof.sim.memory.curve import GIB, MemoryCurve
 from pipeproof.sim.memory.words import make_up_text, size_text

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable, backend_table, declared_backend
 from pipeproof.comm.loaded import lower_loaded
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import RuleDoc
@@ -119,7 +119,7 @@ class Subject:
         """What ``find`` says of this subject, found when it is first asked for: what several rules share."""
         if find not in self._found:
             self._found[find] = find(self)
-        return cast(_Fact, self._found[find])
+        return cast("_Fact", self._found[find])
 
     def locate(self, *path: str | int) -> Location | None:
         """The place of a plan key, or of its nearest parent that the file has."""

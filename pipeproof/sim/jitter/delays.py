@@ -17,7 +17,7 @@ from fractions import Fraction
 import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS
 from pipeproof.sim.contention import require_own_links
 from pipeproof.sim.costs import Durations, durations_of

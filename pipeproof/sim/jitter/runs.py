@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeproof.comm.capabilities import BackendTable
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.sim.contention import require_own_links
 from pipeproof.sim.costs import Durations, durations_of

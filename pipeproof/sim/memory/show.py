@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.sim.memory.curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.memory.step import stage_holdings
 from pipeproof.sim.memory.words import size_text, unit_name, unit_of

@@ -26,7 +26,7 @@ from math import ceil
 
 import numpy as np
 
-from pipeproof.comm.lower import LoweredPlan
+from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind

@@ -1,0 +1,56 @@
+"""The tensors at the ends of stages, which transfers carry: one for each side, direction, size and member."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeproof.schedule.optable import TensorSpec
+from pipeproof.specs.layout import INVARIANT
+from pipeproof.stages.describe.boundary import Boundary, Edge
+from pipeproof.stages.describe.layers import Layer
+
+
+@dataclass(frozen=True)
+class BoundaryTensors:
+    """The tensors at the stages' ends, and where each stands among them by (``input_grad``, stage, variant, member)."""
+
+    specs: tuple[TensorSpec, ...]
+    index: Mapping[tuple[str, int, int, int], int]
+    inside: Mapping[str, int]
+    """Likewise what collectives inside layers move in a type of their own, by that type."""
+
+
+def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer]) -> BoundaryTensors:
+    """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
+
+    After them, for each type that collectives of ``layers`` have of their own, the largest of what they move.
+    """
+    specs: list[TensorSpec] = []
+    index: dict[tuple[str, int, int, int], int] = {}
+    for stage in range(len(edges) + 1):
+        for side in ("input", "output"):
+            edge = stage - 1 if side == "input" else stage
+            if not 0 <= edge < len(edges):
+                continue
+            for variant, members in enumerate(edges[edge].variants):
+                for place, member in enumerate(members):
+                    for gradient in (False, True) if member.has_gradient else (False,):
+                        name = f"{side}_grad" if gradient else side
+                        index[name, stage, variant, place] = len(specs)
+                        specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
+    largest: dict[str, int] = {}
+    for layer in layers:
+        for one in (*layer.forward_collectives, *layer.backward_collectives):
+            if one.dtype is not None:
+                largest[one.dtype] = max(largest.get(one.dtype, 0), one.numel)
+    inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
+    specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
+    return BoundaryTensors(tuple(specs), index, inside)
+
+
+def _tensor(name: str, boundary: Boundary, side: str, gradient: bool) -> TensorSpec:
+    at_sender = side == "output"
+    placement = boundary.placement(at_sender=at_sender, gradient=gradient)
+    shape = boundary.local_shape_at(at_sender=at_sender)
+    return TensorSpec(name, shape, boundary.dtype, str(placement), boundary.dims, boundary.member)

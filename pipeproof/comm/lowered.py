@@ -1,0 +1,159 @@
+"""A plan with everything that is derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.op_graph import graph_of
+from pipeproof.comm.shared_weights import SharedWeights, shared_weights
+from pipeproof.schedule.columns import NONE, IntColumn, unit_of
+from pipeproof.schedule.formats.foreign import ForeignSchedule
+from pipeproof.schedule.ops import Op
+from pipeproof.schedule.optable import OpGraph
+from pipeproof.schedule.programs import Programs, Schedule, stages_of
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, unit_sizes
+from pipeproof.stages.describe.layers import Layer, Parameter
+
+if TYPE_CHECKING:  # most plans need none of what times links
+    from pipeproof.comm.links.times import LinkTimes
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """A plan with everything that is derived from it: one object for rules, simulator and executor.
+
+    ``spec`` has given times: those of ``cost.analytic`` are computed.
+    ``boundary`` is the activation of the model; ``edges`` has what crosses
+    between each two stages. ``schedule`` has the computations of each
+    pipeline rank; ``graph`` everything. ``canonical`` is the graph that the
+    digest is of: folded, whether ``graph`` is or not. ``foreign`` is the
+    schedule where it was not generated. ``receives`` says by pipeline rank
+    where inputs are not received in turn just before their use; see
+    ``receive_order`` and ``early_receives``. ``links`` has the times of
+    messages and collectives; without, each message takes ``p2p_latency_us``
+    and collectives nothing.
+    """
+
+    spec: PlanSpec
+    mesh: Mesh
+    layers: tuple[Layer, ...]
+    stages: tuple[tuple[str, ...], ...]
+    boundary: Boundary
+    edges: tuple[Edge, ...]
+    schedule: Schedule
+    graph: OpGraph
+    canonical: OpGraph
+    foreign: ForeignSchedule | None = None
+    receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
+    links: LinkTimes | None = None
+
+    @property
+    def folded(self) -> bool:
+        """Whether the ranks of ``graph`` stand for more than themselves."""
+        return self.graph.num_ranks < self.mesh.num_ranks
+
+    @property
+    def programs(self) -> Programs:
+        """The computations of each pipeline rank, in order."""
+        return self.schedule.programs
+
+    @property
+    def num_splits(self) -> int:
+        """Pieces into which sequences are cut; 0 where they are not."""
+        num_splits = self.spec.schedule.num_sequence_splits
+        return num_splits if num_splits > 1 else 0
+
+    @property
+    def num_units(self) -> int:
+        """Units of work of a step: micro-batches, or their splits."""
+        return self.spec.schedule.num_micro_batches * self.spec.schedule.num_sequence_splits
+
+    @cached_property
+    def sizes(self) -> tuple[MicroBatchSize, ...]:
+        """The distinct sizes of units of work."""
+        return unit_sizes(self.spec)[0]
+
+    @cached_property
+    def size_of_unit(self) -> tuple[int, ...]:
+        """Which of ``sizes`` each unit of work has; empty where there is one for all."""
+        return unit_sizes(self.spec)[1]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline ranks that hold each stage: one, or one for each copy."""
+        holders: list[list[int]] = [[] for _ in range(self.spec.num_stages)]
+        for rank, stages in enumerate(stages_of(self.programs)):
+            for stage in stages:
+                holders[stage].append(rank)
+        return tuple(map(tuple, holders))
+
+    @cached_property
+    def shared_weights(self) -> SharedWeights:
+        """The weights that several layers compute with, and who holds them."""
+        return shared_weights([self.layers_of(stage) for stage in range(len(self.stages))], self.holders)
+
+    def weights_of(self, stage: int, pp: int) -> tuple[Parameter, ...]:
+        """The weights that a pipeline rank holds, reduces and updates with a stage, in the model's order."""
+        return self.shared_weights.of_stage(stage, self.layers_of(stage), pp)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a stage stands on several pipeline ranks, which share out the units of work."""
+        return any(len(ranks) > 1 for ranks in self.holders)
+
+    @cached_property
+    def owner(self) -> IntColumn:
+        """The pipeline rank that computes each unit of work of each stage, shape [stages, units].
+
+        That is the first holder of the stage for a unit that none computes.
+        """
+        owner = np.array([ranks[0] if ranks else NONE for ranks in self.holders], dtype=np.int64)
+        owner = np.repeat(owner[:, None], self.num_units, axis=1)
+        if self.has_copies:
+            for rank, program in reversed([*enumerate(self.programs)]):
+                for op in program:
+                    owner[op.stage, unit_of(op, self.num_splits)] = rank
+        return owner
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages that a global rank computes, in order of their numbers."""
+        return stages_of(self.programs)[self.mesh.coords(rank)["pp"]]
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The global ranks that hold a stage, in order."""
+        return self._ranks_at(self.holders[stage])
+
+    def ranks_of_weight(self, stage: int, name: str) -> tuple[int, ...]:
+        """The global ranks that hold a weight of a stage, in order: other stages may use it, too."""
+        return self._ranks_at(self.shared_weights.places(stage, name))
+
+    def _ranks_at(self, places: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks of some pipeline ranks, in order."""
+        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in places)
+
+    @cached_property
+    def layer_by_name(self) -> Mapping[str, Layer]:
+        """The described layers by name."""
+        return {layer.name: layer for layer in self.layers}
+
+    def layers_of(self, stage: int) -> tuple[Layer, ...]:
+        """The described layers of one stage, in execution order."""
+        return tuple(self.layer_by_name[name] for name in self.stages[stage])
+
+    def with_graph(self, graph: OpGraph) -> LoweredPlan:
+        """The same plan with another graph in place of the one that was lowered."""
+        own = self.graph
+        if (graph.tensors, graph.groups) == (own.tensors, own.groups) and graph.columns.equals(own.columns):
+            return replace(self, graph=graph)
+        return replace(self, graph=graph, canonical=graph)
+
+    def unfolded(self) -> LoweredPlan:
+        """The same plan with a graph in which every rank stands for itself."""
+        return replace(self, graph=graph_of(self, folded=False)) if self.folded else self
