@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor
-from contextlib import contextmanager
-from typing import cast
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 from pipeproof import __version__
 
+_Params = ParamSpec("_Params")
+_T = TypeVar("_T")
+
 _TIMEOUT_S = 15
 """For the scheduler to answer, and for a first worker to be there."""
+_LOOK_S, _GRACE_S = 0.5, 2.0
+"""How often to look whether the cluster is still there; how long its futures then have to say so themselves."""
 _AT_LEAST = 64
 """Points handed over at once, however small the cluster is."""
 
@@ -44,7 +50,53 @@ def cluster_executor(address: str, timeout_s: float = _TIMEOUT_S) -> Iterator[tu
             raise ClusterError(f"the cluster at {address} has no workers after {timeout_s:g} s") from error
         require_version(client.run(installed_version, on_error="return"))
         executor = cast(Executor, client.get_executor(pure=False))  # a point that is tried again is evaluated again
-        yield executor, max(_AT_LEAST, 2 * sum(client.nthreads().values()))
+        watched = WatchedExecutor(executor, client)
+        try:
+            yield watched, max(_AT_LEAST, 2 * sum(client.nthreads().values()))
+        finally:
+            watched.shutdown()
+
+
+class _HasStatus(Protocol):
+    status: str
+
+
+class WatchedExecutor(Executor):
+    """An executor on a cluster, whose futures all end: with ``BrokenExecutor`` once ``client`` has closed.
+
+    Dask's own do not always: one whose client loses its scheduler while it fetches the result is forgotten
+    (``_cascade_future`` in distributed/cfexecutor.py), and whoever waits for it waits for ever.
+    """
+
+    def __init__(
+        self, executor: Executor, client: _HasStatus, look_s: float = _LOOK_S, grace_s: float = _GRACE_S
+    ) -> None:
+        self._executor, self._client = executor, client
+        self._look_s, self._grace_s = look_s, grace_s
+        self._under_way: set[Future[object]] = set()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def submit(self, function: Callable[_Params, _T], /, *args: _Params.args, **kwargs: _Params.kwargs) -> Future[_T]:
+        """Hand over a call."""
+        if self._client.status == "closed":
+            raise BrokenExecutor("the cluster has gone")
+        future = self._executor.submit(function, *args, **kwargs)
+        known = cast("Future[object]", future)
+        self._under_way.add(known)
+        known.add_done_callback(self._under_way.discard)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT002
+        """Look no further; the cluster stays as it is."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._look_s):
+            if self._client.status == "closed" and not self._over.wait(self._grace_s):
+                for future in list(self._under_way):
+                    with suppress(InvalidStateError):  # it has ended by now
+                        future.set_exception(BrokenExecutor("the cluster has gone"))
 
 
 def installed_version() -> str:

@@ -4,15 +4,17 @@ import json
 import re
 import socket
 import time
+from concurrent.futures import BrokenExecutor, Executor, Future, wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
 from distributed import LocalCluster
 
 from pipeproof import __version__
-from pipeproof.sweep.cluster import ClusterError, cluster_executor, require_version
+from pipeproof.sweep.cluster import ClusterError, WatchedExecutor, cluster_executor, require_version
 from pipeproof.sweep.evaluate import Status, evaluate
 from pipeproof.sweep.results import ResultsFile
 from pipeproof.sweep.run import run_sweep
@@ -161,6 +163,25 @@ def test_a_cluster_that_goes_away_ends_the_sweep_and_keeps_what_was_done(tmp_pat
     assert again.exit_code == 0
     assert re.search(r"[2-5] of 6 points are in ", again.stderr)
     assert {point["status"] for point in json.loads(again.stdout)["points"]} == {"ok"}
+
+
+class Forgetful(Executor):
+    """Never ends what it is given."""
+
+    def submit(self, function, /, *args, **kwargs):
+        return Future()
+
+
+def test_what_a_closed_cluster_forgets_ends_all_the_same():
+    client = SimpleNamespace(status="running")
+    executor = WatchedExecutor(Forgetful(), client, look_s=0.01, grace_s=0.01)
+    forgotten = executor.submit(print)
+    assert wait([forgotten], timeout=0.1).not_done
+    client.status = "closed"
+    assert isinstance(forgotten.exception(timeout=10), BrokenExecutor)
+    with pytest.raises(BrokenExecutor):
+        executor.submit(print)
+    executor.shutdown()
 
 
 def closing_after_two(cluster):
