@@ -36,6 +36,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_receives.py
 	$(BIN)/python docs/make_published.py
 	$(BIN)/python docs/make_measured.py
+	$(BIN)/python docs/make_equality.py
 	$(BIN)/python docs/make_zoo.py
 	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_schedules.py

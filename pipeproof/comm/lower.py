@@ -40,7 +40,7 @@ from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundaries, describe_boundary
-from pipeproof.stages.describe.layers import Layer, describe_gpt
+from pipeproof.stages.describe.layers import Layer, backward_calls, describe_gpt
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000
@@ -129,7 +129,7 @@ def _require_own_updates(plan: LoweredPlan) -> None:
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
     """Refuse before the work begins what memory could not hold at its end."""
     per_micro_batch = _MOST_OPS_PER_STAGE * plan.num_stages
-    per_micro_batch += sum(len(layer.forward_collectives) + len(layer.backward_collectives) for layer in layers)
+    per_micro_batch += sum(len(layer.forward_collectives) + len(backward_calls(plan, layer)) for layer in layers)
     most = plan.schedule.num_micro_batches * per_micro_batch
     if most > MAX_OPERATIONS:
         raise BadPlanAtError(

@@ -27,7 +27,7 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.schedule.programs import Program
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, Parameter
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, Parameter, backward_calls
 
 if TYPE_CHECKING:
     from pipeproof.comm.lowered import LoweredPlan
@@ -322,7 +322,7 @@ class RankBlocks:
         elif op.kind is OpKind.BACKWARD_WEIGHT:
             collectives = []
         else:
-            collectives = [c for layer in reversed(layers) for c in layer.backward_collectives]
+            collectives = [c for layer in reversed(layers) for c in backward_calls(spec, layer)]
         scaled = (replace(c, numel=c.numel * own // full) if own != full and c.per_token else c for c in collectives)
         yield from self._issued(op, scaled)
 

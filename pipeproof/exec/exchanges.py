@@ -21,7 +21,8 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) ->
     """The exchanges of a rank that moved other rows than were announced; for a log whose operations are the graph's.
 
     A forward announces once for each layer with experts, and sends rows there
-    and back; its backward sends gradients likewise, from the last layer on.
+    and back; its backward sends gradients likewise, from the last layer on. A backward that computes a layer again
+    first announces and sends like the forward: that announcement holds for these rows alone.
     """
     estimates = {
         str(graph.ops[i]): int(graph.stop[i] - graph.start[i])

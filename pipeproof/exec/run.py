@@ -138,12 +138,10 @@ def _require_carried_out(subject: Subject) -> None:
     unknown = np.flatnonzero(is_unknown)
     refusals: list[tuple[bool, tuple[str, ...], str]] = [
         (spec.topology.cp > 1, ("topology", "cp"), f"the plan has cp {spec.topology.cp}"),
-        *(
-            (value != run, ("memory", key), f"the plan has memory.{key} {value}")
-            for key, value, run in (
-                ("recompute", spec.memory.recompute, "none"),
-                ("gathered", spec.memory.gathered, "kept"),
-            )
+        (
+            spec.memory.gathered != "kept",
+            ("memory", "gathered"),
+            f"the plan has memory.gathered {spec.memory.gathered}",
         ),
         *(
             (getattr(spec.model.moe, key, None) is not None, ("model", "moe", key), f"the plan has model.moe.{key}")

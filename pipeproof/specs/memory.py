@@ -14,7 +14,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class MemorySpec(BaseModel):
-    """What the simulator counts as held, in bytes on each rank. A run keeps to none of it but `recompute: none`."""
+    """What the simulator counts as held, in bytes on each rank. A run keeps to `recompute` alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -46,7 +46,8 @@ class MemorySpec(BaseModel):
     recompute: Recompute = Field(
         default="none",
         description="What the backward computes once more: selective, the core of attention; full, each "
-        "transformer block from its input. `cost.analytic` counts the time; given times are taken as they are.",
+        "transformer block from its input, with the collectives of its forward. `cost.analytic` counts the time; given "
+        "times are taken as they are.",
     )
     gathered: Literal["kept", "again"] = Field(
         default="kept",

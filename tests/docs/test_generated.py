@@ -31,6 +31,7 @@ def docs_module(monkeypatch):
         "make_mutation.py",
         "make_costs.py",
         "make_measured.py",
+        "make_equality.py",
         "make_forms.py",
         "make_receives.py",
         "make_published.py",

@@ -152,7 +152,6 @@ def test_a_schedule_file_of_pytorch_runs(tmp_path):
             "the plan has model.moe.dispatch_dtype",
         ),
         ({"memory": {"gathered": "again"}}, "the plan has memory.gathered again"),
-        ({"memory": {"recompute": "full"}}, "the plan has memory.recompute full"),
     ],
 )
 def test_what_the_adapter_does_not_know_is_refused_by_name(sections, fact, tmp_path):

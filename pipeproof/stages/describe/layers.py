@@ -113,6 +113,12 @@ def is_block(name: str) -> bool:
     return name.startswith("layer.")
 
 
+def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
+    """What a layer's backward issues: where all of a block is computed again, first what its forward issued."""
+    again = layer.forward_collectives if plan.memory.recompute == "full" and is_block(layer.name) else ()
+    return again + layer.backward_collectives
+
+
 def layer_kind(model: ModelSpec, name: str) -> str:
     """Layers of one kind are alike: ``embed``, ``block``, ``moe_block`` (a block with experts), ``norm``, ``head``."""
     if not name.startswith("layer."):

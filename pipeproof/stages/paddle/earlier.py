@@ -4,7 +4,8 @@ Forwards take the pieces of a sequence from the first to the last, backwards
 from the last to the first (Seq1F1B, arXiv:2406.03488). A later piece reads
 copies of a piece's keys and values that begin a graph of their own; its
 backward leaves their gradients there, and the piece's own backward takes them
-along.
+along. What is computed again on the way back reads, and is read by, the same
+copies as the first time.
 """
 
 from __future__ import annotations
@@ -17,37 +18,53 @@ from paddle.autograd import PyLayer
 
 Tensor: TypeAlias = paddle.Tensor
 
+_Earlier: TypeAlias = tuple[list[Tensor], list[Tensor]]
+"""Keys and values that the pieces so far have left to be read."""
+
 _SEQUENCE = 2
 """Of keys and values [B, K, S, D]: B rows, K heads of keys and values of this rank, S positions, D head size."""
 
 
 class EarlierPieces:
-    """What one stage keeps of the pieces of each sequence until the last of them has been forward."""
+    """What one stage keeps of the pieces of each sequence until the last of them has been forward.
 
-    def __init__(self, num_pieces: int) -> None:
-        self._num_pieces = num_pieces
-        self._kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
+    With ``comes_again`` every piece is joined once forward and once more on its way back: what the first time read and
+    left for later pieces is kept for the second.
+    """
+
+    def __init__(self, num_pieces: int, *, comes_again: bool = False) -> None:
+        self._num_pieces, self._comes_again = num_pieces, comes_again
+        self._kept: dict[tuple[int, str], _Earlier] = {}
+        self._joined: dict[tuple[int, str, int], tuple[_Earlier, tuple[_Gradients, _Gradients]]] = {}
 
     def join(self, key: Tensor, value: Tensor, *, micro_batch: int, layer: str, piece: int) -> list[Tensor]:
         """Keys, and values, of all pieces up to this one: two of [B, K, S of a piece, D] to two of [B, K, S, D]."""
         if self._num_pieces == 1:
             return [key, value]
-        earlier = self._kept.pop((micro_batch, layer), ([], []))
+        sequence, place = (micro_batch, layer), (micro_batch, layer, piece)
+        is_again = place in self._joined
+        if is_again:
+            earlier, left = self._joined.pop(place)
+        else:
+            earlier, left = self._kept.pop(sequence, ([], [])), (_Gradients(), _Gradients())
+            if self._comes_again:
+                self._joined[place] = earlier, left
         if piece < self._num_pieces - 1:
-            (key, later_key), (value, later_value) = map(_read_later, (key, value))
-            self._kept[micro_batch, layer] = [*earlier[0], later_key], [*earlier[1], later_value]
+            key, value = _read_later(key, left[0]), _read_later(value, left[1])
+            if not is_again:
+                self._kept[sequence] = [*earlier[0], left[0].read], [*earlier[1], left[1].read]
         return [
             paddle.concat([*before, own], axis=_SEQUENCE) for before, own in zip(earlier, (key, value), strict=True)
         ]
 
 
-def _read_later(own: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor for its own piece, and the one that later pieces read."""
-    gradients = _Gradients()
+def _read_later(own: Tensor, gradients: _Gradients) -> Tensor:
+    """A tensor for its own piece; ``gradients`` gets the one that later pieces read, unless it has it already."""
     seen = _ReadLater.apply(own, gradients)
-    gradients.read = seen.detach()
-    gradients.read.stop_gradient = False
-    return seen, gradients.read
+    if gradients.read is None:
+        gradients.read = seen.detach()
+        gradients.read.stop_gradient = False
+    return seen
 
 
 @dataclass(slots=True)

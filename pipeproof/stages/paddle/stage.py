@@ -9,6 +9,7 @@ along the sequence with sequence parallelism. They are written [S, B, H] below.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layers import Layer, Parameter
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale
 from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.paddle.again import computed_again
 from pipeproof.stages.paddle.collectives import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.paddle.earlier import EarlierPieces
 from pipeproof.stages.paddle.expert_exchange import ExpertCollectives, ExpertRegion
@@ -38,7 +40,8 @@ class PaddleStage:
     weights that layers borrow, too, unless they are in ``lent``: those of the
     rank's other stages.
     ``collectives`` may be None where ``topology.tp`` is 1, ``exchanges`` where
-    ``topology.ep`` is. The collectives are issued exactly as the layers' descriptions list them, forward and backward.
+    ``topology.ep`` is. The collectives are issued exactly as the layers' descriptions list them, forward and backward;
+    with ``memory.recompute: full`` a block's backward issues those of its forward once more, before its own.
 
     Raises:
         ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
@@ -64,7 +67,8 @@ class PaddleStage:
         self._batch_first = boundary.dims == "bsh"
         self._cos, self._sin = rotary_tables(plan.model.seq_length, plan.model.rotary_size, plan.run.dtype)
         self._num_pieces = plan.schedule.num_sequence_splits
-        self._earlier = EarlierPieces(self._num_pieces)
+        self._recompute = plan.memory.recompute
+        self._earlier = EarlierPieces(self._num_pieces, comes_again=self._recompute == "full")
         self._weights = SplitWeights()
         self.parameters: dict[str, Tensor] = {
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
@@ -110,7 +114,8 @@ class PaddleStage:
             elif layer.name == "head":
                 activation = self._head(activation, batch) * loss_scale(self._plan, step, index)
             else:
-                activation = self._block(activation, layer.name, index, piece)
+                block = partial(self._block, name=layer.name, index=index, piece=piece)
+                activation = computed_again(block, activation) if self._recompute == "full" else block(activation)
             if watch is not None and layer.name == "head":
                 watch.see_loss(layer.name, index, piece, activation)
             elif watch is not None:
@@ -161,7 +166,9 @@ class PaddleStage:
         heads = self._grouped_heads if self._plan.model.mla is None else self._latent_heads
         query, key, value = heads(activation, name, piece)
         key, value = self._earlier.join(key, value, micro_batch=index, layer=name, piece=piece)
-        mixed = causal_attention(query, key, value)  # [B, K, G, S, Z]
+        inputs = query, key, value
+        is_again = self._recompute == "selective"
+        mixed = computed_again(causal_attention, *inputs) if is_again else causal_attention(*inputs)  # [B, K, G, S, Z]
         mixed = mixed.transpose([0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
         partial = self._product(mixed.reshape([*mixed.shape[:2], -1]), f"{name}.out.weight")
         return self._region.leave(partial, f"{name}.out")

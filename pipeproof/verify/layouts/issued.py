@@ -16,9 +16,10 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
+from pipeproof.specs.memory import Recompute
 from pipeproof.stages.describe.boundary import unit_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, layer_kind
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, is_block, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding
 
@@ -76,8 +77,8 @@ class _Needed:
         for size in sizes:
             typed = typed_gpt(plan.spec, size)
             for stage_layers in plan.stages:
-                layers = [typed[layer_kind(plan.spec.model, name)] for name in stage_layers]
-                self.calls += [list(_calls(kind, layers)) for kind in _COMPUTES]
+                layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
+                self.calls += [list(_calls(kind, layers, plan.spec.memory.recompute)) for kind in _COMPUTES]
         self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
         self.first = np.cumsum(self.count) - self.count
         rows = [
@@ -102,13 +103,18 @@ class _Needed:
         return np.where(known, slot, NONE)
 
 
-def _calls(kind: OpKind, layers: Sequence[TypedLayer]) -> Iterator[Collective]:
-    """The collectives of one computation; the weight part of a split backward issues none."""
+def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], recompute: Recompute) -> Iterator[Collective]:
+    """The collectives of one computation; the weight part of a split backward issues none.
+
+    A block that is computed again issues those of its forward again, right before those of its backward.
+    """
     if kind in _FORWARDS:
-        for layer in layers:
+        for _, layer in layers:
             yield from layer.forward
     elif kind in _BACKWARDS:
-        for layer in reversed(layers):
+        for name, layer in reversed(layers):
+            if recompute == "full" and is_block(name):
+                yield from layer.forward
             yield from layer.backward
 
 

@@ -1,0 +1,145 @@
+"""The page of equalities: what its plans cover, that its results are theirs, that failures are shown and run again."""
+
+import importlib
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from pipeproof.comm.accumulation import Accumulation
+from pipeproof.exec.run import RunOptions, require_runnable
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.verify.check import check
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = json.loads((DOCS / "equality.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def docs_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def script(docs_module):
+    return docs_module("make_equality")
+
+
+@pytest.fixture
+def plans(docs_module):
+    return docs_module("equality_plans")
+
+
+def test_every_kind_topology_and_feature_with_four_kinds_is_there(plans):
+    assert {cell.kind for cell in plans.CELLS} == SCHEDULE_KINDS.keys()
+    assert {cell.topology for cell in plans.CELLS} == plans.TOPOLOGIES.keys()
+    assert len({cell.name for cell in plans.CELLS}) == len(plans.CELLS)
+    seen = {(cell.feature, cell.kind) for cell in plans.CELLS}
+    single = plans.FEATURES.keys() - {"all together"}
+    assert seen >= {(feature, kind) for feature in single for kind in ("1f1b", "interleaved", "zb_v", "dualpipe")}
+
+
+@pytest.mark.needs_paddle
+def test_every_plan_passes_check_and_can_be_run(plans):
+    for cell in plans.CELLS:
+        loaded = plan_from_dict(cell.plan)
+        assert 2 <= loaded.spec.topology.num_ranks <= 4
+        require_runnable(check(loaded), RunOptions())
+
+
+def test_results_are_of_the_plans_as_they_are_now(plans):
+    assert RESULTS.keys() == {cell.name for cell in plans.CELLS}
+    for cell in plans.CELLS:
+        assert RESULTS[cell.name]["plan"] == cell.plan, f"run `python docs/make_equality.py --measure {cell.name!r}`"
+
+
+@pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if result["status"] == 0])
+def test_what_passed_has_consistent_figures(name, script):
+    result = RESULTS[name]
+    assert result["passed"]
+    assert result["verified"]
+    assert result["log_matches_graph"]
+    assert result["accumulation"] in set(Accumulation)
+    assert [step["step"] for step in result["steps"]] == [0, 1]
+    for step in result["steps"]:
+        assert step["bitwise"]
+        assert step["loss"] == step["reference_loss"]
+        assert 0 < step["num_bitwise"] == step["num_gradients"]
+    assert result["steps"][0]["farthest_uncut_rel_diff"] <= result["parallel_bound"]
+    assert (script.reached(result) == script.UNCUT) == (result["parallel_bound"] == 0.0)
+
+
+def test_runs_of_one_model_without_parallel_sums_have_each_others_bits(plans):
+    """Held against each other here, and not against a reference: MD5s of all gradients."""
+    of_model = defaultdict(dict)
+    for cell in plans.CELLS:
+        result = RESULTS[cell.name]
+        if result["status"] == 0 and result["parallel_bound"] == 0.0:
+            md5s = tuple(step["gradients_md5"] for step in result["steps"])
+            of_model[cell.feature, result["plan"]["schedule"]["num_micro_batches"]][cell.name] = md5s
+    assert len(of_model["GPT", 4]) == 3
+    assert len(of_model["GPT", 8]) == 2
+    assert all(len(set(md5s.values())) == 1 for md5s in of_model.values())
+    all_md5s = [next(iter(md5s.values())) for md5s in of_model.values()]
+    assert len(set(all_md5s)) == len(all_md5s), "other models have other gradients, clipped ones too"
+
+
+def test_the_table_has_a_row_for_each_plan(plans):
+    page = (DOCS / "equality.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) == len(plans.CELLS)
+    assert {plans.Cell(*row) for row in rows} == set(plans.CELLS)
+    assert f"clip to a norm of {plans.CLIP_NORM}" in page
+    assert page.count("**failed**") == sum(result["status"] != 0 for result in RESULTS.values())
+
+
+BAD = {"pipeproof": 1}
+"""No plan: a run of it fails at once."""
+
+
+def test_a_failed_run_is_shown_and_run_again_and_does_not_stop_the_others(script, tmp_path, monkeypatch, capsys):
+    good = next(result for result in RESULTS.values() if result["status"] == 0)
+    file = tmp_path / "equality.json"
+    plans = {"kept": good["plan"], "bad": BAD, "also bad": BAD}
+    file.write_text(json.dumps({"kept": good, "no more": good}))
+    script.measure(plans, file)
+    results = json.loads(file.read_text())
+    assert list(results) == ["kept", "bad", "also bad"]
+    assert results["kept"] == good
+    assert results["bad"]["status"] == 2
+    assert script.reached(results["bad"]).startswith("**failed**, exit status 2: error[PP")
+    assert "2 of 2: also bad: **failed**" in capsys.readouterr().err
+
+    ran = []
+    monkeypatch.setattr(script, "one_run", lambda plan: ran.append(plan) or good)
+    script.measure(plans, file)
+    assert ran == [BAD, BAD]
+    script.measure({**plans, "kept": {**good["plan"], "suppress": []}}, file, names=["bad"])
+    assert ran == [BAD] * 3
+    script.measure({"kept": {**good["plan"], "suppress": []}}, file)
+    assert ran[3:] == [{**good["plan"], "suppress": []}]
+
+
+def test_what_is_not_equal_is_said(script):
+    good = next(result for result in RESULTS.values() if result["parallel_bound"])
+    first, *others = good["steps"]
+    wrong = {
+        **good,
+        "status": 1,
+        "steps": [{**first, "bitwise": False, "num_bitwise": first["num_bitwise"] - 3}, *others],
+    }
+    number = sum(step["num_gradients"] for step in good["steps"])
+    assert script.reached(wrong) == f"**failed**: {number - 3} of {number} gradients have the reference's bits"
+    assert script.reached({**good, "status": 1}) == "**failed**, exit status 1, with the bits of the reference"
+    assert script.reached({"status": None, "message": "slow"}) == "**failed**: no end within 180 s"
+    assert script.reached(good) == script.ORDERED
+
+
+def test_a_run_without_an_end_is_stopped(script, monkeypatch):
+    monkeypatch.setattr(script, "PATIENCE_S", 0.01)
+    result = script.one_run(BAD)
+    assert (result["status"], "steps" in result) == (None, False)

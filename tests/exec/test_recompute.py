@@ -1,0 +1,71 @@
+"""Recomputation on all ranks of a plan: bitwise the reference, logged as the graph says, and on real processes."""
+
+import dataclasses
+
+import pytest
+
+from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.schedule.ops import OpKind
+from tests.exec.processes import Run
+from tests.exec.test_blocks import GROUPS, MLA, MOE, lowered
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+SP = {"tp": 2, "sequence_parallel": True}
+PLANS = {
+    "pieces of sequences": ({}, {"kind": "seq1f1b", "num_sequence_splits": 4, "seq_lengths": [8, 4, 8, 4]}, {}),
+    "groups, split backward": (SP, {"kind": "zb_h1"}, GROUPS),
+    "latent, experts, tp": ({"tp": 2}, {}, {"mla": MLA, "moe": MOE}),
+    "ep, copies of stages": ({"ep": 2}, {"kind": "dualpipe"}, {"moe": MOE}),
+    "ep, pieces of sequences": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", PLANS)
+def test_it_has_the_bits_of_the_reference(name, recompute):
+    from tests.exec.in_memory import compared
+
+    assert all(step.bitwise for step in compared(lowered(*PLANS[name], memory={"recompute": recompute})))
+
+
+def test_slots_and_released_outputs():
+    from tests.exec.in_memory import compared
+
+    sections = {"memory": {"recompute": "full"}, "buffers": {"receive_slots": 4, "release_output": "after_wait"}}
+    plan = subject(schedule={"kind": "zb_h1"}, run={"steps": 2}, **sections).unfolded().plan
+    assert any(op.kind is OpKind.FREE for op in plan.graph.ops)
+    assert all(step.bitwise for step in compared(plan))
+
+
+def test_real_processes_match_and_their_logs_have_the_forwards_collectives_again(tmp_path):
+    plan = plan_dict(topology={"pp": 2, **SP}, schedule={"kind": "zb_v", "num_chunks": 2}, memory={"recompute": "full"})
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in ended.report["steps"])
+
+
+def test_rows_that_come_again_otherwise_than_announced_are_found():
+    """Of a layer with experts in one input gradient: counts, two exchanges again, two of gradients."""
+    from tests.exec.in_memory import run_all
+
+    plan = lowered({"ep": 2}, {"kind": "zb_h1"}, {"moe": MOE}, memory={"recompute": "full"})
+    rank = plan.ranks_of_stage(1)[0]
+    log = run_all(plan)[1][rank].log
+    places = [i for i, e in enumerate(log) if e.traffic and e.step == 1 and e.op.startswith("1I2/")]
+    assert [log[place].dtype for place in places] == ["int64", *["float32"] * 4]
+    assert list(compare_exchanges(plan.graph, rank, log)) == []
+    for place in places[1:]:
+        (to_first, from_first), *rest = log[place].traffic
+        moved = dataclasses.replace(log[place], traffic=((to_first + 1, from_first), *rest))
+        (found,) = compare_exchanges(plan.graph, rank, [*log[:place], moved, *log[place + 1 :]])
+        assert found.message.startswith(f"rank {rank}, step 1, {moved.op}: rows [{to_first + 1}, ")

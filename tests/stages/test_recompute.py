@@ -1,0 +1,175 @@
+"""What is computed again on the way back: the same bits, and less held between forward and backward."""
+
+import gc
+import weakref
+
+import numpy as np
+import paddle
+import pytest
+
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.paddle.stage import PaddleStage
+from tests.describe.test_memory import held
+from tests.stages.staged_run import make_plan, same_bits
+from tests.stages.test_split_backward import PARTS, Ranks
+
+pytestmark = pytest.mark.needs_paddle
+
+GROUPS = {"num_kv_heads": 2, "head_size": 6}
+MLA = {"mla": {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}}
+MOE = {"moe": {"num_experts": 6, "top_k": 2, "ffn_size": 6, "num_shared_experts": 1, "dense_layers": 1}}
+AGAIN = ["selective", "full"]
+
+
+def make(recompute, **sections):
+    return make_plan(memory={"recompute": recompute}, **sections)
+
+
+def allocated():
+    """Bytes that tensors hold on the host."""
+    gc.collect()
+    return paddle.base.core.host_memory_stat_current_value("Allocated", 0)
+
+
+def gone_back(plan, part):
+    """A stage on its ranks after three micro-batches, and its gradients, of what it was given, too."""
+    ranks = Ranks(plan, part)
+
+    def steps(rank):
+        ran = [ranks.forward(rank, index) for index in range(3)]
+        waiting = [
+            ranks.stages[rank].backward_input(output, ranks.gradient_of(output, index))
+            for index, (_, output) in enumerate(ran)
+        ]
+        for gradients in waiting:
+            gradients.accumulate()
+        return {f"given {index}": given.grad.numpy() for index, (given, _) in enumerate(ran) if given is not None}
+
+    given = ranks.world.run(steps)
+    return ranks, {f"{rank}/{n}": g for rank, own in enumerate(given) for n, g in own.items()} | ranks.gradients()
+
+
+@pytest.mark.parametrize("part", ["whole", "middle"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE, {**MLA, **MOE, "activation_order": "bsh"}])
+def test_gradients_have_the_bits_of_those_without(model, tp, sequence_parallel, part):
+    sections = {"model": model, "topology": {"tp": tp, "sequence_parallel": sequence_parallel}}
+    _, kept = gone_back(make("none", **sections), part)
+    assert all(gradient.any() for name, gradient in kept.items() if ".experts." not in name)
+    for recompute in AGAIN:
+        _, again = gone_back(make(recompute, **sections), part)
+        assert same_bits(again, kept) == []
+
+
+@pytest.mark.parametrize("model", [{}, MLA, MOE])
+def test_a_block_issues_its_forwards_collectives_once_more_and_attentions_core_none(model):
+    sections = {"model": model, "topology": {"tp": 2, "sequence_parallel": True}}
+    once, blocks = {}, describe_gpt(make("none", **sections))[slice(*PARTS["middle"])]
+    for recompute in ("none", *AGAIN):
+        ranks, _ = gone_back(make(recompute, **sections), "middle")
+        once[recompute] = [one.label for one in ranks.world.ranks[0].issued]
+    assert once["selective"] == once["none"]
+    forward = [c.label for layer in blocks for c in layer.forward_collectives]
+    assert len(once["full"]) == len(once["none"]) + 3 * len(forward)
+    assert once["full"][: 3 * len(forward)] == 3 * forward
+    last = [c.label for c in blocks[-1].forward_collectives]
+    assert once["full"][3 * len(forward) :][: len(last)] == last
+
+
+@pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE])
+def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
+    """Bytes of the host's allocator: of two blocks their inputs alone, or all but attention's probabilities."""
+    now = {}
+    for recompute in ("none", *AGAIN):
+        ranks = Ranks(make(recompute, model=model), "middle")
+        before = allocated()
+        given, output = ranks.forward(0, 0)
+        after_forward = allocated()
+        gradients = ranks.stages[0].backward_input(output, ranks.gradient_of(output, 0))
+        del given, output
+        after_input = allocated()
+        gradients.accumulate()
+        assert allocated() == before
+        now[recompute] = after_forward - before, after_input - before
+    of_boundary = 4 * 8 * 2 * 16
+    assert now["full"][0] == 2 * of_boundary + of_boundary  # with the output, which is the next stage's
+    core = 4 * 4 * 2 * 8 * 8  # probabilities of four heads, two rows, eight queries and as many keys
+    counted = held(make_plan(memory={"attention": "unfused"}, model=model), ("layer.1",), MicroBatchSize(8, 2))
+    assert core == sum(one.num_bytes for one in counted if one.name == "attn.core")
+    assert now["none"][0] - now["selective"][0] == 2 * core
+    assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same of all"
+
+
+def test_one_block_at_a_time_is_computed_again(monkeypatch):
+    ranks = Ranks(make("full"), "middle")
+    calls, alive, made = [], [], []
+    block = PaddleStage._block
+
+    def watched(self, activation, name, index, piece):
+        calls.append(name)
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in made))
+        output = block(self, activation, name, index, piece)
+        made.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(PaddleStage, "_block", watched)
+    _, output = ranks.forward(0, 0)
+    assert calls == ["layer.1", "layer.2"]
+    made.clear()
+    ranks.stages[0].backward(output, ranks.gradient_of(output, 0))
+    assert calls[2:] == ["layer.2", "layer.1"]
+    assert alive[2:] == [0, 0], "what was made again of a block is gone before the next"
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+def test_an_output_can_be_given_back_before_the_backward(recompute):
+    kept, released = Ranks(make(recompute), "middle"), Ranks(make(recompute), "middle")
+    for ranks in (kept, released):
+        _, output = ranks.forward(0, 0)
+        gradient = ranks.gradient_of(output, 0)
+        if ranks is released:
+            output._clear_data()
+        ranks.stages[0].backward(output, gradient)
+    assert all(gradient.any() for gradient in kept.gradients().values())
+    assert same_bits(released.gradients(), kept.gradients()) == []
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+def test_pieces_read_what_earlier_ones_left_and_all_is_freed(recompute):
+    def gradients(which):
+        plan = make(which, schedule={"kind": "seq1f1b", "num_sequence_splits": 4})
+        stage, batch = PaddleStage(plan, describe_gpt(plan)), micro_batch(plan, 0, 0)
+        for weight in stage.parameters.values():
+            weight.grad = paddle.zeros_like(weight)
+        before = allocated()
+        outputs = [stage.forward(None, batch, step=0, index=0, piece=piece) for piece in range(4)]
+        there = allocated() - before
+        while outputs:
+            stage.backward(outputs.pop(), None)
+        assert allocated() == before
+        return there, {name: weight.grad.numpy() for name, weight in stage.parameters.items()}
+
+    (most, kept), (there, again) = gradients("none"), gradients(recompute)
+    assert there < most
+    assert same_bits(again, kept) == []
+
+
+def test_what_crosses_borders_is_seen_once():
+    def seen(which):
+        ranks, watch = Ranks(make(which), "middle"), LayerWatch()
+        given = ranks.drawn("input", 0, [8, 2, 16])
+        given.stop_gradient = False
+        output = ranks.stages[0].forward(given, micro_batch(ranks.plan, 0, 0), step=0, index=0, watch=watch)
+        ranks.stages[0].backward(output, ranks.gradient_of(output, 0))
+        return watch.take()
+
+    kept = seen("none")
+    assert len(kept) == 2 * 2 * 2
+    assert all(np.isfinite(array).all() for array in kept.values())
+    for recompute in AGAIN:
+        assert same_bits(seen(recompute), kept) == []

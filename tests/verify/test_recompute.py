@@ -1,0 +1,77 @@
+"""With full recomputation each block's backward issues its forward's collectives first: in the graph, and judged."""
+
+import pytest
+
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
+from pipeproof.sim.link_costs import on_links
+from pipeproof.specs.finding import Severity
+from pipeproof.verify.check import check_subject
+from tests.plans import subject
+
+STAGES = [["embed"], ["layer.0", "layer.1"], ["layer.2", "layer.3"], ["norm", "head"]]
+MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "dense_layers": 3}
+DENSE = ["ALL_GATHER:tp", "REDUCE_SCATTER:tp"] * 2
+FORWARD = [*DENSE[:3], *["ALL_TO_ALL:ep"] * 3, DENSE[3]]
+BACKWARD = [DENSE[0], *["ALL_TO_ALL:ep"] * 2, *DENSE[1:]]
+
+
+def planned(recompute, kind="zb_h1", **sections):
+    topology = {"pp": 4, "tp": 2, "sequence_parallel": True, **sections.pop("topology", {})}
+    schedule = {"kind": kind, "num_micro_batches": 2}
+    return subject(topology=topology, schedule=schedule, stages=STAGES, memory={"recompute": recompute}, **sections)
+
+
+def issued(one, parent):
+    """What a computation issues, on the first rank that has it."""
+    rank = next(rows for rows in one.graph.rows() if any(str(row.op) == parent for row in rows))
+    children = [row.op for row in rank if row.op.kind in CHILD_KINDS and str(row.op.target) == parent]
+    return [f"{op.kind}:{op.axis}" for op in children]
+
+
+def errors(one):
+    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
+
+
+@pytest.mark.parametrize(("kind", "backward"), [("zb_h1", "I"), ("1f1b", "B")])
+def test_a_backward_issues_both_ways_block_by_block(kind, backward):
+    plain, selective, full = (
+        planned(which, kind, model={"moe": MOE}, topology={"ep": 2}) for which in ("none", "selective", "full")
+    )
+    for one in (plain, selective):
+        assert issued(one, f"1{backward}0") == 2 * DENSE
+        assert issued(one, f"2{backward}0") == BACKWARD + DENSE
+    assert issued(full, f"1{backward}0") == 2 * (DENSE + DENSE)
+    assert issued(full, f"2{backward}0") == FORWARD + BACKWARD + DENSE + DENSE
+    for same in ("0F0", "1F0", "2F0", "3F0", f"0{backward}0", f"3{backward}0"):
+        assert issued(full, same) == issued(plain, same), "embedding, norm and head are kept"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_backward_leaves_out_or_adds_is_found(recompute):
+    """On all members alike: the rows of the one plan in the place of the other's."""
+    ours, theirs = (planned(which) for which in (recompute, "full" if recompute == "none" else "none"))
+    assert errors(ours) == set()
+    changed = ours.with_graph(build_graph(theirs.graph.rows(), theirs.graph.tensors, theirs.graph.groups))
+    assert errors(changed) == {"PP208"}
+    (message, *_) = [f.message for f in check_subject(changed).findings if f.code == "PP208"]
+    fact = "as its collective 8, and needs none" if recompute == "none" else "issues 8 collectives and needs 16"
+    assert fact in message
+
+
+def test_the_network_has_them_inside_the_backward():
+    inside = {}
+    for recompute in ("none", "full"):
+        plan = planned(recompute, cost={"analytic": "h200", "network": {}}).plan
+        timed = on_links(plan, plan.links).inside
+        graph = plan.graph
+        inside[recompute] = {
+            kind: set(timed[(graph.kind == KIND_CODE[kind]) & (graph.stage == 1)].tolist())
+            for kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+        }
+    assert inside["full"][OpKind.FORWARD] == inside["none"][OpKind.FORWARD]
+    assert inside["full"][OpKind.BACKWARD_WEIGHT] == inside["none"][OpKind.BACKWARD_WEIGHT] == {0}
+    (forward,) = inside["none"][OpKind.FORWARD]
+    (backward,) = inside["none"][OpKind.BACKWARD_INPUT]
+    assert inside["full"][OpKind.BACKWARD_INPUT] == {forward + backward}
+    assert forward > 0
