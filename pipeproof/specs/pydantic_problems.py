@@ -160,16 +160,17 @@ def _without_indices(path: KeyPath) -> KeyPath:
 
 
 def _sections() -> dict[KeyPath, tuple[str, ...]]:
-    """The keys of each section, the top first."""
-    sections: dict[KeyPath, tuple[str, ...]] = {(): tuple(PlanSpec.model_fields)}
-    for name, field in PlanSpec.model_fields.items():
-        model = _model_in(field.annotation)
-        if model is not None:
-            sections[(name,)] = tuple(model.model_fields)
-            for key, inner in model.model_fields.items():
-                nested = _model_in(inner.annotation)
-                if nested is not None:
-                    sections[name, key] = tuple(nested.model_fields)
+    """The keys of each section, however deep, the top first."""
+    sections: dict[KeyPath, tuple[str, ...]] = {}
+
+    def add(path: KeyPath, model: type[BaseModel]) -> None:
+        sections[path] = tuple(model.model_fields)
+        for name, field in model.model_fields.items():
+            nested = _model_in(field.annotation)
+            if nested is not None:
+                add((*path, name), nested)
+
+    add((), PlanSpec)
     return sections
 
 
@@ -182,7 +183,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _field_of(path: KeyPath) -> Any:
-    """The pydantic field at a path of one or two keys, list indices left out; None where there is none."""
+    """The pydantic field at a path of keys, list indices left out; None where there is none."""
     model: type[BaseModel] = PlanSpec
     field = None
     for part in _without_indices(path):

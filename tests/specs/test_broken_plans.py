@@ -37,6 +37,7 @@ def test_findings_and_places(path):
 HELP = {
     "unknown_key": "did you mean `num_layers`?",
     "unknown_key_of_another_section": "did you mean `model.hidden_size`?",
+    "unknown_key_deep_inside": "did you mean `latency_us`?",
     "unknown_section": "did you mean `topology`?",
     "unknown_key_without_near_miss": "known here: backend, device",
     "no_space_after_colon": "a space after the colon",
