@@ -5,7 +5,6 @@ It loads what it needs when it runs, as the commands of ``cli`` do.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -13,21 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.line import console_for, picture_file, refusing_bad_plans
 
 if TYPE_CHECKING:
     from pipeproof.sim.jitter.noise import Distribution
-
-_PICTURES = (".png", ".svg", ".pdf")
-
-
-def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a picture that cannot be made before any work is done."""
-    if value is not None and value.suffix.lower() not in _PICTURES:
-        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
-    if value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
-    return writable(context, parameter, value)
 
 
 def _number(text: str) -> float:
@@ -81,7 +69,7 @@ def _cv(context: click.Context, parameter: click.Parameter, value: float) -> flo
 @click.option("--delays/--no-delays", default=True, show_default=True,
               help="Say whose delay costs most; one simulation for each rank and channel.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_picture,
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(
     plan: Path,

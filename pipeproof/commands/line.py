@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeproof.commands.check import Form
+
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -59,3 +63,12 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
     except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
+
+
+def picture_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a picture that cannot be made before any work is done."""
+    if value is not None and value.suffix.lower() not in _PICTURES:
+        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
+    if value is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
+    return writable(context, parameter, value)

@@ -15,23 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.line import console_for, picture_file, refusing_bad_plans, writable
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.sweep.evaluate import PointResult
     from pipeproof.sweep.load import Sweep
-
-_PICTURES = (".png", ".svg", ".pdf")
-
-
-def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a picture that cannot be made before any work is done."""
-    if value is not None and value.suffix.lower() not in _PICTURES:
-        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
-    if value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
-    return writable(context, parameter, value)
 
 
 def _scheduler(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -54,7 +43,7 @@ def _scheduler(context: click.Context, parameter: click.Parameter, value: str | 
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "csv"]), default="text", show_default=True)
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=_picture,
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
 def sweep(
     sweep: Path,

@@ -90,6 +90,7 @@ class _Model:
         self._rendezvous = model.completes == "rendezvous"
         self._env = simpy.Environment(initial_time=0)
         self._wires = make_wires(self._env) if make_wires else None
+        self._first_of_pair = {second: first for first, second in durations.beside.items()}
         self._order = _Order(graph, model)
         actions = [self._action_of(kind) for kind in KINDS]
         self._act = [actions[code] for code in graph.kind.tolist()]
@@ -144,7 +145,7 @@ class _Model:
                     self._starts[member] = now
                     self._act[member](member)
                 else:  # it runs beside the first of its pair
-                    self._follow(done(member), [self._first_of_pair(member)])
+                    self._follow(done(member), [self._first_of_pair[member]])
 
     def _done(self, op_id: int) -> None:
         self._ends[op_id] = int(self._env.now)
@@ -189,9 +190,6 @@ class _Model:
     def _computed(self, op_id: int) -> None:
         self._done(op_id)
         self._settle()
-
-    def _first_of_pair(self, second: int) -> int:
-        return next(first for first, other in self._durations.beside.items() if other == second)
 
     def _wait(self, op_id: int) -> None:
         target = self._target[op_id]
