@@ -17,7 +17,7 @@ from published_runs import PARTS, Training
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.memory.curve import Part
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import activations_of
 from pipeproof.stages.describe.partition import stage_layers
 

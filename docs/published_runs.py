@@ -23,7 +23,7 @@ from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import rounded_up
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.work import Phase
 
 MICRO = 10**6

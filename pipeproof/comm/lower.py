@@ -40,7 +40,8 @@ from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundaries, describe_boundary
-from pipeproof.stages.describe.layers import Layer, backward_calls, describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import Layer, backward_calls
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000

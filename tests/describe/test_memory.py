@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import (
     Life,
     activations_of,

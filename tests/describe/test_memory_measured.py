@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import activations_of
 from tests.describe.test_memory import plan
 

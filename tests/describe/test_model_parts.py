@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeproof.specs.layout import INVARIANT, sharded
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import CollectiveKind, describe_gpt, layer_kind
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import CollectiveKind, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import PARTIAL, REPLICATED, cut
 from tests.plans import plan_dict

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import derive_types
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_ops import ProgramBuilder

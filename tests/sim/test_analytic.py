@@ -27,7 +27,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.specs.times import GRID_US
 from pipeproof.specs.topology import TopologySpec
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import Collective, CollectiveKind
 from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
 from tests.plans import plan_dict
 

@@ -12,7 +12,8 @@ from pipeproof.comm.analytic.resolve import AnalyticCosts
 from pipeproof.specs.analytic import NO_FLOAT8
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import Collective, CollectiveKind
 from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
 from tests.plans import plan_dict
 

@@ -10,7 +10,7 @@ from pipeproof.comm.analytic.resolve import AnalyticCosts
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.finding import Severity
 from pipeproof.specs.load import load_plan
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.work import Phase, Unit, layer_work
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.subject import make_subject

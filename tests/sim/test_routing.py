@@ -19,7 +19,7 @@ from pipeproof.specs.finding import BadPlanError, Severity
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import activations_of
 from pipeproof.stages.describe.work import Phase
 from pipeproof.verify.certificate import plan_digest

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
 from pipeproof.stages.paddle.collectives import TensorParallelRegion
 from pipeproof.stages.paddle.functional import rms_norm, rotary_tables, rotate, swiglu

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.bound import parallel_bound

@@ -8,7 +8,7 @@ import paddle
 import pytest
 
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.stage import PaddleStage

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.stages.staged_run import make_plan, same_bits

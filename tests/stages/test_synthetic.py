@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import IGNORED, initial_weight, loss_scale, micro_batch
 from tests.plans import plan_dict
 

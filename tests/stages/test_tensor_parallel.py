@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.uncut import run_uncut, uncut_step
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits

@@ -12,7 +12,7 @@ from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import OpKind, child_of
 from pipeproof.specs.finding import Severity
 from pipeproof.specs.layout import INVARIANT
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.verify.check import check_subject
 from tests.plans import subject
 

@@ -11,8 +11,8 @@ from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind, parse_op
 from pipeproof.specs.finding import Severity
 from pipeproof.specs.layout import sharded
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.index_map import IndexMap, expert_map, fused_qkv_map, layout_map, token_map
-from pipeproof.stages.describe.layers import describe_gpt
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.facts import Facts

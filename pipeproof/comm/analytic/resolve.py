@@ -30,7 +30,8 @@ from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
-from pipeproof.stages.describe.layers import CollectiveKind, Layer, describe_gpt, is_block, layer_kind
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import CollectiveKind, Layer, is_block, layer_kind
 from pipeproof.stages.describe.memory import moved_by_update, state_of_weights
 from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.stages.describe.work import ATTENTION_CORE, Phase, Unit, Work, layer_work

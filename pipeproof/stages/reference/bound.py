@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeproof.specs.model_parts import MlaSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 
 FAILURE_PROBABILITY = 1e-9
 """How often at most a step may lie outside the bound although nothing is wrong."""

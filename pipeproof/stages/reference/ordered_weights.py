@@ -13,7 +13,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.reference.pieces import Pieces, add, cut_dim, is_of_experts, leaf
 

@@ -21,7 +21,7 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.layers import describe_gpt
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch, Side
 from pipeproof.stages.reference.clip import clip_factor

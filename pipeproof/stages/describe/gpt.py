@@ -1,0 +1,258 @@
+"""The GPT as a list of layers: parameters, their placement over TP, and the collectives they issue.
+
+Written by hand, so that it can be read beside the adapters; ``typed_gpt``
+derives the same from the types of the operations, and a rule compares them.
+
+Shape letters: S sequence, B micro-batch rows, H hidden, A heads, D head size,
+M feed-forward size, V vocabulary, T tensor-parallel ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pipeproof.specs.layout import INVARIANT, sharded
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layers import COUNTS_DTYPE, Collective, CollectiveKind, Layer, Parameter
+
+
+def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:
+    """The layers of the plan's GPT in execution order: ``embed``, ``layer.0`` .., ``norm``, ``head``.
+
+    The block is pre-norm: RMSNorm, rotary attention, RMSNorm, SwiGLU MLP, no
+    biases. Column-parallel weights are cut on their output dim and row-parallel
+    ones on their input dim (Megatron-LM, arXiv:1909.08053); with sequence
+    parallelism the all-reduces become all-gather / reduce-scatter pairs
+    (arXiv:2205.05198). With context parallelism each rank has its part of every
+    sequence and gathers the keys and values of all (arXiv:2407.21783, section
+    3.3.2). The fused ``qkv`` weight is head-major: for each head of keys and
+    values the columns of its group's q, then of its k and v, so that a cut over
+    TP takes whole groups.
+
+    Latent attention (arXiv:2405.04434) compresses on every TP rank alike, or
+    with sequence parallelism on each rank's own tokens, and cuts by heads what
+    leads back from the compressed vectors.
+
+    A block with experts enters and leaves its MLP as a dense one does. Between,
+    every TP rank routes all tokens; EP ranks tell each other how many go to each
+    expert, and each token goes to the ranks of its experts and back, by an
+    all-to-all each way (arXiv:2006.16668). All experts are taken to get equally
+    many tokens, so each EP rank enters, and gets, ``top_k`` times its own.
+
+    A tied head (arXiv:1608.05859) multiplies by the transpose of the embedding's
+    weight, which it borrows.
+
+    Collectives count the elements of a micro-batch of ``size``, of the plan's
+    full one without it.
+    """
+    return _GptDescriber(plan, size or MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)).layers()
+
+
+_Ways = tuple[tuple[Collective, ...], tuple[Collective, ...]]
+"""What is issued forward, and backward."""
+
+
+class _GptDescriber:
+    def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
+        model, topology = plan.model, plan.topology
+        self.model = model
+        self.hidden, self.vocab = model.hidden_size, model.vocab_size
+        self.tp, self.cp, self.ep = topology.tp, topology.cp, topology.ep
+        self.sp = topology.sequence_parallel and self.tp > 1
+        self.tokens = size.seq_length * size.num_rows // self.cp  # of one context-parallel rank
+        self.partial_over = ("cp",) if self.cp > 1 else ()  # every weight sees its rank's tokens only
+        self.between_partial_over = (("tp",) if self.sp else ()) + self.partial_over
+
+    def layers(self) -> tuple[Layer, ...]:
+        blocks = [self._block(i) for i in range(self.model.num_layers)]
+        norm = Layer("norm", (self._norm("norm.weight"),))
+        return (self._embed(), *blocks, norm, self._head())
+
+    def _weight(self, name: str, shape: tuple[int, int], shard_dim: int) -> Parameter:
+        return Parameter(name, shape, sharded(shard_dim), self.partial_over, init_std=0.02)
+
+    def _between_weight(self, name: str, shape: tuple[int, int]) -> Parameter:
+        """A weight that all TP ranks hold and use on what lies between layers."""
+        return Parameter(name, shape, INVARIANT, self.between_partial_over, init_std=0.02)
+
+    def _norm(self, name: str, size: int | None = None) -> Parameter:
+        return Parameter(name, (size or self.hidden,), INVARIANT, partial_over=self.between_partial_over)
+
+    def _full(self, kind: CollectiveKind, size: int, label: str) -> Collective:
+        """A collective that every rank enters with all tokens."""
+        return Collective(kind, "tp", self.tokens * size, label)
+
+    def _shard(self, size: int, label: str) -> Collective:
+        """A gather that every rank enters with its own share of the tokens."""
+        return Collective(CollectiveKind.ALL_GATHER, "tp", self.tokens * size // self.tp, label)
+
+    def _enter(self, label: str, size: int | None = None) -> _Ways:
+        """The way from between-block layout into a column-parallel weight, with ``size`` elements of a token."""
+        size = size or self.hidden
+        if self.tp == 1:
+            return (), ()
+        if self.sp:
+            return (self._shard(size, label),), (self._full(CollectiveKind.REDUCE_SCATTER, size, f"{label}.grad"),)
+        return (), (self._full(CollectiveKind.ALL_REDUCE, size, f"{label}.grad"),)
+
+    def _leave(self, label: str) -> _Ways:
+        """The way from a row-parallel product back between blocks."""
+        if self.tp == 1:
+            return (), ()
+        if self.sp:
+            scatter = self._full(CollectiveKind.REDUCE_SCATTER, self.hidden, label)
+            return (scatter,), (self._shard(self.hidden, f"{label}.grad"),)
+        return (self._full(CollectiveKind.ALL_REDUCE, self.hidden, label),), ()
+
+    def _share_keys(self, label: str, size: int) -> _Ways:
+        """Giving every context-parallel rank what all have of the sequence's keys and values, ``size`` a token."""
+        if self.cp == 1:
+            return (), ()
+        numel = self.tokens * size
+        gather = Collective(CollectiveKind.ALL_GATHER, "cp", numel, label)
+        return (gather,), (Collective(CollectiveKind.REDUCE_SCATTER, "cp", numel * self.cp, f"{label}.grad"),)
+
+    def _exchange(self, label: str, top_k: int, dtype: str | None = None, *, back: str | None = None) -> _Ways:
+        """The tokens' way to other ranks' experts, or back, in ``dtype``; their gradients' in ``back``."""
+        if self.ep == 1:
+            return (), ()
+        numel = self.tokens * top_k * self.hidden
+        forward = Collective(CollectiveKind.ALL_TO_ALL, "ep", numel, label, dtype=dtype)
+        return (forward,), (replace(forward, label=f"{label}.grad", dtype=back),)
+
+    def _tell_counts(self, label: str, num_experts: int) -> _Ways:
+        """How many tokens of this rank go to each expert; nothing of it comes back."""
+        if self.ep == 1:
+            return (), ()
+        kind = CollectiveKind.ALL_TO_ALL
+        return (Collective(kind, "ep", num_experts, label, dtype=COUNTS_DTYPE, per_token=False),), ()
+
+    def _embed(self) -> Layer:
+        forward, backward = self._leave("embed.out")
+        return Layer("embed", (self._embed_weight(),), forward, backward)
+
+    def _embed_weight(self) -> Parameter:
+        return self._weight("embed.weight", (self.vocab, self.hidden), 0)
+
+    def _block(self, number: int) -> Layer:
+        name = f"layer.{number}"
+        attention = self._attention if self.model.mla is None else self._latent_attention
+        mlp = self._experts if self.model.has_experts(number) else self._mlp
+        parameters, steps = [self._norm(f"{name}.attn_norm.weight")], list[_Ways]()
+        for part, before in ((attention, ()), (mlp, (self._norm(f"{name}.mlp_norm.weight"),))):
+            weights, ways = part(name)
+            parameters += [*before, *weights]
+            steps += ways
+        return Layer(name, tuple(parameters), *_joined(steps))
+
+    def _attention(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        model = self.model
+        queries, keys = model.num_heads * model.size_of_head, model.kv_heads * model.size_of_head
+        weights = [
+            self._weight(f"{name}.attn.qkv.weight", (self.hidden, queries + 2 * keys), 1),
+            self._weight(f"{name}.attn.out.weight", (queries, self.hidden), 0),
+        ]
+        ways = [
+            self._enter(f"{name}.attn.in"),
+            self._share_keys(f"{name}.attn.kv", 2 * keys // self.tp),
+            self._leave(f"{name}.attn.out"),
+        ]
+        return weights, ways
+
+    def _latent_attention(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        mla, heads, at = self.model.mla, self.model.num_heads, f"{name}.attn"
+        assert mla is not None
+        queries = heads * (mla.nope_head_size + mla.rope_head_size)
+        keys = heads * (mla.nope_head_size + mla.value_head_size)
+        weights, ways = list[Parameter](), list[_Ways]()
+        if mla.q_rank is None:
+            weights.append(self._weight(f"{at}.q.weight", (self.hidden, queries), 1))
+            ways.append(self._enter(f"{at}.in"))
+        else:
+            weights += [
+                self._between_weight(f"{at}.q_down.weight", (self.hidden, mla.q_rank)),
+                self._norm(f"{at}.q_norm.weight", mla.q_rank),
+                self._weight(f"{at}.q_up.weight", (mla.q_rank, queries), 1),
+            ]
+            ways.append(self._enter(f"{at}.q.in", mla.q_rank))
+        weights += [
+            self._between_weight(f"{at}.kv_down.weight", (self.hidden, mla.kv_rank + mla.rope_head_size)),
+            self._norm(f"{at}.kv_norm.weight", mla.kv_rank),
+            self._weight(f"{at}.kv_up.weight", (mla.kv_rank, keys), 1),
+            self._weight(f"{at}.out.weight", (heads * mla.value_head_size, self.hidden), 0),
+        ]
+        ways += [
+            self._enter(f"{at}.kv.in", mla.kv_rank),
+            self._enter(f"{at}.rope.in", mla.rope_head_size),
+            self._share_keys(f"{at}.kv", keys // self.tp),
+            self._share_keys(f"{at}.rope", mla.rope_head_size),
+            self._leave(f"{at}.out"),
+        ]
+        return weights, ways
+
+    def _mlp(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        weights = self._swiglu(f"{name}.mlp", self.model.ffn_size)
+        return weights, [self._enter(f"{name}.mlp.in"), self._leave(f"{name}.mlp.out")]
+
+    def _experts(self, name: str) -> tuple[list[Parameter], list[_Ways]]:
+        moe, at = self.model.moe, f"{name}.mlp"
+        assert moe is not None
+        over_tp = ("tp",) if self.tp > 1 else ()  # each TP rank has an addend of what experts say of the routing
+        experts = [
+            Parameter(
+                f"{at}.experts.{part}.weight",
+                (moe.num_experts, *shape),
+                sharded(dim),
+                self.partial_over,
+                0.02,
+                sharded(0),
+            )
+            for part, shape, dim in (
+                ("gate", (self.hidden, moe.ffn_size), 2),
+                ("up", (self.hidden, moe.ffn_size), 2),
+                ("down", (moe.ffn_size, self.hidden), 1),
+            )
+        ]
+        router = Parameter(
+            f"{at}.router.weight", (self.hidden, moe.num_experts), INVARIANT, over_tp + self.partial_over, init_std=0.02
+        )
+        shared = self._swiglu(f"{at}.shared", moe.num_shared_experts * moe.ffn_size) if moe.num_shared_experts else []
+        ways = [
+            self._enter(f"{at}.in"),
+            self._tell_counts(f"{at}.counts", moe.num_experts),
+            self._exchange(f"{at}.dispatch", moe.top_k, moe.dispatch_dtype),
+            self._exchange(f"{at}.combine", moe.top_k, back=moe.dispatch_dtype),
+            self._leave(f"{at}.out"),
+        ]
+        return [router, *experts, *shared], ways
+
+    def _swiglu(self, name: str, ffn_size: int) -> list[Parameter]:
+        return [
+            self._weight(f"{name}.gate.weight", (self.hidden, ffn_size), 1),
+            self._weight(f"{name}.up.weight", (self.hidden, ffn_size), 1),
+            self._weight(f"{name}.down.weight", (ffn_size, self.hidden), 0),
+        ]
+
+    def _head(self) -> Layer:
+        forward, backward = self._enter("head.in")
+        if self.tp > 1:  # the vocabulary-parallel cross-entropy: one number per token, three times
+            forward += tuple(
+                Collective(CollectiveKind.ALL_REDUCE, "tp", self.tokens, label, reduction)
+                for label, reduction in (
+                    ("head.loss.max", "max"),
+                    ("head.loss.sum_exp", "sum"),
+                    ("head.loss.target", "sum"),
+                )
+            )
+        if self.model.tied_embedding:  # its transpose: the columns of the logits are the rows of the embedding
+            return Layer("head", (), forward, backward, borrowed=(self._embed_weight(),))
+        weight = self._weight("head.weight", (self.hidden, self.vocab), 1)
+        return Layer("head", (weight,), forward, backward)
+
+
+def _joined(steps: Iterable[_Ways]) -> _Ways:
+    """The steps in their order forward, and in the other order backward."""
+    ways = list(steps)
+    return tuple(c for way in ways for c in way[0]), tuple(c for way in reversed(ways) for c in way[1])
