@@ -1,0 +1,92 @@
+"""Empty layers hold nothing, take no time and send nothing, wherever they stand."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pipeproof.advice.recut import layer_times, stage_times
+from pipeproof.comm.show import render_show
+from pipeproof.comm.times import with_times
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.memory import activations_of, keeps_input
+from pipeproof.stages.describe.state import state_of
+from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.work import layer_work
+from pipeproof.verify.check import check_subject
+from tests.plans import plan_dict, subject
+
+BARE = [["embed", "layer.0"], ["layer.1", "layer.2", "layer.3"], ["norm", "head"]]
+FILLED = [["embed", "empty.0", "layer.0"], ["layer.1", "layer.2", "layer.3", "empty.1"], ["empty.2", "norm", "head"]]
+ENDS = {"empty_layers": {"head": 1, "tail": 2}}
+SIZE = MicroBatchSize(8, 2)
+
+
+def spec(stages=None, **sections):
+    model = {**(ENDS if stages != BARE else {}), **sections.pop("model", {})}
+    return plan_from_dict(plan_dict(model=model, topology={"pp": 3}, stages=stages, **sections)).spec
+
+
+@pytest.mark.parametrize("place", ["after_tail_empty", "before_tail_empty"])
+def test_they_are_layers_without_weights_and_collectives(place):
+    plan = spec(FILLED, model={"final_norm": place}, run={"steps": 1})
+    layers = describe_gpt(plan)
+    end = ["empty.1", "empty.2", "norm"] if place == "after_tail_empty" else ["norm", "empty.1", "empty.2"]
+    assert [layer.name for layer in layers] == [
+        "embed", "empty.0", *(f"layer.{i}" for i in range(4)), *end, "head"
+    ]  # fmt: skip
+    for layer in layers:
+        if layer.name.startswith("empty."):
+            assert layer == Layer(layer.name, ())
+            assert layer_work(plan, layer.name, SIZE, 4) == ()
+    typed = typed_gpt(plan)["empty"]
+    assert typed.values["x"].dims == ("s", "b", "h")
+    assert (typed.problems, typed.forward, typed.backward, typed.partial_over) == ((), (), (), {})
+    assert "empty" not in typed_gpt(spec(BARE))
+
+
+@pytest.mark.parametrize("analytic", [None, "h200"])
+def test_a_plan_costs_and_holds_what_it_does_without_them(analytic):
+    cost = {} if analytic is None else {"analytic": analytic}
+    filled, bare = (subject(model=m, topology={"pp": 3}, stages=s, cost=cost).plan
+                    for m, s in ((ENDS, FILLED), ({}, BARE)))  # fmt: skip
+    assert with_times(filled.spec).cost == with_times(bare.spec).cost
+    for stage in range(3):
+        with_empty, without = filled.layers_of(stage), bare.layers_of(stage)
+        assert state_of(filled.spec, with_empty) == state_of(bare.spec, without)
+        assert activations_of(filled.spec, with_empty, SIZE) == activations_of(bare.spec, without, SIZE)
+        assert keeps_input(filled.spec, with_empty) == keeps_input(bare.spec, without)
+    assert filled.graph.columns.equals(bare.graph.columns)
+
+
+def test_a_stage_of_them_alone_keeps_nothing_and_is_no_error():
+    stages = [
+        ["embed", "empty.0"],
+        ["layer.0", "layer.1", "layer.2", "layer.3"],
+        ["empty.1"],
+        ["empty.2", "norm", "head"],
+    ]
+    one = subject(model=ENDS, topology={"pp": 4}, stages=stages)
+    alone = one.plan.layers_of(2)
+    assert activations_of(one.plan.spec, alone, SIZE) == ()
+    assert not keeps_input(one.plan.spec, alone)
+    assert state_of(one.plan.spec, alone).parameters == 0
+    assert not check_subject(one).errors
+    console = Console(file=io.StringIO(), width=200)
+    render_show(one.plan, console)
+    assert "│ 2     │ 2     │ empty.1             │ 0          │" in console.file.getvalue()
+
+
+def test_they_get_none_of_a_stages_time():
+    times = [12, 30, 20]
+    of_layers = layer_times(tuple(map(tuple, FILLED)), times)
+    assert {name: time for name, time in of_layers.items() if name.startswith("empty.")} == dict.fromkeys(
+        ("empty.0", "empty.1", "empty.2"), 0
+    )
+    assert of_layers["layer.1"] == 10
+    assert of_layers == {**layer_times(tuple(map(tuple, BARE)), times), "empty.0": 0, "empty.1": 0, "empty.2": 0}
+    assert stage_times((("empty.0",), ("layer.1", "empty.1")), of_layers) == (0, 10)
+    assert layer_times((("embed",), ("empty.0", "empty.1"), ("head",)), [1, 4, 1])["empty.1"] == 2
