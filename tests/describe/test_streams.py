@@ -1,0 +1,243 @@
+"""Hyper-connections without a framework: by hand against the types, widths at every edge, bytes, FLOPs, mistakes."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from math import prod
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.specs.finding import BadPlanError
+from pipeproof.specs.layout import INVARIANT
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.schema import plan_json_schema
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.edges import describe_boundaries
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.memory import Life, activations_of, keeps_input
+from pipeproof.stages.describe.streams import INITIAL_SCALE, measured_with, streams_of
+from pipeproof.stages.describe.synthetic import initial_weight
+from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.work import Phase, layer_work
+from pipeproof.verify.check import check, check_subject
+from tests.plans import plan_dict, subject
+
+MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}
+
+
+def spec_of(streams, model=(), **sections):
+    sections = {"topology": {"pp": 1}, **sections}
+    model = {"seq_length": 16, "hyper_connections": {"streams": streams}, **dict(model)}
+    return plan_from_dict(plan_dict(model=model, **sections)).spec
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    streams=st.integers(2, 5),
+    num_layers=st.integers(2, 4),
+    model=st.sampled_from([{}, {"moe": MOE}, {"mla": MLA}]),
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2]),
+    sp=st.booleans(),
+    size=st.sampled_from([None, MicroBatchSize(32, 1), MicroBatchSize(8, 3)]),
+)
+def test_the_description_by_hand_is_what_the_types_say(streams, num_layers, model, tp, cp, ep, sp, size):
+    topology = {"pp": 1, "tp": tp, "cp": cp, "ep": ep, "sequence_parallel": sp}
+    spec = spec_of(streams, {"num_layers": num_layers, **model}, topology=topology)
+    typed, layers = typed_gpt(spec, size), describe_gpt(spec, size)
+    assert {layer_kind(spec.model, layer.name) for layer in layers} == set(typed)
+    for layer in layers:
+        needed = typed[layer_kind(spec.model, layer.name)]
+        assert needed.problems == ()
+        for listed, wanted in (
+            (layer.forward_collectives, needed.forward),
+            (layer.backward_collectives, needed.backward),
+        ):
+            assert [(c.kind, c.axis, c.numel, c.label.removeprefix(f"{layer.name}.")) for c in listed] == [
+                (c.kind, c.axis, c.numel, c.label) for c in wanted
+            ]
+        assert {p.name.removeprefix(f"{layer.name}.") for p in layer.parameters} == set(needed.partial_over)
+        for parameter in layer.parameters:
+            name = parameter.name.removeprefix(f"{layer.name}.")
+            of_data = ("ep",) if ep > 1 and "ep" not in parameter.sharded_over else ()
+            assert needed.partial_over[name] == parameter.partial_over + of_data
+            assert needed.values[name].local_numel(needed.program.sizes, {"tp": tp, "cp": cp, "ep": ep}) == prod(
+                parameter.local_shape({"tp": tp, "ep": ep})
+            )
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_holds(sp):
+    spec = spec_of(4, topology={"pp": 1, "tp": 2, "sequence_parallel": sp})
+    own = [p for p in describe_gpt(spec)[2].parameters if "_streams." in p.name]
+    assert {p.name: p.shape for p in own} == {
+        f"layer.1.{at}_streams.{end}": shape
+        for at in ("attn", "mlp")
+        for end, shape in {"weight": (4 * 16, 24), "scale": (3,), "bias": (24,)}.items()
+    }
+    assert {(p.tp, p.partial_over) for p in own} == {(INVARIANT, ("tp",) if sp else ())}
+    assert initial_weight(own[1], 0, "float32").tolist() == pytest.approx([INITIAL_SCALE] * 3)
+    assert measured_with("layer.1.mlp_streams.bias") == ("layer.1.mlp_streams.weight", "layer.1.mlp_streams.scale")
+    assert measured_with("layer.1.mlp_norm.weight") == ()
+
+
+def test_the_ends_of_the_blocks_make_several_streams_of_one_and_one_of_several():
+    found = [streams_of(spec_of(3, {"num_layers": 3}).model, f"layer.{i}") for i in range(3)]
+    assert [(one.count, one.iterations, one.expands, one.contracts) for one in found] == [
+        (3, 20, True, False), (3, 20, False, False), (3, 20, False, True),
+    ]  # fmt: skip
+    only = streams_of(spec_of(3, {"num_layers": 1}).model, "layer.0")
+    assert (only.expands, only.contracts) == (True, True)
+    assert streams_of(spec_of(3).model, "norm") is None
+
+
+LAYERS = ["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.sampled_from(range(1, 7)), min_size=1, max_size=5, unique=True), sp=st.booleans())
+def test_every_edge_is_as_wide_as_what_stands_before_it_makes(cuts, sp):
+    bounds = [0, *sorted(cuts), 7]
+    stages = [LAYERS[a:b] for a, b in pairwise(bounds)]
+    topology = {"pp": len(stages), "tp": 2, "sequence_parallel": sp}
+    for order, shape in (("sbh", (16, 2)), ("bsh", (2, 16))):
+        spec = spec_of(3, {"activation_order": order}, topology=topology, stages=stages)
+        typed = typed_gpt(spec)
+        for names, edge in zip(stages, describe_boundaries(spec), strict=False):
+            ((tensor,),) = edge.variants
+            width = 3 * 16 if names[-1] in ("layer.0", "layer.1", "layer.2") else 16
+            assert tensor.shape == (*shape, width)
+            assert tensor.tp.dim == (order.index("s") if sp else None)
+            made = typed[layer_kind(spec.model, names[-1])]
+            (result,) = made.program.results
+            assert prod(made.program.sizes[dim] for dim in result.dims) == prod(tensor.shape)
+
+
+def test_a_declared_tensor_is_as_wide_as_its_edge():
+    stages = [["embed"], ["layer.0", "layer.1"], ["layer.2", "layer.3"], ["norm", "head"]]
+    spec = spec_of(2, topology={"pp": 4}, stages=stages, boundaries=[{"name": "hidden", "dims": "sbh"}])
+    assert [edge.members(0)[0].shape[-1] for edge in describe_boundaries(spec)] == [16, 32, 16]
+
+
+def test_plans_are_proved_and_the_width_is_in_what_is_sent_and_shown():
+    plan = subject(model={"hyper_connections": {"streams": 3}}, topology={"pp": 2, "tp": 2})
+    report = check_subject(plan)
+    assert report.certificate is not None
+    assert {tensor.numel for tensor in plan.graph.tensors} == {8 * 2 * 48}
+    assert [one.boundary_bytes for one in report.in_flight] == [2 * 4 * 8 * 2 * 16] * 2 + [4 * 8 * 2 * 48] * 2
+    one_stream = subject(topology={"pp": 2, "tp": 2})
+    assert {tensor.numel for tensor in one_stream.graph.tensors} == {8 * 2 * 16}
+
+
+def owes_nothing(parameter):
+    return replace(parameter, partial_over=()) if "_streams." in parameter.name else parameter
+
+
+def test_a_sum_that_sequence_parallelism_owes_these_weights_is_asked_for():
+    one = subject(model={"hyper_connections": {"streams": 2}}, topology={"pp": 1, "tp": 2, "sequence_parallel": True})
+    layers = tuple(replace(layer, parameters=tuple(map(owes_nothing, layer.parameters))) for layer in one.plan.layers)
+    found = check_subject(replace(one, lowered=replace(one.lowered, layers=layers))).findings
+    assert {f.code for f in found if "_streams." in f.message} >= {"PP206"}
+
+
+def held(spec, *names):
+    return activations_of(spec, [layer for layer in describe_gpt(spec) if layer.name in names], MicroBatchSize(16, 2))
+
+
+def total(holdings, *lives):
+    return sum(one.num_bytes for one in holdings if one.life in lives)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_bytes_of_a_block_beside_those_of_one_stream(sp):
+    """n streams around each of two sub-layers: the streams, their norm, what gates and mixes, what was made."""
+    topology = {"pp": 1, "tp": 2, "sequence_parallel": sp}
+    several, one = spec_of(4, topology=topology), plan_from_dict(
+        plan_dict(model={"seq_length": 16}, topology=topology)
+    ).spec  # fmt: skip
+    tokens, n, hidden, gates = Fraction(16 * 2, 2 if sp else 1), 4, 16, 24
+    forward = (Life.TO_INPUT, Life.TO_WEIGHT)
+    more = total(held(several, "layer.1"), *forward) - total(held(one, "layer.1"), *forward)
+    assert more == 2 * 4 * tokens * (n * hidden + 1 + n * hidden + gates + n * n + gates + hidden)
+    between = total(held(several, "layer.1"), Life.BETWEEN) - total(held(one, "layer.1"), Life.BETWEEN)
+    assert between == 2 * 4 * tokens * 2 * gates
+
+
+def test_recomputation_keeps_what_a_block_is_given():
+    spec = spec_of(4, memory={"recompute": "full"})
+    kept = [total(held(spec, f"layer.{i}"), Life.TO_INPUT, Life.TO_WEIGHT) for i in range(4)]
+    assert kept == [4 * 32 * 16, *[4 * 32 * 4 * 16] * 3]
+    stages = {name: [layer for layer in describe_gpt(spec) if layer.name == name] for name in ("layer.0", "layer.1")}
+    assert all(keeps_input(spec, layers) for layers in stages.values())
+    plain = spec_of(4)
+    assert [keeps_input(plain, layers) for layers in stages.values()] == [False, True]
+
+
+def test_flops_of_what_reads_and_mixes():
+    """Of 32 tokens and 4 streams: the gates' product both ways and for the weight; the other passes by their sums."""
+    spec, size = spec_of(4), MicroBatchSize(16, 2)
+    works = [work for work in layer_work(spec, "layer.1", size, 4) if ".streams." in work.name]
+    assert not any(work.name == "attn.add" for work in layer_work(spec, "layer.1", size, 4))
+    by_name = {(work.name, work.phase): work for work in works}
+    for phase in Phase:
+        assert by_name["attn.streams.gates", phase].flops == 2 * 32 * 64 * 24
+        assert not by_name["attn.streams.gates", phase].narrow
+    assert by_name["mlp.streams.mix", Phase.FORWARD].flops == 32 * 16 * 2 * 4 * 5
+    assert by_name["mlp.streams.mix", Phase.FORWARD].num_bytes == 4 * 32 * 16 * 9
+    assert by_name["mlp.streams.read", Phase.FORWARD].num_bytes == 4 * 32 * 16 * 5
+    assert by_name["mlp.streams.sinkhorn", Phase.FORWARD].flops == 32 * 16 * (2 * 20 * 3 + 1)
+    ends = [{work.name for work in layer_work(spec, f"layer.{i}", size, 4)} for i in range(4)]
+    assert ["streams.open" in names for names in ends] == [True, False, False, False]
+    assert ["streams.close" in names for names in ends] == [False, False, False, True]
+
+
+def test_computed_times_know_the_streams():
+    def times(model):
+        plan = subject(model=model, topology={"pp": 4}, cost={"analytic": "h200"}).plan
+        return plan.spec.cost.forward_us
+
+    one, several = times({}), times({"hyper_connections": {"streams": 4}})
+    assert all(b > a for a, b in zip(one, several, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "words"),
+    [
+        ({"streams": 1}, "PP106", "model.hyper_connections.streams"),
+        ({}, "PP104", "model.hyper_connections.streams"),
+        ({"streams": 2, "sinkhorn_iterations": 0}, "PP106", "model.hyper_connections.sinkhorn_iterations"),
+        ({"streams": 2, "iterations": 3}, "PP102", "`iterations`"),
+        ({"streams": "2"}, "PP105", "model.hyper_connections.streams"),
+    ],
+)
+def test_mistakes_are_said(keys, code, words):
+    with pytest.raises(BadPlanError) as caught:
+        plan_from_dict(plan_dict(model={"hyper_connections": keys}))
+    (found,) = caught.value.findings
+    assert words in found.message
+    assert found.code == code
+
+
+def test_not_together_with_modules_that_predict_further_ahead():
+    with pytest.raises(BadPlanError) as caught:
+        plan_from_dict(plan_dict(model={"hyper_connections": {"streams": 2}, "mtp": {"num_modules": 1}}))
+    (found,) = caught.value.findings
+    assert found.code == "PP106"
+    assert "`model.mtp` is given together with `model.hyper_connections`" in found.message
+
+
+def test_right_ones_stay_what_they_are():
+    loaded = plan_from_dict(plan_dict(model={"hyper_connections": {"streams": 4}}))
+    assert plan_from_dict(loaded.spec.model_dump(mode="json")).spec == loaded.spec
+    assert loaded.spec.model.num_streams == 4
+    assert jsonschema.Draft202012Validator(plan_json_schema()).is_valid(
+        plan_dict(model={"hyper_connections": {"streams": 4}})
+    )
+    assert plan_from_dict(plan_dict()).spec.model.num_streams == 1
+    assert check(loaded).certificate is not None

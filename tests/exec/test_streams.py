@@ -1,0 +1,92 @@
+"""Hyper-connections on all ranks of a plan: bitwise the references, near the uncut model, logged as the graph says."""
+
+import pytest
+
+from tests.exec.test_blocks import MLA, MOE
+from tests.plans import subject
+
+pytestmark = pytest.mark.needs_paddle
+
+STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}}
+SP = {"tp": 2, "sequence_parallel": True}
+PLANS = {
+    "chunks": ({}, {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 4}, {"num_layers": 4}, {}),
+    "sp, dp": (
+        {**SP, "dp": 2}, {"kind": "zb_h1"}, {"activation_order": "bsh"}, {"run": {"main_grad_dtype": "float64"}},
+    ),
+    "tp, sliced messages": ({"tp": 2}, {}, {}, {"transport": {"forward": "partial", "backward": "partial"}}),
+    "copies of stages": ({"dp": 2}, {"kind": "dualpipe", "num_micro_batches": 4}, {}, {}),
+    "pieces of sequences": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {}),
+    "experts, ep, sp": ({**SP, "ep": 2}, {"kind": "zb_h1"}, {"moe": {**MOE, "aux_loss": 0.1}}, {}),
+    "latent, tied, clipped": (SP, {}, {"mla": MLA, "tied_embedding": True}, {"run": {"clip_norm": 0.05}}),
+    "again": (SP, {"kind": "zb_h1"}, {}, {"memory": {"recompute": "full"}}),
+    "again, pieces": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {"memory": {"recompute": "full"}}),
+    "sizes, slots": (
+        {"ep": 2}, {"kind": "zb_h1", "last_micro_batch_size": 1, "seq_lengths": [8, 4, 6]}, {"moe": MOE},
+        {"buffers": {"receive_slots": 4, "release_output": "after_wait"}},
+    ),
+    "dropout": ({"tp": 2}, {"kind": "zb_h1"}, {"dropout": 0.1, "swiglu_limit": 0.5}, {}),
+}  # fmt: skip
+
+WHOLE = {"chunks"}
+"""Those that nothing makes add otherwise than the uncut model."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def lowered(topology, schedule, model, sections, **run):
+    run = {"steps": 2, "seed": 3, **sections.get("run", {}), **run}
+    sections = {name: keys for name, keys in sections.items() if name != "run"}
+    return subject(
+        model={"num_layers": 2, **STREAMS, **model},
+        topology=topology, schedule={"num_micro_batches": 3, **schedule}, run=run, **sections,
+    ).unfolded().plan  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_streams_have_the_bits_of_the_reference(name):
+    from pipeproof.stages.reference.bound import parallel_bound
+    from tests.exec.in_memory import compared
+
+    plan = lowered(*PLANS[name])
+    first, second = compared(plan)
+    assert first.bitwise
+    assert second.bitwise
+    own = [one.name for one in first.gradients if "_streams." in one.name]
+    assert len(own) == 3 * 2 * plan.spec.model.num_layers
+    difference = max(one.uncut_max_rel_diff for one in first.gradients)
+    assert difference <= parallel_bound(plan.spec)
+    assert (difference > 0) == (name not in WHOLE)
+
+
+STAGES = {
+    "split backward": ({"pp": 2}, {"kind": "zb_h1", "num_micro_batches": 3}, 2, None),
+    "one and several streams cross": (
+        {"pp": 4}, {"kind": "1f1b", "num_micro_batches": 2}, 2, [["embed"], ["layer.0"], ["layer.1"], ["norm", "head"]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model_bit_for_bit(name):
+    from pipeproof.stages.reference.uncut import run_uncut
+    from tests.exec.in_memory import run_all
+
+    topology, schedule, num_layers, stages = STAGES[name]
+    sections = {} if stages is None else {"stages": stages}
+    plan = lowered(topology, schedule, {"num_layers": num_layers, "seq_length": 4}, sections, steps=20)
+    outcomes, _ = run_all(plan)
+    losses = []
+    for of_ranks, reference in zip(outcomes, run_uncut(plan.spec), strict=True):
+        (loss,) = [one.loss for one in of_ranks if one.loss is not None]
+        losses.append(float(loss))
+        assert loss.tobytes() == reference.loss.tobytes()
+        gradients = {name: gradient for one in of_ranks for name, gradient in one.gradients.items()}
+        assert gradients.keys() == reference.gradients.keys()
+        assert all(gradients[name].tobytes() == reference.gradients[name].tobytes() for name in gradients)
+    assert len(set(losses)) == 20
