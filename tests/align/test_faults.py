@@ -1,7 +1,6 @@
 """Faults planted into a real model with tensor and sequence parallelism, and where ``align`` finds them.
 
-A factor of an auxiliary loss, MTP modules and a tied weight that is reduced
-twice are not among these.
+MTP modules and a tied weight that is reduced twice are not among these.
 """
 
 import json
@@ -96,7 +95,10 @@ def test_a_wrong_backward_of_the_rotary_embedding(tmp_path, monkeypatch):
     assert (first["tensor"]["direction"], first["tensor"]["side"]) == ("backward", "output")
     before = found["tensors"]["last_equal_before"]
     assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
-    assert first["cause"]["family"] == "unknown"
+    assert first["cause"]["family"] == "computation"
+    assert "forward it is right" in first["cause"]["evidence"]
+    assert first["weights"]["different"] == ["layer.1.attn.qkv.weight", "layer.1.attn_norm.weight"]
+    assert "layer.1.attn.out.weight" in first["weights"]["equal"]
 
 
 def test_heads_that_are_swapped_between_ranks_change_no_activation(tmp_path):
@@ -126,6 +128,49 @@ def test_swapped_ids_of_experts(swapped, tmp_path):
             "layer.1", "forward", "output",
         )  # fmt: skip
         assert (before["layer"], before["side"]) == ("layer.1", "input")
+
+
+AUXILIARY = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1}
+
+
+def test_losses_of_routers_are_compared_beside_the_main_one(tmp_path):
+    recorded(moe={**AUXILIARY, "z_loss": 0.01}).record(tmp_path)
+    found = located(tmp_path, status=0)
+    assert found["routers"] == {"steps": 2, "equal": 2, "first_difference": None}
+    last = json.loads((tmp_path / "run" / "record.jsonl").read_text().splitlines()[-1])
+    require_fit("record", last)
+    assert [one["name"] for one in last["others"]] == ["aux", "z"]
+    assert all(0 < float(one["loss"]) < 1 for one in last["others"])
+
+
+def test_a_wrong_factor_of_an_auxiliary_loss(tmp_path, monkeypatch):
+    from tests.align.recorded_run import plant_wrong_auxiliary_factor
+
+    plant_wrong_auxiliary_factor(monkeypatch)
+    recorded(moe=AUXILIARY).record(tmp_path)
+    found = located(tmp_path)
+    assert found["main"]["first_difference"]["step"] == 1
+    loss = found["routers"]["first_difference"]
+    assert (loss["step"], loss["loss"]) == (0, "aux")
+    assert float(loss["a"]["value"]) == 2 * float(loss["b"]["value"])
+    first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
+    assert first["step"] == 0
+    assert (first["tensor"]["layer"], first["tensor"]["direction"]) == ("layer.1", "backward")
+    assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
+
+
+def test_an_auxiliary_loss_that_every_rank_puts_in(tmp_path, monkeypatch):
+    """The loss itself is right on each rank; its gradient, a sum over ranks, is twice what it should be."""
+    from tests.align.recorded_run import plant_double_auxiliary
+
+    plant_double_auxiliary(monkeypatch)
+    recorded(moe=AUXILIARY).record(tmp_path)
+    found = located(tmp_path)
+    assert found["routers"]["first_difference"]["step"] == 1
+    first, before = found["tensors"]["first_difference"], found["tensors"]["last_equal_before"]
+    assert first["step"] == 0
+    assert (first["tensor"]["layer"], first["tensor"]["direction"]) == ("layer.1", "backward")
+    assert (before["layer"], before["direction"], before["side"]) == ("layer.1", "backward", "input")
 
 
 def test_what_the_terminal_shows(tmp_path):
