@@ -1,0 +1,83 @@
+"""``run.main_grad_dtype`` in checks, memory, costs and the digest."""
+
+import numpy as np
+import pytest
+
+from pipeproof.comm.times import link_times
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.state import optimizer_bytes, state_of
+from pipeproof.verify.certificate import plan_digest
+from tests.plans import plan_dict, subject
+
+NETWORK = {"network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 300}}}
+
+
+def plan(**sections):
+    return plan_from_dict(plan_dict(**sections)).spec
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"run": {"dtype": "float64", "main_grad_dtype": "float32"}},
+            "run.main_grad_dtype float32 is narrower than run.dtype float64, in which gradients are computed",
+        ),
+        (
+            {"run": {"main_grad_dtype": "bfloat16"}},
+            '`run.main_grad_dtype` must be float32 or float64, found string "bfloat16"',
+        ),
+        (
+            {"run": {"main_grad_dtype": "float64"}, "memory": {"gradient_dtype": "bfloat16"}},
+            "run.main_grad_dtype is float64, and memory.gradient_dtype says bfloat16",
+        ),
+    ],
+)
+def test_what_is_refused(sections, message):
+    with pytest.raises(PipeproofError) as refused:
+        plan(**sections)
+    assert [finding.message for finding in refused.value.findings] == [message]
+
+
+@pytest.mark.parametrize(
+    ("sections", "gradients", "optimizer"),
+    [
+        ({}, 4, 8),
+        ({"run": {"main_grad_dtype": "float64"}}, 8, 8 + 16),
+        ({"run": {"main_grad_dtype": "float64", "optimizer": "sgd"}}, 8, 8),
+        ({"run": {"main_grad_dtype": "float32"}}, 4, 8),
+        ({"run": {"main_grad_dtype": "float32"}, "memory": {"dtype": "bfloat16"}}, 4, 4 + 8),
+        ({"memory": {"dtype": "bfloat16", "gradient_dtype": "bfloat16"}}, 2, 4 + 8),
+    ],
+)
+def test_gradients_moments_and_the_copy_have_their_type(sections, gradients, optimizer):
+    spec = plan(**sections)
+    layers = describe_gpt(spec)
+    numel = sum(int(np.prod(weight.shape)) for layer in layers for weight in layer.parameters)
+    assert state_of(spec, layers).gradients == gradients * numel
+    assert optimizer_bytes(spec) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype"),
+    [
+        ({}, "float32"),
+        ({"run": {"main_grad_dtype": "float64"}}, "float64"),
+        ({"memory": {"gradient_dtype": "bfloat16"}}, "bfloat16"),
+    ],
+)
+def test_reductions_cost_the_bytes_of_their_type(sections, dtype):
+    links = link_times(plan(topology={"dp": 2}, cost=NETWORK, **sections))
+    assert links is not None
+    assert links.gradient_dtype == dtype
+    assert links.dtype == "float32"
+
+
+def test_a_certificate_is_of_one_type_of_weights():
+    """Two that mean the same type have one digest."""
+    digests = [
+        plan_digest(subject(run=run)) for run in ({}, {"main_grad_dtype": "float32"}, {"main_grad_dtype": "float64"})
+    ]
+    assert digests[0] == digests[1] != digests[2]

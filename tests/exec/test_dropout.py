@@ -1,0 +1,98 @@
+"""Dropout on all ranks of a plan: the bits of the references, whoever draws, in whichever order and how often."""
+
+import pytest
+
+from tests.exec.processes import Run
+from tests.exec.test_blocks import GROUPS, MLA, MOE
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+RATES = {"embedding": 0.1, "attention": 0.2, "hidden": 0.3}
+SP = {"tp": 2, "sequence_parallel": True}
+PIECES = {"kind": "seq1f1b", "num_sequence_splits": 2}
+PLANS = {
+    "tp": ({"tp": 2}, {}, {}, {}),
+    "sp, batch first": (SP, {"kind": "zb_h1"}, {"activation_order": "bsh"}, {}),
+    "sp, groups, dp, uneven sizes": (
+        {**SP, "dp": 2}, {"last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}, GROUPS, {},
+    ),
+    "ep, sp": ({**SP, "ep": 2}, {}, {"moe": MOE}, {}),
+    "pieces of sequences, sp": (SP, PIECES, GROUPS, {}),
+    "pieces of sequences, computed again": ({}, PIECES, {}, {"recompute": "full"}),
+    "latent, selective": ({"tp": 2}, {}, {"mla": MLA}, {"recompute": "selective"}),
+    "cp, sp": ({**SP, "cp": 2}, {}, GROUPS, {}),
+    "copies, computed again": ({"ep": 2}, {"kind": "dualpipe"}, {"moe": MOE}, {"recompute": "full"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def lowered(topology, schedule, model, memory, *, steps=2, dropout=RATES):
+    sections = {"topology": topology, "schedule": schedule, "memory": memory}
+    model = {"num_layers": 2, "dropout": dropout, **model}
+    return subject(**sections, model=model, run={"steps": steps, "seed": 3}).unfolded().plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_have_the_bits_of_the_reference_in_their_order(name):
+    from pipeproof.stages.reference.bound import parallel_bound
+    from tests.exec.in_memory import compared
+
+    plan = lowered(*PLANS[name])
+    first, second = compared(plan)
+    assert first.bitwise
+    assert second.bitwise
+    assert 0 < max(one.uncut_max_rel_diff for one in first.gradients) <= parallel_bound(plan.spec)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_pipeline_alone_is_the_uncut_model_over_twenty_steps(recompute):
+    from tests.exec.in_memory import compared
+
+    plan = lowered({"pp": 2}, {"num_micro_batches": 2}, {}, {"recompute": recompute}, steps=20)
+    steps = compared(plan)
+    assert len(steps) == 20
+    assert all(step.bitwise for step in steps)
+    assert all(one.uncut_max_rel_diff == 0.0 for step in steps for one in step.gradients)
+
+
+@pytest.mark.parametrize("place", RATES)
+def test_every_place_is_one_where_something_is_dropped(place):
+    from tests.exec.in_memory import run_all
+
+    losses = []
+    for dropout in (None, {place: RATES[place]}):
+        plan = lowered({"pp": 1}, {}, {}, {}, steps=1, dropout=dropout)
+        losses.append(run_all(plan)[0][0][0].loss)
+    assert losses[0] != losses[1]
+
+
+def test_a_rank_with_the_mask_of_another_is_seen(monkeypatch):
+    """Each tensor-parallel rank takes the other's heads of the mask: from the first forward on, bits differ."""
+    from pipeproof.stages.describe.dropout import DropoutKeys
+    from tests.exec.in_memory import run_all
+
+    plan = lowered({"pp": 1, "tp": 2}, {}, {}, {}, steps=1, dropout={"attention": 0.3})
+    right = run_all(plan)[0][0][0].loss
+    mine = DropoutKeys.of_attention
+    monkeypatch.setattr(
+        DropoutKeys,
+        "of_attention",
+        lambda self, layer, rate, heads, queries: mine(self, layer, rate, (2 - heads[0], 6 - heads[1]), queries),
+    )
+    assert run_all(plan)[0][0][0].loss != right
+
+
+def test_real_processes_match(tmp_path):
+    model = {"dropout": 0.1, "swiglu_limit": 0.01}
+    run = Run(tmp_path, plan_dict(model=model, topology=SP, run={"steps": 2, "main_grad_dtype": "float64"})).end()
+    assert run.status == 0, run.output
+    assert "float32, main gradients in float64, 1 compute thread per process" in run.output
+    assert run.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in run.report["steps"])
