@@ -5,15 +5,15 @@ import paddle
 import pytest
 
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
+from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.expert_exchange import ExpertRegion, fork, reorder
 from pipeproof.stages.paddle.experts import Experts, choose
 from pipeproof.stages.paddle.functional import causal_attention
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.mixture import route
 from pipeproof.stages.reference.uncut import UncutModel, run_uncut
+from tests.stages.slopes import assert_slopes, big_weights
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
-from tests.stages.test_model import STEP, assert_adjoint, big_weights
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -45,7 +45,8 @@ def test_experts_are_what_a_loop_over_tokens_computes(generic, score, normalize)
     tokens = generic(5, 2, HIDDEN)
     weights = {name: paddle.to_tensor(array, stop_gradient=False) for name, array in arrays.items()}
     entered = paddle.to_tensor(tokens, stop_gradient=False)
-    made = Experts(moe, "mlp", SplitWeights(), weights.__getitem__, ExpertRegion(0, 1, None)).forward(entered)
+    router = Balance(make_plan(), (), puts_in_losses=True).of("mlp", 0, 0)
+    made = Experts(moe, "mlp", SplitWeights(), weights.__getitem__, ExpertRegion(0, 1, None)).forward(entered, router)
     gate, up, down = (arrays[f"mlp.experts.{part}.weight"] for part in ("gate", "up", "down"))
     shared = [arrays[f"mlp.shared.{part}.weight"] for part in ("gate", "up", "down")]
     for place in np.ndindex(5, 2):
@@ -79,23 +80,7 @@ def test_gradients_of_all_parts_are_the_slopes_of_the_loss(attention, score, ord
                "moe": {**MOE, "dense_layers": 1, "score": score}},
         run={"dtype": "float64"}, schedule={"num_micro_batches": 1},
     )  # fmt: skip
-    generator = np.random.default_rng(2)
-    weights = {
-        name: whole * (1.0 + 0.3 * generator.standard_normal(whole.shape)) * (1.0 if whole.ndim == 1 else 10.0)
-        for name, whole in big_weights(plan).items()
-    }
-    batch, scale = micro_batch(plan, 0, 0), loss_scale(plan, 0, 0)
-    model = UncutModel(plan, weights)
-    (model.loss(batch) * scale).backward()
-    for name, whole in weights.items():
-        grad = model.weights[name].grad.numpy()
-        place = np.unravel_index(int(np.abs(grad).argmax()), grad.shape)
-        sides = []
-        for sign in (1.0, -1.0):
-            moved = whole.copy()
-            moved[place] += sign * STEP
-            sides.append(float(UncutModel(plan, {**weights, name: moved}).loss(batch) * scale))
-        assert grad[place] == pytest.approx((sides[0] - sides[1]) / (2 * STEP), rel=1e-6, abs=1e-9), name
+    assert_slopes(plan)
 
 
 def head_by_head(x, weights, mla, num_heads):
@@ -217,9 +202,3 @@ def test_a_group_of_queries_sees_its_own_head_of_keys(generic):
     for b, k, g, s in np.ndindex(2, 2, 3, 4):
         seen = np.exp(key[b, k, : s + 2] @ query[b, k, g, s] / np.sqrt(6))
         np.testing.assert_allclose(mixed[b, k, g, s], seen / seen.sum() @ value[b, k, : s + 2], rtol=1e-12)
-
-
-def test_adjoint_of_attention_in_groups(generic):
-    shapes = [(1, 2, 3, 4, 6), (1, 2, 4, 6), (1, 2, 4, 6)]
-    inputs, directions = [[generic(*shape) for shape in shapes] for _ in range(2)]
-    assert_adjoint(causal_attention, inputs, directions, generic(*shapes[0]))

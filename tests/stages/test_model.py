@@ -4,19 +4,16 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
+from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.collectives import TensorParallelRegion
-from pipeproof.stages.paddle.functional import rms_norm, rotary_tables, rotate, swiglu
+from pipeproof.stages.paddle.functional import rotary_tables, rotate
 from pipeproof.stages.paddle.vocabulary import token_losses
-from pipeproof.stages.reference.uncut import UncutModel, run_uncut
+from pipeproof.stages.reference.uncut import run_uncut
+from tests.stages.slopes import assert_slopes, big_weights
 from tests.stages.staged_run import StagedRun, make_plan
 from tests.stages.tensor_parallel import InMemoryWorld
 
 pytestmark = pytest.mark.needs_paddle
-
-STEP = 1e-5
-"""Of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
 
 
 @pytest.fixture
@@ -26,26 +23,6 @@ def generic():
     return lambda *shape: generator.standard_normal(shape)
 
 
-def assert_adjoint(function, inputs, directions, y):
-    """<J x, y> by central differences of ``function`` equals <x, J^T y> by its backward."""
-    leaves = [paddle.to_tensor(value, stop_gradient=False) for value in inputs]
-    paddle.autograd.backward([function(*leaves)], [paddle.to_tensor(y)])
-    pulled = sum((leaf.grad.numpy() * x).sum() for leaf, x in zip(leaves, directions, strict=True))
-    sides = [
-        function(*[paddle.to_tensor(value + sign * STEP * x) for value, x in zip(inputs, directions, strict=True)])
-        for sign in (1.0, -1.0)
-    ]
-    pushed = ((sides[0] - sides[1]).numpy() / (2 * STEP) * y).sum()
-    assert abs(pushed) > 1e-3, "the test would not see a gradient of zero"
-    assert pulled == pytest.approx(pushed, rel=1e-7)
-
-
-def test_rotary_adjoint_with_generic_tables(generic):
-    """The halves of the sines differ here, as no real table's do: a backward that swaps them is seen."""
-    cos, sin = paddle.to_tensor(generic(5, 6)), paddle.to_tensor(generic(5, 6))
-    assert_adjoint(lambda x: rotate(x, cos, sin), [generic(2, 3, 5, 6)], [generic(2, 3, 5, 6)], generic(2, 3, 5, 6))
-
-
 def test_rotary_uses_each_half_of_its_tables(generic):
     x, cos, sin = generic(5, 6), generic(5, 6), generic(5, 6)
     half_turned = np.concatenate([-x[:, 3:], x[:, :3]], axis=1)
@@ -53,43 +30,20 @@ def test_rotary_uses_each_half_of_its_tables(generic):
     np.testing.assert_allclose(turned, x * cos + half_turned * sin, rtol=1e-14)
 
 
-def test_rms_norm_adjoint(generic):
-    inputs, directions = [[generic(3, 4, 8)] for _ in range(2)]
-    assert_adjoint(rms_norm, inputs, directions, generic(3, 4, 8))
-
-
-def test_swiglu_adjoint(generic):
-    inputs, directions = [[generic(3, 8), generic(3, 8)] for _ in range(2)]
-    assert_adjoint(swiglu, inputs, directions, generic(3, 8))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_vocabulary_parallel_loss_adjoint_and_value(generic, num_ranks):
-    """Each token's loss with a weight of its own, the vocabulary on several ranks, some tokens not counted."""
-    num_words = 12
-    logits, x, y = 3 * generic(4, 2, num_words), generic(4, 2, num_words), generic(4, 2)
-    labels = np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
+def test_vocabulary_parallel_losses_are_what_one_rank_would_compute(generic, num_ranks):
+    """The vocabulary on several ranks, some tokens not counted."""
+    logits, labels = 3 * generic(4, 2, 12), np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
+    world = InMemoryWorld(num_ranks)
 
-    def losses_and_pulled(values):
-        world = InMemoryWorld(num_ranks)
+    def on_rank(rank):
+        region = TensorParallelRegion(rank, num_ranks, None, world.ranks[rank])
+        own = paddle.to_tensor(np.split(logits, num_ranks, axis=-1)[rank].copy())
+        return token_losses([own], [paddle.to_tensor(labels)], region, 1)[0].numpy()
 
-        def on_rank(rank):
-            region = TensorParallelRegion(rank, num_ranks, None, world.ranks[rank])
-            shard = np.split(values, num_ranks, axis=-1)[rank].copy()
-            own = paddle.to_tensor(shard, stop_gradient=False)
-            losses = token_losses(own, paddle.to_tensor(labels), region)
-            paddle.autograd.backward([losses], [paddle.to_tensor(y)])
-            return losses.numpy(), (own.grad.numpy() * np.split(x, num_ranks, axis=-1)[rank]).sum()
-
-        every = world.run(on_rank)
-        return every[0][0], sum(pulled for _, pulled in every)
-
-    values, pulled = losses_and_pulled(logits)
-    pushed = (losses_and_pulled(logits + STEP * x)[0] - losses_and_pulled(logits - STEP * x)[0]) / (2 * STEP)
-    assert pulled == pytest.approx((pushed * y).sum(), rel=1e-7)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     expected = -np.log(np.take_along_axis(probabilities, np.maximum(labels, 0)[..., None], -1)[..., 0])
-    np.testing.assert_allclose(values, np.where(labels == -100, 0.0, expected), rtol=1e-12)
+    np.testing.assert_allclose(world.run(on_rank)[0], np.where(labels == -100, 0.0, expected), rtol=1e-12)
 
 
 def test_vocabulary_parallel_loss_survives_logits_that_overflow_exp():
@@ -98,7 +52,7 @@ def test_vocabulary_parallel_loss_survives_logits_that_overflow_exp():
     def on_rank(rank):
         region = TensorParallelRegion(rank, 2, None, world.ranks[rank])
         logits = paddle.to_tensor([[1000.0, 999.0]] if rank else [[-1000.0, 998.0]], dtype="float32")
-        return token_losses(logits, paddle.to_tensor([1]), region).numpy()
+        return token_losses([logits], [paddle.to_tensor([1])], region, 0)[0].numpy()
 
     expected = 2.0 + np.log1p(np.exp(-1.0) + np.exp(-2.0))
     np.testing.assert_allclose(world.run(on_rank)[0], [expected], rtol=1e-6)
@@ -172,36 +126,15 @@ def numpy_loss(plan, batch):
     return total
 
 
-def big_weights(plan):
-    return {
-        p.name: initial_weight(p, plan.run.seed, plan.run.dtype)
-        for layer in describe_gpt(plan)
-        for p in layer.parameters
-    }
-
-
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 def test_gradients_are_the_slopes_of_the_loss(order):
-    """Central differences in a few entries of every weight, the weights enlarged so that all of them matter."""
-    plan = make_plan(
-        model={"activation_order": order, "num_layers": 2}, run={"dtype": "float64"}, schedule={"num_micro_batches": 1}
+    schedule = {"num_micro_batches": 1}
+    assert_slopes(
+        make_plan(model={"activation_order": order, "num_layers": 2}, run={"dtype": "float64"}, schedule=schedule)
     )
-    generator = np.random.default_rng(2)
-    weights = {
-        name: whole * (1.0 + 0.3 * generator.standard_normal(whole.shape)) * (1.0 if whole.ndim == 1 else 10.0)
-        for name, whole in big_weights(plan).items()
-    }
-    batch, scale = micro_batch(plan, 0, 0), loss_scale(plan, 0, 0)
-    model = UncutModel(plan, weights)
-    (model.loss(batch) * scale).backward()
-    for name, whole in weights.items():
-        grad = model.weights[name].grad.numpy()
-        for flat in (int(np.abs(grad).argmax()), int(generator.integers(grad.size))):
-            place = np.unravel_index(flat, grad.shape)
-            sides = []
-            for sign in (1.0, -1.0):
-                moved = whole.copy()
-                moved[place] += sign * STEP
-                sides.append(float(UncutModel(plan, {**weights, name: moved}).loss(batch) * scale))
-            slope = (sides[0] - sides[1]) / (2 * STEP)
-            assert grad[place] == pytest.approx(slope, rel=1e-6, abs=1e-9), f"{name}{place}"
+
+
+@pytest.mark.parametrize("recipe", [{"dropout": 0.2}, {"swiglu_limit": 0.7}])
+def test_gradients_are_the_slopes_of_the_loss_with_dropout_and_clamps(recipe):
+    model = {"num_layers": 2, "num_kv_heads": 2, **recipe}
+    assert_slopes(make_plan(model=model, run={"dtype": "float64"}, schedule={"num_micro_batches": 1}))

@@ -1,0 +1,120 @@
+"""Rows of the arithmetic without communication, of what is computed again, of pieces of sequences, of dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from pipeproof.stages.paddle.again import computed_again
+from pipeproof.stages.paddle.context import SharedKeys
+from pipeproof.stages.paddle.dropout import Dropouts
+from pipeproof.stages.paddle.earlier import EarlierPieces
+from pipeproof.stages.paddle.functional import (
+    causal_attention,
+    clamped_swiglu,
+    gated,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    swiglu,
+)
+from pipeproof.stages.paddle.latent import with_positions
+from tests.stages.adjoints.regions import MLA
+from tests.stages.adjoints.rows import fixed, per_layout, plain
+from tests.stages.adjoints.world import Case, Held, Rank
+from tests.stages.staged_run import make_plan
+
+
+def functions() -> list[Case]:
+    """The arithmetic without communication."""
+    cos, sin, factors = fixed(5, 6), fixed(5, 6), fixed(2, 2, 3, 4, 5)
+    attention = (2, 2, 3, 4, 6), (2, 2, 5, 6), (2, 2, 5, 3)
+    turned = rotary_tables(5, 4, "float64")
+    return [
+        plain("RMSNorm", "rms_norm", rms_norm, (3, 4, 8)),
+        plain("rotary embedding", "rotate", lambda x: rotate(x, cos, sin), (2, 3, 5, 6)),
+        plain("rotary tables", "rotary_tables", lambda x: rotate(x, *turned), (2, 5, 4)),
+        plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),
+        plain("clamped SwiGLU", "clamped_swiglu", lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
+        plain("that of a plan", "gated", lambda g, u: gated(0.6)(g, u) + gated(None)(g, u), (6, 8), (6, 8)),
+        plain("attention in groups", "causal_attention", causal_attention, *attention),
+        plain("with dropout", "causal_attention", lambda q, k, v: causal_attention(q, k, v, factors), *attention),
+        plain(
+            "latent attention's positions",
+            "with_positions",
+            lambda q, k, s: with_positions(q, k, s, MLA, fixed(5, 4), fixed(4, 5).t()),
+            (2, 3, 5, 6),
+            (2, 3, 5, 5),
+            (2, 5, 4),
+        ),
+        plain("computed again", "computed_again", lambda *x: computed_again(causal_attention, *x), *attention),
+        Case("pieces", ("EarlierPieces.join",), _pieces, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
+        Case("pieces again", ("EarlierPieces.join",), _pieces_again, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
+        Case("shared keys", ("SharedKeys.join",), _shared, (Held((2, 2, 3, 4)),) * 2, num_ranks=3),
+        *_dropped(),
+    ]
+
+
+class _OverContext:
+    """The ranks' collectives, asked for by axis."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._ranks = rank.region.collectives
+
+    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+        assert axis == "cp"
+        return self._ranks.all_gather(tensor.contiguous(), dim, label=label)
+
+    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+        assert axis == "cp"
+        return self._ranks.reduce_scatter(tensor.contiguous(), dim, label=label)
+
+
+def _shared(rank: Rank, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
+    """Each of three ranks looks at the keys and values of the ranks up to it."""
+    keys, values = SharedKeys(3, _OverContext(rank)).join(key, value, micro_batch=0, layer="x", piece=rank.number)
+    return paddle.tanh(keys) * values
+
+
+def _pieces(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
+    """Three pieces of a sequence: each looks at its own keys and values and at those before it."""
+    earlier = EarlierPieces(3)
+    return [_piece(earlier, number, *tensors[2 * number : 2 * number + 2]) for number in range(3)]
+
+
+def _pieces_again(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
+    """The same, where each piece is computed once more on its way back."""
+    earlier = EarlierPieces(3, comes_again=True)
+    return [
+        computed_again(lambda k, v, n=number: _piece(earlier, n, k, v), *tensors[2 * number : 2 * number + 2])
+        for number in range(3)
+    ]
+
+
+def _piece(earlier: EarlierPieces, number: int, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
+    keys, values = earlier.join(key, value, micro_batch=0, layer="x", piece=number)
+    return paddle.tanh(keys) * values
+
+
+def _dropped() -> list[Case]:
+    def between(rank: Rank, x: paddle.Tensor) -> paddle.Tensor:
+        plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
+        return Dropouts(plan, 0, 0, 0, rank.region).between(x, "hidden", "layer.0.attn")
+
+    def attention(rank: Rank, *inputs: paddle.Tensor) -> paddle.Tensor:
+        plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
+        dropouts = Dropouts(plan, 0, 0, 0, rank.region)
+        return causal_attention(*inputs, dropouts.of_attention("layer.0.attn", inputs[0]))
+
+    heads = [((2, 2, 1, 8, 4), "own"), ((2, 2, 8, 4), "own"), ((2, 2, 8, 4), "own")]
+    of_attention = per_layout("dropout of attention", "Dropouts.of_attention", attention, *heads, output="own")[1:2]
+    whole, _, cut = (
+        per_layout("dropout", "Dropouts.between", between, ((length, 2, 16), "between"), output="between")[place]
+        for place, length in enumerate((8, 8, 4))
+    )
+    return [whole, cut, *of_attention]
+
+
+def _topology(rank: Rank) -> dict[str, Any]:
+    return {"tp": rank.region.num_ranks, "sequence_parallel": rank.region.sequence_dim is not None}

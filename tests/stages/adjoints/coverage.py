@@ -1,0 +1,48 @@
+"""Which public names of ``stages.paddle`` are operations, and so need a row."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import pipeproof.stages.paddle
+
+EXCUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "TensorParallelRegion.max": "no gradient flows through it",
+        "TensorParallelRegion.spread": "autograd does not see it: enter and leave have rows",
+        "TensorParallelRegion.reduce": "autograd does not see it: enter and leave have rows",
+        "RouterBalance.enter": "adds the gradient of losses that it does not return: a test of its own",
+        "Balance.enter": "what RouterBalance.enter calls",
+        "PaddleStage.forward": "a whole stage: its gradients are held against the slopes of the loss",
+        "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
+        "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
+    }
+)
+"""Names without a row, and why."""
+
+
+def operations() -> set[str]:
+    """Public functions and methods that make tensors, as their annotations say; protocols have no code."""
+    return set(_operations())
+
+
+def _operations() -> Iterator[str]:
+    for found in pkgutil.iter_modules(pipeproof.stages.paddle.__path__):
+        module = importlib.import_module(f"{pipeproof.stages.paddle.__name__}.{found.name}")
+        for name, value in vars(module).items():
+            if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isfunction(value) and _makes_tensors(value):
+                yield name
+            elif inspect.isclass(value) and not getattr(value, "_is_protocol", False):
+                methods = ((key, method) for key, method in vars(value).items() if inspect.isfunction(method))
+                yield from (f"{name}.{key}" for key, method in methods if key[0] != "_" and _makes_tensors(method))
+
+
+def _makes_tensors(function: object) -> bool:
+    assert callable(function)
+    return "Tensor" in str(inspect.signature(function).return_annotation)

@@ -1,0 +1,52 @@
+"""Rows of embedding and head as a stage has them, on two lanes."""
+
+from __future__ import annotations
+
+import paddle
+
+from pipeproof.stages.describe.ahead import ahead
+from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.paddle.dropout import Dropouts
+from pipeproof.stages.paddle.ends import Ends
+from pipeproof.stages.paddle.lanes import split_lanes
+from tests.stages.adjoints.rows import per_layout
+from tests.stages.adjoints.world import Case, Rank
+from tests.stages.staged_run import make_plan
+
+PLAN = make_plan(
+    model={"hidden_size": 16, "vocab_size": 12, "seq_length": 4, "mtp": {"num_modules": 1}}, run={"dtype": "float64"}
+)
+BATCHES = [ahead(micro_batch(PLAN, 0, 2), distance) for distance in (0, 1)]
+
+
+def ends() -> list[Case]:
+    """What is looked up, once for all lanes and again, and the losses."""
+    cases = []
+    for place, (words, positions) in enumerate(((12, 4), (6, 4), (6, 2))):  # of a rank: one, two, sequences cut
+        table, lanes, head = ((words, 16), "own"), ((positions, 4, 16), "between"), ((16, words), "own")
+        of_layouts = (
+            per_layout("ends: embedding", "Ends.embed", _embedded, table, output="between"),
+            per_layout("ends: again", "Ends.embed_again", _embedded_again, table, output="between"),
+            per_layout("ends: losses", "Ends.losses", _losses, lanes, head, output="alike"),
+        )
+        cases += [rows[place] for rows in of_layouts]
+    return cases
+
+
+def _of(rank: Rank, weight: paddle.Tensor) -> tuple[Ends, Dropouts]:
+    return Ends(PLAN, rank.weights, rank.region, lambda layer, name: weight), Dropouts(PLAN, 0, 0, 0, rank.region)
+
+
+def _embedded(rank: Rank, weight: paddle.Tensor) -> list[paddle.Tensor]:
+    own, dropouts = _of(rank, weight)
+    return own.embed(BATCHES, dropouts)
+
+
+def _embedded_again(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
+    own, dropouts = _of(rank, weight)
+    return own.embed_again("mtp.0", BATCHES[1], dropouts)
+
+
+def _losses(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> list[paddle.Tensor]:
+    own, _ = _of(rank, weight)
+    return own.losses(split_lanes(x, 2, 1), BATCHES)

@@ -1,0 +1,58 @@
+"""Rows of tokens on their way to experts and back, and of the experts themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+
+from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.paddle.balance import Balance
+from pipeproof.stages.paddle.expert_exchange import fork, reorder, visits, weighted
+from pipeproof.stages.paddle.experts import Experts, choose
+from pipeproof.stages.paddle.functional import gated
+from tests.stages.adjoints.rows import plain
+from tests.stages.adjoints.world import Case, Held, Rank
+from tests.stages.staged_run import make_plan
+
+MOE = MoeSpec(num_experts=4, top_k=3, ffn_size=5, num_shared_experts=1)
+
+
+def experts() -> list[Case]:
+    """Tokens on their way to experts and back, and the experts themselves."""
+    order = np.array([3, 0, 5, 1, 7, 2, 6, 4])
+    sent = ((1, 3), (2, 2))
+    scores = [
+        MOE.model_copy(update={"score": s, "normalize": n}) for s in ("softmax", "sigmoid") for n in (True, False)
+    ]
+    return [
+        plain("fork", "fork", lambda x: fork(x, 3), (4, 3)),
+        plain("reorder", "reorder", lambda x: reorder(x, order), (8, 3)),
+        plain("visits", "visits", lambda x: visits(x, order, 2), (4, 3)),
+        plain("weighted", "weighted", weighted, (4, 3, 5), (4, 3)),
+        *(plain(f"gains, {m.score}, {m.normalize}", "choose", lambda x, m=m: choose(x, m)[1], (5, 4)) for m in scores),
+        Case(
+            "exchange",
+            ("ExpertRegion.exchange",),
+            lambda r, x: r.experts.exchange(x, sent[r.number], [of_rank[r.number] for of_rank in sent], "x"),
+            (Held((4, 3)),),
+            num_ranks=2,
+        ),
+        *(_experts(num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
+    ]
+
+
+def _experts(num_ranks: int, limit: float | None) -> Case:
+    """Of expert-parallel ranks: each with tokens, a router and shared experts of its own, as its gradients are."""
+    own = MOE.num_experts // num_ranks
+    shapes = {
+        "router": (7, 4), "experts.gate": (own, 7, 5), "experts.up": (own, 7, 5), "experts.down": (own, 5, 7),
+        "shared.gate": (7, 5), "shared.up": (7, 5), "shared.down": (5, 7),
+    }  # fmt: skip
+
+    def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
+        weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
+        router = Balance(make_plan(), (), puts_in_losses=False).of("mlp", 0, 0)
+        return Experts(MOE, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(limit)).forward(x, router)
+
+    inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))
+    return Case(f"experts of {num_ranks} ranks, limit {limit}", ("Experts.forward",), function, inputs, num_ranks)

@@ -1,0 +1,78 @@
+"""Rows of the ways in which a layer meets a weight: the gradients of both are computed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from pipeproof.stages.describe.streams import BlockStreams
+from pipeproof.stages.paddle.gathered import GatheredInput, source_of
+from pipeproof.stages.paddle.lanes import join_lanes, split_lanes, whole_loss
+from pipeproof.stages.paddle.streams import around, closed, opened, sinkhorn
+from tests.stages.adjoints.rows import plain
+from tests.stages.adjoints.world import Case, Held, Rank
+from tests.stages.staged_run import make_plan
+
+SIZES = [2, 0, 3]
+"""Rows of each group; no row is of the second."""
+
+
+def weights() -> list[Case]:
+    """Products and the like."""
+
+    def of(name: str, covers: str, function: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
+        return Case(name, tuple(covers.split()), function, tuple(map(Held, shapes)))
+
+    return [
+        of("product", "SplitWeights.product", lambda r, x, w: r.weights.product(x, w), (2, 3, 4), (4, 5)),
+        of("transposed product", "SplitWeights.product",
+           lambda r, x, w: r.weights.product(x, w, transposed=True), (2, 3, 4), (5, 4)),
+        of("scaled", "SplitWeights.scaled", lambda r, x, w: r.weights.scaled(x, w), (2, 3, 4), (4,)),
+        of("scaled and shifted", "SplitWeights.scaled_and_shifted",
+           lambda r, x, a, b: r.weights.scaled_and_shifted(x, a, b, [3, 1, 2]), (2, 6), (3,), (6,)),
+        of("grouped", "SplitWeights.grouped", lambda r, x, w: r.weights.grouped(x, w, SIZES), (5, 4), (3, 4, 6)),
+        of("product of each", "SplitWeights.product_each used_on_each copies",
+           lambda r, x, y, w: r.weights.product_each([x, y], w), (2, 3, 4), (3, 4), (4, 5)),
+        of("scaled of each", "SplitWeights.scaled_each used_on_each copies",
+           lambda r, x, y, w: r.weights.scaled_each([x, y], w), (2, 3, 4), (3, 4), (4,)),
+        Case("product, gathered again", ("GatheredInput.forgotten",), _gathered, (Held((2, 2, 4)), Held((4, 5))),
+             num_ranks=2, sequence_dim=0, gathers_again=True),
+        Case("products of parts, gathered again", ("PartOfGathered.forgotten",), _gathered_parts,
+             (Held((2, 2, 4)), Held((4, 5))), num_ranks=2, sequence_dim=0, gathers_again=True),
+    ]  # fmt: skip
+
+
+def _gathered(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+    return rank.weights.product(rank.region.enter(x, "in"), weight)
+
+
+def _gathered_parts(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> list[paddle.Tensor]:
+    """Each row of the micro-batch by itself."""
+    entered = rank.region.enter(x, "in")
+    source = source_of(entered)
+    assert isinstance(source, GatheredInput)
+    parts = paddle.split(entered, 2, axis=1)
+    for number, part in enumerate(parts):
+        source.mark_part(part, lambda whole, number=number: paddle.split(whole, 2, axis=1)[number])
+    return [rank.weights.product(part, weight) for part in parts]
+
+
+def lanes_and_streams() -> list[Case]:
+    """What multi-token prediction and hyper-connections make of one tensor, or several."""
+    modules = make_plan(model={"mtp": {"num_modules": 2, "loss_weight": 0.3}})
+    return [
+        plain("lanes", "split_lanes", lambda x: split_lanes(x, 3, 1), (2, 6, 4)),
+        plain("joined lanes", "join_lanes", lambda x, y: join_lanes([x, y], 1), (2, 3, 4), (2, 3, 4)),
+        plain("whole loss", "whole_loss", lambda *losses: whole_loss(modules, losses), (1,), (1,), (1,)),
+        plain("opened", "opened", lambda x: opened(x, 3), (2, 4)),
+        plain("closed", "closed", lambda x: closed(x, 3), (2, 12)),
+        plain("Sinkhorn", "sinkhorn", lambda x: sinkhorn(x, 4), (2, 3, 3)),
+        Case("streams around a layer", ("around",), _around, tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,))))),
+    ]
+
+
+def _around(rank: Rank, x: paddle.Tensor, *own: paddle.Tensor) -> paddle.Tensor:
+    streams = BlockStreams(count=3, iterations=4, expands=False, contracts=False)
+    return around(x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True)))

@@ -1,0 +1,158 @@
+"""``<J x, y> == <x, J^T y>`` in float64, over all ranks together: J by central differences, J^T by autograd.
+
+Of a tensor that is cut, or that is an addend, each rank has its own part; one
+that all ranks hold alike is one tensor and counts once. That is what a layout
+means, and why the backward of a copy onto several ranks is a sum over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from pipeproof.stages.paddle.collectives import TensorParallelRegion
+from pipeproof.stages.paddle.expert_exchange import ExpertRegion
+from pipeproof.stages.paddle.weights import SplitWeights
+from tests.stages.tensor_parallel import InMemoryRank, InMemoryWorld, Issued
+
+STEP = 1e-5
+"""Of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of each rank, of this shape: its own one, or with ``alike`` one that all ranks hold."""
+
+    shape: tuple[int, ...]
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What an operation may use on one of several ranks."""
+
+    number: int
+    region: TensorParallelRegion
+    experts: ExpertRegion
+    weights: SplitWeights
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation: ``function(rank, *tensors)`` makes one tensor or several.
+
+    ``covers`` are the public names that it goes through. With ``in_turn`` each
+    output has a backward of its own, from the last to the first; otherwise
+    there is one for all. ``gathers_again`` is of the tensor-parallel region.
+    """
+
+    name: str
+    covers: tuple[str, ...]
+    function: Callable[..., Any]
+    inputs: tuple[Held, ...]
+    num_ranks: int = 1
+    sequence_dim: int | None = None
+    outputs_alike: bool = False
+    in_turn: bool = False
+    gathers_again: bool = False
+
+
+class Exchanges:
+    """All-to-alls between ranks in memory."""
+
+    def __init__(self, world: InMemoryWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def all_to_all(
+        self, tensor: paddle.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str
+    ) -> paddle.Tensor:
+        ends = [0, *itertools.accumulate(send)]
+        parts = [tensor.detach()[a:b].clone() for a, b in itertools.pairwise(ends)]
+        every = self._world.exchange(self._rank, Issued("all_to_all", 0, label), parts)
+        mine = [parts_of[self._rank] for parts_of in every]
+        assert [len(part) for part in mine] == list(receive)
+        return paddle.concat(mine)
+
+
+def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
+    """``work(rank, leaves, outputs)`` of each rank, whose inputs are ``values`` of it."""
+    world = InMemoryWorld(case.num_ranks)
+
+    def on_rank(number: int) -> Any:
+        collectives: InMemoryRank = world.ranks[number]
+        rank = Rank(
+            number,
+            TensorParallelRegion(
+                number, case.num_ranks, case.sequence_dim, collectives, gathers_again=case.gathers_again
+            ),
+            ExpertRegion(number, case.num_ranks, Exchanges(world, number)),
+            SplitWeights(),
+        )
+        leaves = [paddle.to_tensor(value, stop_gradient=False) for value in values[number]]
+        made = case.function(rank, *leaves)
+        return work(rank, leaves, [made] if isinstance(made, paddle.Tensor) else list(made))
+
+    return world.run(on_rank)
+
+
+def sides(case: Case, seed: int = 5) -> tuple[float, float]:
+    """``<J x, y>`` and ``<x, J^T y>``, of generic values in which no symmetry could hide a mistake."""
+    generator = np.random.default_rng(seed)
+
+    def drawn(shape: Sequence[int], *, alike: bool) -> list[np.ndarray]:
+        arrays = [generator.standard_normal(shape) for _ in range(case.num_ranks)]
+        return [arrays[0]] * case.num_ranks if alike else arrays
+
+    def of_ranks() -> list[tuple[np.ndarray, ...]]:
+        return list(zip(*(drawn(held.shape, alike=held.alike) for held in case.inputs), strict=True))
+
+    points, directions = of_ranks(), of_ranks()
+    shapes = on_ranks(case, points, lambda rank, leaves, made: [tuple(one.shape) for one in made])
+    weights = [[generator.standard_normal(shape) for shape in of_rank] for of_rank in shapes]
+    if case.outputs_alike:
+        weights = [weights[0]] * case.num_ranks
+
+    def moved(sign: float) -> list[list[np.ndarray]]:
+        pairs = zip(points, directions, strict=True)
+        return [[a + sign * STEP * x for a, x in zip(at, along, strict=True)] for at, along in pairs]
+
+    def values(rank: Rank, leaves: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
+        return [one.numpy() for one in made]
+
+    ahead, behind = (on_ranks(case, moved(sign), values) for sign in (1.0, -1.0))
+    pushed = sum(
+        float((((a - b) / (2 * STEP)) * y).sum())
+        for number in range(1 if case.outputs_alike else case.num_ranks)
+        for a, b, y in zip(ahead[number], behind[number], weights[number], strict=True)
+    )
+
+    def pull(rank: Rank, leaves: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
+        products = [(one * paddle.to_tensor(y)).sum() for one, y in zip(made, weights[rank.number], strict=True)]
+        for output in reversed(products) if case.in_turn else [sum(products[1:], products[0])]:
+            rank.weights.backward(output, None).accumulate()
+        return [np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves]
+
+    gradients = on_ranks(case, points, pull)
+    for held, of_rank in zip(case.inputs, zip(*gradients, strict=True), strict=True):
+        if held.alike:
+            for other in of_rank[1:]:
+                np.testing.assert_allclose(other, of_rank[0], rtol=1e-10, err_msg="ranks disagree about a gradient")
+    pulled = sum(
+        float((gradient * x).sum())
+        for number in range(case.num_ranks)
+        for held, gradient, x in zip(case.inputs, gradients[number], directions[number], strict=True)
+        if number == 0 or not held.alike
+    )
+    return pushed, pulled
+
+
+def agrees(case: Case) -> bool:
+    """Whether the two sides are equal, but for what central differences cost."""
+    pushed, pulled = sides(case)
+    assert abs(pushed) > 1e-3, f"{case.name}: the test would not see a gradient of zero"
+    return abs(pulled - pushed) <= 1e-7 * abs(pushed) + 1e-9

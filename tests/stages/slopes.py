@@ -1,0 +1,72 @@
+"""Gradients by central differences, which know nothing of backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
+from pipeproof.stages.reference.uncut import UncutModel
+from tests.stages.adjoints.world import STEP
+
+
+def assert_adjoint(
+    function: Callable[..., Any], inputs: Sequence[np.ndarray], directions: Sequence[np.ndarray], y: np.ndarray
+) -> None:
+    """<J x, y> by central differences of ``function`` equals <x, J^T y> by its backward."""
+    leaves = [paddle.to_tensor(value, stop_gradient=False) for value in inputs]
+    paddle.autograd.backward([function(*leaves)], [paddle.to_tensor(y)])
+    pulled = sum((leaf.grad.numpy() * x).sum() for leaf, x in zip(leaves, directions, strict=True))
+    sides = [
+        function(*[paddle.to_tensor(value + sign * STEP * x) for value, x in zip(inputs, directions, strict=True)])
+        for sign in (1.0, -1.0)
+    ]
+    pushed = ((sides[0] - sides[1]).numpy() / (2 * STEP) * y).sum()
+    assert abs(pushed) > 1e-3, "the test would not see a gradient of zero"
+    assert pulled == pytest.approx(pushed, rel=1e-7)
+
+
+def big_weights(plan: PlanSpec) -> dict[str, np.ndarray]:
+    """The weights that a run of the plan begins with, whole."""
+    parameters = [parameter for layer in describe_gpt(plan) for parameter in layer.parameters]
+    return {parameter.name: initial_weight(parameter, plan.run.seed, plan.run.dtype) for parameter in parameters}
+
+
+def assert_slopes(plan: PlanSpec) -> None:
+    """The uncut model's gradients are slopes: of each weight where it is largest, and in some other place.
+
+    The plan is of float64. Weights are enlarged, so that all of them matter, and none is like another.
+    """
+    generator = np.random.default_rng(2)
+    weights = {
+        name: whole * (1.0 + 0.3 * generator.standard_normal(whole.shape)) * (1.0 if whole.ndim == 1 else 10.0)
+        for name, whole in big_weights(plan).items()
+    }
+    model = UncutModel(plan, weights)
+    _loss(model).backward()
+    for name in weights:
+        grad = model.main[name].grad.numpy()
+        for flat in (int(np.abs(grad).argmax()), int(generator.integers(grad.size))):
+            place = np.unravel_index(flat, grad.shape)
+            slope = _slope(plan, weights, name, place)
+            assert grad[place] == pytest.approx(slope, rel=1e-6, abs=1e-9), f"{name}{place}"
+
+
+def _slope(plan: PlanSpec, weights: Mapping[str, np.ndarray], name: str, place: tuple[Any, ...]) -> float:
+    sides = []
+    for sign in (1.0, -1.0):
+        moved = weights[name].copy()
+        moved[place] += sign * STEP
+        sides.append(float(_loss(UncutModel(plan, {**weights, name: moved}))))
+    return (sides[0] - sides[1]) / (2 * STEP)
+
+
+def _loss(model: UncutModel) -> paddle.Tensor:
+    """The main loss of the first micro-batch."""
+    return model.losses(micro_batch(model.plan, 0, 0))[0] * loss_scale(model.plan, 0, 0)
