@@ -1,0 +1,121 @@
+"""The end of a step on one rank: gradients summed over ranks, clipped, used by the optimizer; weights gathered.
+
+Every sum and gather is done when the host comes to it. What stands on the
+queue of gradients is so carried out at its place in the program, before what
+comes after it: gloo's collectives hold their host, and beside this nothing
+computes. A wait for it finds it done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import paddle
+
+from pipeproof.comm.gradient_norm import counted_by, num_weights
+from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.comm.step_end import is_reduced
+from pipeproof.exec.paddle_children import ChildCollectives
+from pipeproof.exec.paddle_comm import PairwiseCollectives
+from pipeproof.exec.paddle_stages import RankStage
+from pipeproof.schedule.ops import Op
+from pipeproof.stages.describe.shares import num_shares
+from pipeproof.stages.paddle.clip import GradientClip
+from pipeproof.stages.paddle.optimizer import StageOptimizer, make_optimizer
+from pipeproof.stages.paddle.sharded import ShardedOptimizer
+
+
+class StepEnd:
+    """Gradients and weights of the stages of the rank at ``coords``; ``children`` issues what is below an operation."""
+
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        coords: Mapping[str, int],
+        stages: Mapping[int, RankStage],
+        children: ChildCollectives,
+    ) -> None:
+        self._plan, self._coords, self._stages, self._children = plan, coords, stages, children
+        self._sharded: dict[int, ShardedOptimizer] = {}
+        self._whole: dict[int, StageOptimizer] = {}
+        run, shares = plan.spec.run, num_shares(plan.spec)
+        for number, stage in stages.items():
+            if shares > 1:
+                self._sharded[number] = ShardedOptimizer(run, stage.parameters, shares, coords["dp"])
+            else:
+                self._whole[number] = make_optimizer(run, stage.parameters)
+        self._clip = self._make_clip()
+        self._borrowers = plan.shared_weights.borrowers(coords["pp"])
+        self._given_back: set[int] = set()
+
+    def begin(self) -> None:
+        """Forget the step before: all gradients are +0.0."""
+        self._given_back.clear()
+        if self._clip is not None:
+            self._clip.begin()
+        for sharded in self._sharded.values():
+            sharded.zero_grad()
+        for whole in self._whole.values():
+            whole.zero_grad()
+
+    def reduce(self, op: Op) -> None:
+        """Sum the gradients of a stage over ranks; over dp, where the optimizer is sharded, this rank's shares."""
+        self._give_back(op.stage)
+        axis, stage = str(op.axis), self._stages[op.stage]
+        for parameter in self._plan.weights_of(op.stage, self._coords["pp"]):
+            name = parameter.name
+            num_holders = len(self._plan.shared_weights.places(op.stage, name))
+            if not (num_holders > 1 if axis == "pp" else is_reduced(parameter, axis)):
+                continue
+            if axis == "dp" and op.stage in self._sharded:
+                optimizer = self._sharded[op.stage]
+                optimizer.put_sum(name, self._children.sum_scattered(axis, optimizer.to_scatter(name)))
+            else:
+                grad = stage.parameters[name].grad
+                grad.set_value(self._children.reduce_over(axis, grad, "sum", name))
+
+    def sum_norms(self, collectives: PairwiseCollectives) -> paddle.Tensor:
+        """Sum the vector of squared norms, as far as it is, over some ranks; what this rank put in."""
+        assert self._clip is not None
+        for stage in self._stages:
+            self._give_back(stage)
+        squares = self._clip.squares
+        self._clip.squares = collectives.reduce(squares, "sum")
+        return squares
+
+    def update(self, stage: int) -> dict[str, np.ndarray]:
+        """Clip and step; by weight the gradient that the optimizer used, flat where it is this rank's share."""
+        self._give_back(stage)
+        updated = self._updated(stage)
+        if self._clip is not None:
+            self._clip.clip(updated)
+        gradients = {name: weight.grad.numpy().copy() for name, weight in updated.items()}
+        (self._sharded.get(stage) or self._whole[stage]).step()
+        return gradients
+
+    def gather(self, op: Op) -> None:
+        """Put the weights of a stage together from the shares that dp ranks have updated."""
+        optimizer = self._sharded[op.stage]
+        for parameter in self._plan.weights_of(op.stage, self._coords["pp"]):
+            name = parameter.name
+            optimizer.put_whole(name, self._children.gathered(str(op.axis), optimizer.to_gather(name)))
+
+    def _updated(self, stage: int) -> Mapping[str, paddle.Tensor]:
+        """What the optimizer of a stage updates: weights, or this rank's shares of them."""
+        sharded = self._sharded.get(stage)
+        return self._stages[stage].parameters if sharded is None else sharded.updated
+
+    def _give_back(self, stage: int) -> None:
+        """Before a stage's sums: what borrowers on this rank made of its weights is added to its gradients."""
+        for borrower in self._borrowers.get(stage, ()):
+            if borrower not in self._given_back:
+                self._stages[borrower].give_back()
+                self._given_back.add(borrower)
+
+    def _make_clip(self) -> GradientClip | None:
+        run = self._plan.spec.run
+        if run.clip_norm is None:
+            return None
+        counted = {place: self._updated(stage)[name] for place, stage, name in counted_by(self._plan, self._coords)}
+        return GradientClip(counted, num_weights(self._plan), run.clip_norm, run.weight_dtype)

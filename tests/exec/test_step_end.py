@@ -1,0 +1,98 @@
+"""The end of a step as data-parallel trainings have it: a sharded optimizer, and sums that are issued when ready."""
+
+import pytest
+
+from tests.exec.processes import Run
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+MODEL = {"vocab_size": 33, "ffn_size": 36, "seq_length": 4}
+"""33 rows of 16 and 36 columns do not divide evenly by three and four."""
+MOE = {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 18}}
+PLANS = {
+    "dp": ({"dp": 2}, {"kind": "1f1b"}, {}),
+    "dp 3": ({"pp": 1, "dp": 3}, {"kind": "gpipe"}, {}),
+    "sp, dp": ({"tp": 2, "dp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, {"vocab_size": 34}),
+    "chunks": ({"dp": 2}, {"kind": "interleaved", "num_chunks": 2}, {}),
+    "v, tied": ({"dp": 2}, {"kind": "zb_v", "num_chunks": 2}, {"tied_embedding": True}),
+    "loop, tied": ({"dp": 2}, {"kind": "interleaved", "num_chunks": 2}, {"tied_embedding": True}),
+    "cp": ({"pp": 1, "cp": 2, "dp": 2}, {"kind": "1f1b"}, {}),
+    "experts": ({"pp": 1, "ep": 2, "dp": 2}, {"kind": "1f1b"}, MOE),
+}
+SHARDED = {"memory": {"shard_optimizer": "dp"}}
+COPIES = {"copies": ({"dp": 2}, {"kind": "dualpipe", "num_micro_batches": 4}, {})}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def make(name, *, steps=2, when="at_end", own=(), more=(), **sections):
+    topology, schedule, model = (PLANS | COPIES)[name]
+    run = {"steps": steps, **dict(more)}
+    model = MODEL | model | dict(own)
+    schedule = {"num_micro_batches": 2, **schedule, "reduce_gradients": when}
+    return subject(topology=topology, schedule=schedule, model=model, run=run, **sections).unfolded().plan
+
+
+def compared_with_references(plan):
+    from tests.exec.in_memory import compared
+
+    return compared(plan)
+
+
+CLIPPED = {"clip_norm": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, CLIPPED) for name in (*PLANS, *COPIES)),
+        *((name, {}) for name in ("dp 3", "v, tied", "copies")),
+        ("sp, dp", {"main_grad_dtype": "float64", **CLIPPED}),
+        ("chunks", {"optimizer": "sgd"}),
+    ],
+)
+def test_a_sharded_optimizer_has_the_bits_of_the_reference(name, more):
+    from pipeproof.stages.reference.bound import parallel_bound
+
+    plan = make(name, more=more, **SHARDED)
+    steps = compared_with_references(plan)
+    assert all(step.bitwise for step in steps)
+    assert max(one.uncut_max_rel_diff for one in steps[0].gradients) <= parallel_bound(plan.spec)
+
+
+@pytest.mark.parametrize("name", ["chunks", "v, tied", "loop, tied", "sp, dp", "experts"])
+def test_sums_that_are_issued_when_ready_have_the_bits_of_the_reference(name):
+    steps = compared_with_references(make(name, when="when_ready", more=CLIPPED))
+    assert all(step.bitwise for step in steps)
+
+
+def test_neither_changes_a_bit_over_twenty_steps():
+    plain = compared_with_references(make("chunks", steps=20))
+    both = compared_with_references(make("chunks", steps=20, when="when_ready", **SHARDED))
+    assert len(both) == 20
+    assert all(step.bitwise for step in both)
+    md5s = ([[(one.name, one.md5) for one in step.gradients] for step in steps] for steps in (plain, both))
+    assert next(md5s) == next(md5s)
+    assert [step.loss.tobytes() for step in plain] == [step.loss.tobytes() for step in both]
+
+
+def test_a_share_may_be_empty():
+    """Of 4 elements three ranks have 2, 2 and none."""
+    plan = make("dp 3", own={"hidden_size": 4, "num_heads": 1, "ffn_size": 6}, **SHARDED)
+    assert all(step.bitwise for step in compared_with_references(plan))
+
+
+def test_real_ranks_share_out_the_update(tmp_path):
+    topology, schedule, model = PLANS["chunks"]
+    schedule = {**schedule, "reduce_gradients": "when_ready"}
+    plan = plan_dict(topology=topology, schedule=schedule, model={**MODEL, **model}, run={"steps": 2}, **SHARDED)
+    run = Run(tmp_path, plan).end()
+    assert run.status == 0, run.output
+    assert run.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in run.report["steps"])
