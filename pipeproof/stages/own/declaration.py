@@ -1,0 +1,132 @@
+"""What built layers are, held against what the plan declares; and the declaration that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeproof.specs.own_layers import ROWS, OutSpec, OwnLayerSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.problems import KeyPath
+from pipeproof.stages.own.codes import cannot_build, not_as_declared
+from pipeproof.stages.own.factory import blaming
+from pipeproof.stages.own.model import OwnLayer, OwnModel, Tensor, Value
+
+_AGAIN = "`pipeproof describe PLAN --write` declares what there is"
+
+
+def declaration(plan: PlanSpec, model: OwnModel) -> list[dict[str, Any]]:
+    """``model.layers`` as it must be for these layers, from what they give for the first micro-batch.
+
+    A first dim of ``schedule.micro_batch_size`` is written as ``b``.
+
+    Raises:
+        BadPlanError: PP911, a layer, the data or the loss function fails.
+    """
+    found = []
+    for layer, outputs in _outputs(model):
+        about: dict[str, Any] = {"name": layer.name}
+        if layer is not model.layers[-1]:
+            about["out"] = [_out(plan, tensor) for tensor in outputs]
+        if layer.parameters:
+            about["parameters"] = [
+                {"name": name.removeprefix(f"{layer.name}."), "shape": list(weight.shape)}
+                for name, weight in layer.parameters.items()
+            ]
+        if layer.borrowed:
+            about["borrows"] = list(layer.borrowed)
+        found.append(about)
+    return found
+
+
+def require_declared(plan: PlanSpec, model: OwnModel) -> None:
+    """Compare all layers with the plan, and try the first micro-batch and its loss.
+
+    Raises:
+        BadPlanError: PP911 as ``declaration``; PP912, the first thing that differs.
+    """
+    assert plan.own_layers is not None
+    declared = plan.own_layers.layers
+    if len(declared) != len(model.layers):
+        message = f"the file gives {len(model.layers)} layers, and the plan declares {len(declared)}"
+        raise not_as_declared(message, ("model", "layers"), _AGAIN)
+    for index, (layer, about) in enumerate(zip(model.layers, declared, strict=True)):
+        _require_weights(layer, about, ("model", "layers", index), plan.run.dtype)
+    for index, (layer, outputs) in enumerate(_outputs(model)):
+        if layer is not model.layers[-1]:
+            require_outputs(plan, layer.name, declared[index].out, outputs, ("model", "layers", index, "out"))
+
+
+def require_outputs(
+    plan: PlanSpec, name: str, declared: Sequence[OutSpec], outputs: Value, path: KeyPath = ("model", "layers")
+) -> None:
+    """Hold what a layer gave against what it is declared to give.
+
+    Raises:
+        BadPlanError: PP912, their number, a shape or a type differs.
+    """
+    if len(outputs) != len(declared):
+        message = f"layer `{name}` gives {len(outputs)} tensors, and {len(declared)} are declared"
+        raise not_as_declared(message, path, _AGAIN)
+    for place, (out, tensor) in enumerate(zip(declared, outputs, strict=True)):
+        expected = list(out.sizes(plan.schedule.micro_batch_size)), out.dtype or plan.run.dtype
+        found = list(tensor.shape), dtype_name(tensor)
+        if found != expected:
+            message = f"layer `{name}` gives {found[1]} {found[0]}, and {expected[1]} {expected[0]} is declared"
+            raise not_as_declared(message, (*path, place), _AGAIN)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The type of a tensor's elements, as a plan has it."""
+    return str(tensor.dtype).removeprefix("paddle.")
+
+
+def _outputs(model: OwnModel) -> Iterator[tuple[OwnLayer, Value]]:
+    """What each layer gives for the first micro-batch; then its loss is tried, and the way back."""
+    value = model.inputs(0, 0)
+    for layer in model.layers:
+        value = model.run(layer, value, step=0, index=0)
+        yield layer, value
+    loss = model.loss(value, 0, 0)
+    with blaming(model.file, "the backward of the layers"):
+        loss.backward()
+    for layer in model.layers:
+        needed = [name for name, weight in layer.unshared.items() if weight.grad is not None]
+        if needed:
+            raise cannot_build(
+                f"`{layer.name}` is a SharedLayerDesc that computes with {', '.join(needed)}, which it does not share: "
+                "what Fleet trains then depends on where the model is cut",
+                "name the weight in shared_weight_attr, or move it into a layer of its own",
+            )
+
+
+def _out(plan: PlanSpec, tensor: Tensor) -> dict[str, Any]:
+    shape: list[int | str] = list(tensor.shape)
+    if shape and shape[0] == plan.schedule.micro_batch_size:
+        shape[0] = ROWS
+    dtype = dtype_name(tensor)
+    return {"shape": shape} if dtype == plan.run.dtype else {"shape": shape, "dtype": dtype}
+
+
+def _require_weights(layer: OwnLayer, about: OwnLayerSpec, path: KeyPath, dtype: str) -> None:
+    declared = {f"{about.name}.{weight.name}": list(weight.shape) for weight in about.parameters}
+    found = {name: list(weight.shape) for name, weight in layer.parameters.items()}
+    if found != declared:
+        different = [name for name in {**found, **declared} if found.get(name) != declared.get(name)]
+        first = different[0]
+        if first not in declared:
+            raise _differ(path, f"layer `{layer.name}` has the weight `{first}` {found[first]}, which is not declared")
+        here = found.get(first, "nothing")
+        raise _differ(path, f"layer `{layer.name}` has {here} for the weight `{first}`, declared as {declared[first]}")
+    if list(found) != list(declared):
+        raise _differ(path, f"layer `{layer.name}` has its weights in the order {', '.join(found)}")
+    if set(layer.borrowed) != set(about.borrows):
+        here, there = (", ".join(sorted(names)) or "nothing" for names in (layer.borrowed, about.borrows))
+        raise _differ(path, f"layer `{layer.name}` shares {here} with earlier layers, and borrows {there} as declared")
+    for name, weight in layer.parameters.items():
+        if dtype_name(weight) != dtype:
+            raise _differ(path, f"the weight `{name}` is {dtype_name(weight)}, and run.dtype is {dtype}")
+
+
+def _differ(path: KeyPath, message: str) -> Exception:
+    return not_as_declared(message, path, _AGAIN)
