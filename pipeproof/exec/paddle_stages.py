@@ -1,0 +1,169 @@
+"""Stages as a rank runs them: what crosses a boundary is always a tuple of tensors, one for each member of the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import paddle
+
+from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.exec.gpt_members import activation_place, local_part, put_into, taken_from
+from pipeproof.exec.tensor_facts import dtype_of
+from pipeproof.schedule.ops import OpKind
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.synthetic import Batch, micro_batch
+from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.paddle.collectives import TensorParallelCollectives
+from pipeproof.stages.paddle.context import ContextCollectives
+from pipeproof.stages.paddle.expert_exchange import ExpertCollectives
+from pipeproof.stages.paddle.stage import PaddleStage
+from pipeproof.stages.paddle.weights import WeightGradients
+
+Tensor: TypeAlias = paddle.Tensor
+Value: TypeAlias = tuple[Tensor, ...]
+"""What crosses a boundary, in the order of the edge's members."""
+
+
+class RankCollectives(ContextCollectives, TensorParallelCollectives, ExpertCollectives, Protocol):
+    """All collectives that layers may issue while they compute."""
+
+
+class RankStage(Protocol):
+    """One stage on one rank: its weights, and its computations from boundary to boundary."""
+
+    parameters: dict[str, Tensor]
+
+    def forward(self, inputs: Value, *, step: int, index: int, piece: int, watch: LayerWatch | None) -> Value:
+        """Run one unit of work; the caller keeps the result for backward.
+
+        ``inputs`` has the members of the edge before the stage, those with a gradient as leaves that want one; it is
+        empty for the first stage. ``step``, ``index`` (of the micro-batch, over all data ranks) and ``piece`` say
+        which unit it is. The result has the members of the edge after the stage, or the loss, a scalar; where
+        that has parts which are reported, they come behind it as one vector.
+        """
+        ...
+
+    def backward_input(self, outputs: Value, gradients: Sequence[Tensor | None]) -> WeightGradients:
+        """Run one unit of work back; sets ``grad`` of the inputs, and returns what weights are still to be given.
+
+        ``gradients`` has one for each of ``outputs``, None for members without one, and for the loss.
+        """
+        ...
+
+    def give_back(self) -> None:
+        """Add what layers made of weights that were lent to them to those weights' own gradients."""
+        ...
+
+
+class GptStage:
+    """A stage of the plan's GPT between its boundaries."""
+
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        number: int,
+        coords: Mapping[str, int],
+        collectives: RankCollectives,
+        lent: Mapping[str, Tensor],
+    ) -> None:
+        at = coords["tp"], collectives, coords["ep"], collectives
+        self._plan, self._number, self._tp = plan, number, coords["tp"]
+        self._part_of_sequence = coords["cp"]
+        self._stage = PaddleStage(plan.spec, plan.layers_of(number), *at, lent=lent, context=collectives)
+        self.parameters, self.balance = self._stage.parameters, self._stage.balance
+
+    def forward(self, inputs: Value, *, step: int, index: int, piece: int, watch: LayerWatch | None) -> Value:
+        """Run one unit of work on the micro-batch, which every stage draws for itself.
+
+        What of it came from the stage before takes the place of the stage's own.
+        """
+        spec = self._plan.spec
+        batch, activation = micro_batch(spec, step, index), None
+        members, after = self._members(self._number - 1, index, piece), self._members(self._number, index, piece)
+        num_pieces = spec.schedule.num_sequence_splits * spec.topology.cp
+        piece = self._part_of_sequence if spec.topology.cp > 1 else piece
+        parts: dict[str, Tensor] = {}
+        if members:
+            place = activation_place(members)
+            activation = _as(inputs[place], spec.run.dtype)
+            own = _piece(batch, piece, num_pieces)
+            for member, received in zip(members, inputs, strict=True):
+                if member is members[place]:
+                    continue
+                if member.placement(at_sender=False, gradient=False).dim is None:
+                    own = put_into(own, member, received.numpy())
+                else:  # not all of it: this stage only hands it on
+                    parts[member.member] = received
+            batch = _with_piece(batch, own, piece, num_pieces)
+        output = self._stage.forward(activation, batch, step=step, index=index, piece=piece, watch=watch)
+        if not after:
+            losses = self._stage.losses
+            return (output,) if losses is None or not losses.shape else (output, paddle.to_tensor(losses))
+        own = _piece(batch, piece, num_pieces)
+        place = activation_place(after)
+        return tuple(
+            _as(output, member.dtype)
+            if member is after[place]
+            else parts[member.member].clone()
+            if member.member in parts
+            else self._part(own, member)
+            for member in after
+        )
+
+    def backward_input(self, outputs: Value, gradients: Sequence[Tensor | None]) -> WeightGradients:
+        """Run one unit of work back to the activation."""
+        place = next((place for place, gradient in enumerate(gradients) if gradient is not None), 0)
+        return self._stage.backward_input(outputs[place], gradients[place])
+
+    def _members(self, edge: int, index: int, piece: int) -> tuple[Boundary, ...]:
+        """What crosses an edge for one unit of work; nothing does before the first stage and after the last."""
+        schedule = self._plan.spec.schedule
+        unit = index % schedule.num_micro_batches * schedule.num_sequence_splits + piece
+        return self._plan.edges[edge].members(unit) if 0 <= edge < len(self._plan.edges) else ()
+
+    def _part(self, batch: Batch, member: Boundary) -> Tensor:
+        """What this rank sends of a member that comes from the micro-batch."""
+        placed = member.placement(at_sender=True, gradient=False)
+        part = local_part(taken_from(batch, member), placed, self._tp, member.num_tp_ranks)
+        return paddle.to_tensor(np.ascontiguousarray(part))
+
+    def give_back(self) -> None:
+        """As ``PaddleStage.give_back``."""
+        self._stage.give_back()
+
+
+def _as(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in the type in which it travels, or is computed with."""
+    return tensor if dtype_of(tensor) == dtype else paddle.cast(tensor, dtype)
+
+
+def _piece(batch: Batch, piece: int, num_pieces: int) -> Batch:
+    """One piece of the sequences of a micro-batch."""
+    return Batch(*(np.split(words, num_pieces, axis=1)[piece] for words in (batch.tokens, batch.labels)))
+
+
+def _with_piece(batch: Batch, own: Batch, piece: int, num_pieces: int) -> Batch:
+    """The micro-batch with another piece in place of its own."""
+    pieces = [_piece(batch, other, num_pieces) for other in range(num_pieces)]
+    pieces[piece] = own
+    return Batch(*(np.concatenate([getattr(one, what) for one in pieces], axis=1) for what in ("tokens", "labels")))
+
+
+def stage_maker(
+    plan: LoweredPlan, coords: Mapping[str, int], collectives: RankCollectives
+) -> Callable[[int, Mapping[str, Tensor]], RankStage]:
+    """What makes a rank's stages, from their numbers and the weights that its other stages lend.
+
+    Own layers are built once for all stages of the rank.
+    """
+    own = plan.spec.own_layers
+    if own is None:
+        return lambda number, lent: GptStage(plan, number, coords, collectives, lent)
+    from pipeproof.stages.own.model import OwnModel
+    from pipeproof.stages.paddle.own_stage import OwnStage
+
+    model = OwnModel(plan.spec, [layer.name for layer in own.layers])
+    split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
+    return lambda number, lent: OwnStage(plan.spec, model, plan.stages[number], lent, splits=number in split)

@@ -1,0 +1,148 @@
+"""What is gathered again for weights' gradients: the same bits, less held until W, described, found when left out."""
+
+import dataclasses
+
+import pytest
+
+from pipeproof.comm import lower as lowering
+from pipeproof.schedule.build import build_graph
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.finding import Severity
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.verify.check import check_subject
+from tests.exec.test_blocks import GROUPS, MLA, MOE
+from tests.plans import subject
+
+SP = {"pp": 2, "tp": 2, "sequence_parallel": True}
+AGAIN = {"gathered": "again"}
+PLANS = {
+    "whole backwards": {"schedule": {"seq_lengths": [8, 4, 8, 6], "last_micro_batch_size": 1}},
+    "split backwards": {"schedule": {"kind": "zb_h1"}, "model": {**GROUPS, "tied_embedding": True}},
+    "latent": {"schedule": {"kind": "zb_h1"}, "model": {"mla": MLA, "activation_order": "bsh"}},
+    "latent, plain queries": {"model": {"mla": {**MLA, "q_rank": None}}},
+    "experts": {"schedule": {"kind": "zb_h1"}, "model": {"moe": MOE}, "topology": {"ep": 2}},
+    "all computed again": {"schedule": {"kind": "zb_h1"}, "memory": {**AGAIN, "recompute": "full"}},
+    "pieces of sequences": {"schedule": {"kind": "seq1f1b", "num_sequence_splits": 2}},
+}
+
+
+def planned(**sections):
+    return subject(topology={**SP, **sections.pop("topology", {})}, **{"memory": AGAIN, **sections})
+
+
+def errors(one):
+    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
+
+
+@pytest.mark.needs_paddle
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_has_the_bits_of_the_reference_and_logs_what_the_graph_says(name):
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+    from tests.exec.in_memory import compared
+
+    one = planned(**PLANS[name], run={"steps": 2})
+    assert errors(one) == set()
+    assert any(str(op).endswith("ALL_GATHER:tp") and str(op.target)[1] in "BW" for op in one.graph.ops)
+    assert all(step.bitwise for step in compared(one.unfolded().plan))
+
+
+@pytest.mark.needs_paddle
+def test_20_steps_of_adamw_have_the_bits_of_those_that_keep_what_is_gathered():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+    from tests.exec.in_memory import run_all
+
+    def trained(gathered):
+        one = planned(
+            model={"num_layers": 2},
+            schedule={"kind": "zb_h1", "num_micro_batches": 1},
+            memory={"gathered": gathered},
+            run={"steps": 20},
+        )
+        return [[(rank.loss, rank.gradients) for rank in step] for step in run_all(one.unfolded().plan)[0]]
+
+    for kept, again in zip(trained("kept"), trained("again"), strict=True):
+        for (loss, gradients), (other_loss, others) in zip(kept, again, strict=True):
+            assert (loss is None and other_loss is None) or loss.tobytes() == other_loss.tobytes()
+            assert {n: g.tobytes() for n, g in gradients.items()} == {n: g.tobytes() for n, g in others.items()}
+
+
+@pytest.mark.needs_paddle
+def test_what_two_blocks_hold_between_forward_and_weights():
+    """Bytes of the host's allocator on both ranks: the two gathered inputs of each block are not there, nor after I."""
+    from tests.stages.staged_run import make_plan
+    from tests.stages.test_recompute import allocated
+    from tests.stages.test_split_backward import Ranks
+
+    now = {}
+    for gathered in ("kept", "again"):
+        plan = make_plan(topology={"tp": 2, "sequence_parallel": True}, memory={"gathered": gathered})
+        ranks = Ranks(plan, "middle")
+        before = allocated()
+        ran = ranks.world.run(lambda rank, ranks=ranks: ranks.forward(rank, 0))
+        after_forward = allocated()
+        put_off = ranks.world.run(
+            lambda rank, ranks=ranks, ran=ran: ranks.stages[rank].backward_input(
+                ran[rank][1], ranks.gradient_of(ran[rank][1], 0)
+            )
+        )
+        del ran
+        after_input = allocated()
+        now[gathered] = after_forward - before, after_input - before
+        del put_off
+    of_gathered = 4 * 8 * 2 * 16
+    assert [kept - again for kept, again in zip(now["kept"], now["again"], strict=True)] == [
+        2 * 2 * 2 * of_gathered
+    ] * 2
+
+
+def test_the_weights_gradients_of_a_stage_gather_in_the_order_of_the_backward():
+    one = planned(schedule={"kind": "zb_h1", "num_micro_batches": 1})
+    graph = one.unfolded().graph
+    below = [i for i in graph.rank_ops(one.plan.ranks_of_stage(1)[0]) if str(graph.ops[i].target) == "1W0"]
+    per_token = 8 * 2 * 16 // 2
+    assert [int(graph.stop[i] - graph.start[i]) for i in below] == [per_token] * 5  # the head, two of each block
+    whole = planned(schedule={"num_micro_batches": 1}).graph
+    calls = [str(whole.ops[i]).split(".")[-1] for i in whole.rank_ops(0) if str(whole.ops[i].target) == "0B0"]
+    assert calls[-4:] == ["ALL_GATHER:tp"] * 4
+
+
+@pytest.mark.parametrize("left_out", ["1W2/0.ALL_GATHER:tp", "0W0/3.ALL_GATHER:tp"])
+def test_a_gather_that_all_ranks_leave_out_is_found(left_out):
+    one = planned(schedule={"kind": "zb_h1"})
+    rows = [[row for row in rank if str(row.op) != left_out] for rank in one.graph.rows()]
+    assert rows != one.graph.rows()
+    assert "PP208" in errors(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+
+
+def test_a_description_that_gathers_for_no_weight_is_found(monkeypatch):
+    def wrong(plan, *size):
+        return tuple(
+            dataclasses.replace(
+                layer,
+                forward_collectives=tuple(
+                    dataclasses.replace(c, feeds_weights=False) for c in layer.forward_collectives
+                ),
+            )
+            for layer in describe_gpt(plan, *size)
+        )
+
+    assert errors(planned()) == set()
+    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    assert errors(planned()) == {"PP207", "PP208"}
+
+
+def test_positions_of_latent_attention_are_not_gathered_again_for_no_weight_reads_them():
+    (layer,) = (layer for layer in planned(model={"mla": MLA}).plan.layers if layer.name == "layer.1")
+    assert [c.label for c in layer.forward_collectives if c.feeds_weights] == [
+        f"layer.1.{part}.in" for part in ("attn.q", "attn.kv", "mlp")
+    ]
+
+
+def test_a_simulation_takes_the_plan():
+    cost = {"analytic": {"device": "h200"}}
+    kept, again = (simulate(planned(memory={"gathered": g}, cost=cost).plan) for g in ("kept", "again"))
+    assert again.makespan > kept.makespan

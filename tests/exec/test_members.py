@@ -1,0 +1,178 @@
+"""Boundary tensors that a plan declares, on all ranks of a run: bitwise the reference, used where they arrive."""
+
+import pytest
+
+from pipeproof.exec.carried_out import require_carried_out
+from pipeproof.specs.finding import PipeproofError, Severity
+from pipeproof.verify.check import check_subject
+from tests.exec.processes import Run
+from tests.plans import plan_dict, subject
+
+pytestmark = pytest.mark.needs_paddle
+
+SP = {"pp": 3, "tp": 2, "sequence_parallel": True}
+WORDS = [
+    {"name": "tokens", "dims": "bs", "dtype": "int64"},
+    {"name": "labels", "dims": "sb", "dtype": "int32"},
+    {"name": "mask", "dims": "bs", "dtype": "bool"},
+]
+
+
+def hidden(**more):
+    return {"name": "hidden", "dims": "sbh", **more}
+
+
+def labels_in(tp, receiver_tp, edge):
+    return {"name": "labels", "dims": "bs", "dtype": "int64", "edge": edge, "tp": tp, "receiver_tp": receiver_tp}
+
+
+def empty_between(*edges, **topology):
+    """Three stages, of which the middle one has an empty layer alone, and the activation's layouts on the two edges."""
+    return {
+        "model": {"num_layers": 2, "empty_layers": {"head": 1}},
+        "topology": {"pp": 3, "tp": 2, **topology},
+        "stages": [["embed"], ["empty.0"], ["layer.0", "layer.1", "norm", "head"]],
+        "boundaries": [
+            hidden(edge=edge, tp=tp, receiver_tp=receiver_tp) for edge, (tp, receiver_tp) in enumerate(edges)
+        ],
+    }
+
+
+PLANS = {
+    "another name, a wider wire": {
+        "boundaries": [{"name": "x", "dims": "sbh", "dtype": "float64"}], "schedule": {"kind": "zb_h1"},
+    },
+    "words beside it, in slices": {
+        "topology": {"tp": 2}, "transport": "partial", "boundaries": [WORDS[1], hidden(), WORDS[0], WORDS[2]],
+        "schedule": {"seq_lengths": [8, 4, 8, 6], "last_micro_batch_size": 1},
+    },
+    "in slots": {
+        "boundaries": [hidden(), *WORDS],
+        "buffers": {"receive_slots": 16, "send_slots": 16, "release_output": "after_wait"},
+    },
+    "two stages of one rank": {"boundaries": [hidden(), *WORDS], "schedule": {"kind": "zb_v", "num_chunks": 2}},
+    "pieces of sequences": {
+        "boundaries": [hidden(), *WORDS], "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},
+    },
+    "copies of stages": {"boundaries": [hidden(), *WORDS], "schedule": {"kind": "dualpipe"}},
+    "labels in parts, laid out anew": {
+        "topology": SP,
+        "boundaries": [
+            hidden(tp="sharded(s)"),
+            labels_in("sharded(s)", "sharded(b)", 0),
+            labels_in("sharded(b)", "invariant", 1),
+        ],
+    },
+    "the activation laid out anew": empty_between(
+        ("sharded(s)", "sharded(h)"), ("sharded(h)", "sharded(s)"), sequence_parallel=True
+    ),
+    "whole, in parts, whole": empty_between(("invariant", "sharded(b)"), ("sharded(b)", "invariant")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+def lowered(**sections):
+    one = subject(**{"run": {"steps": 2}, **sections}).unfolded()
+    assert [finding for finding in check_subject(one).findings if finding.severity is Severity.ERROR] == []
+    require_carried_out(one)
+    return one.plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_has_the_bits_of_the_reference(name):
+    from tests.exec.in_memory import compared
+
+    assert all(step.bitwise for step in compared(lowered(**PLANS[name])))
+
+
+def test_20_steps_of_adamw_have_the_bits_of_the_uncut_model():
+    from tests.exec.in_memory import compared
+
+    plan = lowered(boundaries=[hidden(), *WORDS], schedule={"num_micro_batches": 2}, run={"steps": 20})
+    steps = compared(plan)
+    assert len(steps) == 20
+    assert all(step.bitwise for step in steps)
+    assert all(gradient.uncut_max_rel_diff == 0.0 for step in steps for gradient in step.gradients)
+
+
+@pytest.mark.parametrize("words", WORDS, ids=[words["name"] for words in WORDS])
+def test_words_of_another_micro_batch_are_another_loss(words, monkeypatch):
+    """The last stage computes with what it was given, and not with what it could draw itself."""
+    from tests.exec import in_memory
+
+    plan = lowered(boundaries=[hidden(), words], run={"steps": 1})
+    post, sent = in_memory._Channels.post, []
+
+    def late(self, channel, buffer, after=()):
+        if channel.src == self.rank and buffer.ndim == len(words["dims"]):
+            sent.append(buffer)
+            buffer = sent[max(len(sent) - 2, 0)]
+        return post(self, channel, buffer, after)
+
+    right = in_memory.run_all(plan)[0]
+    monkeypatch.setattr(in_memory._Channels, "post", late)
+    wrong = in_memory.run_all(plan)[0]
+    assert len(sent) == 4
+    assert right[0][1].loss.tobytes() != wrong[0][1].loss.tobytes()
+
+
+def test_the_gradient_of_a_tensor_that_is_laid_out_anew_goes_back_in_ranges():
+    plan = lowered(**PLANS["the activation laid out anew"])
+    graph = plan.graph
+    back = [row for rank in graph.rows() for row in rank if str(row.op) == "1SEND_B0"]
+    ranks = range(plan.mesh.num_ranks)
+    assert {row.stop - row.start for row in back} == {8 // 2 * 2 * 16 // 2 // 8}
+    assert {row.peer for row in back} == {rank for rank in ranks if plan.mesh.coords(rank)["pp"] == 0}
+
+
+REFUSED = {
+    "no activation": (WORDS[:1], "edge 0 is given no activation (dims sbh)"),
+    "other dims": ([{"name": "hidden", "dims": "bsh"}], "the activation `hidden` is bsh [2, 8, 16] where"),
+    "a narrower wire": ([hidden(dtype="float16")], "the activation `hidden` travels as float16, which rounds float32"),
+    "no gradient": ([hidden(gradient=False)], "the activation `hidden` brings no gradient back"),
+    "unknown": (
+        [hidden(), {"name": "memory", "dims": "sbh"}],
+        "`memory` is no tensor of a GPT's run, which has its activation, tokens, labels and mask",
+    ),
+    "labels in fractions": (
+        [hidden(), {"name": "labels", "dims": "bs"}], "`labels` is float32, and runs have it as int64 or int32",
+    ),
+    "labels of other sizes": (
+        [hidden(), {"name": "labels", "dims": "bs", "shape": [3, 8], "dtype": "int64"}], "`labels` is bs [3, 8]",
+    ),
+    "labels in parts": (
+        [hidden(), {"name": "labels", "dims": "bs", "dtype": "int64", "tp": "sharded(s)"}],
+        "`labels` arrives sharded(1) at the last stage, which needs all of it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_gpt_has_no_use_for_is_refused(name):
+    boundaries, fact = REFUSED[name]
+    with pytest.raises(PipeproofError) as refused:
+        require_carried_out(subject(topology={"tp": 2}, boundaries=boundaries))
+    (finding,) = refused.value.findings
+    assert finding.code == "PP909"
+    assert finding.message.startswith(fact)
+
+
+def test_parts_that_a_middle_stage_would_send_on_otherwise_are_refused():
+    labels = {"name": "labels", "dims": "bs", "dtype": "int64"}
+    boundaries = [hidden(), {**labels, "edge": 0, "tp": "sharded(s)"}, {**labels, "edge": 1, "tp": "sharded(b)"}]
+    with pytest.raises(PipeproofError, match="at stage 1, which is to send it on as another part"):
+        require_carried_out(subject(topology={"pp": 3, "tp": 2}, boundaries=boundaries))
+
+
+def test_real_processes_match(tmp_path):
+    plan = plan_dict(**PLANS["labels in parts, laid out anew"], run={"steps": 1})
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in ended.report["steps"])

@@ -1,0 +1,127 @@
+"""What a posted transfer comes behind: its channel's order, a queue of another name, a stricter runtime's queue."""
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from pipeproof.exec.machine import Instruction
+from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
+from tests.plans import subject
+
+pytestmark = pytest.mark.needs_paddle
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paddle_started():
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+class Channels:
+    """Notes in which calls transfers were posted, and behind which others."""
+
+    def __init__(self):
+        self.posted = []
+
+    def post(self, channel, buffer, after=()):
+        transfer = SimpleNamespace(channel=channel, buffer=buffer, wait=lambda: None, behind=list(after))
+        self.posted.append(transfer)
+        return transfer
+
+
+def posted(rewrite=lambda rows: None, queue=None):
+    """The transfers of rank 0 of two stages, by operation, as they were posted."""
+    import paddle
+
+    from pipeproof.exec.paddle_transfers import RankTransfers
+
+    one = subject(schedule={"num_micro_batches": 3}, transport={"queue": queue})
+    rows = one.graph.rows()
+    rewrite(rows[0])
+    plan = one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)).plan
+    channels = Channels()
+    transfers = RankTransfers(plan, 0, channels)
+    transfers.begin()
+    texts, moments = [], []
+    for op_id in plan.graph.rank_ops(0):
+        row = plan.graph.row(op_id)
+        if row.op.kind in TRANSFER_KINDS:
+            unit = transfers.of(row.op)
+            if row.op.kind in SEND_KINDS:
+                unit.output = (paddle.zeros(list(plan.graph.tensors[row.tensor].shape)),)
+            before = len(channels.posted)
+            transfers.post(Instruction(op_id, row))
+            texts.append(str(row.op))
+            moments.append(len(channels.posted) - before)
+    names = dict(zip(map(id, channels.posted), texts, strict=True))
+    behind = {text: {names[id(t)] for t in one.behind} for text, one in zip(texts, channels.posted, strict=True)}
+    return behind, dict(zip(texts, moments, strict=True))
+
+
+def change(rows, text, **more):
+    (place,) = (place for place, row in enumerate(rows) if str(row.op) == text)
+    rows[place] = replace(rows[place], **more)
+
+
+def test_each_end_of_a_channel_has_an_order_of_its_own():
+    behind, _ = posted()
+    assert behind["0SEND_F0"] == set()
+    assert behind["0SEND_F1"] == {"0SEND_F0"}
+    assert behind["0RECV_B0"] == set()
+    assert behind["0RECV_B1"] == {"0RECV_B0"}
+
+
+def test_where_a_pair_shares_one_queue_each_transfer_comes_behind_the_one_before():
+    behind, _ = posted(queue="pair")
+    assert behind["0RECV_B0"] == {"0SEND_F1"}
+    assert behind["0SEND_F2"] == {"0RECV_B0", "0SEND_F1"}
+    directions, _ = posted(queue="direction")
+    assert directions["0RECV_B0"] == set()
+
+
+def test_a_queue_of_another_name_is_one_more_order():
+    def both(rows):
+        for op in ("0SEND_F1", "0RECV_B1"):
+            change(rows, op, queue="side")
+
+    behind, _ = posted(both)
+    assert behind["0RECV_B1"] == {"0SEND_F1", "0RECV_B0"}
+    assert behind["0RECV_B0"] == set()
+
+
+def test_a_batch_is_posted_with_its_last_member_and_has_no_order_inside():
+    def batch(rows):
+        for op in ("0SEND_F1", "0RECV_B0"):
+            change(rows, op, batch=0)
+
+    behind, moments = posted(batch, queue="pair")
+    assert (moments["0SEND_F1"], moments["0RECV_B0"]) == (0, 2)
+    assert behind["0SEND_F1"] == behind["0RECV_B0"] == {"0SEND_F0"}
+    assert behind["0SEND_F2"] == {"0SEND_F1", "0RECV_B0"}
+
+
+def test_an_end_of_a_channel_waits_for_what_it_comes_behind():
+    from pipeproof.exec.paddle_comm import _ChannelEnd
+
+    seen, go = [], threading.Event()
+
+    def slowly(buffer):
+        go.wait(10)
+        seen.append(buffer)
+
+    first, second = _ChannelEnd("first", slowly), _ChannelEnd("second", seen.append)
+    one = first.post("one", ())
+    two = second.post("two", [one])
+    three = second.post("three", ())
+    assert not two.done.wait(0.05)
+    go.set()
+    for transfer in (one, two, three):
+        transfer.wait()
+    assert seen == ["one", "two", "three"]
+    assert one.end_ns <= two.start_ns
+    for end in (first, second):
+        end.close()
