@@ -79,7 +79,7 @@ def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     from pipeproof.comm.analytic.links import Links
     from pipeproof.comm.links.network import Network
     from pipeproof.specs.load import plan_from_dict
-    from pipeproof.stages.describe.boundary import describe_boundaries
+    from pipeproof.stages.describe.edges import describe_boundaries
     from pipeproof.stages.describe.layers import Collective, CollectiveKind
 
     seq = 64 * num_ranks

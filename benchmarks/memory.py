@@ -118,7 +118,7 @@ def compare(measured: dict[str, Any]) -> None:
     from pipeproof import lower, simulate
     from pipeproof.sim.memory.step import stage_holdings
     from pipeproof.specs.load import plan_from_dict
-    from pipeproof.stages.describe.memory import state_of
+    from pipeproof.stages.describe.state import state_of
 
     sys.stdout.write(f"{measured['gpu']}, PyTorch {measured['torch']}; MiB\n")
     for name, sizes in SIZES.items():

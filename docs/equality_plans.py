@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.comm.loaded import absolute_build
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.specs.load import load_plan
+
+_EXAMPLES = Path(__file__).parents[1] / "examples" / "own_layers"
 
 NUM_STEPS = 2
+SWIGLU_LIMIT = 0.05
+"""Of gates and their factors at the start some are beyond it, and some are not."""
 CLIP_NORM = 0.05
 """Well below the norm of these models' gradients at the start."""
 _MODEL = {
@@ -26,8 +33,40 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "head size": {"model": {"head_size": 6}},
         "latent attention": {"model": {"mla": _MLA}},
         "experts": {"model": {"moe": _MOE}},
+        "losses of routers, biases": {
+            "model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01, "expert_bias_rate": 0.003}}
+        },
+        "hyper-connections": {"model": {"hyper_connections": {"streams": 4}}},
+        "MTP": {"model": {"mtp": {"num_modules": 2}, "moe": _MOE}},
+        "MTP, magic send": {"model": {"mtp": {"num_modules": 2, "magic_send": True}, "tied_embedding": True}},
         "tied embedding": {"model": {"tied_embedding": True}},
         "clipping": {"run": {"clip_norm": CLIP_NORM}},
+        "sharded optimizer": {"memory": {"shard_optimizer": "dp"}, "run": {"clip_norm": CLIP_NORM}},
+        "sums when ready": {"schedule": {"reduce_gradients": "when_ready"}},
+        "experts, sharded optimizer, sums when ready": {
+            "model": {"moe": _MOE},
+            "memory": {"shard_optimizer": "dp"},
+            "schedule": {"reduce_gradients": "when_ready"},
+        },
+        "dropout": {"model": {"dropout": 0.1}},
+        "clamped SwiGLU": {"model": {"swiglu_limit": SWIGLU_LIMIT, "moe": _MOE}},
+        "main gradients": {"run": {"main_grad_dtype": "float64", "clip_norm": CLIP_NORM}},
+        "empty layers": {
+            "model": {"empty_layers": {"head": 1, "tail": 3}, "final_norm": "before_tail_empty"},
+            "stages": "layer:TransformerLayer|EmptyLayer",
+        },
+        "gathered again": {"memory": {"gathered": "again"}},
+        "words that cross": {
+            "boundaries": [
+                {"name": "hidden", "dims": "sbh"},
+                {"name": "tokens", "dims": "bs", "dtype": "int64"},
+                {"name": "labels", "dims": "sb", "dtype": "int32"},
+                {"name": "mask", "dims": "bs", "dtype": "bool"},
+            ],
+            "transport": "partial",
+        },
+        "own layers": {"example": "mixer"},
+        "own layers of Fleet": {"example": "fleet_conv"},
         "all together": {
             "model": {"moe": {**_MOE, "score": "sigmoid"}, "mla": _MLA, "tied_embedding": True},
             "run": {"clip_norm": CLIP_NORM},
@@ -45,6 +84,9 @@ TOPOLOGIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "pp 2, dp 2": {"pp": 2, "dp": 2},
         "pp 2, ep 2": {"pp": 2, "ep": 2},
         "tp 2, SP, ep 2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+        "pp 2, cp 2": {"pp": 2, "cp": 2},
+        "tp 2, SP, cp 2": {"tp": 2, "cp": 2, "sequence_parallel": True},
+        "ep 2, dp 2": {"ep": 2, "dp": 2},
     }
 )
 """Two to four ranks; SP is sequence parallelism."""
@@ -67,6 +109,7 @@ class Cell:
     def plan(self) -> dict[str, Any]:
         """The plan, as data that can be written as JSON."""
         feature = FEATURES[self.feature]
+        own = _own_layers(feature["example"]) if "example" in feature else {}
         chunks = max(SCHEDULE_KINDS[self.kind].min_chunks, 2 if self.kind in _WITH_TWO_STAGES else 1)
         schedule = {"kind": self.kind, "num_micro_batches": 8 if "pp 4" in self.topology else 4, "micro_batch_size": 2}
         splits = {"num_sequence_splits": 2} if SCHEDULE_KINDS[self.kind].splits_sequences else {}
@@ -74,9 +117,24 @@ class Cell:
             "pipeproof": 1,
             "model": {**_MODEL, **feature.get("model", {})},
             "topology": dict(TOPOLOGIES[self.topology]),
-            "schedule": {**schedule, **({"num_chunks": chunks} if chunks > 1 else {}), **splits},
+            **{key: feature[key] for key in ("stages", "memory", "boundaries", "transport") if key in feature},
+            "schedule": {
+                **schedule,
+                **({"num_chunks": chunks} if chunks > 1 else {}),
+                **splits,
+                **feature.get("schedule", {}),
+            },
+            **({"memory": feature["memory"]} if "memory" in feature else {}),
             "run": {"steps": NUM_STEPS, "seed": 7, "learning_rate": 0.01, **feature.get("run", {})},
+            **own,
         }
+
+
+def _own_layers(example: str) -> dict[str, Any]:
+    """The layers of an example, and what they ask of a plan; their file is named wherever the plan will be."""
+    loaded = load_plan(_EXAMPLES / f"{example}.yaml")
+    model = {**loaded.spec.model.model_dump(mode="json", exclude_unset=True), "build": absolute_build(loaded)}
+    return {"model": model, "loss": {"normalization": "mean_of_micro_batches"}}
 
 
 _WITH_TWO_STAGES = frozenset({"looped_bfs", "optimal"})
@@ -90,8 +148,21 @@ _TOPOLOGIES_OF = {
     "head size": ("pp 2, tp 2, SP", "pp 2", "pp 2, dp 2", "pp 2, tp 2"),
     "latent attention": ("pp 2, dp 2", "pp 2, tp 2, SP", "pp 2, tp 2", "pp 2"),
     "experts": ("pp 4", "pp 2, tp 2, SP", "pp 2, ep 2", "pp 2, ep 2"),
+    "losses of routers, biases": ("pp 4", "pp 2, tp 2, SP", "pp 2, dp 2", "pp 2, ep 2"),
+    "hyper-connections": ("pp 4", "pp 2, tp 2, SP", "pp 2", "pp 2, dp 2"),
+    "MTP": ("pp 4", "pp 2, tp 2, SP", "pp 2, ep 2", "pp 2, dp 2"),
+    "MTP, magic send": ("pp 4", "pp 2, dp 2", "pp 2, tp 2, SP", "pp 2"),
     "tied embedding": ("pp 4", "pp 2, tp 2, SP", "pp 2, dp 2", "pp 2, tp 2"),
     "clipping": ("pp 2, tp 2", "pp 2, dp 2", "pp 2", "pp 2, tp 2, SP"),
+    "sharded optimizer": ("pp 2, dp 2",) * 4,
+    "dropout": ("pp 4", "pp 2, tp 2, SP", "pp 2, dp 2", "pp 2, tp 2"),
+    "clamped SwiGLU": ("pp 4", "pp 2, ep 2", "pp 2", "pp 2, tp 2, SP"),
+    "main gradients": ("pp 4", "pp 2, dp 2", "pp 2, tp 2, SP", "pp 2, tp 2"),
+    "empty layers": ("pp 4", "pp 2", "pp 2, tp 2, SP", "pp 2, dp 2"),
+    "gathered again": ("pp 2, tp 2, SP",) * 4,
+    "words that cross": ("pp 4", "pp 2", "pp 2, tp 2", "pp 2, dp 2"),
+    "own layers": ("pp 4", "pp 2, dp 2", "pp 2", "pp 2"),
+    "own layers of Fleet": ("pp 2, dp 2", "pp 2", "pp 2, dp 2", "pp 2"),
 }
 CELLS = (
     *(
@@ -108,12 +179,28 @@ CELLS = (
     Cell("latent attention", "pp 2, tp 2, SP", "zb_h2"),
     Cell("head size", "pp 2, tp 2", "interleaved_zb"),
     Cell("experts", "pp 2", "v_half"),
+    Cell("losses of routers, biases", "pp 2", "zb_v"),
+    Cell("losses of routers, biases", "tp 2, SP, ep 2", "1f1b"),
+    Cell("losses of routers, biases", "pp 2, ep 2", "seq1f1b"),
+    Cell("MTP", "pp 2, tp 2, SP", "seq1f1b"),
     Cell("tied embedding", "pp 2, tp 2", "v_min"),
     Cell("experts", "pp 2, ep 2", "dualpipe_v"),
     Cell("latent attention", "pp 2, dp 2", "chimera"),
     Cell("GPT", "pp 2, tp 2, SP", "seq1f1b"),
     Cell("clipping", "pp 2, dp 2", "optimal"),
+    Cell("dropout", "pp 2, tp 2, SP", "seq1f1b"),
     Cell("experts", "tp 2, SP, ep 2", "1f1b"),
+    Cell("hyper-connections", "pp 2, tp 2, SP", "seq1f1b"),
+    Cell("hyper-connections", "pp 2, tp 2", "zb_h1"),
+    Cell("sums when ready", "pp 2, dp 2", "interleaved"),
+    Cell("sums when ready", "pp 2, dp 2", "zb_v"),
+    Cell("experts, sharded optimizer, sums when ready", "ep 2, dp 2", "looped_bfs"),
+    Cell("experts, sharded optimizer, sums when ready", "pp 2, dp 2", "interleaved"),
     Cell("all together", "pp 2, ep 2", "1f1b"),
+    Cell("GPT", "pp 2, cp 2", "1f1b"),
+    Cell("GPT", "tp 2, SP, cp 2", "1f1b"),
+    Cell("experts", "pp 2, cp 2", "zb_v"),
+    Cell("MTP", "pp 2, cp 2", "interleaved"),
+    Cell("hyper-connections", "pp 2, cp 2", "dualpipe"),
 )
 """Every feature with each of four kinds, every kind once, every topology; not the whole product."""

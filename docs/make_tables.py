@@ -42,6 +42,13 @@ def keys_part() -> str:
     top: list[tuple[str, ...]] = []
     sections = []
     for name, about in schema["properties"].items():
+        families = [option["$ref"] for option in about.get("oneOf", ())]
+        if families:
+            top.append((f"[`{name}`](#{name})", "mapping", "required", about["description"]))
+            for section in (defs[family.rpartition("/")[2]] for family in families):
+                kind = section["properties"]["kind"]["const"]
+                sections += _sections(name, section, defs, "" if kind == "gpt" else f" of kind {kind}")
+            continue
         reference = about.get("$ref") or about.get("items", {}).get("$ref")
         if reference is None:
             top.append((f"`{name}`", _type(about, defs), _default(name, about, schema), about["description"]))
@@ -56,15 +63,15 @@ def keys_part() -> str:
     return "\n".join(["### The whole plan\n", table(header, top), *sections])
 
 
-def _sections(name: str, section: dict[str, Any], defs: dict[str, Any]) -> list[str]:
-    """The table of a section, and of the sections inside it."""
+def _sections(name: str, section: dict[str, Any], defs: dict[str, Any], family: str = "") -> list[str]:
+    """The table of a section, and of the sections inside it; ``family`` is said behind its name."""
     inner = [
         (f"{name}.{key}", defs[option["$ref"].rpartition("/")[2]])
         for key, about in _mapping(section)["properties"].items()
-        for option in about.get("anyOf", ())
+        for option in (*about.get("anyOf", ()), about.get("items", {}))
         if "$ref" in option
     ]
-    return [_section(name, section, defs), *(part for found in inner for part in _sections(*found, defs))]
+    return [_section(name, section, defs, family), *(part for found in inner for part in _sections(*found, defs))]
 
 
 def _mapping(section: dict[str, Any]) -> dict[str, Any]:
@@ -72,14 +79,14 @@ def _mapping(section: dict[str, Any]) -> dict[str, Any]:
     return next((option for option in section.get("anyOf", ()) if "properties" in option), section)
 
 
-def _section(name: str, section: dict[str, Any], defs: dict[str, Any]) -> str:
+def _section(name: str, section: dict[str, Any], defs: dict[str, Any], family: str) -> str:
     mapping = _mapping(section)
     rows = [
         (f"`{name}.{key}`", _type(about, defs), _default(key, about, mapping), about["description"])
         for key, about in mapping["properties"].items()
     ]
     description = section["description"].replace("``", "`")
-    return f"### {name}\n\n{description}\n\n" + table(("key", "value", "default", "meaning"), rows)
+    return f"### {name}{family}\n\n{description}\n\n" + table(("key", "value", "default", "meaning"), rows)
 
 
 def _default(key: str, about: dict[str, Any], mapping: dict[str, Any]) -> str:
@@ -97,7 +104,10 @@ def _literal(value: Any) -> str:
 def _type(about: dict[str, Any], defs: dict[str, Any]) -> str:
     """A value's type and bounds in words."""
     if "$ref" in about:
-        return "a name, or a mapping" if "anyOf" in defs[about["$ref"].rpartition("/")[2]] else "a mapping"
+        plain, *_ = defs[about["$ref"].rpartition("/")[2]].get("anyOf", [{}])
+        return {"string": "a name, or a mapping", "number": "a number, or a mapping"}.get(
+            plain.get("type"), "a mapping"
+        )
     if "anyOf" in about:
         options = [_type(option, defs) for option in about["anyOf"] if option.get("type") != "null"]
         return ", or ".join(dict.fromkeys(options))
@@ -106,6 +116,10 @@ def _type(about: dict[str, Any], defs: dict[str, Any]) -> str:
     if "enum" in about:
         return " or ".join(f"`{_literal(value)}`" for value in about["enum"])
     match about["type"]:
+        case "array" if "$ref" in about["items"]:
+            return "a list of mappings"
+        case "array" if any("const" in option for option in about["items"].get("anyOf", ())):
+            return "a list of " + " or ".join(_plural(_type(option, defs)) for option in about["items"]["anyOf"])
         case "array" if "anyOf" in about["items"]:
             return "a list of these"
         case "array" if "enum" in about["items"]:
@@ -134,6 +148,8 @@ def _number(kind: str, about: dict[str, Any]) -> str:
     low = about.get("minimum", about.get("exclusiveMinimum"))
     if "maximum" not in about and "exclusiveMaximum" not in about:
         return kind if low is None else f"{kind}, {low} or more"
+    if kind == "number" and "exclusiveMaximum" in about:
+        return f"number, {low} or more, less than {about['exclusiveMaximum']}"
     high = about["exclusiveMaximum"] - 1 if "exclusiveMaximum" in about else about["maximum"]
     if low == high:
         return f"`{low}`"

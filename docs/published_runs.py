@@ -140,8 +140,8 @@ class Training:
 
 
 def _is_update(op: str) -> bool:
-    """Whether it is the optimizer, or one of the sums of gradients before it: not what they stand below."""
-    return op.endswith("STEP") or ("REDUCE_GRAD" in op and "/" in op)
+    """Whether it is the optimizer, a sum of gradients before it, or a gather of weights after it; not their parents."""
+    return op.endswith("STEP") or ("/" in op and ("REDUCE_GRAD" in op or "GATHER_WEIGHT" in op))
 
 
 def _changed(data: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:

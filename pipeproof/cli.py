@@ -19,6 +19,7 @@ from pipeproof.commands.advise import advise
 from pipeproof.commands.align import align
 from pipeproof.commands.compare import compare
 from pipeproof.commands.convert import convert
+from pipeproof.commands.describe import describe
 from pipeproof.commands.jitter import jitter
 from pipeproof.commands.line import console_for, refusing_bad_plans, writable
 from pipeproof.commands.schedule import schedule
@@ -67,6 +68,7 @@ def main() -> None:
 main.add_command(schedule)
 main.add_command(convert)
 main.add_command(advise)
+main.add_command(describe)
 main.add_command(sweep)
 main.add_command(compare)
 main.add_command(align)

@@ -13,6 +13,7 @@ from pipeproof.specs.codes import PLAN_FILE_CODES, RuleDoc
 from pipeproof.specs.profile import PROFILE_CODES
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
+from pipeproof.stages.own.codes import OWN_CODES
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.suppress import SUPPRESSION_CODES
 
@@ -36,6 +37,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         NO_ROOM,
         UNFINISHED,
         *RUN_CODES,
+        *OWN_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from pipeproof.stages.describe.order import is_empty
+
 Stages = tuple[tuple[str, ...], ...]
 """Names of the layers of each stage."""
 
@@ -20,6 +22,11 @@ Stages = tuple[tuple[str, ...], ...]
 def is_block(layer: str) -> bool:
     """Whether a layer is a transformer block, rather than the embedding, the last norm or the head."""
     return layer.startswith("layer.")
+
+
+def _with_work(stage: Sequence[str]) -> list[str]:
+    """The layers of a stage without empty ones, which take no time; all of them where there are no others."""
+    return [name for name in stage if not is_empty(name)] or list(stage)
 
 
 def num_blocks(stage: Sequence[str]) -> int:
@@ -33,14 +40,14 @@ def layer_times(stages: Stages, times: Sequence[Fraction]) -> dict[str, Fraction
     Raises:
         ValueError: a stage has no layer to put its time on.
     """
-    inner = [stage for stage, names in enumerate(stages) if names and all(map(is_block, names))]
+    inner = [stage for stage, names in enumerate(stages) if names and all(map(is_block, _with_work(names)))]
     blocks = sum(num_blocks(stages[stage]) for stage in inner)
     usual = sum((times[stage] for stage in inner), Fraction(0)) / blocks if blocks else None
     result: dict[str, Fraction] = {}
     for stage, names in enumerate(stages):
         if not names:
             raise ValueError(f"stage {stage} has a time and no layers")
-        result |= _shared_out(names, times[stage], usual)
+        result |= {**dict.fromkeys(names, Fraction(0)), **_shared_out(_with_work(names), times[stage], usual)}
     return result
 
 

@@ -87,7 +87,7 @@ def _align_records(a: RecordFile, b: RecordFile, tolerance: Tolerance, tell: Cal
     tensors = TensorComparison(a, b, tolerance)
     for step_a, step_b in paired_steps(a, b, tell):
         if step_a is not None and step_b is not None:
-            losses.put(_loss(step_a), _loss(step_b), tolerance, a.header.dtype)
+            _put_losses(losses, step_a, step_b, tolerance, a.header.dtype)
             tensors.put(step_a, step_b)
         elif step_a is not None:
             losses.miss(0, _loss(step_a))
@@ -102,6 +102,23 @@ def _align_records(a: RecordFile, b: RecordFile, tolerance: Tolerance, tell: Cal
     if tensors.found.num_compared == 0:
         raise AlignmentError(f"{a.file} and {b.file} have no tensor in common: they are records of different models")
     return Alignment(losses, tensors.found, tolerance, tuple(_notes(a, b)))
+
+
+def _put_losses(losses: LossAlignment, a: RecordedStep, b: RecordedStep, tolerance: Tolerance, dtype: str) -> None:
+    """The main loss of a step, and what is beside it, paired by name."""
+    losses.put(_loss(a), _loss(b), tolerance, dtype)
+    others_a, others_b = ({one.name: one for one in step.others} for step in (a, b))
+    for name in dict.fromkeys((*others_a, *others_b)):
+        seen = [
+            None if one is None else Observed(a.step, one.name, "loss", None, None, one.loss, one.md5)
+            for one in (others_a.get(name), others_b.get(name))
+        ]
+        if seen[0] is not None and seen[1] is not None:
+            losses.put(seen[0], seen[1], tolerance, dtype)
+        elif seen[0] is not None:
+            losses.miss(0, seen[0])
+        elif seen[1] is not None:
+            losses.miss(1, seen[1])
 
 
 def _loss(step: RecordedStep) -> Observed:

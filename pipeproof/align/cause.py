@@ -22,6 +22,7 @@ class Family(StrEnum):
     SCALE = "scale"
     ACCUMULATION_ORDER = "accumulation order"
     MISSING_REDUCTION = "missing reduction"
+    COMPUTATION = "computation"
     UNKNOWN = "unknown"
 
 
@@ -62,7 +63,7 @@ def guess(a: Values, b: Values, recorded_a: Recorded, recorded_b: Recorded) -> C
     same = np.count_nonzero(ulps_between(x, y) == 0)
     norms = f"norms {norm_of(x):.6g} and {norm_of(y):.6g}"
     told = _disagreement(recorded_a, "A") or _disagreement(recorded_b, "B")
-    return Cause(Family.UNKNOWN, f"{same} of {x.size} elements are equal; {norms}{told}")
+    return Cause(Family.UNKNOWN, f"{same} of {x.size} elements are equal{_equal_rows(x, y)}; {norms}{told}")
 
 
 def guess_from_norms(a: Recorded, b: Recorded) -> Cause:
@@ -91,15 +92,15 @@ def _addends(parts: Values, total: Values, side: str) -> Cause | None:
     if not parts.others or any(part.shape != total.whole.shape for part in parts.others.values()):
         return None
     other = "B" if side == "A" else "A"
-    summed = parts.whole.astype(np.float64)
-    for part in parts.others.values():
-        summed = summed + part.astype(np.float64)
-    num_parts = 1 + len(parts.others)
-    if max_relative(summed, total.whole) <= _ROUNDINGS * _eps(total.whole):
-        return Cause(
-            Family.MISSING_REDUCTION,
-            f"{num_parts} ranks of {side} hold different tensors; their sum is {other}'s to within rounding",
-        )
+    everyone = list(parts.others.values())
+    distinct = list({part.tobytes(): part for part in everyone}.values())
+    for addends, who in ((everyone, "ranks"), (distinct, "groups of ranks")):  # groups have reduced over other axes
+        summed = np.add.reduce([parts.whole, *addends], axis=0, dtype=np.float64)
+        if max_relative(summed, total.whole) <= _ROUNDINGS * _eps(total.whole):
+            return Cause(
+                Family.MISSING_REDUCTION,
+                f"{1 + len(addends)} {who} of {side} hold different tensors; their sum is {other}'s to within rounding",
+            )
     return None
 
 
@@ -134,6 +135,17 @@ def _foreign(x: Array, y: Array) -> Cause | None:
         Family.LAYOUT,
         f"every value of A is one of B's, but {lost} of B's {y.size} are lost and others stand again in {again} places",
     )
+
+
+def _equal_rows(x: Array, y: Array) -> str:
+    """How many whole rows are equal, such as tokens of an activation, where some are and all others are not at all."""
+    if x.ndim < 2 or x.shape[-1] < 2:
+        return ""
+    equal = (ulps_between(x, y) == 0).reshape(-1, x.shape[-1])
+    whole, some = equal.all(axis=1), equal.any(axis=1)
+    if not whole.any() or np.count_nonzero(some & ~whole) > np.count_nonzero(~whole) // 2:
+        return ""
+    return f", which are {np.count_nonzero(whole)} of {len(whole)} rows along the last dim"
 
 
 def _permutation(x: Array, y: Array) -> list[int] | None:

@@ -41,8 +41,9 @@ _MD5 = re.compile(r"[0-9a-f]{32}")
 class Observed:
     """One loss that a log, or a record, shows.
 
-    ``loss`` is ``main`` or a name that begins with ``mtp``; ``what`` is the line
-    it stood in. ``rank`` and ``micro_batch`` are None for a step's own loss.
+    ``loss`` is ``main`` or a name that begins with ``mtp``, or in a record the
+    name of what routers have; ``what`` is the line it stood in. ``rank`` and
+    ``micro_batch`` are None for a step's own loss.
     ``value`` is as it was printed, None where there is only an MD5.
     """
 

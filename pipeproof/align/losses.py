@@ -62,7 +62,7 @@ class Matches:
 
 @dataclass(slots=True)
 class LossAlignment:
-    """All losses of two sides.
+    """All losses of two sides; ``routers`` has their losses, and their biases after each step.
 
     ``unpaired`` counts, of A and of B, losses without a partner, with one of
     them as an example. ``by_value`` says that for some of them only printed
@@ -71,6 +71,7 @@ class LossAlignment:
 
     main: Matches = field(default_factory=Matches)
     mtp: Matches = field(default_factory=Matches)
+    routers: Matches = field(default_factory=Matches)
     unpaired: list[int] = field(default_factory=lambda: [0, 0])
     examples: list[Observed | None] = field(default_factory=lambda: [None, None])
     by_value: bool = False
@@ -78,11 +79,11 @@ class LossAlignment:
     @property
     def equal(self) -> bool:
         """Whether every loss has a partner, and they are equal."""
-        return not (self.main.differing or self.mtp.differing or any(self.unpaired))
+        return not (self.main.differing or self.mtp.differing or self.routers.differing or any(self.unpaired))
 
     def put(self, a: Observed, b: Observed, tolerance: Tolerance, dtype: str) -> None:
         """Compare one pair."""
-        matches = self.mtp if a.loss.startswith("mtp") else self.main
+        matches = self._of(a.loss)
         matches.steps.add(a.step)
         if a.md5 is not None and b.md5 is not None:
             equal = a.md5 == b.md5
@@ -101,6 +102,12 @@ class LossAlignment:
         matches.differing.add(a.step)
         if matches.first is None or a.key < matches.first.a.key:
             matches.first = LossDifference(a, b, ulps, relative)
+
+    def _of(self, loss: str) -> Matches:
+        """The losses of one kind; what is neither of MTP nor the main loss is of routers."""
+        if loss.startswith("mtp"):
+            return self.mtp
+        return self.main if loss == "main" else self.routers
 
     def miss(self, side: int, observed: Observed) -> None:
         """Count a loss without a partner."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeproof.align.errors import AlignmentError
-from pipeproof.align.record import FORMAT, RECORD_FILE, Header, Recorded, RecordedStep
+from pipeproof.align.record import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
 
 
 class RecordFile:
@@ -86,7 +86,8 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _step(content: dict[str, Any], tensors: tuple[Recorded, ...]) -> RecordedStep:
-    step = RecordedStep(int(content["step"]), str(content["loss"]), str(content["loss_md5"]), tensors)
+    others = tuple(map(OtherRecorded.from_json, content.get("others", ())))
+    step = RecordedStep(int(content["step"]), str(content["loss"]), str(content["loss_md5"]), tensors, others)
     math.copysign(1.0, float(step.loss))  # a number, or a ValueError
     counted = (content["tensors"], content["gradients"])
     found = (sum(not t.parameter for t in tensors), sum(bool(t.parameter) for t in tensors))
@@ -96,6 +97,7 @@ def _step(content: dict[str, Any], tensors: tuple[Recorded, ...]) -> RecordedSte
         f"{found[0]} and {found[1]}",
     )
     _require(all(t.step == step.step for t in tensors), f"lines of another step stand before the end of {step.step}")
+    _require(len({one.name for one in others}) == len(others), f"step {step.step} names another loss twice")
     _require(len({t.key for t in tensors}) == len(tensors), f"step {step.step} names a tensor twice")
     return step
 

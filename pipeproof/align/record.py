@@ -152,17 +152,47 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherRecorded:
+    """Another loss than the main one, to 20 decimals, or (``loss`` None) a state that changes from step to step.
+
+    ``name`` is ``mtp.0`` and so on for losses of modules, ``aux`` or ``z`` for
+    losses of routers, ``bias/layer.3.mlp`` for the bias of one after the step.
+    """
+
+    name: str
+    loss: str | None
+    md5: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the step's line."""
+        return {"name": self.name, "loss": self.loss, "md5": self.md5}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> OtherRecorded:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such entry.
+        """
+        loss = None if entry["loss"] is None else str(entry["loss"])
+        if loss is not None:
+            math.copysign(1.0, float(loss))
+        return cls(str(entry["name"]), loss, str(entry["md5"]))
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedStep:
     """One finished step: the loss to 20 decimals, the MD5 of its bytes, and its tensors in order.
 
-    The MD5 is of the scalar's little-endian bytes in the run's dtype: 4 for
-    float32, 8 for float64.
+    ``others`` is what there is beside the main loss. The MD5 is of the scalar's
+    little-endian bytes in the run's dtype: 4 for float32, 8 for float64.
     """
 
     step: int
     loss: str
     loss_md5: str
     tensors: tuple[Recorded, ...]
+    others: tuple[OtherRecorded, ...] = ()
 
     def lines(self) -> str:
         """All lines of the step, its own as the last."""
@@ -174,6 +204,7 @@ class RecordedStep:
             "loss_md5": self.loss_md5,
             "tensors": sum(line["kind"] == "tensor" for line in tensors),
             "gradients": sum(line["kind"] == "gradient" for line in tensors),
+            **({"others": [one.to_json() for one in self.others]} if self.others else {}),
         }
         return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (*tensors, end))
 

@@ -39,8 +39,10 @@ def _lines(found: Alignment) -> Iterator[str]:
     counts = [_count("main", losses.main)]
     if losses.mtp.steps:
         counts.append(_count("mtp", losses.mtp))
+    if losses.routers.steps:
+        counts.append(_count("router", losses.routers))
     yield ", ".join(counts)
-    for name, matches in (("main", losses.main), ("mtp", losses.mtp)):
+    for name, matches in (("main", losses.main), ("mtp", losses.mtp), ("router", losses.routers)):
         if matches.first is not None:
             yield f"first_{name}_diff: {_loss(matches.first)}"
     for side, number, example in zip("AB", losses.unpaired, losses.examples, strict=True):
@@ -89,6 +91,12 @@ def _tensors(tensors: TensorAlignment) -> Iterator[str]:
     before = "nothing recorded" if tensors.before is None else tensors.before.title
     handed = "; it is the same tensor before it was handed on: no layer computes between" if first.handed_on else ""
     yield f"  last equal before it: {before}{handed}"
+    if first.weights.tells:
+        named = {
+            word: ", ".join(name.removeprefix(f"{first.a.layer}.").removesuffix(".weight") for name in names)
+            for word, names in (("differ", first.weights.different), ("are equal", first.weights.equal))
+        }
+        yield f"  of its weights' gradients {'; '.join(f'{word}: {names}' for word, names in named.items())}"
     yield (
         f"  in that step {tensors.num_in_first_step} of {tensors.compared_in_first_step} tensors differ; "
         f"steps in which one does: {tensors.differing_steps}"
@@ -118,6 +126,7 @@ def alignment_to_json(found: Alignment) -> dict[str, Any]:
         "asked": {"ulps": found.tolerance.ulps, "relative": found.tolerance.relative},
         "main": _matches_json(losses.main),
         "mtp": _matches_json(losses.mtp) if losses.mtp.steps else None,
+        "routers": _matches_json(losses.routers) if losses.routers.steps else None,
         "unpaired_losses": {"a": losses.unpaired[0], "b": losses.unpaired[1]},
         "tensors": None if tensors is None else _tensors_json(tensors),
         "notes": list(found.notes),
@@ -166,6 +175,7 @@ def _difference_json(difference: TensorDifference) -> dict[str, Any]:
         **_far_json(difference.ulps, difference.relative),
         "place": None if difference.place is None else list(difference.place),
         "handed_on": difference.handed_on,
+        "weights": {"equal": list(difference.weights.equal), "different": list(difference.weights.different)},
         "cause": {"family": difference.cause.family.value, "evidence": difference.cause.evidence},
     }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from pipeproof.align.errors import AlignmentError
 from pipeproof.align.losses import Tolerance
 from pipeproof.align.read_record import RecordFile
 from pipeproof.align.record import Recorded, RecordedStep, values_file
+from pipeproof.align.surroundings import WeightGradients, giver, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class TensorDifference:
     parts; empty otherwise. ``ulps`` and ``relative`` are the largest over
     elements, None without values; ``place`` is the index of an element that is
     that many ulps off. ``handed_on`` says that no layer computes between it and
-    the last equal tensor, which is the same one before it was handed on.
+    the equal tensor before it, which is the same one before it was handed on.
+    ``weights`` are those of its layer, with their gradients in that step.
     """
 
     a: Recorded
@@ -36,11 +38,16 @@ class TensorDifference:
     place: tuple[int, ...] | None
     cause: Cause
     handed_on: bool = False
+    weights: WeightGradients = field(default_factory=WeightGradients)
 
 
 @dataclass(slots=True)
 class TensorAlignment:
-    """Tensors of two records over all common steps; ``before`` is the last equal one before ``first``."""
+    """Tensors of two records over all common steps.
+
+    ``before`` is the last equal one before ``first``, or, where that was handed
+    on, the same one before it was.
+    """
 
     num_compared: int = 0
     num_differing: int = 0
@@ -108,20 +115,44 @@ class TensorComparison:
         differing = 0
         common = [(t, theirs[key]) for key, t in ours.items() if key in theirs]
         for mine_, other_ in common:
-            if _same(mine_, other_) or self._close(mine_, other_):
+            if self._equal(mine_, other_):
                 last = mine_
                 continue
             differing += 1
             if found.first is None:
-                first = self._difference(mine_, other_)
-                handed_on = mine_.side == "input" and last is not None and _is_handed_on(last, mine_)
-                found.first, found.before = replace(first, handed_on=handed_on), last
+                found.first, found.before = self._located(self._difference(mine_, other_), last, common)
         found.num_compared += len(common)
         found.num_differing += differing
         if differing:
             if not found.differing_steps:
                 found.num_in_first_step, found.compared_in_first_step = differing, len(common)
             found.differing_steps += 1
+
+    def _located(
+        self, first: TensorDifference, last: Recorded | None, common: Sequence[tuple[Recorded, Recorded]]
+    ) -> tuple[TensorDifference, Recorded | None]:
+        """The first difference with what the tensors around it say, and the equal one before it."""
+        mine = first.a
+        layers = list(dict.fromkeys(a.layer for a, _ in common if a.direction == "forward"))
+        given = {
+            (a.layer, a.direction, a.micro_batch, a.piece): a
+            for a, _ in common
+            if a.side == "output" and not a.parameter
+        }
+        source = None
+        if mine.side == "input":
+            source = given.get((giver(mine, layers) or "", mine.direction, mine.micro_batch, mine.piece))
+        weights = WeightGradients()
+        if not mine.parameter:
+            of_layer = [(a.parameter, self._equal(a, b)) for a, b in common if a.parameter and a.layer == mine.layer]
+            weights = WeightGradients(
+                *(tuple(name for name, equal in of_layer if equal is one) for one in (True, False))
+            )
+        cause = placed(first.cause, mine, last, layers)
+        return replace(first, cause=cause, handed_on=source is not None, weights=weights), source or last
+
+    def _equal(self, a: Recorded, b: Recorded) -> bool:
+        return _same(a, b) or self._close(a, b)
 
     def _close(self, a: Recorded, b: Recorded) -> bool:
         if self._tolerance.bitwise or not self._values or (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -146,13 +177,6 @@ class TensorComparison:
             apart = guess(Values(p, {}), Values(q, {}), a, b)
             cause = missing_reduction(x, y) or Cause(apart.family, f"on rank {rank}: {apart.evidence}")
         return TensorDifference(a, b, ranks, max_ulps(p, q), max_relative(p, q), _place(p, q), cause)
-
-
-def _is_handed_on(before: Recorded, after: Recorded) -> bool:
-    """Whether the one layer's output is what the other takes: the order has nothing between them."""
-    return (before.side, before.direction, before.micro_batch, before.piece, before.parameter) == (
-        "output", after.direction, after.micro_batch, after.piece, "",
-    )  # fmt: skip
 
 
 def _other_part(a: Recorded, b: Recorded, x: Values, y: Values) -> tuple[int, Array, Array]:

@@ -4,9 +4,10 @@ Sums of rounded numbers depend on their order. A plan whose stages all add in
 the order of micro-batches has the bits of a model that runs them one by one;
 any other has those of a reference that adds in the plan's own order. Where a
 stage has copies, each adds its own micro-batches, and the sums are added after
-that in the order of the copies' pipeline ranks. Of a tied weight embedding and
-head each add a sum of their own; a rank that holds both adds the head's to the
-embedding's, before copies are summed.
+that in the order of the copies' pipeline ranks. Of the embedding's weight the
+embedding, each module that looks tokens up itself and a tied head add a sum of
+their own; a rank that holds several adds the later ones' to the first, before
+copies are summed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeproof.schedule.optable import TensorSpec
 from pipeproof.specs.layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layers import COUNTS_DTYPE, Layer
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class BoundaryTensors:
     """Likewise what collectives inside layers move in a type of their own, by that type."""
 
 
-def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer]) -> BoundaryTensors:
+def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer], num_loads: int = 0) -> BoundaryTensors:
     """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
 
     After them, for each type that collectives of ``layers`` have of their own, the largest of what they move.
+    ``num_loads`` numbers are summed at the end of the step for each router.
     """
     specs: list[TensorSpec] = []
     index: dict[tuple[str, int, int, int], int] = {}
@@ -39,7 +40,7 @@ def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer]) -> BoundaryTensor
                         name = f"{side}_grad" if gradient else side
                         index[name, stage, variant, place] = len(specs)
                         specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
-    largest: dict[str, int] = {}
+    largest = {COUNTS_DTYPE: num_loads} if num_loads else dict[str, int]()
     for layer in layers:
         for one in (*layer.forward_collectives, *layer.backward_collectives):
             if one.dtype is not None:

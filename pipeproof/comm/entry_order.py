@@ -111,7 +111,7 @@ class EntryOrder:
             goes_with_host = goes_with_host or self.goes_with_host(op_id)
             holds_host = holds_host or self._holds_host(op_id)
             by_default = by_default or self._queue[op_id] == NONE
-            orders.update(dict.fromkeys(self._orders(op_id)))
+            orders.update(dict.fromkeys(self.orders(op_id)))
         if goes_with_host or by_default:
             before += host.issued
         before += host.held
@@ -139,7 +139,7 @@ class EntryOrder:
         """Whether an operation is a collective of several ranks."""
         return self._is_collective[op_id] and self._group[op_id] != NONE
 
-    def _orders(self, op_id: int) -> Sequence[Hashable]:
+    def orders(self, op_id: int) -> Sequence[Hashable]:
         """The orders of its rank, beside the host's, in which an operation stands."""
         queue = self._queue[op_id]
         named: Sequence[Hashable] = () if queue in (NONE, COMPUTE_QUEUE, HOST_QUEUE) else (("queue", queue),)

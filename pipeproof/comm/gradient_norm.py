@@ -5,7 +5,9 @@ by weight, into a vector with one entry for each weight of the model, in the
 model's order. Each element of each gradient counts on one rank: ranks that
 hold different parts count them all, of ranks with equal parts, or copies of
 one weight, the first does. All-reduces over ``tp``, ``ep`` and ``pp`` make the
-vector whole everywhere; ``dp`` and ``cp`` ranks have equal gradients by then.
+vector whole everywhere; ``dp`` and ``cp`` ranks have equal gradients by then,
+unless the optimizer is sharded: then each dp rank has its share of every sum,
+and counts that, and the vector is summed over ``dp`` first.
 The norm is the root of the vector's sum, entry by entry: where a weight stands
 in the pipeline changes no bit of it.
 """
@@ -15,17 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from pipeproof.stages.describe.shares import num_shares
+
 if TYPE_CHECKING:
     from pipeproof.comm.lowered import LoweredPlan
-    from pipeproof.comm.mesh import Mesh
 
 CUT_AXES = ("tp", "ep")
 """Axes over which weights are cut."""
 
 
-def norm_axes(mesh: Mesh) -> tuple[str, ...]:
+def norm_axes(plan: LoweredPlan) -> tuple[str, ...]:
     """The axes over which the vector is summed, in order."""
-    return tuple(axis for axis in (*CUT_AXES, "pp") if mesh.size(axis) > 1)
+    shared = ("dp",) if num_shares(plan.spec) > 1 else ()
+    return (*shared, *(axis for axis in (*CUT_AXES, "pp") if plan.mesh.size(axis) > 1))
 
 
 def num_weights(plan: LoweredPlan) -> int:

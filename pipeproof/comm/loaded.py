@@ -78,6 +78,13 @@ def schedule_path(loaded: LoadedPlan) -> Path:
     return _folder(loaded) / loaded.spec.schedule.path
 
 
+def absolute_build(loaded: LoadedPlan) -> str:
+    """``model.build`` of own layers, with the file named wherever the process is that reads it."""
+    assert loaded.spec.own_layers is not None
+    file, function = loaded.spec.own_layers.file_and_function
+    return f"{(_folder(loaded) / file).resolve()}:{function}"
+
+
 def from_here(loaded: LoadedPlan) -> LoadedPlan:
     """The plan with its profile named from where the process is, which a plan file names from where it is itself."""
     profile = loaded.spec.cost.profile

@@ -32,6 +32,7 @@ from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.op_graph import graph_of
 from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
+from pipeproof.comm.step_end import require_own_updates
 from pipeproof.comm.times import link_times, with_times
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.formats.foreign import ForeignSchedule
@@ -39,9 +40,11 @@ from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundaries, describe_boundary
+from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundary
+from pipeproof.stages.describe.edges import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import Layer, backward_calls
+from pipeproof.stages.describe.layers import Collective, Layer, backward_calls, weight_calls
+from pipeproof.stages.describe.own_layers import describe_own, own_boundary
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000
@@ -87,16 +90,17 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
             ``MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
-    layers = describe_gpt(plan)
+    has_own = plan.own_layers is not None
+    layers = describe_own(plan) if has_own else describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
     links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
-    own = boundary or describe_boundary(plan)
+    own = boundary or (own_boundary(plan) if has_own else describe_boundary(plan))
     nothing = OpGraph(Blocks().expand(), (), ())
     lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign, links=links)
-    _require_own_updates(lowered)
+    require_own_updates(lowered)
     is_early = plan.transport.recv_post != "just_in_time"
     if is_early:
         lowered = replace(lowered, receives=_received_early(lowered))
@@ -119,18 +123,15 @@ def _received_early(plan: LoweredPlan) -> tuple[Posts, ...]:
     return early_receives(plan, 1 if recv_post == "one_ahead" else None)
 
 
-def _require_own_updates(plan: LoweredPlan) -> None:
-    """Refuse to clip where a file says what is summed and when the optimizer steps: it says nothing of a norm."""
-    if plan.spec.run.clip_norm is not None and plan.foreign is not None and not plan.foreign.computes_only:
-        message = "`run.clip_norm` is given, and the schedule has its own communication, in which no norm is summed"
-        mend = "remove clip_norm, or take a schedule of computations only"
-        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=mend), ("run", "clip_norm"))
+def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:
+    """What a layer issues for one micro-batch: forward, backward and for the gradients of its weights."""
+    return layer.forward_collectives, backward_calls(plan, layer), weight_calls(plan, layer)
 
 
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
     """Refuse before the work begins what memory could not hold at its end."""
     per_micro_batch = _MOST_OPS_PER_STAGE * plan.num_stages
-    per_micro_batch += sum(len(layer.forward_collectives) + len(backward_calls(plan, layer)) for layer in layers)
+    per_micro_batch += sum(len(calls) for layer in layers for calls in _calls(plan, layer))
     most = plan.schedule.num_micro_batches * per_micro_batch
     if most > MAX_OPERATIONS:
         raise BadPlanAtError(

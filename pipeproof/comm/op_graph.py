@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeproof.comm.boundary_tensors import tensors_of
-from pipeproof.comm.rank_blocks import DATA_AXES, RankBlocks
+from pipeproof.comm.expert_loads import num_loads
+from pipeproof.comm.rank_blocks import RankBlocks
 from pipeproof.comm.rank_writer import RankWriter
+from pipeproof.comm.step_end import DATA_AXES
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import Columns, columns_of
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
@@ -61,7 +63,7 @@ def _columns(
     *,
     fold_tp: bool,
 ) -> tuple[Columns, tuple[TensorSpec, ...]]:
-    tensors = tensors_of(plan.edges, plan.layers)
+    tensors = tensors_of(plan.edges, plan.layers, num_loads(plan.spec))
     reduce_axes = _reduce_axes(plan)
     blocks, given = Blocks(num_splits=plan.num_splits), []
     for rank in ranks:

@@ -1,15 +1,14 @@
-"""The rows of one rank: what it does around each forward and backward of a stage, and at the end of the step."""
+"""The rows of one rank: what it does around each forward and backward of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.comm.boundary_tensors import BoundaryTensors
-from pipeproof.comm.gradient_norm import norm_axes, num_weights
+from pipeproof.comm.step_end import StepEnd
 from pipeproof.comm.transport import Transport, effective_transport, slice_range
 from pipeproof.schedule.blocks import ANY
 from pipeproof.schedule.columns import NONE, Row, unit_of
@@ -27,13 +26,10 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.schedule.programs import Program
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, Parameter, backward_calls
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, backward_calls, weight_calls
 
 if TYPE_CHECKING:
     from pipeproof.comm.lowered import LoweredPlan
-
-DATA_AXES = ("ep", "dp")
-"""Axes whose ranks see other micro-batches: over these every gradient is reduced whose weight is not cut there."""
 
 _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
@@ -93,6 +89,7 @@ class RankBlocks:
         self._num_tp = plan.mesh.size("tp")
         self._declared = {True: plan.spec.transport.forward, False: plan.spec.transport.backward}
         self._program = plan.programs[coords["pp"]]
+        self.step_end = StepEnd(plan, coords, groups, copies, self._issued)
 
     @cached_property
     def _forward_only(self) -> bool:
@@ -102,18 +99,6 @@ class RankBlocks:
     def program(self) -> Program:
         """The computations of the rank."""
         return self._program
-
-    def updates(self, reduce_axes: Sequence[str]) -> Iterator[list[Row]]:
-        """The end of the step, stage by stage; nothing where no gradient is made."""
-        stages = [] if self._forward_only else sorted({op.stage for op in self._program})
-        if self._plan.spec.run.clip_norm is None:
-            for stage in stages:
-                yield list(self.update(stage, reduce_axes))
-        elif stages:  # the norm is of all gradients, when they are whole
-            for stage in stages:
-                yield list(self._reduce(stage, reduce_axes))
-            yield list(self._norm(stages[0]))
-            yield [Row(Op(OpKind.STEP, stage)) for stage in stages]
 
     def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
         """The rows of a program that has its own communication, with what it leaves open filled in.
@@ -129,15 +114,14 @@ class RankBlocks:
             if about.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
                 yield from self._given_transfer(row, about)
             elif op.kind is OpKind.REDUCE_GRAD and op.axis is None and reduce_axes:
-                yield from self._reduce(op.stage, reduce_axes)
+                yield from self.step_end.reduce(op.stage, reduce_axes)
             else:
                 yield self._to_graph(row)
                 if op.kind in COMPUTE_KINDS:
                     yield from self._children(op, self.variant(self.unit(op)))
-        if not has_step and not self._forward_only:
-            for stage in sorted({op.stage for op in self._program}):
-                reduced = any(r.op.kind is OpKind.REDUCE_GRAD and r.op.stage == stage for r in rows)
-                yield from self.update(stage, () if reduced else reduce_axes)
+        if not has_step:
+            reduced = {row.op.stage for row in rows if row.op.kind is OpKind.REDUCE_GRAD}
+            yield from self.step_end.given(reduced, reduce_axes)
 
     def _to_graph(self, row: Row) -> Row:
         """A row whose peer is a pipeline rank, with the graph's rank in its place."""
@@ -314,15 +298,16 @@ class RankBlocks:
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
         """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
         spec = self._plan.spec
-        full = spec.model.seq_length * spec.schedule.micro_batch_size  # what the layers are described for
+        length = 1 if spec.own_layers is not None else spec.model.seq_length
+        full = length * spec.schedule.micro_batch_size  # what the layers are described for
         own = self._plan.sizes[variant].num_tokens
         layers = self._plan.layers_of(op.stage)
         if op.kind is OpKind.FORWARD:
             collectives = [c for layer in layers for c in layer.forward_collectives]
-        elif op.kind is OpKind.BACKWARD_WEIGHT:
-            collectives = []
         else:
-            collectives = [c for layer in reversed(layers) for c in backward_calls(spec, layer)]
+            parts = {OpKind.BACKWARD_INPUT: [backward_calls], OpKind.BACKWARD_WEIGHT: [weight_calls]}
+            calls = parts.get(op.kind, [backward_calls, weight_calls])
+            collectives = [c for part in calls for layer in reversed(layers) for c in part(spec, layer)]
         scaled = (replace(c, numel=c.numel * own // full) if own != full and c.per_token else c for c in collectives)
         yield from self._issued(op, scaled)
 
@@ -335,40 +320,3 @@ class RankBlocks:
                 group = self._groups[collective.axis]
             tensor = NONE if collective.dtype is None else self._tensors.inside[collective.dtype]
             yield Row(child, tensor=tensor, stop=collective.numel, group=group, reduction=collective.reduction)
-
-    def update(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """The end of the step for one stage: gradient reductions in the order of ``reduce_axes``, the optimizer."""
-        yield from self._reduce(stage, reduce_axes)
-        yield Row(Op(OpKind.STEP, stage))
-
-    def _reduce(self, stage: int, reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """Sums over the copies of weights, if there are several, then over each axis."""
-        places, weights = self._plan.shared_weights.places, self._plan.weights_of(stage, self._coords["pp"])
-        copied = [weight for weight in weights if len(places(stage, weight.name)) > 1]
-        if copied:
-            reduce = Op(OpKind.REDUCE_GRAD, stage, axis="pp")
-            yield Row(reduce)
-            yield from self._issued(reduce, (self._reduction("pp", weight) for weight in copied))
-        for axis in reduce_axes:
-            reduce = Op(OpKind.REDUCE_GRAD, stage, axis=axis)
-            yield Row(reduce)
-            owed = (weight for weight in weights if is_reduced(weight, axis))
-            yield from self._issued(reduce, (self._reduction(axis, weight) for weight in owed))
-
-    def _norm(self, stage: int) -> Iterator[Row]:
-        """Making the squared norms of all gradients whole, in the name of the rank's first stage."""
-        for axis in norm_axes(self._plan.mesh):
-            everyone = tuple(range(self._plan.mesh.size("pp")))
-            group = self._copies[everyone] if axis == "pp" else self._groups[axis]
-            op = Op(OpKind.ALL_REDUCE, stage, axis=axis)
-            yield Row(op, stop=num_weights(self._plan), group=group, reduction="sum")
-
-    def _reduction(self, axis: str, weight: Parameter) -> Collective:
-        """The all-reduce of one weight's gradient."""
-        num_ranks = {name: self._plan.mesh.size(name) for name in ("tp", "ep")}
-        return Collective(CollectiveKind.ALL_REDUCE, axis, prod(weight.local_shape(num_ranks)), weight.name)
-
-
-def is_reduced(weight: Parameter, axis: str) -> bool:
-    """Over data axes every gradient but of what is cut there, for experts get all EP ranks' tokens; else if partial."""
-    return (axis in DATA_AXES and axis not in weight.sharded_over) or axis in weight.partial_over

@@ -33,17 +33,24 @@ class RankWriter:
         ``rows`` are its computations where they have places in a file, or
         overlap: then the two are in one batch.
         """
+        step_end = self._rank.step_end
+        ready_behind = step_end.ready_behind(reduce_axes)
         if rows is None and not self._posts:
             for op in self._rank.program:
                 self._use_one(op)
+                if stages := ready_behind.get(op):
+                    self._blocks.use(self._blocks.add(list(step_end.reduce_beside(op, stages, reduce_axes))))
         else:
             place = 0
             for computations in _overlapping(rows if rows is not None else map(Row, self._rank.program)):
                 self._use(computations, place)
                 place += len(computations)
+                for row in computations:
+                    if stages := ready_behind.get(row.op):
+                        self._blocks.use(self._blocks.add(list(step_end.reduce_beside(row.op, stages, reduce_axes))))
         for block, unit, origin in self._late:  # sends that are waited for at the end of the step, in their order
             self._blocks.use(block, unit, origin)
-        for update in self._rank.updates(reduce_axes):
+        for update in step_end.updates(reduce_axes):
             self._blocks.use(self._blocks.add(update))
         self._blocks.end_rank()
 

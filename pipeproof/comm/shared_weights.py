@@ -1,7 +1,8 @@
 """Weights that several layers compute with: who holds them, and with which stage a rank reduces and updates them.
 
-A tied head multiplies by the embedding's weight. Pipeline ranks that hold
-either stage hold the weight, each once. What a rank's stages add to its
+A tied head multiplies by the embedding's weight, and modules of multi-token
+prediction may look tokens up in it. Pipeline ranks that hold one of their
+stages hold the weight, each once. What a rank's stages add to its
 gradient is added up on the rank, first of the first stage; then over the
 ranks that hold it, in their order (a ``pp`` group, as Megatron-LM's embedding
 group, arXiv:1909.08053); then over the data axes, as of any other weight.
@@ -30,13 +31,22 @@ class SharedWeights:
 
         Not those that the stage borrows from one that the rank holds: they belong to that one.
         """
-        borrowed = [weight for layer in layers for weight in layer.borrowed]
+        borrowed = dict.fromkeys(weight for layer in layers for weight in layer.borrowed)
         own = [weight for layer in layers for weight in layer.parameters]
         return (*(weight for weight in borrowed if self.home(weight.name, pp) == stage and weight not in own), *own)
 
     def home(self, name: str, pp: int) -> int:
         """The stage with which a pipeline rank that holds a borrowed weight reduces and updates it."""
         return next(stage for stage in self.users[name] if pp in self.holders[stage])
+
+    def borrowers(self, pp: int) -> Mapping[int, tuple[int, ...]]:
+        """By stage of a pipeline rank, the stages there that compute with borrowed weights which belong to it."""
+        found: dict[int, set[int]] = {}
+        for users in self.users.values():
+            here = [stage for stage in users if pp in self.holders[stage]]
+            if here:
+                found.setdefault(here[0], set()).update(here)
+        return {home: tuple(sorted(stages)) for home, stages in found.items()}
 
     def places(self, stage: int, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a weight of a stage, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.ranges import names_text, ranges_text
+from pipeproof.stages.describe.boundary import Boundary
 
 MOST_SHOWN = 100
 """Computations of a program that are shown."""
@@ -27,12 +29,8 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
         numel = sum(prod(p.shape) for layer in plan.layers_of(stage) for p in layer.parameters)
         stages.add_row(str(stage), ranges_text(ranks, ", "), names_text(names), f"{numel:,}")
     console.print(stages)
-    boundary = plan.boundary
-    if len(plan.stages) > 1:
-        console.print(
-            f"boundary tensor: {boundary.dims} {list(boundary.shape)} {boundary.dtype}, {boundary.tp} over tp; each "
-            f"rank holds {list(boundary.local_shape)}; its gradient is {boundary.grad_placement()}"
-        )
+    for line in _boundaries(plan):
+        console.print(line)
     if plan.graph.channels or plan.graph.groups:
         console.print(_groups(plan))
     console.print(f"weight gradients are added: {accumulation_of(plan)}")
@@ -40,6 +38,23 @@ def render_show(plan: LoweredPlan, console: Console) -> None:
     for rank, program in enumerate(plan.programs):
         more = f" and {len(program) - MOST_SHOWN} more" if len(program) > MOST_SHOWN else ""
         console.print(f"  pp {rank}: {' '.join(map(str, program[:MOST_SHOWN]))}{more}", soft_wrap=True)
+
+
+def _boundaries(plan: LoweredPlan) -> Iterator[str]:
+    """What crosses between stages, in the largest micro-batch: by edges, where it is not the same on all."""
+    edges_of: dict[tuple[Boundary, ...], list[int]] = {}
+    for number, edge in enumerate(plan.edges):
+        largest = max(edge.variants, key=lambda tensors: sum(prod(one.shape) for one in tensors))
+        edges_of.setdefault(largest, []).append(number)
+    for tensors, edges in edges_of.items():
+        after = f" after stage {ranges_text(edges, ', ')}" if len(edges_of) > 1 else ""
+        for one in tensors:
+            member = f" {one.member}" if one.member else ""
+            back = f"its gradient is {one.grad_placement()}" if one.has_gradient else "it has no gradient"
+            yield (
+                f"boundary tensor{member}{after}: {one.dims} {list(one.shape)} {one.dtype}, {one.tp} over tp; each "
+                f"rank holds {list(one.local_shape)}; {back}"
+            )
 
 
 def _groups(plan: LoweredPlan) -> Table:

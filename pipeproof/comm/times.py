@@ -24,7 +24,8 @@ def with_times(plan: PlanSpec) -> PlanSpec:
     cost = resolved_cost(plan)
     if cost is plan.cost:
         return plan
-    from pipeproof.stages.describe.memory import is_flash, memory_dtype
+    from pipeproof.stages.describe.memory import is_flash
+    from pipeproof.stages.describe.state import memory_dtype
 
     memory = plan.memory.model_copy(
         update={"dtype": memory_dtype(plan), "attention": "flash" if is_flash(plan) else "unfused"}
@@ -59,13 +60,13 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
         from pipeproof.comm.links.times import MeasuredLinks
         from pipeproof.comm.profile.resolve import ProfileTimes
 
-        return MeasuredLinks(ProfileTimes.of_plan(plan), run.dtype, run.dtype)
+        return MeasuredLinks(ProfileTimes.of_plan(plan), run.dtype, run.weight_dtype)
     if cost.analytic is None and cost.network is None:
         return None
     from pipeproof.comm.links.network import Network
     from pipeproof.comm.links.times import NetworkTimes
 
-    gradients = "float64" if run.dtype == "float64" else plan.memory.gradient_dtype
+    gradients = "float64" if run.dtype == "float64" else plan.gradient_dtype
     if cost.analytic is None:
         assert cost.network is not None
         return NetworkTimes(Network.of_spec(cost.network).routed(plan.model.moe), run.dtype, gradients)

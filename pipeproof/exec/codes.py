@@ -112,7 +112,7 @@ NOT_CARRIED_OUT = RuleDoc(
         "Such a plan is checked and simulated like any other; running it would train something else than it says, "
         "so it is refused."
     ),
-    wrong="pipeproof run plan.yaml   # topology: {pp: 2, cp: 2}",
+    wrong="pipeproof run plan.yaml   # model: {moe: {dispatch_dtype: float8, ..}}",
     right="pipeproof check plan.yaml",
     kind=ExampleKind.COMMAND,
 )

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.exec.compare_routers import RouterResult
 from pipeproof.exec.jobs import Loss
 from pipeproof.stages.describe.layers import Parameter
+from pipeproof.stages.describe.streams import measured_with
 
 Gradients = Mapping[str, np.ndarray]
 
@@ -32,7 +34,8 @@ class GradientResult:
     ``md5`` is of the gathered gradient in the reference's layout and dtype, C
     order. ``max_rel_diff`` is max|a - b| / max|b| against the reference that
     adds in the plan's order; ``uncut_max_rel_diff`` against the uncut one, which
-    takes this step from the same weights.
+    takes this step from the same weights; there b are also the gradients that
+    ``measured_with`` names.
     ``replicas_agree`` says whether all ranks that hold the same part hold the
     same bits.
     """
@@ -69,13 +72,17 @@ class GradientResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step's loss and gradients against the reference. Losses are of the run's dtype."""
+    """One step's loss and gradients against the reference. Losses are of the run's dtype.
+
+    ``routers`` is what they have beside gradients, if there is anything.
+    """
 
     step: int
     loss: Loss
     reference_loss: Loss
     uncut_loss: Loss
     gradients: tuple[GradientResult, ...]
+    routers: RouterResult | None = None
 
     @property
     def loss_is_bitwise(self) -> bool:
@@ -84,8 +91,9 @@ class StepResult:
 
     @property
     def bitwise(self) -> bool:
-        """Whether the loss and all gradients have the reference's bits."""
-        return self.loss_is_bitwise and all(g.bitwise for g in self.gradients)
+        """Whether the losses, all gradients and what routers have beside them have the reference's bits."""
+        routers = self.routers is None or self.routers.bitwise
+        return self.loss_is_bitwise and routers and all(g.bitwise for g in self.gradients)
 
 
 def compare_step(
@@ -107,22 +115,23 @@ def compare_step(
 
 
 def _total_loss(plan: LoweredPlan, ranks: Sequence[tuple[Loss | None, Gradients]]) -> Loss:
-    """The sum over expert- and then data-parallel ranks, in their order, of losses of the last stage.
+    """The sum over context-, expert- and then data-parallel ranks, in their order, of losses of the last stage.
 
     Those are of its first TP rank. Where the last stage has copies, theirs are added first, in the order of their
     pipeline ranks.
     """
 
-    def of_rank(dp: int, ep: int, pp: int) -> Loss:
-        loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "ep": ep, "pp": pp})][0]
+    def of_copy(dp: int, ep: int, cp: int, pp: int) -> Loss:
+        loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "ep": ep, "cp": cp, "pp": pp})][0]
         assert loss is not None
         return loss
 
-    losses = []
-    for dp in range(plan.mesh.size("dp")):
-        of_ranks = [_in_order([of_rank(dp, ep, pp) for pp in plan.holders[-1]]) for ep in range(plan.mesh.size("ep"))]
-        losses.append(_in_order(of_ranks))
-    return _in_order(losses)
+    def of_rank(dp: int, ep: int) -> Loss:
+        parts = range(plan.mesh.size("cp"))
+        return _in_order([_in_order([of_copy(dp, ep, cp, pp) for pp in plan.holders[-1]]) for cp in parts])
+
+    experts = range(plan.mesh.size("ep"))
+    return _in_order([_in_order([of_rank(dp, ep) for ep in experts]) for dp in range(plan.mesh.size("dp"))])
 
 
 def _in_order(losses: Sequence[Loss]) -> Loss:
@@ -159,7 +168,9 @@ def _compare(
         md5=_md5(gathered),
         reference_md5=_md5(reference[parameter.name]),
         max_rel_diff=max_rel_diff(gathered, reference[parameter.name]),
-        uncut_max_rel_diff=max_rel_diff(gathered, uncut[parameter.name]),
+        uncut_max_rel_diff=max_rel_diff(
+            gathered, uncut[parameter.name], [uncut[name] for name in measured_with(parameter.name)]
+        ),
         replicas_agree=agree,
         shards=tuple(described),
     )
@@ -187,11 +198,14 @@ def _md5(array: np.ndarray) -> str:
     return hashlib.md5(np.ascontiguousarray(array).tobytes(), usedforsecurity=False).hexdigest()
 
 
-def max_rel_diff(ours: np.ndarray, reference: np.ndarray) -> float:
-    """max|a - b| / max|b| in float64; 0 where both are zero, infinite where only the reference is or on NaN."""
+def max_rel_diff(ours: np.ndarray, reference: np.ndarray, beside: Sequence[np.ndarray] = ()) -> float:
+    """max|a - b| / max|b| in float64; 0 where both are zero, infinite where only the reference is or on NaN.
+
+    The largest element is also looked for in arrays ``beside`` the reference.
+    """
     with np.errstate(invalid="ignore"):  # inf - inf and inf / inf are NaN, and NaN is infinitely far
         difference = np.max(np.abs(ours.astype(np.float64) - reference.astype(np.float64)), initial=0.0)
-        scale = np.max(np.abs(reference.astype(np.float64)), initial=0.0)
+        scale = max(np.max(np.abs(one.astype(np.float64)), initial=0.0) for one in (reference, *beside))
         if difference == 0.0:
             return 0.0
         ratio = difference / scale if scale > 0.0 else np.inf

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipeproof.comm.loaded import from_here, schedule_path
+from pipeproof.comm.loaded import absolute_build, from_here, schedule_path
 from pipeproof.specs.load import LoadedPlan, plan_from_dict
 
 
@@ -81,6 +82,11 @@ class Job:
         """Where a rank leaves its op log."""
         return self.directory / f"rank{rank}.log.json"
 
+    @property
+    def own_file(self) -> Path:
+        """Where it stands what was found when own layers were tried."""
+        return self.directory / "own_layers.json"
+
     def bare_file(self, rank: int) -> Path:
         """Where a rank leaves the times of its bare messages."""
         return self.directory / f"rank{rank}.bare.json"
@@ -93,19 +99,32 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
         content["schedule"]["path"] = str(schedule_path(loaded).resolve())
     if loaded.spec.cost.profile is not None:
         content["cost"]["profile"] = str(Path(str(from_here(loaded).spec.cost.profile)).resolve())
+    if loaded.spec.own_layers is not None:
+        content["model"]["build"] = absolute_build(loaded)
     return content
 
 
 Loss: TypeAlias = "np.floating[Any]"
-"""A loss as a scalar of the run's dtype, so that its bits can be compared."""
+"""A loss as a scalar of the run's dtype, so that its bits can be compared; of several losses a vector (``losses``)."""
 
 LOSS_KEY = "/loss"
 """The loss beside the gradients in a step file; no parameter's name begins with a slash."""
 
+ROUTERS_KEY = "/routers/"
+"""With what the name of each thing that routers have to show begins in a step file."""
 
-def save_step(path: Path, loss: Loss | None, gradients: Mapping[str, np.ndarray]) -> None:
-    """Write a step's loss (None where this rank has none) and gradients; the file appears whole or not at all."""
-    arrays: dict[str, Any] = dict(gradients)
+
+def save_step(
+    path: Path,
+    loss: Loss | None,
+    gradients: Mapping[str, np.ndarray],
+    routers: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Write a step's loss (None where this rank has none), gradients, and what its routers have to show.
+
+    The file appears whole or not at all.
+    """
+    arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
     if loss is not None:
         arrays[LOSS_KEY] = np.asarray(loss)
     save_arrays(path, arrays)
@@ -120,11 +139,17 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
-    """Read what ``save_step`` wrote."""
+    """Read the loss and the gradients that ``save_step`` wrote."""
     with np.load(path) as arrays:
-        gradients = {name: arrays[name] for name in arrays.files if name != LOSS_KEY}
+        gradients = {name: arrays[name] for name in arrays.files if not name.startswith("/")}
         loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
     return loss, gradients
+
+
+def load_routers(path: Path) -> dict[str, np.ndarray]:
+    """Read what ``save_step`` wrote of routers."""
+    with np.load(path) as arrays:
+        return {name.removeprefix(ROUTERS_KEY): arrays[name] for name in arrays.files if name.startswith(ROUTERS_KEY)}
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

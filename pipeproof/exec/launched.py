@@ -21,6 +21,7 @@ from pipeproof.exec.codes import WORLD_SIZE
 from pipeproof.exec.compare import StepResult
 from pipeproof.exec.jobs import Job, dump_plan
 from pipeproof.exec.launch import START_UP_TIMEOUT_S, WorkerFailedError
+from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.reference import run_reference
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import RunOptions, StepCollector, finish_report, require_runnable
@@ -114,6 +115,7 @@ def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions)
         layers = options.record is not None and options.record.layers
         job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
         job.save()
+        require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
         (directory / "ready").touch()
         return job
     _await_files([directory / "ready"], options.timeout_s)

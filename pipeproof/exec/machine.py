@@ -109,7 +109,8 @@ class RankMachine:
                 f"{self._text(op_id)} is reported finished, but the rank is at {self._describe_awaited()}\n"
                 f"{self.story(op_id)}"
             )
-        if self._graph.ops[op_id].kind is OpKind.WAIT:
+        op = self._graph.ops[op_id]
+        if op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS:
             transfer = int(self._graph.waits_for[op_id])
             self._under_way.discard(transfer)
             self._note(transfer, "done")

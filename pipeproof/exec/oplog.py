@@ -7,6 +7,7 @@ it was told. Comparing the log with the graph is therefore a real comparison.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,8 +64,11 @@ _Fact = tuple[str, tuple[int, ...], int, str]
 left out, as 0: the graph has an estimate there, and ``compare_exchanges`` holds them against the counts."""
 
 
-def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fact]]:
-    """What one step of ``rank`` must log, by queue; collectives carry the run's ``dtype``, or one of their own."""
+def expected_facts(graph: OpGraph, rank: int, dtype: str, weight_dtype: str | None = None) -> dict[str, list[_Fact]]:
+    """What one step of ``rank`` must log, by queue; collectives carry the run's ``dtype``, or one of their own.
+
+    Those of gradients and weights carry ``weight_dtype``, where it is given.
+    """
     facts: dict[str, list[_Fact]] = {HOST_QUEUE: []}
     for op_id in graph.rank_ops(rank):
         op, numel = graph.ops[op_id], int(graph.stop[op_id] - graph.start[op_id])
@@ -74,15 +78,30 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str) -> dict[str, list[_Fac
             facts.setdefault(str(channel), []).append((str(op), (channel.src, channel.dst), numel, tensor.dtype))
         elif graph.group[op_id] != NONE:
             ranks = graph.groups[int(graph.group[op_id])].ranks
-            own = graph.tensors[int(graph.tensor[op_id])].dtype if graph.tensor[op_id] != NONE else dtype
+            by_default = weight_dtype if weight_dtype and _is_of_weights(graph, op_id) else dtype
+            own = graph.tensors[int(graph.tensor[op_id])].dtype if graph.tensor[op_id] != NONE else by_default
             facts[HOST_QUEUE].append((str(op), ranks, 0 if is_of_rows(op.kind, own) else numel, own))
         else:
             facts[HOST_QUEUE].append((str(op), (), 0, ""))
     return facts
 
 
+def _is_of_weights(graph: OpGraph, op_id: int) -> bool:
+    """Whether a collective is below the sum of gradients or the gather of weights, or alone and so the norm's."""
+    parent = int(graph.parent[op_id])
+    if parent == NONE:
+        return graph.ops[op_id].kind is OpKind.ALL_REDUCE
+    return graph.ops[parent].kind in (OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT)
+
+
 def compare_log(
-    graph: OpGraph, rank: int, entries: Sequence[LogEntry], *, num_steps: int, dtype: str
+    graph: OpGraph,
+    rank: int,
+    entries: Sequence[LogEntry],
+    *,
+    num_steps: int,
+    dtype: str,
+    weight_dtype: str | None = None,
 ) -> Iterator[Finding]:
     """The first difference on each queue of each step; nothing when the log is what the graph says.
 
@@ -90,7 +109,7 @@ def compare_log(
     written when the host waits for it, so those of a channel count in the
     order in which the channel carried them out.
     """
-    one_step = expected_facts(graph, rank, dtype)
+    one_step = expected_facts(graph, rank, dtype, weight_dtype)
     for step in sorted({*range(num_steps), *(entry.step for entry in entries)}):
         expected = one_step if 0 <= step < num_steps else {}
         logged: dict[str, list[_Fact]] = {}
@@ -110,6 +129,26 @@ def compare_log(
                     f"the log says {_text(seen)}",
                     witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (wanted, seen) if fact)),
                 )
+
+
+def op_ids_of(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) -> list[int | None]:
+    """Which operation of the graph each entry of a rank's log is, None for one that the graph has not.
+
+    An operation may be several messages, with a wait for each: of those with one text on one queue, the k-th entry of
+    a step is the k-th in the graph.
+    """
+    ids: dict[tuple[str, str], list[int]] = {}
+    for op_id in graph.rank_ops(rank):
+        op = graph.ops[op_id]
+        queue = str(graph.channels[int(graph.channel[op_id])]) if op.kind in TRANSFER_KINDS else HOST_QUEUE
+        ids.setdefault((queue, str(op)), []).append(op_id)
+    seen: Counter[tuple[int, str, str]] = Counter()
+    found: list[int | None] = []
+    for entry in entries:
+        place, known = seen[entry.step, entry.queue, entry.op], ids.get((entry.queue, entry.op), [])
+        seen[entry.step, entry.queue, entry.op] += 1
+        found.append(known[place] if place < len(known) else None)
+    return found
 
 
 def is_of_rows(kind: OpKind, dtype: str) -> bool:

@@ -38,7 +38,7 @@ class Host(Protocol):
 class ChildCollectives:
     """The collectives that compute issues while it runs: does them, and logs each under its parent.
 
-    This is the ``TensorParallelCollectives`` and the ``ExpertCollectives`` of the stage's layers.
+    This is the ``TensorParallelCollectives``, ``ContextCollectives`` and ``ExpertCollectives`` of the stage's layers.
     """
 
     def __init__(self, host: Host) -> None:
@@ -54,19 +54,19 @@ class ChildCollectives:
         """The reduction over TP, in TP rank order."""
         return self.reduce_over("tp", tensor, reduction)
 
-    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
-        """Every TP rank's part, joined along ``dim``."""
-        return self._issue(OpKind.ALL_GATHER, "tp", tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim))
+    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str = "tp") -> paddle.Tensor:
+        """Every rank's part, joined along ``dim``; over TP, or context-parallel ranks."""
+        return self._issue(OpKind.ALL_GATHER, axis, tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim))
 
-    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str) -> paddle.Tensor:
-        """This TP rank's part along ``dim`` of the sum over TP, in TP rank order."""
+    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str = "tp") -> paddle.Tensor:
+        """This rank's part along ``dim`` of the sum over TP, or context-parallel ranks, in their order."""
 
         def act(collectives: PairwiseCollectives) -> paddle.Tensor:
             total = collectives.reduce(tensor, "sum")
             place = collectives.ranks.index(self._host.rank)
             return paddle.split(total, len(collectives.ranks), axis=dim)[place].contiguous()
 
-        return self._issue(OpKind.REDUCE_SCATTER, "tp", tensor, act)
+        return self._issue(OpKind.REDUCE_SCATTER, axis, tensor, act)
 
     def all_to_all(
         self, tensor: paddle.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str
@@ -82,6 +82,23 @@ class ChildCollectives:
         return self._issue(
             OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive), traffic_of=traffic_of
         )
+
+    def sum_scattered(self, axis: str, flat: paddle.Tensor) -> paddle.Tensor:
+        """This rank's part of the sum of a flat tensor over an axis, in rank order."""
+
+        def act(collectives: PairwiseCollectives) -> paddle.Tensor:
+            numel, place = flat.size // len(collectives.ranks), collectives.ranks.index(self._host.rank)
+            first, *others = [part[place * numel : (place + 1) * numel] for part in collectives.gather(flat)]
+            total = first.clone()
+            for other in others:
+                total = total + other
+            return total
+
+        return self._issue(OpKind.REDUCE_SCATTER, axis, flat, act)
+
+    def gathered(self, axis: str, flat: paddle.Tensor) -> paddle.Tensor:
+        """The flat tensors of all ranks along an axis, one behind the other."""
+        return self._issue(OpKind.ALL_GATHER, axis, flat, lambda c: paddle.concat(c.gather(flat)))
 
     def reduce_over(self, axis: str, tensor: paddle.Tensor, reduction: str, weight: str = "") -> paddle.Tensor:
         """An all-reduce over any axis; over ``pp`` among those that hold the weight that is named."""

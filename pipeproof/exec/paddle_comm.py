@@ -32,10 +32,14 @@ from pipeproof.stages.paddle.runtime import quiet_native
 
 @dataclass(slots=True)
 class Transfer:
-    """A posted transfer: its buffer now, its times and outcome once it is done."""
+    """A posted transfer: its buffer now, its times and outcome once it is done.
+
+    It begins when those that it comes ``after`` are done.
+    """
 
     buffer: paddle.Tensor
     posted_ns: int
+    after: Sequence[Transfer] = ()
     done: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
     end_ns: int = 0
@@ -57,8 +61,8 @@ class _ChannelEnd:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def post(self, buffer: paddle.Tensor) -> Transfer:
-        transfer = Transfer(buffer, time.monotonic_ns())
+    def post(self, buffer: paddle.Tensor, after: Sequence[Transfer]) -> Transfer:
+        transfer = Transfer(buffer, time.monotonic_ns(), after)
         self._fifo.put(transfer)
         return transfer
 
@@ -68,6 +72,9 @@ class _ChannelEnd:
 
     def _run(self) -> None:
         while (transfer := self._fifo.get()) is not None:
+            for earlier in transfer.after:
+                earlier.done.wait()
+            transfer.after = ()
             transfer.start_ns = time.monotonic_ns()
             try:
                 self._act(transfer.buffer)
@@ -88,9 +95,9 @@ class PaddleChannels:
             elif rank == channel.dst:
                 self._ends[channel] = _ChannelEnd(f"recv {channel}", _receiver(channel.src, group))
 
-    def post(self, channel: Channel, buffer: paddle.Tensor) -> Transfer:
-        """Queue a contiguous buffer on this rank's end of ``channel``; returns at once."""
-        return self._ends[channel].post(buffer)
+    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+        """Queue a contiguous buffer on this rank's end of ``channel``, behind ``after``; returns at once."""
+        return self._ends[channel].post(buffer, after)
 
     def close(self) -> None:
         """End the threads, once every transfer is done."""

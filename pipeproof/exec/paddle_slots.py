@@ -10,6 +10,7 @@ import paddle
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.optable import Channel, OpGraph
+from pipeproof.specs.dtypes import dtype_bytes
 
 Pool = tuple[Channel, bool]
 """Messages that share slots: those of one channel in one direction of the pipeline (True is forward)."""
@@ -18,8 +19,8 @@ Pool = tuple[Channel, bool]
 class Slots:
     """Slots of one rank for its transfers of some kinds, ``num_slots`` for each pool.
 
-    A slot has room for the largest message of its pool. Counting starts anew
-    in every step.
+    A slot has room for the largest message of its pool, whatever its type.
+    Counting starts anew in every step.
     """
 
     def __init__(self, num_slots: int, graph: OpGraph, rank: int, kinds: frozenset[OpKind]) -> None:
@@ -28,20 +29,20 @@ class Slots:
         self._slots: dict[Pool, list[paddle.Tensor]] = {}
         ids = graph.rank_ops(rank)
         mine = np.arange(ids.start, ids.stop)[graph.is_kind(kinds)[ids.start : ids.stop]]
-        largest: dict[Pool, tuple[int, str]] = {}
+        largest: dict[Pool, int] = {}
         for op_id in mine.tolist():
             pool = graph.channels[int(graph.channel[op_id])], graph.ops[op_id].is_forward
-            message = int(graph.stop[op_id] - graph.start[op_id]), graph.tensors[int(graph.tensor[op_id])].dtype
-            largest[pool] = max(largest.get(pool, message), message)
-        for pool, (numel, dtype) in largest.items():
-            self._slots[pool] = [paddle.zeros([numel], dtype=dtype) for _ in range(num_slots)]
+            item = dtype_bytes(graph.tensors[int(graph.tensor[op_id])].dtype)
+            largest[pool] = max(largest.get(pool, 0), int(graph.stop[op_id] - graph.start[op_id]) * item)
+        for pool, num_bytes in largest.items():
+            self._slots[pool] = [paddle.zeros([num_bytes], dtype="uint8") for _ in range(num_slots)]
 
     def begin(self) -> None:
         """A step starts: the next message of each pool takes its first slot."""
         self._counts.clear()
 
-    def take(self, pool: Pool, shape: list[int]) -> paddle.Tensor:
+    def take(self, pool: Pool, shape: list[int], dtype: str) -> paddle.Tensor:
         """The next slot of a pool, as a tensor of that shape which shares the slot's memory."""
         slot = self._slots[pool][self._counts[pool] % self._num_slots]
         self._counts[pool] += 1
-        return slot[: prod(shape)].view(shape).detach()
+        return slot[: prod(shape) * dtype_bytes(dtype)].view(dtype).view(shape).detach()

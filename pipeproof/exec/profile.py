@@ -19,7 +19,7 @@ from typing import TypeVar, get_args
 
 from pipeproof.comm.profile.fit import measured_sections
 from pipeproof.exec.bare import BareEnd
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
+from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, op_ids_of
 from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
 from pipeproof.specs.dtypes import dtype_bytes
@@ -93,8 +93,9 @@ class _MeasuredStep:
         self._hosts: list[list[int]] = []
         self._ready_ns: dict[int, int] = {}
         for rank, entries in sorted(logs.items()):
-            ids = {str(graph.ops[op_id]): op_id for op_id in graph.rank_ops(rank)}
-            own = {ids[entry.op]: entry for entry in entries if entry.step == step}
+            of_step = [entry for entry in entries if entry.step == step]
+            ids = op_ids_of(graph, rank, of_step)
+            own = {op_id: entry for op_id, entry in zip(ids, of_step, strict=True) if op_id is not None}
             self._entries |= own
             self._hosts.append([i for i, entry in own.items() if entry.queue == HOST_QUEUE])
             self._ready_ns |= _ready_times(own)

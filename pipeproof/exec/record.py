@@ -11,11 +11,22 @@ import numpy as np
 
 from pipeproof import __version__
 from pipeproof.align.arrays import Array, md5_of, norm_of
-from pipeproof.align.record import DECIMALS, RECORD_FILE, Header, Index, Recorded, RecordedStep, Shard, values_file
+from pipeproof.align.record import (
+    DECIMALS,
+    RECORD_FILE,
+    Header,
+    Index,
+    OtherRecorded,
+    Recorded,
+    RecordedStep,
+    Shard,
+    values_file,
+)
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.compare import index_of
+from pipeproof.exec.compare_routers import RouterResult
 from pipeproof.exec.jobs import Loss, save_arrays
-from pipeproof.stages.describe.boundary import describe_boundary
+from pipeproof.exec.losses import main_loss, module_losses
 from pipeproof.stages.describe.watch import BorderTensor
 
 
@@ -63,15 +74,23 @@ class Recorder:
     def __init__(self, options: RecordOptions, plan: LoweredPlan, digest: str) -> None:
         self._plan, self._options = plan, options
         self._layers = list(plan.layer_by_name)
-        self._cut_dim = describe_boundary(plan.spec).tp.dim
+        self._cut_dim = plan.boundary.tp.dim
         run = plan.spec.run
         header = Header("run", __version__, digest, run.backend, run.dtype, run.steps, options.layers, options.values)
         self._run, self._reference = (
             _Writer(options.directory / one.who, one) for one in (header, replace(header, who="reference"))
         )
 
-    def put(self, step: int, loss: Loss, ranks: Sequence[RankStep], reference: ReferenceStep) -> None:
+    def put(
+        self,
+        step: int,
+        loss: Loss,
+        ranks: Sequence[RankStep],
+        reference: ReferenceStep,
+        routers: RouterResult | None = None,
+    ) -> None:
         """Write one finished step of both; ``ranks`` are all, in order of their numbers."""
+        of_run, of_reference = ({}, {}) if routers is None else (routers.ours, routers.reference)
         ours: list[Recorded] = []
         theirs: list[Recorded] = []
         our_values: dict[str, Array] = {}
@@ -84,8 +103,9 @@ class Recorder:
                 pieces = {rank: _Part(part.index, whole[_slices(part.index)]) for rank, part in parts.items()}
                 fitting = all(piece.array.shape == parts[rank].array.shape for rank, piece in pieces.items())
                 theirs.append(_recorded(blank, pieces if fitting else {}, whole, their_values))
-        self._run.put(_step(step, loss, ours), our_values if self._options.values else None)
-        self._reference.put(_step(step, reference.loss, theirs), their_values if self._options.values else None)
+        self._run.put(_step(step, loss, ours, of_run), our_values if self._options.values else None)
+        their_step = _step(step, reference.loss, theirs, of_reference)
+        self._reference.put(their_step, their_values if self._options.values else None)
 
     def _borders(
         self, step: int, ranks: Sequence[RankStep], reference: ReferenceStep
@@ -95,7 +115,7 @@ class Recorder:
         for key in sorted(names, key=lambda key: self._place(names[key])):
             name = names[key]
             parts = {
-                rank: _Part(self._border_index(rank, one.layers[key]), one.layers[key])
+                rank: _Part(self._border_index(rank, name, one.layers[key]), one.layers[key])
                 for rank, one in enumerate(ranks)
                 if key in one.layers
             }
@@ -123,10 +143,11 @@ class Recorder:
         sign = -1 if backward else 1
         return (name.micro_batch, backward, sign * name.piece, sign * layer, name.side == "output")
 
-    def _border_index(self, rank: int, array: Array) -> Index:
-        """The range of the whole that a rank holds: tokens are cut with sequence parallelism, a loss never is."""
+    def _border_index(self, rank: int, name: BorderTensor, array: Array) -> Index:
+        """The range of the whole that a rank holds: tokens are cut with sequence parallelism, losses never are."""
         place, num_tp = self._plan.mesh.coords(rank)["tp"], self._plan.mesh.size("tp")
-        cut = self._cut_dim if num_tp > 1 and array.ndim else None
+        is_loss = (name.layer, name.direction, name.side) == (self._layers[-1], "forward", "output")
+        cut = self._cut_dim if num_tp > 1 and not is_loss else None
         return tuple(
             (place * size, (place + 1) * size) if dim == cut else (0, size) for dim, size in enumerate(array.shape)
         )
@@ -164,8 +185,19 @@ def _recorded(blank: Recorded, parts: Mapping[int, _Part], whole: Array, values:
     )
 
 
-def _step(step: int, loss: Loss, tensors: Sequence[Recorded]) -> RecordedStep:
-    return RecordedStep(step, f"{float(loss):.{DECIMALS}f}", md5_of(np.asarray(loss)), tuple(tensors))
+def _step(step: int, loss: Loss, tensors: Sequence[Recorded], others: Mapping[str, Array]) -> RecordedStep:
+    main = main_loss(loss)
+    beside = {name: np.asarray(one) for name, one in module_losses(loss).items()} | dict(others)
+    return RecordedStep(
+        step,
+        f"{float(main):.{DECIMALS}f}",
+        md5_of(np.asarray(main)),
+        tuple(tensors),
+        tuple(
+            OtherRecorded(name, None if array.ndim else f"{float(array):.{DECIMALS}f}", md5_of(array))
+            for name, array in beside.items()
+        ),
+    )
 
 
 class _Writer:

@@ -19,15 +19,18 @@ from pipeproof.comm.accumulation import Accumulation, accumulation_of, sum_order
 from pipeproof.comm.loaded import lower_loaded
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.jobs import EventSink, Job, save_arrays, save_step
+from pipeproof.exec.own_layers import require_same_start
 from pipeproof.exec.worker import end_with_launcher
-from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.watch import LayerWatch
 
 
 def needs_ordered(plan: LoweredPlan) -> bool:
     """Whether the plan adds in another order than the uncut model, which runs micro-batches one by one."""
     topology = plan.spec.topology
-    return max(topology.tp, topology.ep, topology.dp) > 1 or accumulation_of(plan) is not Accumulation.IN_ORDER
+    return (
+        max(topology.tp, topology.cp, topology.ep, topology.dp) > 1
+        or accumulation_of(plan) is not Accumulation.IN_ORDER
+    )
 
 
 def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
@@ -41,16 +44,18 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
 
     plan = lower_loaded(job.loaded_plan())
     spec, ordered, orders = plan.spec, needs_ordered(plan), sum_orders(plan)
-    watch = LayerWatch(join_dim=describe_boundary(spec).tp.dim) if job.layers else None
+    watch = LayerWatch(join_dim=plan.boundary.tp.dim) if job.layers else None
     in_order = Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan))
     results = run_ordered(spec, in_order, watch) if ordered else run_uncut(spec, watch)
     for result in results:
+        if result.step == 0 and spec.own_layers is not None:
+            require_same_start(job, result.weights)
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
         if ordered:
-            save_step(job.step_file("ordered", result.step), result.loss, result.gradients)
+            save_step(job.step_file("ordered", result.step), result.loss, result.gradients, result.routers)
             result = uncut_step(spec, result.weights, result.step)
-        save_step(job.step_file("uncut", result.step), result.loss, result.gradients)
+        save_step(job.step_file("uncut", result.step), result.loss, result.gradients, result.routers)
         on_step(result.step)
 
 

@@ -7,19 +7,26 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeproof.exec.compare import StepResult
+from pipeproof.exec.losses import main_loss, module_losses
 from pipeproof.exec.report import RunReport
 from pipeproof.specs.render import render_text
 
 
 def step_line(step: StepResult) -> str:
-    """One step: its loss, the reference's, and how many gradients have the reference's bits."""
+    """One step: its loss, the reference's, how many gradients have the reference's bits, and what other losses are."""
     equal = sum(gradient.bitwise for gradient in step.gradients)
     verdict = "bitwise equal" if step.loss_is_bitwise else "[red]differs[/]"
     colour = "green" if equal == len(step.gradients) else "red"
-    return (
-        f"step {step.step}  loss {float(step.loss):.9f}  reference {float(step.reference_loss):.9f}  "
+    line = (
+        f"step {step.step}  loss {float(main_loss(step.loss)):.9f}  "
+        f"reference {float(main_loss(step.reference_loss)):.9f}  "
         f"{verdict}  gradients [{colour}]{equal}/{len(step.gradients)}[/] bitwise"
     )
+    line += "".join(f"  {name} {float(loss):.9f}" for name, loss in module_losses(step.loss).items())
+    if step.routers is None:
+        return line
+    losses = "".join(f"  {name} {float(step.routers.ours[name]):.9f}" for name in step.routers.losses)
+    return f"{line}{losses}  routers {'bitwise equal' if step.routers.bitwise else '[red]differ[/]'}"
 
 
 _MOST_ROWS = 80
@@ -62,7 +69,8 @@ def render_run(report: RunReport, console: Console) -> None:
     else:
         console.print("reference: one process, uncut model, micro-batch by micro-batch")
     threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
-    console.print(f"{spec.run.dtype}, {threads}, accumulation {report.accumulation}")
+    main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
+    console.print(f"{spec.run.dtype}{main}, {threads}, accumulation {report.accumulation}")
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
     console.print(f"executed log {verb} the verified graph")
     if report.passed:

@@ -11,7 +11,8 @@ from typing import Any
 from pipeproof.comm.accumulation import Accumulation
 from pipeproof.exec.codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
 from pipeproof.exec.compare import GradientResult, StepResult
-from pipeproof.exec.oplog import LogEntry
+from pipeproof.exec.losses import main_loss, module_losses_to_json
+from pipeproof.exec.oplog import LogEntry, op_ids_of
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.finding import Finding, Severity
@@ -105,7 +106,8 @@ class RunReport:
         return Finding(
             MISMATCH.code,
             Severity.ERROR,
-            f"step {step.step}: {loss}; gradients that differ: {by_stage}{where}",
+            f"step {step.step}: {loss}; gradients that differ: {by_stage}{where}"
+            + ("" if step.routers is None else step.routers.mismatch()),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -123,11 +125,13 @@ class RunReport:
                 _finite(
                     {
                         "step": step.step,
-                        "loss": float(step.loss),
-                        "reference_loss": float(step.reference_loss),
-                        "uncut_loss": float(step.uncut_loss),
+                        "loss": float(main_loss(step.loss)),
+                        "reference_loss": float(main_loss(step.reference_loss)),
+                        "uncut_loss": float(main_loss(step.uncut_loss)),
+                        **module_losses_to_json(step.loss, step.reference_loss, step.uncut_loss),
                         "loss_is_bitwise": step.loss_is_bitwise,
                         "bitwise": step.bitwise,
+                        **({} if step.routers is None else {"routers": step.routers.to_json()}),
                     }
                 )
                 for step in self.steps
@@ -161,11 +165,10 @@ def measured_timeline(subject: Subject, logs: Mapping[int, Sequence[LogEntry]]) 
     origin = min((entry.start_ns for entries in logs.values() for entry in entries), default=0)
     spans = []
     for rank, entries in sorted(logs.items()):
-        id_of = {str(graph.ops[op_id]): op_id for op_id in graph.rank_ops(rank)}
         spans += [
-            Span(rank, e.queue, id_of[e.op], e.op, e.start_ns - origin, e.end_ns - origin, e.step)
-            for e in entries
-            if e.op in id_of
+            Span(rank, e.queue, op_id, e.op, e.start_ns - origin, e.end_ns - origin, e.step)
+            for op_id, e in zip(op_ids_of(graph, rank, entries), entries, strict=True)
+            if op_id is not None
         ]
     return Timeline(
         tuple(spans),

@@ -5,34 +5,27 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.bare import read_bare
-from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
+from pipeproof.exec.carried_out import require_carried_out
+from pipeproof.exec.codes import BACKEND_MISSING
 from pipeproof.exec.compare import StepResult, compare_step
+from pipeproof.exec.compare_routers import compare_routers
+from pipeproof.exec.dp_shares import with_whole_gradients
 from pipeproof.exec.exchanges import compare_exchanges
-from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_step
-from pipeproof.exec.launch import Launcher, job_directory
+from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_routers, load_step
+from pipeproof.exec.launch import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.oplog import LogEntry, compare_log
+from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.profile import measured_profile
 from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
 from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
-from pipeproof.schedule.columns import NONE, QUEUES
-from pipeproof.schedule.ops import (
-    CHILD_KINDS,
-    COMPUTE_KINDS,
-    GATHER_KINDS,
-    META_KINDS,
-    SLICE_KINDS,
-    TRANSFER_KINDS,
-    OpKind,
-)
+from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
@@ -82,6 +75,7 @@ def run(
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
         BackendMissingError: the plan's backend is not installed.
+        PlanFileError: own layers cannot be built, or are not as declared.
         PipeproofError: the planted failure of the options would never strike.
         WorkerFailedError: a worker died, raised or hung.
     """
@@ -90,6 +84,7 @@ def run(
         layers = options.record is not None and options.record.layers
         job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
         job.save()
+        require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
         collector = StepCollector(job, report.subject, options.record)
         state = JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s)
@@ -117,58 +112,9 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     """
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
-    _require_carried_out(report.subject)
+    require_carried_out(report.subject)
     _require_backend()
     _require_fault_op(report.subject, options.fault)
-
-
-_CARRIED_OUT = (
-    TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
-    | COMPUTE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.REDUCE_GRAD, OpKind.STEP}
-    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL}
-)  # fmt: skip
-"""Kinds of operations that the adapter knows."""
-
-
-def _require_carried_out(subject: Subject) -> None:
-    spec, graph = subject.plan.spec, subject.graph
-    is_unknown = ~graph.is_kind(_CARRIED_OUT)
-    if spec.run.clip_norm is None:  # the collectives that the adapter knows by themselves are those of the norm
-        is_unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)
-    unknown = np.flatnonzero(is_unknown)
-    refusals: list[tuple[bool, tuple[str, ...], str]] = [
-        (spec.topology.cp > 1, ("topology", "cp"), f"the plan has cp {spec.topology.cp}"),
-        (
-            spec.memory.gathered != "kept",
-            ("memory", "gathered"),
-            f"the plan has memory.gathered {spec.memory.gathered}",
-        ),
-        *(
-            (getattr(spec.model.moe, key, None) is not None, ("model", "moe", key), f"the plan has model.moe.{key}")
-            for key in ("nodes_per_token", "dispatch_dtype")
-        ),
-        (bool(spec.boundaries), ("boundaries",), "the plan declares boundary tensors of its own"),
-        (len(graph.queues) > len(QUEUES), ("schedule",), f"operations run on queue {graph.queues[-1]}"),
-        (
-            bool(((graph.batch != NONE) & ~graph.is_kind(COMPUTE_KINDS)).any()),
-            ("schedule",),
-            "transfers are issued in batches",
-        ),
-    ]
-    if len(unknown):
-        first = int(unknown[0])
-        refusals.append((True, ("schedule",), f"rank {int(graph.rank[first])} runs {graph.ops[first]}"))
-    for wanted, path, fact in refusals:
-        if wanted:
-            raise PipeproofError(
-                Finding(
-                    NOT_CARRIED_OUT.code,
-                    Severity.ERROR,
-                    f"{fact}, which is checked and simulated but not run yet",
-                    location=subject.locate(*path),
-                    help="`pipeproof check` and `pipeproof simulate` take the plan as it is",
-                )
-            )
 
 
 def _require_backend() -> None:
@@ -225,8 +171,11 @@ class StepCollector:
         uncut, ordered = load_step(uncut_file), load_step(ordered_file)
         assert uncut[0] is not None
         assert ordered[0] is not None
-        ranks = [load_step(file) for file in rank_files]
+        ranks = with_whole_gradients(plan, [load_step(file) for file in rank_files])
         result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (uncut[0], uncut[1]))
+        of_routers = [load_routers(file) for file in rank_files]
+        routers = compare_routers(plan, of_routers, load_routers(ordered_file), load_routers(uncut_file))
+        result = replace(result, routers=routers)
         used = {uncut_file, ordered_file, *rank_files}
         if self._recorder is not None:
             files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
@@ -237,6 +186,7 @@ class StepCollector:
                 result.loss,
                 [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, of_ranks, strict=True)],
                 ReferenceStep(ordered[0], ordered[1], of_reference),
+                routers,
             )
             used.update(files if self._job.layers else ())
         for file in used:
@@ -247,7 +197,9 @@ class StepCollector:
 def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry]) -> tuple[Finding, ...]:
     """Where a rank's log is not the graph's; and if it is, where rows went otherwise than announced."""
     run = subject.plan.spec.run
-    found = tuple(compare_log(subject.graph, rank, entries, num_steps=run.steps, dtype=run.dtype))
+    found = tuple(
+        compare_log(subject.graph, rank, entries, num_steps=run.steps, dtype=run.dtype, weight_dtype=run.weight_dtype)
+    )
     return found or tuple(compare_exchanges(subject.graph, rank, entries))
 
 

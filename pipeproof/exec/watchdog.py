@@ -161,7 +161,7 @@ class JobState:
         """What the graph expects at an operation: its counterpart, or the next transfer that hangs on it."""
         graph = self.subject.graph
         op = graph.ops[op_id]
-        if op.kind is OpKind.WAIT and op.target is not None:
+        if op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS:
             peer = int(graph.peer[int(graph.waits_for[op_id])])
             return f"the graph expects its peer rank {peer} to issue {partner_of(op.target)}"
         members = graph.members_of(op_id)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
+from pipeproof.exec.own_layers import require_same_start
 from pipeproof.exec.rendezvous import await_store
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import Op
@@ -60,6 +61,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
 
     watch = LayerWatch() if job.layers else None
     adapter = PaddleAdapter(plan, rank, world, enter, watch)
+    if plan.spec.own_layers is not None:
+        require_same_start(job, adapter.weights())
     machine = RankMachine(plan.graph, rank)
     if job.profile:
         emit("setup", what="timing bare messages")
@@ -71,7 +74,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         _run_step(machine, step, adapter.carry_out)
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
-        save_step(job.step_file(f"rank{rank}", step), adapter.outcome.loss, adapter.outcome.gradients)
+        save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
         emit("step", step=step)
     world.channels.close()
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))

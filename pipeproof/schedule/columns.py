@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.schedule.ops import AXES, KIND_CODE, KINDS, TARGET_KINDS, Op, OpKind
+from pipeproof.schedule.ops import AXES, KIND_CODE, KINDS, TARGET_KINDS, UPDATE_KINDS, Op
 
 IntColumn = NDArray[np.int64]
 
@@ -264,7 +264,7 @@ def op_from_columns(
     if op_kind in TARGET_KINDS:
         target = Op(parent_kind, stage, batch, axis=axis_name, split=split)
         return Op(op_kind, stage, batch, target=target, split=split)
-    parent_axis = axis_name if parent_kind is OpKind.REDUCE_GRAD else None
+    parent_axis = axis_name if parent_kind in UPDATE_KINDS else None
     parent = Op(parent_kind, stage, batch, axis=parent_axis, split=split)
     return Op(op_kind, stage, batch, target=parent, index=index, axis=axis_name, split=split)
 

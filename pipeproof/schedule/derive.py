@@ -24,6 +24,7 @@ from pipeproof.schedule.ops import (
     KINDS,
     SEND_KINDS,
     TRANSFER_KINDS,
+    UPDATE_KINDS,
     OpKind,
 )
 
@@ -203,22 +204,43 @@ def _find_unusual(columns: Columns, wait: int, waits_for: IntColumn) -> None:
     waits_for[wait] = first + int(found[-1]) if len(found) else NONE
 
 
+def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
+    """The same with the last collective below it in place of an operation that has any: only then has it ended.
+
+    That is the last before the wait.
+    """
+    waits, children = np.flatnonzero(waits_for != NONE), np.flatnonzero(parent != NONE)
+    has_any = np.zeros(len(parent), dtype=bool)
+    has_any[parent[children]] = True
+    waits = waits[has_any[waits_for[waits]]]
+    if not len(waits):
+        return waits_for
+    by_parent = children[np.lexsort((children, parent[children]))]
+    size = len(parent)
+    place = np.searchsorted(parent[by_parent] * size + by_parent, waits_for[waits] * size + waits) - 1
+    last = by_parent[np.maximum(place, 0)]
+    has_child = (place >= 0) & (parent[last] == waits_for[waits])
+    result = waits_for.copy()
+    result[waits[has_child]] = last[has_child]
+    return result
+
+
 def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
-    """The compute or reduction that each child collective belongs to: the last of that name before it."""
+    """The computation, reduction or gather that each child collective belongs to: the last of that name before it."""
     values = columns.values
     parent = np.full(len(rank), NONE, dtype=np.int64)
     children = np.flatnonzero(is_kind(values["kind"], CHILD_KINDS) & (values["target_kind"] != NONE))
     if not len(children):
         return parent
-    owns = is_kind(values["kind"], COMPUTE_KINDS | {OpKind.REDUCE_GRAD})
+    owns = is_kind(values["kind"], COMPUTE_KINDS | UPDATE_KINDS)
     last = np.maximum.accumulate(np.where(owns, np.arange(len(rank)), NONE))
     candidate = last[children]
     fits = (candidate != NONE) & (rank[candidate] == rank[children])
     for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("unit", "unit")):
         fits &= values[name][children] == values[of_parent][candidate]
-    reduces = values["target_kind"][children] == KIND_CODE[OpKind.REDUCE_GRAD]
+    of_update = np.isin(values["target_kind"][children], [KIND_CODE[kind] for kind in UPDATE_KINDS])
     own_axis = values["axis"][candidate]
-    fits &= ~reduces | (own_axis == values["axis"][children]) | (own_axis == NONE)
+    fits &= ~of_update | (own_axis == values["axis"][children]) | (own_axis == NONE)
     parent[children[fits]] = candidate[fits]
     for child in children[~fits].tolist():
         parent[child] = _last_parent(columns, child, int(columns.offsets[rank[child]]), np.flatnonzero(owns))

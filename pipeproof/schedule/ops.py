@@ -6,16 +6,16 @@ overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 
 EBNF::
 
-    op         = compute | transfer | transport | collective | child | reduce | scale | stage_op | wait | free ;
+    op         = compute | transfer | transport | collective | child | update | scale | stage_op | wait | free ;
     compute    = stage , ( "F" | "B" | "I" | "W" ) , unit ;
     transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , unit ;
     transport  = stage , ( "SLICE" | "GATHER" ) , direction , unit ;
     unit       = micro_batch , [ ".s" , split ] ;
     direction  = "_F" | "_B" ;
     collective = stage , what , [ micro_batch ] , ":" , axis ;
-    child      = ( compute | reduce ) , "/" , index , "." , what , ":" , axis ;
+    child      = ( compute | update ) , "/" , index , "." , what , ":" , axis ;
     what       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
-    reduce     = stage , "REDUCE_GRAD" , [ ":" , axis ] ;
+    update     = stage , ( "REDUCE_GRAD" | "GATHER_WEIGHT" ) , [ ":" , axis ] ;
     scale      = stage , "SCALE_GRAD" , [ micro_batch ] ;
     stage_op   = stage , ( "STEP" | "UNSHARD" | "RESHARD" ) ;
     wait       = "WAIT(" , target , ")" ;
@@ -27,6 +27,7 @@ EBNF::
 A unit of work is a micro-batch or, where sequences are cut into splits, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
+``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
 Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
 """
 
@@ -71,6 +72,7 @@ class OpKind(StrEnum):
     ALL_TO_ALL = "ALL_TO_ALL"
     BROADCAST = "BROADCAST"
     BARRIER = "BARRIER"
+    GATHER_WEIGHT = "GATHER_WEIGHT"
 
     __hash__ = str.__hash__  # the enum's own is Python code, and every operation of a graph is hashed
 
@@ -95,6 +97,8 @@ CHILD_KINDS = frozenset(
     }
 )  # fmt: skip
 """Collectives by name: mostly below a compute operation or a reduction, but they may stand alone."""
+UPDATE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
+"""Kinds of which each is a sum or a gather over one axis, with a collective below it for each weight."""
 FORWARD_KINDS = frozenset(
     {
         OpKind.FORWARD, OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SLICE_FORWARD, OpKind.GATHER_FORWARD,
@@ -171,7 +175,7 @@ _INDEXED = re.compile(
     re.ASCII,
 )
 _COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
-_REDUCE = re.compile(rf"{_NUMBER}REDUCE_GRAD(?::{_AXIS})?", re.ASCII)
+_UPDATE = re.compile(rf"{_NUMBER}({_names(UPDATE_KINDS)})(?::{_AXIS})?", re.ASCII)
 _SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)
 _STAGE_OP = re.compile(rf"{_NUMBER}(STEP|UNSHARD|RESHARD)", re.ASCII)
 _TARGETED = re.compile(r"(WAIT|FREE)\(([^()]*)\)")
@@ -189,8 +193,8 @@ def parse_op(text: str) -> Op:
         return Op(OpKind(match[2]), int(match[1]), int(match[3]), split=split)
     if match := _COLLECTIVE.fullmatch(text):
         return Op(OpKind(match[2]), int(match[1]), None if match[3] is None else int(match[3]), axis=match[4])
-    if match := _REDUCE.fullmatch(text):
-        return Op(OpKind.REDUCE_GRAD, int(match[1]), axis=match[2])
+    if match := _UPDATE.fullmatch(text):
+        return Op(OpKind(match[2]), int(match[1]), axis=match[3])
     if match := _SCALE.fullmatch(text):
         return Op(OpKind.SCALE_GRAD, int(match[1]), None if match[2] is None else int(match[2]))
     if match := _STAGE_OP.fullmatch(text):
@@ -199,7 +203,9 @@ def parse_op(text: str) -> Op:
         return (wait_for if match[1] == "WAIT" else free_of)(parse_op(match[2]))
     if match := _CHILD.fullmatch(text):
         parent = parse_op(match[1])
-        if parent.kind not in COMPUTE_KINDS and parent.kind is not OpKind.REDUCE_GRAD:
-            raise ValueError(f"{text!r}: a child collective belongs to a compute or REDUCE_GRAD op, not {parent}")
+        if parent.kind not in COMPUTE_KINDS | UPDATE_KINDS:
+            raise ValueError(
+                f"{text!r}: a child collective belongs to a compute, REDUCE_GRAD or GATHER_WEIGHT op, not {parent}"
+            )
         return child_of(parent, int(match[2]), OpKind(match[3]), match[4])
     raise ValueError(f"{text!r} is not an operation; examples: 2F0, 3SEND_B1, WAIT(1RECV_F0), 0STEP")

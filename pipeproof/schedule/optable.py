@@ -42,6 +42,7 @@ from pipeproof.schedule.derive import (
     position_column,
     sorted_edges,
     waits_for_column,
+    with_children,
 )
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
 
@@ -207,7 +208,7 @@ class OpGraph:
     - ``position``: a transfer's place in its channel, a collective's among
       those that its rank issues on its group;
     - ``match``: the op id of a transfer's other end;
-    - ``waits_for``: the op id that a WAIT waits for;
+    - ``waits_for``: the op id that a WAIT waits for, of one with collectives below it the last of these;
     - ``parent``: the op id that a child collective belongs to.
 
     ``NONE`` stands where there is no such thing. ``offsets[r] : offsets[r + 1]``
@@ -240,8 +241,8 @@ class OpGraph:
         self.channels = tuple(Channel(columns.communicators[c], src, dst) for c, src, dst in ends)
         self.position = position_column(columns, self.rank, self.channel)
         self.match = match_column(self.kind, self.channel, self.position)
-        self.waits_for = waits_for_column(columns, self.rank)
         self.parent = parent_column(columns, self.rank)
+        self.waits_for = with_children(waits_for_column(columns, self.rank), self.parent)
         self.ops: Sequence[Op] = _Ops(columns)
         self.edges: Mapping[EdgeKind, IntColumn] = _Edges(self._edges_of)
 

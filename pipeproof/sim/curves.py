@@ -60,13 +60,14 @@ def memory_held(timeline: Timeline, memory: Sequence[MemoryCurve]) -> Curve:
 
 def _bytes(timeline: Timeline, curve: MemoryCurve) -> Iterator[tuple[Time, int]]:
     begin = Fraction(timeline.first_start)
-    before = sum(curve.lasting.values())
-    yield begin, before
+    values: dict[Time, int] = {begin: sum(curve.lasting.values())}
     for ticks, held in zip(*(column.tolist() for column in curve.steps()), strict=True):
-        time = curve.us(ticks) / timeline.tick_us
+        values[max(curve.us(ticks) / timeline.tick_us, begin)] = held  # of several at one time the last one stands
+    before: int | None = None
+    for time, held in values.items():
         if held != before:
             before = held
-            yield max(time, begin), held
+            yield time, held
 
 
 def all_curves(timeline: Timeline, more: Sequence[Curve] = ()) -> tuple[Curve, ...]:

@@ -106,8 +106,10 @@ def _for_what(graph: OpGraph, outcome: Outcome, op_id: int) -> str:
         missing = [rank for rank in graph.groups[group].ranks if rank not in came]
         return f"for rank {', '.join(map(str, missing))} of its {graph.groups[group].axis} group"
     transfer = int(graph.waits_for[op_id]) if kind is OpKind.WAIT else op_id
-    if transfer == NONE or graph.ops[transfer].kind not in TRANSFER_KINDS:
+    if transfer == NONE:
         return "for a transfer that was never posted"
+    if graph.ops[transfer].kind not in TRANSFER_KINDS:
+        return f"for {graph.ops[transfer]}, which does not end"
     peer = int(graph.peer[transfer])
     partner = graph.match_of.get(transfer)
     if partner is None:

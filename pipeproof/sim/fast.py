@@ -18,6 +18,8 @@ walk in Python, or in compiled code, is left with few *nodes*.
   earlier for the transfer behind it in the queue. Waits for sends are no stops.
 - In a rendezvous each message is a node, too: its time after both posts and
   the message before it on its channel.
+- Sums and gathers on a queue of another name have a host of their own (a
+  *lane*), which comes to nothing but these; a wait between two lanes is a stop.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KIND_CODE, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.sim.costs import Durations
+from pipeproof.sim.lanes import Lanes
 from pipeproof.sim.longest import longest_paths
 from pipeproof.sim.model import Outcome
 
@@ -83,12 +86,13 @@ class _Run:
         self._rendezvous = model.completes == "rendezvous"
         self._is_transfer = graph.is_kind(TRANSFER_KINDS)
         self._is_send = graph.is_kind(SEND_KINDS)
+        self._lanes = Lanes(graph)
         self._refuse_what_is_not_timed()
         self._pairs = _pairs_that_run(durations)
         self._duration = self._durations_on_hosts(durations)
-        self._work = self._work_before()
-        self._waits, self._awaited = self._stops_for_transfers()
+        self._work = self._lanes.before(self._duration)
         self._calls = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
+        self._waits, self._awaited = self._stops_for_others()
         self._meeting, self._num_meetings = self._meetings()
         self._sends = self._messages() if self._rendezvous else np.empty(0, dtype=np.int64)
         self._node_before, self._shift_before = self._last_stops()
@@ -133,7 +137,8 @@ class _Run:
         graph, model = self._graph, self._model
         if model.queue != "directed_edge" or model.completes == "slots" or model.eager_bytes is not None:
             raise NotTimedError(f"{model} is not among its channel models")
-        if (graph.queue > HOST_QUEUE).any() or (graph.queue != NONE)[self._is_transfer].any():
+        is_held = model.host_blocks and not self._lanes.is_one
+        if is_held or not self._lanes.have_sums_alone or (graph.queue != NONE)[self._is_transfer].any():
             raise NotTimedError("operations stand on queues that are not their usual ones")
         if (graph.batch != NONE)[~graph.is_kind(COMPUTE_KINDS)].any():
             raise NotTimedError("operations are called in batches")
@@ -180,13 +185,8 @@ class _Run:
         ticks[self._pairs[1]] = 0
         return ticks
 
-    def _work_before(self) -> IntColumn:
-        """The durations before each operation on its rank."""
-        before = np.cumsum(self._duration) - self._duration
-        return before - before[self._graph.offsets[self._graph.rank]]
-
-    def _stops_for_transfers(self) -> tuple[IntColumn, IntColumn]:
-        """(operations at which a host waits for a transfer that may be late, these transfers), in order."""
+    def _stops_for_others(self) -> tuple[IntColumn, IntColumn]:
+        """(operations at which a host waits for what may be late, and for what), in order: transfers, other lanes."""
         graph = self._graph
         awaited = np.where(graph.kind == KIND_CODE[OpKind.WAIT], graph.waits_for, np.arange(graph.num_ops))
         if (awaited == NONE).any():
@@ -196,6 +196,7 @@ class _Run:
             stops &= ~self._is_transfer
         if not self._rendezvous:
             stops &= ~self._is_send[awaited]
+        stops |= ~self._is_transfer[awaited] & (self._lanes.number[awaited] != self._lanes.number)
         rows = np.flatnonzero(stops)
         return rows, awaited[rows]
 
@@ -218,22 +219,32 @@ class _Run:
 
     def _last_stops(self) -> tuple[IntColumn, IntColumn]:
         """For each operation: the node of its host's last stop before it, and the idle time less the node's value."""
-        num_ops = self._graph.num_ops
+        num_ops, order, begins = self._graph.num_ops, self._lanes.order, self._lanes.begins
         node, shift = np.zeros(num_ops + 1, dtype=np.int64), np.zeros(num_ops + 1, dtype=np.int64)
         here = np.zeros(num_ops + 1, dtype=np.int64)
-        node[self._waits + 1] = np.arange(1, 1 + len(self._waits))
-        node[self._calls + 1] = self._meeting
-        shift[self._calls + 1] = -self._work[self._calls]
-        for rows in (self._waits, self._calls):
+        waits, calls = self._lanes.place[self._waits], self._lanes.place[self._calls]
+        node[waits + 1] = np.arange(1, 1 + len(waits))
+        node[calls + 1] = self._meeting
+        shift[calls + 1] = -self._work[self._calls]
+        for rows in (waits, calls):
             here[rows + 1] = rows + 1
-        begins = self._graph.offsets[:-1]
         node[begins], shift[begins], here[begins] = 0, 0, begins
         last = np.maximum.accumulate(here[:num_ops])
-        return node[last], shift[last]
+        node_before, shift_before = np.empty_like(last), np.empty_like(last)
+        node_before[order], shift_before[order] = node[last], shift[last]
+        return node_before, shift_before
 
     def _arrival(self, rows: IntColumn) -> tuple[IntColumn, IntColumn]:
         """(node, what to add to its value) for the times at which hosts come to ``rows``."""
         return self._node_before[rows], self._shift_before[rows] + self._work[rows]
+
+    def _end(self, rows: IntColumn) -> tuple[IntColumn, IntColumn]:
+        """(node, what to add to its value) for the times at which operations that are no transfers end."""
+        node, shift = self._arrival(rows)
+        meeting = np.zeros(self._graph.num_ops, dtype=np.int64)
+        meeting[self._calls] = self._meeting
+        is_call = meeting[rows] > 0
+        return np.where(is_call, meeting[rows], node), np.where(is_call, 0, shift) + self._duration[rows]
 
     def _into_waits(self) -> _Edges:
         rows, work = self._waits, self._work[self._waits]
@@ -242,6 +253,10 @@ class _Run:
         else:
             done, since = self._arrival(self._graph.match[self._awaited])
             since = since + self._message_ticks(self._graph.match[self._awaited]) - work
+        elsewhere = np.flatnonzero(~self._is_transfer[self._awaited])
+        if len(elsewhere):
+            done[elsewhere], since[elsewhere] = self._end(self._awaited[elsewhere])
+            since[elsewhere] -= work[elsewhere]
         source = np.stack([self._node_before[rows], done], axis=1)
         weight = np.stack([self._shift_before[rows], since], axis=1)
         return _Edges(np.full(len(rows), 2), source.ravel(), weight.ravel())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Op, OpKind
 from pipeproof.sim.colours import COLLECTIVE, OTHER, colour_of
 from pipeproof.sim.curves import Curve
 from pipeproof.sim.rows import RankRow
@@ -95,7 +95,7 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
         op = slices.ops[span.op]
         if op.kind in COMPUTE_KINDS or op.kind is OpKind.WAIT:
             continue
-        is_collective = op.kind in COLLECTIVE_KINDS or op.kind is OpKind.REDUCE_GRAD
+        is_collective = op.kind in COLLECTIVE_KINDS | UPDATE_KINDS
         parts.has_collectives |= is_collective
         parts.has_others |= not is_collective
         parent = blocks.get((span.step, op.target)) if _is_inner(op) else None

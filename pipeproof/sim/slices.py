@@ -12,6 +12,7 @@ from pipeproof.schedule.ops import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
     TRANSFER_KINDS,
+    UPDATE_KINDS,
     Op,
     OpKind,
     parse_op,
@@ -20,7 +21,7 @@ from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 from pipeproof.specs.dtypes import dtype_bytes
 
-_MOVING_KINDS = TRANSFER_KINDS | COLLECTIVE_KINDS | {OpKind.REDUCE_GRAD}
+_MOVING_KINDS = TRANSFER_KINDS | COLLECTIVE_KINDS | UPDATE_KINDS
 
 Queue = tuple[int, str]
 """A rank, and the name of one of its queues."""

@@ -23,7 +23,7 @@ from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.figures import RankFigures
 from pipeproof.sim.rows import rows_of
 from pipeproof.sim.simulate import Simulation
-from pipeproof.sim.timeline import Span, Time, Timeline
+from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 
 _STYLES = {
     OpKind.FORWARD: ("bold white on blue", "bold black on bright_blue"),
@@ -198,10 +198,14 @@ def _round_up(time: Fraction) -> Fraction:
 
 
 def _updates(timeline: Timeline) -> list[list[tuple[Time, Time]]]:
-    """By rank, when its gradients are reduced and its optimizer steps, in order; reductions hold their collectives."""
+    """By rank, when its gradients are reduced, its optimizer steps and weights are gathered, in order.
+
+    Reductions and gathers hold their collectives; what runs beside computations is not among them.
+    """
     by_rank: list[list[tuple[Time, Time]]] = [[] for _ in timeline.ranks]
     for span in timeline.spans:
-        if span.end > span.start and ("REDUCE_GRAD" in span.op or "STEP" in span.op):
+        is_update = any(name in span.op for name in ("REDUCE_GRAD", "STEP", "GATHER_WEIGHT"))
+        if span.end > span.start and span.queue == COMPUTE_QUEUE and is_update and not span.op.startswith("WAIT"):
             by_rank[span.rank].append((span.start, span.end))
     return [sorted(intervals) for intervals in by_rank]
 

@@ -14,7 +14,10 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class MemorySpec(BaseModel):
-    """What the simulator counts as held, in bytes on each rank. A run keeps to `recompute` alone."""
+    """What the simulator counts as held, in bytes on each rank.
+
+    A run keeps to `recompute`, `gathered` and `shard_optimizer`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -31,7 +34,10 @@ class MemorySpec(BaseModel):
         description="Whether attention keeps what flash attention does, or its probabilities; without it, as "
         "`cost.analytic` has it, or flash.",
     )
-    gradient_dtype: MemoryDtype = Field(default="float32", description="Type in which gradients of weights add up.")
+    gradient_dtype: MemoryDtype | None = Field(
+        default=None,
+        description="Type in which gradients of weights add up; without it, `run.main_grad_dtype`, or float32.",
+    )
     optimizer_bytes: float | None = Field(
         default=None,
         ge=0,
@@ -41,7 +47,9 @@ class MemorySpec(BaseModel):
         "the copy alone.",
     )
     shard_optimizer: Literal["none", "dp"] = Field(
-        default="none", description="Whether each of the dp ranks keeps only its share of what the optimizer keeps."
+        default="none",
+        description="Whether each of the dp ranks keeps only its share of what the optimizer keeps (arXiv:1910.02054, "
+        "stage 1): it gets its share of each sum, updates its share of each weight, and the shares are gathered.",
     )
     recompute: Recompute = Field(
         default="none",

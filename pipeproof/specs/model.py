@@ -6,8 +6,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipeproof.specs.cut import EmptyLayersSpec
+from pipeproof.specs.dropout import DropoutSpec
+from pipeproof.specs.hyper_connections import HyperConnectionsSpec
 from pipeproof.specs.model_checks import check_model
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
+from pipeproof.specs.mtp import MtpSpec
 from pipeproof.specs.section import Section, refuse
 
 
@@ -46,11 +50,38 @@ class ModelSpec(Section):
     mla: MlaSpec | None = Field(
         default=None, description="Latent attention; its head sizes take the place of num_kv_heads and head_size."
     )
+    mtp: MtpSpec | None = Field(default=None, description="Modules that predict tokens further ahead.")
+    dropout: DropoutSpec | None = Field(
+        default=None, description="What is set to zero at random; without it, nothing. A number sets all three shares."
+    )
+    swiglu_limit: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Makes every MLP and expert the clamped SwiGLU of gpt-oss: its gate is at most this, its other "
+        "factor between minus this and this. Without it, SwiGLU as it is.",
+    )
+
+    empty_layers: EmptyLayersSpec | None = Field(
+        default=None, description="Layers that do nothing and only take a place in the cut; without it, none."
+    )
+    final_norm: Literal["after_tail_empty", "before_tail_empty"] = Field(
+        default="after_tail_empty",
+        description="Whether the last norm stands behind the empty layers of the tail, or before them.",
+    )
+    hyper_connections: HyperConnectionsSpec | None = Field(
+        default=None, description="Several residual streams between blocks; without it, one."
+    )
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         refuse(check_model(self))
         return self
+
+    @property
+    def num_empty(self) -> tuple[int, int]:
+        """Empty layers before the blocks, and behind them."""
+        return (0, 0) if self.empty_layers is None else (self.empty_layers.head, self.empty_layers.tail)
 
     @property
     def kv_heads(self) -> int:
@@ -66,6 +97,11 @@ class ModelSpec(Section):
     def rotary_size(self) -> int:
         """Elements of a head that rotary positions turn."""
         return self.size_of_head if self.mla is None else self.mla.rope_head_size
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams between blocks."""
+        return 1 if self.hyper_connections is None else self.hyper_connections.streams
 
     def has_experts(self, block: int) -> bool:
         """Whether the block of that number has experts in place of the MLP."""

@@ -35,6 +35,27 @@ class MoeSpec(_Part):
     normalize: bool = Field(
         default=True, description="Whether the chosen scores are divided by their sum to be a token's weights."
     )
+    aux_loss: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Factor of the loss that asks for even loads (arXiv:2101.03961, equation 4), of each micro-batch "
+        "and layer with experts.",
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Factor of the loss that keeps the router's outputs small: the mean square of their logsumexp "
+        "(arXiv:2202.08906, equation 5).",
+    )
+    expert_bias_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="By how much a bias of each expert, which is added to its scores for the choice alone, moves after "
+        "each step towards the mean load (arXiv:2408.15664). Without it there are no biases.",
+    )
     nodes_per_token: int | None = Field(
         default=None,
         ge=1,

@@ -9,17 +9,22 @@ place of pydantic's errors.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from pipeproof.specs.boundary_checks import check_boundaries
 from pipeproof.specs.checks import check_analytic, check_lengths, check_splits, check_suppression
 from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.cut import StageCut, check_cut
+from pipeproof.specs.main_grad import check_main_grad
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_checks import check_expert_parallel, check_tensor_parallel
+from pipeproof.specs.mtp import check_mtp
 from pipeproof.specs.network import check_network
+from pipeproof.specs.own_checks import check_own_layers
+from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.schedule import ScheduleSpec
 from pipeproof.specs.schedule_checks import check_placed_ranks
 from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
@@ -43,6 +48,11 @@ class RunSpec(Section):
     backend: Literal["paddle"] = Field(default="paddle", description="The framework that computes and communicates.")
     device: Literal["cpu"] = Field(default="cpu", description="Where it computes.")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of weights and activations.")
+    main_grad_dtype: Literal["float32", "float64"] | None = Field(
+        default=None,
+        description="Type in which gradients of weights add up and are reduced, and of the weights that the optimizer "
+        "updates, from which those of the dtype are rounded; not narrower. Without it, the dtype.",
+    )
     steps: int = Field(default=2, ge=1, le=10**9, description="Number of optimizer steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights and tokens.")
     optimizer: Literal["sgd", "adamw"] = Field(default="adamw", description="The optimizer.")
@@ -54,6 +64,11 @@ class RunSpec(Section):
         description="Largest norm of all gradients together; above it they are scaled down to it before the optimizer. "
         "Without it, they are not.",
     )
+
+    @property
+    def weight_dtype(self) -> str:
+        """Type of the weights that the optimizer updates, and of their gradients, in a run."""
+        return self.main_grad_dtype or self.dtype
 
 
 class SuppressSpec(Section):
@@ -74,16 +89,34 @@ class SuppressSpec(Section):
         return self
 
 
+def _family(value: object) -> str:
+    """Which kind of model a mapping is meant to be; whatever is wrong with it is said of a GPT."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "layers" if kind == "layers" else "gpt"
+
+
+AnyModel: TypeAlias = Annotated[
+    Annotated[ModelSpec, Tag("gpt")] | Annotated[LayersSpec, Tag("layers")], Discriminator(_family)
+]
+"""The section ``model``: errors of its keys have the tag in their path, behind ``model``."""
+
+
 class PlanSpec(Section):
     """A whole plan."""
 
     pipeproof: Annotated[Literal[1], BeforeValidator(int_only)] = Field(description="Version of the plan format.")
-    model: ModelSpec = Field(description="The network.")
+    if TYPE_CHECKING:
+        model: ModelSpec
+        """The GPT; code that own layers may reach as well asks for ``own_layers`` first."""
+    else:
+        model: AnyModel = Field(description="The network.")
     topology: TopologySpec = Field(description="The device mesh.")
     schedule: ScheduleSpec = Field(description="The pipeline schedule.")
-    stages: (
-        Annotated[tuple[Annotated[tuple[Annotated[str, Field(min_length=1)], ...], FROM_LIST], ...], FROM_LIST] | None
-    ) = Field(default=None, description="Names of the layers of each global stage; without it, an even cut.")
+    stages: StageCut | None = Field(
+        default=None,
+        description="Names of the layers of each global stage, or Fleet's way to cut: `uniform`, or `layer:` and a "
+        "pattern of class names. Without it, an even cut.",
+    )
     loss: LossSpec = Field(default_factory=LossSpec, description="The loss.")
     transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
     boundaries: Annotated[tuple[BoundarySpec, ...], FROM_LIST] = Field(
@@ -98,6 +131,17 @@ class PlanSpec(Section):
     )
 
     @property
+    def own_layers(self) -> LayersSpec | None:
+        """The model, where it is a sequence of own layers; None for a GPT."""
+        model: ModelSpec | LayersSpec = self.model
+        return model if isinstance(model, LayersSpec) else None
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Type in which gradients of weights add up, for figures of memory and time."""
+        return self.run.main_grad_dtype or self.memory.gradient_dtype or "float32"
+
+    @property
     def num_stages(self) -> int:
         """Number of stages over all pipeline ranks."""
         placement = self.schedule.placement
@@ -107,16 +151,29 @@ class PlanSpec(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
+        if self.own_layers is not None:
+            refuse(
+                [
+                    *check_own_layers(self, self.own_layers),
+                    *check_placed_ranks(self),
+                    *check_lengths(self),
+                    *check_network(self),
+                ]
+            )
+            return self
         refuse(
             [
                 *check_tensor_parallel(self.model, self.topology),
                 *check_expert_parallel(self),
+                *check_mtp(self),
                 *check_placed_ranks(self),
                 *check_lengths(self),
+                *check_cut(self),
                 *check_splits(self),
                 *check_analytic(self),
                 *check_network(self),
                 *check_boundaries(self),
+                *check_main_grad(self),
             ]
         )
         return self

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeproof.specs.later import later_keys
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.problems import (
     PROBLEMS,
@@ -20,8 +21,11 @@ from pipeproof.specs.problems import (
     nearest_name,
     shortened,
 )
+from pipeproof.specs.section import sections_in
 
 _SECTION = "a mapping of keys"
+_MODEL, _FAMILIES = "model", ("gpt", "layers")
+_UNKNOWN = ("extra_forbidden", "invalid_key")
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -44,11 +48,12 @@ _BOUNDS = {
 
 def problems_of(error: ValidationError) -> list[Problem]:
     """Every problem behind a validation error of ``PlanSpec``, in the order of the keys."""
-    problems = [problem for detail in error.errors(include_url=False) for problem in _problems(detail)]
+    details = error.errors(include_url=False)
+    problems = [problem for detail in details for problem in _problems(detail)]
     misspelt = {
-        (*problem.path[:-1], suggestion)
-        for problem in problems
-        if problem.code == "PP102" and (suggestion := _near_key(problem.path)) is not None
+        (*_shown(path[:-1]), suggestion)
+        for path in (tuple(detail["loc"]) for detail in details if detail["type"] in _UNKNOWN)
+        if (suggestion := _near_key(path)) is not None
     }
     # A key that is there under a misspelt name is not also reported as missing.
     return [problem for problem in problems if not (problem.code == "PP104" and problem.path in misspelt)]
@@ -59,10 +64,10 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
     context: Mapping[str, Any] = detail.get("ctx", {})
     if kind == PROBLEMS:
         for problem in context[PROBLEMS]:
-            yield Problem(problem.code, (*path, *problem.path), problem.message, problem.help, problem.at_key)
+            yield Problem(problem.code, (*_shown(path), *problem.path), problem.message, problem.help, problem.at_key)
     elif kind == "missing":
-        yield Problem("PP104", path, f"`{dotted(path)}` is missing", _addition(path), at_key=True)
-    elif kind in ("extra_forbidden", "invalid_key"):
+        yield Problem("PP104", _shown(path), f"`{_dotted(path)}` is missing", _addition(path), at_key=True)
+    elif kind in _UNKNOWN:
         yield _unknown_key(path)
     elif kind in _EXPECTED:
         yield _wrong_type(path, value, _EXPECTED[kind])
@@ -72,18 +77,27 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         key, words = _BOUNDS[kind]
         yield Problem(
             "PP106",
-            path,
-            f"`{dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}",
+            _shown(path),
+            f"`{_dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}",
         )
     elif kind == "finite_number":
-        yield Problem("PP106", path, f"`{dotted(path)}` must be finite, found {describe_value(value)}")
+        yield Problem("PP106", _shown(path), f"`{_dotted(path)}` must be finite, found {describe_value(value)}")
     else:
-        yield Problem("PP106", path, f"`{dotted(path)}`: {detail['msg']}, found {describe_value(value)}")
+        yield Problem("PP106", _shown(path), f"`{_dotted(path)}`: {detail['msg']}, found {describe_value(value)}")
+
+
+def _shown(path: KeyPath) -> KeyPath:
+    """The path as the plan has it: pydantic puts the family of a model behind ``model``."""
+    return (path[0], *path[2:]) if len(path) > 1 and path[0] == _MODEL else path
+
+
+def _dotted(path: KeyPath) -> str:
+    return dotted(_shown(path))
 
 
 def _wrong_type(path: KeyPath, value: object, expected: str) -> Problem:
-    message = f"`{dotted(path)}` must be {expected}, found {describe_value(value)}"
-    return Problem("PP105", path, message, _conversion(value, expected))
+    message = f"`{_dotted(path)}` must be {expected}, found {describe_value(value)}"
+    return Problem("PP105", _shown(path), message, _conversion(value, expected))
 
 
 def _conversion(value: object, expected: str) -> str | None:
@@ -106,25 +120,31 @@ def _conversion(value: object, expected: str) -> str | None:
 
 
 def _not_allowed(path: KeyPath, value: object) -> Problem:
-    allowed = get_args(_annotation(path))
+    allowed = _FAMILIES if _shown(path) == (_MODEL, "kind") else _choices(_annotation(path))
     expected = listed(allowed) if allowed else "another value"
     if type(value) not in {type(option) for option in allowed}:
         return _wrong_type(path, value, f"{'one of ' if len(allowed) > 1 else ''}{expected}")
     near = nearest_name(value, allowed) if isinstance(value, str) else None
     return Problem(
         "PP106",
-        path,
-        f"`{dotted(path)}` must be {expected}, found {describe_value(value)}",
+        _shown(path),
+        f"`{_dotted(path)}` must be {expected}, found {describe_value(value)}",
         help=f"did you mean `{near}`?" if near else None,
     )
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values that a key may have by name, one that may be left out included."""
+    literals = [option for option in (annotation, *get_args(annotation)) if get_origin(option) is Literal]
+    return tuple(value for literal in literals for value in get_args(literal))
 
 
 def _unknown_key(path: KeyPath) -> Problem:
     section, name = path[:-1], str(path[-1])
     shown = shortened(name)
     known = _sections().get(_without_indices(section), ())
-    where = f"`{dotted(section)}`" if section else "a plan"
-    return Problem("PP102", path, f"{where} has no key `{shown}`", _key_help(path, known), at_key=True)
+    where = f"`{_dotted(section)}`" if len(_shown(section)) else "a plan"
+    return Problem("PP102", _shown(path), f"{where} has no key `{shown}`", _key_help(path, known), at_key=True)
 
 
 def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
@@ -134,24 +154,31 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
     if name == "<<":
         return "merge keys are not part of YAML 1.2: repeat the keys that you need"
     sections = _sections()
-    homes = [dotted((*other, name)) for other, keys in sections.items() if other != section and name in keys]
+    families = [other[1] for other, keys in sections.items() if _is_sibling(other, section) and name in keys]
+    if families:
+        return f"it is a key of `kind: {families[0]}`"
+    homes = [_dotted((*other, name)) for other, keys in sections.items() if other != section and name in keys]
     if homes:
         return f"did you mean `{listed(homes)}`? It belongs there"
     near = _near_key(path)
     if near is not None:
         return f"did you mean `{near}`?"
     for other, keys in sections.items():
-        elsewhere = nearest_name(name, keys) if other != section else None
+        elsewhere = nearest_name(name, keys) if _shown(other) != _shown(section) else None
         if elsewhere is not None:
-            return f"did you mean `{dotted((*other, elsewhere))}`?"
+            return f"did you mean `{_dotted((*other, elsewhere))}`?"
     return f"known here: {', '.join(known)}"
+
+
+def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
+    """Whether these are the same section of two families of models."""
+    return other != section and _shown(other) == _shown(section)
 
 
 def _near_key(path: KeyPath) -> str | None:
     """The key of the same section that was probably meant."""
     section, name = _without_indices(path[:-1]), str(path[-1])
-    later = later_keys(str(section[0])) if section else ()
-    return nearest_name(name, (*_sections().get(section, ()), *later))
+    return nearest_name(name, _sections().get(section, ()))
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
@@ -166,29 +193,30 @@ def _sections() -> dict[KeyPath, tuple[str, ...]]:
     def add(path: KeyPath, model: type[BaseModel]) -> None:
         sections[path] = tuple(model.model_fields)
         for name, field in model.model_fields.items():
-            nested = _model_in(field.annotation)
-            if nested is not None:
-                add((*path, name), nested)
+            for nested in sections_in(field.annotation):
+                add((*path, name, *_family(nested)), nested)
 
     add((), PlanSpec)
     return sections
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, or holds a list of."""
-    for candidate in (annotation, *get_args(annotation)[:1]):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def _family(section: type[BaseModel]) -> KeyPath:
+    """What pydantic puts behind ``model`` for this family of models; nothing for other sections."""
+    return tuple(name for name, family in zip(_FAMILIES, (ModelSpec, LayersSpec), strict=True) if section is family)
 
 
 def _field_of(path: KeyPath) -> Any:
     """The pydantic field at a path of keys, list indices left out; None where there is none."""
     model: type[BaseModel] = PlanSpec
-    field = None
+    field, choice = None, tuple[type[BaseModel], ...]()
     for part in _without_indices(path):
+        if part in _FAMILIES and choice:
+            model = next(section for section in choice if part in _family(section))
+            choice = ()
+            continue
         field = model.model_fields.get(str(part))
-        model = (_model_in(field.annotation) if field is not None else None) or model
+        choice = sections_in(field.annotation) if field is not None else ()
+        model, choice = (choice[0], ()) if len(choice) == 1 else (model, choice)
     return field
 
 

@@ -71,6 +71,11 @@ class ScheduleSpec(Section):
         description="Most chunk activations of one micro-batch that a rank may hold, from F to the end of W. With kind "
         "optimal; `advise` keeps to it too.",
     )
+    reduce_gradients: Literal["at_end", "when_ready"] = Field(
+        default="at_end",
+        description="When gradients are summed over ranks: after all computations, or those of a stage beside what "
+        "follows the last computation that adds to them. A stage that has copies is summed at the end in any case.",
+    )
     placement: StagePlacement | None = Field(
         default=None,
         description="How stages are dealt to ranks: loop, v (there and back), or the stages of each pipeline rank; a "

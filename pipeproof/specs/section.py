@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticKnownError
 
@@ -11,6 +14,17 @@ from pipeproof.specs.problems import Problem, problems_error
 def _tuple_of_list(value: object) -> object:
     """Files have lists where a frozen spec has tuples; nothing else is converted."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def sections_in(annotation: object) -> tuple[type[BaseModel], ...]:
+    """The sections that a key may hold: itself, those of a choice, and those of the items of a list."""
+    if isinstance(annotation, type):
+        return (annotation,) if issubclass(annotation, BaseModel) else ()
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return sections_in(get_args(annotation)[0])
+    items = get_args(annotation) if origin in (Union, UnionType) else get_args(annotation)[:1]
+    return tuple(section for item in items for section in sections_in(item))
 
 
 FROM_LIST = BeforeValidator(_tuple_of_list)

@@ -33,8 +33,8 @@ def plan_digest(subject: Subject) -> str:
     """SHA-256 (hex) over everything that the verdict depends on.
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
-    order; layers, parameters and stages; loss normalization, and whether
-    gradients are clipped; the backend's table; the facts said beside the graph;
+    order; layers, parameters and stages; loss normalization, whether gradients
+    are clipped, and the type of weights; the backend's table; the facts said beside the graph;
     the version of the rule set. Cost, seed, steps, learning rate and paths are
     not in it. The bytes are canonical, so that the digest is the same in every
     run and on every machine.
@@ -82,11 +82,12 @@ def _plain(value: object) -> list[Any]:
 def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
     return {
         "mesh": asdict(plan.mesh),
-        "model": plan.spec.model.model_dump(mode="json"),
+        "model": plan.spec.model.model_dump(mode="json", exclude={"build"}),  # which is a path
         "layers": [asdict(layer) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "clips": plan.spec.run.clip_norm is not None,
+        "weights": plan.spec.run.weight_dtype,
         "buffers": plan.spec.buffers.model_dump(mode="json"),
         "connections": plan.spec.transport.connections,
     }

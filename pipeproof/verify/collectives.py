@@ -89,7 +89,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
     graph, calls = subject.graph, _Calls(subject.graph)
     theirs = calls.leaders_call()
     member = calls.by_members()
-    differs = member & ((theirs == NONE) | ~_same_call(graph, calls.row, theirs))
+    differs = member & ((theirs == NONE) | ~_same_call(subject, calls.row, theirs))
     first: dict[tuple[int, int], int] = {}
     wrong = np.flatnonzero(differs)
     where = zip(calls.group[wrong].tolist(), calls.rank[wrong].tolist(), strict=True)
@@ -114,8 +114,12 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _same_call(graph: OpGraph, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
-    """Whether two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one."""
+def _same_call(subject: Subject, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
+    """Whether two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one.
+
+    A call that names no tensor moves activations; in a graph alone, of a type that is not known.
+    """
+    graph = subject.graph
     same = np.ones(len(ours), dtype=bool)
     for column in (graph.kind, graph.unit, graph.target_kind, graph.index, graph.axis, graph.reduction):
         same &= column[ours] == column[theirs]
@@ -125,8 +129,10 @@ def _same_call(graph: OpGraph, ours: IntColumn, theirs: IntColumn) -> BoolColumn
     same &= (graph.stage[ours] == graph.stage[theirs]) | across_stages[ours]
     has_root = graph.kind == KIND_CODE[OpKind.BROADCAST]
     same &= (graph.peer[ours] == graph.peer[theirs]) | ~has_root[ours]
-    dtypes = sorted({tensor.dtype for tensor in graph.tensors})
-    dtype = np.array([*(dtypes.index(tensor.dtype) for tensor in graph.tensors), NONE])[graph.tensor]
+    own = None if subject.lowered is None else subject.lowered.spec.run.dtype
+    dtypes = sorted({tensor.dtype for tensor in graph.tensors} | ({own} if own else set()))
+    unnamed = NONE if own is None else dtypes.index(own)
+    dtype = np.array([*(dtypes.index(tensor.dtype) for tensor in graph.tensors), unnamed])[graph.tensor]
     same &= (dtype[ours] == dtype[theirs]) | (dtype[ours] == NONE) | (dtype[theirs] == NONE)
     return same
 

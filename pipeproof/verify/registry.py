@@ -22,6 +22,7 @@ from pipeproof.verify import (
 )
 from pipeproof.verify.gradients import norm as gradient_norm
 from pipeproof.verify.gradients import rules as gradient_rules
+from pipeproof.verify.gradients import updated as gradients_updated
 from pipeproof.verify.layouts import rules as layout_rules
 from pipeproof.verify.subject import Rule
 
@@ -44,5 +45,6 @@ RULES: tuple[Rule, ...] = (
     *lifetime.RULES,
     *gradient_rules.RULES,
     *gradient_norm.RULES,
+    *gradients_updated.RULES,
     *memory_budget.RULES,
 )

@@ -9,9 +9,11 @@ import paddle
 from paddle.autograd import PyLayer
 
 from pipeproof.comm.accumulation import sum_orders
+from pipeproof.exec.compare_routers import compare_routers
 from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.paddle import balance
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.orders import Orders
@@ -72,7 +74,9 @@ class RecordedRun:
                 for (stage,), seen in zip(self.run.stages, self.watches, strict=True)
             ]
             of_reference = watch.take() if layers else {}
-            recorder.put(step, loss, ranks, ReferenceStep(reference.loss, reference.gradients, of_reference))
+            shown = [stage.balance.shown() for (stage,) in self.run.stages]
+            routers = compare_routers(self.plan, shown, reference.routers, reference.routers)
+            recorder.put(step, loss, ranks, ReferenceStep(reference.loss, reference.gradients, of_reference), routers)
             for optimizer in self.run.optimizers:
                 optimizer.step()
 
@@ -113,6 +117,20 @@ def plant_wrong_rope_backward(monkeypatch) -> None:
     right = paddle_stage.rotate
     monkeypatch.setattr(
         paddle_stage, "rotate", lambda heads, cos, sin: _WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
+    )
+
+
+def plant_wrong_auxiliary_factor(monkeypatch) -> None:
+    """Let the routers of the stage put in twice of what each of their losses should count."""
+    right = balance.loss_weights
+    monkeypatch.setattr(balance, "loss_weights", lambda plan: {name: 2 * w for name, w in right(plan).items()})
+
+
+def plant_double_auxiliary(monkeypatch) -> None:
+    """Let every rank put the losses of routers in, though all of them route the same tokens."""
+    right = balance.Balance
+    monkeypatch.setattr(
+        paddle_stage, "Balance", lambda plan, layers, *, puts_in_losses: right(plan, layers, puts_in_losses=True)
     )
 
 

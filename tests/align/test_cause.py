@@ -72,6 +72,25 @@ def test_ranks_that_hold_addends():
     assert "3 ranks of A hold different tensors; their sum is B's" in found.evidence
 
 
+def test_groups_of_ranks_that_hold_addends_and_have_summed_over_another_axis():
+    first, second = RNG.standard_normal((2, 6)).astype("f4")
+    found = cause(first, first + second, {2: second, 3: second.copy(), 6: second.copy()})
+    assert found.family is Family.MISSING_REDUCTION
+    assert "2 groups of ranks of A hold different tensors; their sum is B's" in found.evidence
+    same = cause(first, first + 2 * second, {1: second, 2: second.copy()})  # three addends, of which two are alike
+    assert "3 ranks of A hold different tensors" in same.evidence
+
+
+def test_rows_that_are_equal_are_counted_where_the_others_are_not_at_all():
+    wrong = RIGHT.copy()
+    wrong[2:5] *= np.float32(np.pi)
+    assert "30 of 48 elements are equal, which are 5 of 8 rows along the last dim" in cause(wrong).evidence
+    wrong = RIGHT.copy()
+    wrong[:, 0] *= np.float32(np.pi)
+    assert "40 of 48 elements are equal; norms" in cause(wrong).evidence
+    assert "rows" not in cause(nudged()).evidence
+
+
 def test_ranks_that_disagree_and_are_no_addends():
     a, b = RNG.standard_normal((2, 6)).astype("f4")
     shards = [Shard(0, md5_of(a), ((0, 6),)), Shard(1, md5_of(b), ((0, 6),))]

@@ -4,7 +4,8 @@ import pytest
 
 from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, sharded
 from pipeproof.specs.load import PlanFileError, plan_from_dict
-from pipeproof.stages.describe.boundary import Boundary, describe_boundaries, describe_boundary, unit_sizes
+from pipeproof.stages.describe.boundary import Boundary, describe_boundary, unit_sizes
+from pipeproof.stages.describe.edges import describe_boundaries
 from tests.plans import plan_dict
 
 

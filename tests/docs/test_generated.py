@@ -35,6 +35,8 @@ def docs_module(monkeypatch):
         "make_forms.py",
         "make_receives.py",
         "make_published.py",
+        "make_seed_experiment.py",
+        "make_alignment_log.py",
     ],
 )
 def test_generated_pages_are_current(script):

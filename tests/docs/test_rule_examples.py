@@ -21,6 +21,8 @@ NOT_RUN = {
     "PP907": ("a launcher of somebody else's", "exec/test_run.py"),
     "PP908": ("a gradient that rounding does not explain", "exec/test_run.py"),
     "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
+    "PP911": ("a Python file that does not work", "own/test_files.py"),
+    "PP912": ("layers that are really built", "own/test_files.py"),
 }
 """Codes whose findings come when commands run, not from what is written: why, and the test that brings them."""
 

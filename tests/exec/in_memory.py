@@ -7,16 +7,20 @@ waits for another. A send is done at once.
 import itertools
 import threading
 import time
+from dataclasses import replace
 
 import paddle
 
 from pipeproof.comm.accumulation import sum_orders, tied_sums
 from pipeproof.exec.compare import compare_step
+from pipeproof.exec.compare_routers import compare_routers
+from pipeproof.exec.dp_shares import with_whole_gradients
 from pipeproof.exec.exchanges import compare_exchanges
 from pipeproof.exec.machine import Begin, Finished, RankMachine
 from pipeproof.exec.oplog import compare_log
 from pipeproof.exec.paddle_adapter import PaddleAdapter
 from pipeproof.exec.paddle_comm import PaddleWorld
+from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.orders import Orders
 from pipeproof.stages.reference.uncut import uncut_step
@@ -48,7 +52,7 @@ class _Channels:
     def __init__(self, world, rank):
         self.world, self.rank, self.received = world, rank, {}
 
-    def post(self, channel, buffer):
+    def post(self, channel, buffer, after=()):
         sent = self.world.sent.setdefault(channel, [])
         if channel.src == self.rank:
             sent.append(buffer.clone())
@@ -96,8 +100,11 @@ class _Collectives:
         return total
 
 
-def run_all(plan):
-    """Every step of every rank: the outcomes by step and rank, and the adapters."""
+def run_all(plan, seen=None):
+    """Every step of every rank: the outcomes by step and rank, and the adapters.
+
+    ``seen``, where it is given, gets by (step, rank) what crossed the borders between layers.
+    """
     world = _World()
     ranks = range(plan.mesh.num_ranks)
     outcomes = [[None] * len(ranks) for _ in range(plan.spec.run.steps)]
@@ -118,7 +125,8 @@ def run_all(plan):
             if rank in group.ranks
         }
         channels = _Channels(world, rank)
-        adapter = PaddleAdapter(plan, rank, PaddleWorld(rank, channels, collectives), lambda step, op_id: None)
+        watch = None if seen is None else LayerWatch()
+        adapter = PaddleAdapter(plan, rank, PaddleWorld(rank, channels, collectives), lambda step, op_id: None, watch)
         adapters[rank], machine = adapter, RankMachine(plan.graph, rank)
         for step in range(plan.spec.run.steps):
             adapter.begin(step)
@@ -128,6 +136,8 @@ def run_all(plan):
                     adapter.carry_out(instruction)
                 instructions = machine.handle(Finished(instructions[-1].op_id))
             outcomes[step][rank] = adapter.outcome
+            if seen is not None:
+                seen[step, rank] = watch.take()
 
     threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -147,11 +157,14 @@ def compared(plan):
     results = []
     for step, (of_step, reference) in enumerate(zip(outcomes, references, strict=True)):
         uncut = uncut_step(plan.spec, reference.weights, step)
-        ranks = [(one.loss, one.gradients) for one in of_step]
+        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
         ours = reference.loss, reference.gradients
-        results.append(compare_step(plan, step, ranks, ours, (uncut.loss, uncut.gradients)))
+        result = compare_step(plan, step, ranks, ours, (uncut.loss, uncut.gradients))
+        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, uncut.routers)
+        results.append(replace(result, routers=routers))
     run = plan.spec.run
     for rank, adapter in enumerate(adapters):
-        assert list(compare_log(plan.graph, rank, adapter.log, num_steps=run.steps, dtype=run.dtype)) == []
+        types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}
+        assert list(compare_log(plan.graph, rank, adapter.log, num_steps=run.steps, **types)) == []
         assert list(compare_exchanges(plan.graph, rank, adapter.log)) == []
     return results

@@ -89,7 +89,7 @@ def test_slots_are_taken_in_turn_and_from_the_first_again_in_every_step():
     pool, whole, smaller = (channel, True), [8, 2, 16], [8, 1, 16]
 
     def places(num):
-        taken = [slots.take(pool, whole if i % 2 else smaller) for i in range(num)]
+        taken = [slots.take(pool, whole if i % 2 else smaller, "float32") for i in range(num)]
         assert [tensor.shape for tensor in taken] == [whole if i % 2 else smaller for i in range(num)]
         return [tensor.data_ptr() for tensor in taken]
 
@@ -97,7 +97,7 @@ def test_slots_are_taken_in_turn_and_from_the_first_again_in_every_step():
     assert first[0] == first[2] == first[4] != first[1] == first[3]
     slots.begin()
     assert places(2) == first[:2]
-    assert not slots.take(pool, whole).numpy().any()
-    slots.take(pool, whole)[0, 0, 0] = 1.0
-    slots.take(pool, whole)
-    assert slots.take(pool, whole).numpy().any(), "the slot is the same memory"
+    assert not slots.take(pool, whole, "float32").numpy().any()
+    slots.take(pool, whole, "float32")[0, 0, 0] = 1.0
+    slots.take(pool, whole, "float32")
+    assert slots.take(pool, whole, "float32").numpy().any(), "the slot is the same memory"

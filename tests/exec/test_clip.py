@@ -101,6 +101,21 @@ def test_gradients_below_the_limit_stay_as_they_are():
         assert {one.name: one.md5 for one in step.gradients} == {one.name: one.md5 for one in expected.gradients}
 
 
+def test_the_factor_is_the_quotient_rounded_once():
+    import numpy as np
+    import paddle
+
+    from pipeproof.stages.paddle.clip import GradientClip
+
+    limit = np.float32(0.05)
+    for square in np.random.default_rng(3).uniform(0.01, 4.0, 2000).astype(np.float32):
+        clip, weight = GradientClip({}, 1, 0.05, "float32"), paddle.ones([1])
+        clip.squares = paddle.to_tensor(square.reshape(1))
+        weight.grad = paddle.ones([1])
+        clip.clip({"weight": weight})
+        assert weight.grad.numpy()[0] == limit / max(np.sqrt(square), limit)
+
+
 def test_a_collective_by_itself_is_refused_where_there_is_no_norm():
     """No adapter knows what it would be of."""
     seen = subject(topology={"tp": 2})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, compare_log, expected_facts
+from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, compare_log, expected_facts, op_ids_of
 from pipeproof.specs.finding import Severity
 from tests.exec.logs import faithful_log, on_queue
 from tests.plans import subject
@@ -200,3 +200,17 @@ def test_the_witness_names_both_operations():
     del entries[on_queue(entries, SENDS)[0]]
     (found,) = differences(entries)
     assert [(op.rank, op.op) for op in found.witness.ops] == [(RANK, "0SEND_F0"), (RANK, "0SEND_F1")]
+
+
+def test_messages_of_one_operation_are_told_apart_by_their_place_on_the_channel():
+    boundaries = [{"name": "hidden", "dims": "sbh"}, {"name": "labels", "dims": "bs", "dtype": "int64"}]
+    graph = subject(boundaries=boundaries, schedule={"num_micro_batches": 1}).graph
+    rows = list(graph.rank_ops(1))
+    entries = [LogEntry(step, _queue_of(graph, i), str(graph.ops[i]), 0, 0) for step in (0, 1) for i in rows]
+    assert [str(graph.ops[i]) for i in rows].count("1RECV_F0") == 2
+    assert op_ids_of(graph, 1, entries) == rows * 2
+    assert op_ids_of(graph, 1, [*entries, entries[0], LogEntry(0, HOST_QUEUE, "9F9", 0, 0)])[-2:] == [None, None]
+
+
+def _queue_of(graph, op_id):
+    return str(graph.channels[int(graph.channel[op_id])]) if graph.channel[op_id] >= 0 else HOST_QUEUE

@@ -102,13 +102,35 @@ def refused(tmp_path, schedule, fact):
     assert f"error[PP909]: {fact}, which is checked and simulated but not run yet" in run.output
 
 
-def test_transfers_in_batches_are_refused(tmp_path):
+def test_transfers_in_batches_and_on_queues_of_other_names_match_the_reference(tmp_path):
+    """The batch of rank 0 stands on one queue of its own with what comes after it."""
     file = tmp_path / "batched.txt"
-    file.write_text(BATCHED)
+    side = BATCHED.replace("0RECV_B1 ", "0RECV_B1{queue=side} ").replace(
+        "{batch=0} WAIT(0", "{batch=0 queue=side} WAIT(0"
+    )
+    assert side.count("queue=side") == 2
+    file.write_text(side)
     schedule = {"kind": "file", "path": str(file), "num_micro_batches": 2}
-    refused(tmp_path, schedule, "transfers are issued in batches")
+    assert matched(tmp_path, schedule=schedule)["accumulation"] == "in_order"
+
+
+def test_a_stricter_runtime_s_queue_is_carried_out(tmp_path):
+    """Sends that cross hold each other up where all transfers of a pair share one FIFO; check says so, too."""
+    schedule = {"kind": "1f1b", "num_micro_batches": 4}
+    matched(tmp_path / "matches", schedule=schedule, transport={"queue": "direction"}, run={"steps": 1})
+    run = ended(
+        tmp_path / "hangs",
+        "--unsafe",
+        "--timeout",
+        "5",
+        schedule=schedule,
+        transport={"queue": "pair"},
+        run={"steps": 1},
+    )
+    assert run.status == 3, run.output
+    assert "error[PP903]" in run.output
 
 
 def test_queues_of_other_names_are_refused(tmp_path):
     schedule = {"kind": "file", "path": str(FILES / "zbv_2x2_comms.csv"), "num_chunks": 2}
-    refused(tmp_path, schedule, "operations run on queue unshard")
+    refused(tmp_path, schedule, "0UNSHARD runs on queue unshard")

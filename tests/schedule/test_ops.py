@@ -29,7 +29,8 @@ indexed = st.builds(
     maybe,
 )
 axes = st.sampled_from(AXES)
-reductions = st.builds(lambda s, a: Op(OpKind.REDUCE_GRAD, s, axis=a), numbers, st.none() | axes)
+updates = st.sampled_from([OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT])
+reductions = st.builds(lambda kind, s, a: Op(kind, s, axis=a), updates, numbers, st.none() | axes)
 collectives = st.builds(
     lambda kind, s, m, a: Op(kind, s, m, axis=a), st.sampled_from(sorted(CHILD_KINDS)), numbers, maybe, axes
 )

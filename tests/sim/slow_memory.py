@@ -6,7 +6,8 @@ from math import ceil
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.stages.describe.memory import Life, activations_of, state_of_weights
+from pipeproof.stages.describe.memory import Life, activations_of
+from pipeproof.stages.describe.state import state_of_weights
 
 FORWARDS = {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.GATHER_FORWARD, OpKind.SLICE_FORWARD}
 

@@ -47,6 +47,14 @@ def test_memory_begins_with_what_lasts_and_is_in_the_ticks_of_the_timeline():
     assert memory_held(timeline, [memory]) == Curve("memory held", "bytes", (((0, 100), (2, 110), (6, 100)),))
 
 
+def test_memory_that_changes_at_the_beginning_begins_with_what_is_held_then():
+    memory = MemoryCurve({Part.PARAMETERS: 100}, np.array([0, 4]), np.array([3, 3]), np.array([7, -7]), 1)
+    begins_late = MemoryCurve({Part.PARAMETERS: 100}, np.array([1, 2, 4]), np.array([3, 3, 3]), np.array([5, 2, -7]), 1)
+    for curve, start in ((memory, 0), (begins_late, 3)):
+        timeline = Timeline((Span(0, "compute", 0, "0F0", start, 8),), ONE_RANK)
+        assert memory_held(timeline, [curve]).ranks == (((start, 107), (4, 100)),)
+
+
 def test_simulated_memory_has_its_peak(run):
     simulation = run(p=3, m=4, c=1)
     curve = memory_held(simulation.timeline, simulation.memory)

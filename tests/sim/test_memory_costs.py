@@ -12,7 +12,7 @@ from pipeproof.comm.lower import lower
 from pipeproof.comm.times import with_times
 from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.memory import memory_dtype
+from pipeproof.stages.describe.state import memory_dtype
 from tests.plans import plan_dict
 
 H200 = {"device": "h200", "dtype": "bfloat16"}

@@ -31,6 +31,11 @@ def deepseek():
     return load_plan(PLANS / "deepseek_v3.yaml").spec
 
 
+def without_module(spec):
+    """The main model alone."""
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"mtp": None})})
+
+
 def num_weights(spec):
     return sum(prod(p.shape) for layer in describe_gpt(spec) for p in layer.parameters)
 
@@ -57,12 +62,18 @@ def flops_of_a_token(spec):
 def test_weights_are_as_many_as_published():
     """405B, and 671B without the module for multi-token prediction: a token multiplies with 37B of these.
 
-    The routers' biases are no part of a plan: 256 in each of 58 blocks.
+    The routers' biases are no part of the plan: 256 in each of 58 blocks. The module has a block with experts, two
+    norms and what joins them; published weights have 14B for it, embedding and head once more among them.
     """
     assert num_weights(llama()) == 405_853_388_800
-    assert num_weights(deepseek()) + 58 * 256 == 671_026_419_200
-    embedding = 129280 * 7168  # one row of it for a token
-    assert round((active_weights(deepseek()) - embedding) / 10**9) == 37
+    main = without_module(deepseek())
+    assert num_weights(main) + 58 * 256 == 671_026_419_200
+    ends = 129280 * 7168  # of the embedding, one row for a token
+    assert round((active_weights(main) - ends) / 10**9) == 37
+    block = sum(prod(p.shape) for layer in describe_gpt(main) if layer.name == "layer.60" for p in layer.parameters)
+    module = block + 2 * 7168 + 2 * 7168 * 7168
+    assert num_weights(deepseek()) - num_weights(main) == module == 11_610_060_800
+    assert 13 < (module + 2 * ends) / 10**9 < 14
 
 
 def test_forward_flops_of_a_token_by_hand():
@@ -75,8 +86,11 @@ def test_forward_flops_of_a_token_by_hand():
     tokens = 4096
     attention = 2 * 128 * (128 + 64 + 128) * Fraction(tokens + 1, 2)
     norms = 61 * (2 * 7168 + 1536 + 512) + 7168
-    weights = active_weights(deepseek()) - 129280 * 7168 - norms
-    assert flops_of_a_token(deepseek()) == 2 * weights + 61 * attention
+    main = without_module(deepseek())
+    weights = active_weights(main) - 129280 * 7168 - norms
+    assert flops_of_a_token(main) == 2 * weights + 61 * attention
+    module = active_weights(deepseek()) - active_weights(main) - (4 * 7168 + 1536 + 512)  # and the head once more
+    assert flops_of_a_token(deepseek()) - flops_of_a_token(main) == 2 * (module + 129280 * 7168) + attention
 
 
 def test_they_check_clean_and_simulate(loaded):
@@ -116,8 +130,11 @@ def test_what_bounds_two_side_by_side(nodes_per_token, bound):
 
 
 def test_flops_of_a_step_are_as_published():
-    """arXiv:2505.09343, table 4: 19.926 s on 2,048 GPUs are 385 TFLOP/s of each with causal attention, 432 without."""
-    spec, tokens = deepseek(), 4096
+    """arXiv:2505.09343, table 4: 19.926 s on 2,048 GPUs are 385 TFLOP/s of each with causal attention, 432 without.
+
+    That is the main model's work: with the module's it would be 402.
+    """
+    spec, tokens = without_module(deepseek()), 4096
     token = flops_of_a_token(spec)
     other_half = 61 * 2 * 128 * (128 + 64 + 128) * Fraction(tokens - 1, 2)
     for of_a_token, published in ((token, 385), (token + other_half, 432)):

@@ -33,6 +33,7 @@ def test_it_is_a_schema():
         {"cost": {"forward_us": [1, "1/3"], "backward_us": 0.5, "p2p_latency_us": "1/7"}},
         {"cost": {"backward_us": None, "backward_input_us": 1, "backward_weight_us": [0, 1]}},
         {"stages": [["embed", "layer.0"], ["layer.1", "layer.2", "layer.3", "norm", "head"]]},
+        {"stages": "layer:TransformerLayer|EmptyLayer"},
         {"topology": {"order": ["pp", "dp", "tp", "cp", "ep"]}},
     ],
 )

@@ -108,11 +108,11 @@ def test_one_block_at_a_time_is_computed_again(monkeypatch):
     calls, alive, made = [], [], []
     block = PaddleStage._block
 
-    def watched(self, activation, name, index, piece):
+    def watched(self, activation, name, **unit):
         calls.append(name)
         gc.collect()
         alive.append(sum(reference() is not None for reference in made))
-        output = block(self, activation, name, index, piece)
+        output = block(self, activation, name, **unit)
         made.append(weakref.ref(output))
         return output
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm import lower as lowering
 from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import OpKind, child_of
 from pipeproof.specs.finding import Severity
 from pipeproof.specs.layout import INVARIANT
@@ -155,3 +156,46 @@ def test_an_exchange_that_all_ranks_leave_out_is_found(where):
         return [row for row in program if str(row.op) != where]
 
     assert "PP208" in codes(with_rows(experts(), without))
+
+
+COUNTS = "0F0/0.ALL_TO_ALL:ep"
+
+
+def typed_otherwise(one, ranks, **change):
+    """The plan with the exchange of counts of one micro-batch changed on some ranks."""
+    rows = one.graph.rows()
+    for rank in ranks:
+        rows[rank] = [replace(row, **change) if str(row.op) == COUNTS else row for row in rows[rank]]
+    return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
+
+
+def test_counts_that_are_sent_as_activations_are_found():
+    """A call that names no tensor moves activations: all ranks alike, or one rank among others."""
+    one = experts()
+    everywhere = typed_otherwise(one, range(one.graph.num_ranks), tensor=NONE)
+    assert codes(everywhere) == {"PP208"}
+    (found,) = [finding for finding in check_subject(everywhere).findings if finding.code == "PP208"]
+    assert "ALL_TO_ALL of 4 over ep as its collective 0, and needs ALL_TO_ALL of 4 over ep (mlp.counts) in int64" in (
+        found.message
+    )
+    assert codes(typed_otherwise(one, [0], tensor=NONE)) == {"PP208", "PP306"}
+
+
+def test_a_call_that_names_the_type_of_activations_is_the_same_as_one_that_names_none():
+    one = experts(tp=2)
+    hidden = next(place for place, tensor in enumerate(one.graph.tensors) if tensor.dtype == "float32")
+    rows = one.graph.rows()
+    rows[0] = [replace(row, tensor=hidden) if str(row.op) == "0F0/0.ALL_REDUCE:tp" else row for row in rows[0]]
+    assert rows != one.graph.rows()
+    assert codes(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))) == set()
+
+
+def test_a_description_with_another_type_of_counts_is_found(monkeypatch):
+    def wrong(plan, *size):
+        return tuple(
+            replace(layer, forward_collectives=tuple(replace(c, dtype=None) for c in layer.forward_collectives))
+            for layer in describe_gpt(plan, *size)
+        )
+
+    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    assert "PP207" in codes(experts())

@@ -434,6 +434,40 @@ def test_the_declared_layout_of_the_activation(sequence_parallel, entry, words):
     assert [words in f.message for f in found] == ([True] if words else [])
 
 
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ([("sharded(s)", "sharded(h)"), ("sharded(h)", "sharded(s)")], []),
+        (
+            [("sharded(s)", "sharded(b)"), ("sharded(h)", "sharded(s)")],
+            ["sharded(h) over tp, and the layers make it sharded(b)"],
+        ),
+        (
+            [("sharded(s)", "sharded(h)"), ("sharded(h)", "sharded(h)")],
+            ["sharded(h) over tp, and the layers take it sharded(s)"],
+        ),
+        (
+            [("sharded(h)", "sharded(h)"), ("sharded(h)", "sharded(s)")],
+            ["sharded(h) over tp, and the layers make it sharded(s)"],
+        ),
+        ([None, ("sharded(h)", "sharded(s)")], ["sharded(h) over tp, and the layers make it sharded(s)"]),
+    ],
+)
+def test_a_stage_of_empty_layers_takes_any_layout_and_hands_it_on(layouts, words):
+    one = subject(
+        model={"num_layers": 2, "empty_layers": {"head": 1}},
+        topology={"pp": 3, "tp": 2, "sequence_parallel": True},
+        stages=[["embed"], ["empty.0"], ["layer.0", "layer.1", "norm", "head"]],
+        boundaries=[
+            {**HIDDEN, "edge": edge, "tp": layout[0], "receiver_tp": layout[1]}
+            for edge, layout in enumerate(layouts)
+            if layout
+        ],
+    )
+    messages = [found.message for found in check_subject(one).findings if found.code == "PP209"]
+    assert [said in message for said, message in zip(words, messages, strict=True)] == [True] * len(words)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.doc.kind], ids=lambda rule: rule.doc.code)
 def test_the_examples_of_the_pages(rule):
     for text, codes in ((rule.doc.wrong, {rule.doc.code}), (rule.doc.right, set())):

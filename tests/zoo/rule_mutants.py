@@ -339,6 +339,16 @@ CASES = (
         kills=("PP611",),
     ),
     Case(
+        "PP612",
+        "each dp rank updates its share of the weights, and nothing gathers the others",
+        lambda: subject(topology={"dp": 2}, memory={"shard_optimizer": "dp"}),
+        lambda: changed(
+            subject(topology={"dp": 2}, memory={"shard_optimizer": "dp"}),
+            lambda row: None if "GATHER_WEIGHT" in str(row.op) else row,
+        ),
+        kills=("PP612",),
+    ),
+    Case(
         "PP701",
         "all forwards run before the first backward, and their activations do not fit the memory",
         with_budget("1f1b"),

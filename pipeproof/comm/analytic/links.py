@@ -23,7 +23,8 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
-from pipeproof.stages.describe.boundary import Boundary, describe_boundaries
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.edges import describe_boundaries
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
 
 

@@ -31,9 +31,9 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import CollectiveKind, Layer, is_block, layer_kind
-from pipeproof.stages.describe.memory import moved_by_update, state_of_weights
+from pipeproof.stages.describe.layers import Layer, is_block, layer_kind, weight_calls
 from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.state import moved_by_update, state_of_weights
 from pipeproof.stages.describe.work import ATTENTION_CORE, Phase, Unit, Work, layer_work
 
 _ZERO = Fraction(0)
@@ -137,8 +137,7 @@ class AnalyticCosts:
             times[phase] = time.times(self.num_splits)
         if is_block(layer.name):
             times[Phase.INPUT] += self._computed_again(works, times[Phase.FORWARD])
-        if self._plan.memory.gathered == "again":
-            times[Phase.WEIGHT] += self._gathered_again(layer, item_bytes)
+        times[Phase.WEIGHT] += self._gathered_again(layer, item_bytes)
         return times
 
     def _computed_again(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
@@ -152,12 +151,11 @@ class AnalyticCosts:
         return sum((self.work(work) for work in core), PhaseTime()).times(self.num_splits)
 
     def _gathered_again(self, layer: Layer, item_bytes: int) -> PhaseTime:
-        """The gathers of a layer's forward over TP, once more for the gradients of weights."""
+        """What a layer gathers once more for the gradients of its weights."""
         time = PhaseTime()
-        for one in layer.forward_collectives:
-            if (one.kind, one.axis) == (CollectiveKind.ALL_GATHER, "tp"):
-                link_bytes, us = self.links.collective_bytes(one, item_bytes), self.links.collective_us(one, item_bytes)
-                time += PhaseTime(link_bytes=link_bytes, links_us=us)
+        for one in weight_calls(self._plan, layer):
+            link_bytes, us = self.links.collective_bytes(one, item_bytes), self.links.collective_us(one, item_bytes)
+            time += PhaseTime(link_bytes=link_bytes, links_us=us)
         return time.times(self.num_splits)
 
     @cached_property
@@ -167,10 +165,12 @@ class AnalyticCosts:
         lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
         bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
         states = []
-        for names in stage_layers(self._plan):
+        cut = stage_layers(self._plan)
+        for number, names in enumerate(cut):
             stage = [layers[name] for name in names]
-            held = [layer.parameters if lends else (*layer.parameters, *layer.borrowed) for layer in stage]
-            states.append(state_of_weights(self._plan, chain.from_iterable(held)))
+            is_lent = lends and number == len(cut) - 1
+            held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in stage]
+            states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
         return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
 
     def work(self, work: Work) -> PhaseTime:
@@ -256,6 +256,8 @@ class AnalyticCosts:
     def _few_blocks(self) -> PlanSpec:
         """The plan with one block of each kind at least: those of a kind are alike."""
         model = self._plan.model
+        if model.hyper_connections is not None:  # its ends are of kinds of their own
+            return self._plan
         num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
         return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
 

@@ -19,7 +19,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.profile import NOT_A_PROFILE, UNREADABLE_PROFILE
 from pipeproof.specs.profile_file import Profile, ProfileError, SizedSpread, read_profile
 from pipeproof.specs.times import GRID_US
-from pipeproof.stages.describe.boundary import describe_boundaries
+from pipeproof.stages.describe.edges import describe_boundaries
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, UPDATE_KINDS, OpKind
 from pipeproof.sim.html.relations import Relations
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Time
 
@@ -49,7 +49,7 @@ def idle_times(relations: Relations, num_ranks: int) -> tuple[Idle, ...]:
     for i, span in enumerate(spans):
         begin, end = steps.get(span.step, (span.start, span.end))
         steps[span.step] = min(begin, span.start), max(end, span.end)
-        is_shown = span.end > span.start and relations.ops[i].kind is not OpKind.REDUCE_GRAD
+        is_shown = span.end > span.start and relations.ops[i].kind not in UPDATE_KINDS
         if span.queue == COMPUTE_QUEUE and is_shown:
             host[span.rank, span.step].append(i)
     result: list[Idle] = []

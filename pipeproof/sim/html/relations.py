@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from functools import cached_property
 
-from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, Op, OpKind, parse_op
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Op, parse_op
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 
@@ -36,7 +36,7 @@ class Relations:
         return None if other is None else self._by_key.get((self.spans[i].step, other))
 
     def waits_for(self, i: int) -> int | None:
-        """The transfer that a WAIT waits for; None if it is not of this timeline, or no transfer."""
+        """What a WAIT waits for that is not where the rank computes, as a transfer; None if it is no such thing."""
         span = self.spans[i]
         if self._graph is not None:
             target = int(self._graph.waits_for[span.op_id])
@@ -121,7 +121,7 @@ class Relations:
     @cached_property
     def _parents(self) -> dict[tuple[int, int, Op], int]:
         """(step, rank, operation) to spans, of what may have collectives inside it."""
-        kinds = COMPUTE_KINDS | {OpKind.REDUCE_GRAD}
+        kinds = COMPUTE_KINDS | UPDATE_KINDS
         return {(s.step, s.rank, self.ops[i]): i for i, s in enumerate(self.spans) if self.ops[i].kind in kinds}
 
     @cached_property

@@ -15,7 +15,8 @@ from pipeproof.sim.memory.words import size_text, unit_name, unit_of
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.terminal import format_us
 from pipeproof.specs.ranges import ranges_text, runs
-from pipeproof.stages.describe.memory import Held, is_flash, memory_dtype, optimizer_bytes, state_of_weights
+from pipeproof.stages.describe.memory import Held, is_flash
+from pipeproof.stages.describe.state import memory_dtype, optimizer_bytes, state_of_weights
 
 
 def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console) -> None:
@@ -88,7 +89,7 @@ def _assumptions(lowered: LoweredPlan) -> str:
     again = "" if spec.memory.recompute == "none" else f", {spec.memory.recompute} recompute"
     shared = " shared by dp ranks" if spec.memory.shard_optimizer == "dp" else ""
     return (
-        f"{memory_dtype(spec)}, gradients in {spec.memory.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "
+        f"{memory_dtype(spec)}, gradients in {spec.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "
         f"parameter{shared}, {attention} attention{again}"
     )
 

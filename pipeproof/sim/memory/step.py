@@ -34,7 +34,9 @@ from pipeproof.sim.memory.curve import GIB, MemoryCurve, Part
 from pipeproof.sim.memory.holdings import Clock, Holdings, curves_of
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.layers import layer_kind
-from pipeproof.stages.describe.memory import Held, Life, activations_of, keeps_input, memory_dtype, state_of_weights
+from pipeproof.stages.describe.memory import Held, Life, activations_of, keeps_input
+from pipeproof.stages.describe.own_layers import own_activations
+from pipeproof.stages.describe.state import memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)
 _INPUT = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
@@ -56,6 +58,8 @@ def memory_of(
 
 def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[Held, ...]:
     """What one unit of work of a stage keeps, by operation."""
+    if lowered.spec.own_layers is not None:
+        return own_activations(lowered.spec, lowered.stages[stage])
     return activations_of(lowered.spec, lowered.layers_of(stage), lowered.sizes[variant])
 
 

@@ -1,13 +1,11 @@
-"""The tensors that cross stage boundaries, edge by edge and micro-batch by micro-batch."""
+"""The tensors that cross stage boundaries, and how large they are micro-batch by micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeproof.specs.boundary_checks import CUT, is_float
-from pipeproof.specs.layout import INVARIANT, REPLICATED, Placement, sharded
+from pipeproof.specs.layout import INVARIANT, Placement, sharded
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.reshard import Message, reshard_messages
 
 
@@ -81,6 +79,10 @@ class MicroBatchSize:
         """Tokens of the micro-batch."""
         return self.seq_length * self.num_rows
 
+    def of_lanes(self, number: int) -> MicroBatchSize:
+        """That of so many lanes, one behind the other along the rows."""
+        return MicroBatchSize(self.seq_length, number * self.num_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -101,26 +103,17 @@ class Edge:
 def describe_boundary(plan: PlanSpec) -> Boundary:
     """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
 
-    Of one context-parallel rank, in a micro-batch of full size.
+    Of one context-parallel rank, in a micro-batch of full size, with one residual stream.
     """
-    return _activation(plan, MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size))
-
-
-def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
-    """What crosses each edge of the plan: edge e lies between stages e and e + 1."""
-    sizes, by_unit = unit_sizes(plan)
-    own = tuple((_activation(plan, size),) for size in sizes)
-    edges = []
-    for edge in range(plan.num_stages - 1):
-        entries = [entry for entry in plan.boundaries if entry.edge in (None, edge)]
-        variants = own if not entries else tuple(tuple(_declared(plan, e, size) for e in entries) for size in sizes)
-        edges.append(Edge(variants, by_unit))
-    return tuple(edges)
+    size = MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)
+    return activation(plan, size, plan.model.hidden_size)
 
 
 def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
-    """The size of the ``index``-th micro-batch of a data-parallel rank."""
+    """The size of the ``index``-th micro-batch of a data-parallel rank; of own layers, its rows."""
     schedule = plan.schedule
+    if plan.own_layers is not None:
+        return MicroBatchSize(1, schedule.micro_batch_size)
     is_last = index == schedule.num_micro_batches - 1
     return MicroBatchSize(
         plan.model.seq_length if schedule.seq_lengths is None else schedule.seq_lengths[index],
@@ -135,6 +128,8 @@ def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, .
     """
     schedule, num_splits = plan.schedule, plan.schedule.num_sequence_splits
     last = schedule.last_micro_batch_size
+    if plan.own_layers is not None:
+        return (micro_batch_size(plan, 0),), ()
     if schedule.seq_lengths is None and last is None:
         return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
     number: dict[MicroBatchSize, int] = {}
@@ -144,36 +139,15 @@ def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, .
     return tuple(number), by_unit
 
 
-def _activation(plan: PlanSpec, size: MicroBatchSize) -> Boundary:
+def activation(plan: PlanSpec, size: MicroBatchSize, width: int) -> Boundary:
+    """The activation of a GPT in a micro-batch of ``size``, with ``width`` elements of a token."""
     dims = plan.model.activation_order
     sequence_parallel = plan.topology.sequence_parallel and plan.topology.tp > 1
     placement = sharded(dims.index("s")) if sequence_parallel else INVARIANT
-    return Boundary(dims, _shape(plan, dims, size), placement, plan.run.dtype, plan.topology.tp)
+    return Boundary(dims, shape_of(plan, dims, size, width), placement, plan.run.dtype, plan.topology.tp)
 
 
-def _declared(plan: PlanSpec, entry: BoundarySpec, size: MicroBatchSize) -> Boundary:
-    dtype = entry.dtype or plan.run.dtype
-    return Boundary(
-        entry.dims,
-        entry.shape if entry.shape is not None else _shape(plan, entry.dims, size),
-        _placement(plan, entry.tp, entry.dims),
-        dtype,
-        plan.topology.tp,
-        entry.name,
-        None if entry.receiver_tp is None else _placement(plan, entry.receiver_tp, entry.dims),
-        is_float(dtype) if entry.gradient is None else entry.gradient,
-    )
-
-
-def _shape(plan: PlanSpec, dims: str, size: MicroBatchSize) -> tuple[int, ...]:
-    sizes = {"s": size.seq_length // plan.topology.cp, "b": size.num_rows, "h": plan.model.hidden_size}
+def shape_of(plan: PlanSpec, dims: str, size: MicroBatchSize, width: int) -> tuple[int, ...]:
+    """The sizes of the dims s, b and h of one context-parallel rank."""
+    sizes = {"s": size.seq_length // plan.topology.cp, "b": size.num_rows, "h": width}
     return tuple(sizes[dim] for dim in dims)
-
-
-def _placement(plan: PlanSpec, text: str, dims: str) -> Placement:
-    if plan.topology.tp == 1:
-        return INVARIANT  # of one rank all layouts are the same
-    match = CUT.fullmatch(text)
-    if match is not None:
-        return sharded(dims.index(match[1]))
-    return INVARIANT if text == "invariant" else REPLICATED

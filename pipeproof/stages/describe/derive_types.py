@@ -36,7 +36,9 @@ class TypedLayer:
     ``values`` have their derived types (an axis over which a problem was found
     is left out of what comes after it); ``gradients`` are their duals.
     ``partial_over`` names, for each parameter, the axes over which each rank
-    has only an addend of its gradient.
+    has only an addend of its gradient. ``weights`` are the gathers whose results
+    are multiplied by weights, in the order of the backward: what the weights'
+    gradients need once more where they are not kept.
     """
 
     program: TypedProgram
@@ -45,6 +47,7 @@ class TypedLayer:
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     partial_over: Mapping[str, tuple[str, ...]]
+    weights: tuple[Collective, ...] = ()
 
     def gradient_of(self, name: str) -> Mapping[str, AxisType]:
         """The types of a value's gradient by axis."""
@@ -148,7 +151,17 @@ class _Deriver:
             tuple(c for op in self._program.ops for c in self._issued(op, values, backward=False)),
             tuple(c for op in reversed(self._program.ops) for c in self._issued(op, values, backward=True)),
             {name: tuple(axes) for name, axes in self._partial.items()},
+            tuple(self._gathered_for_weights(values)),
         )
+
+    def _gathered_for_weights(self, values: Mapping[str, Value]) -> Iterator[Collective]:
+        """The gathers that weights' gradients read."""
+        products = [op.inputs for op in self._program.ops if op.kind is TypedKind.MULTIPLY]
+        read = {name for inputs in products for name in inputs if not self._parameters.keys().isdisjoint(inputs)}
+        for op in reversed(self._program.ops):
+            if op.kind is TypedKind.ALL_GATHER and op.name in read:
+                for gather in self._issued(op, values, backward=False):
+                    yield replace(gather, label=f"{op.name}.again")
 
     def _issued(self, op: TypedOp, values: Mapping[str, Value], *, backward: bool) -> Iterator[Collective]:
         """The collective of one layout change; none over an axis of one rank, or where a problem was found."""
@@ -161,11 +174,11 @@ class _Deriver:
         if not backward:
             kind = _FORWARD.get(op.kind)
             if kind is not None:
-                yield Collective(kind, op.axis, taken.local_numel(sizes, mesh), op.name, op.reduction)
+                yield Collective(kind, op.axis, taken.local_numel(sizes, mesh), op.name, op.reduction, op.dtype)
         elif made.differentiable:
             turned = _BACKWARD.get((taken.over(op.axis).kind, made.over(op.axis).kind))
             if turned is not None:
-                yield Collective(turned, op.axis, made.local_numel(sizes, mesh), f"{op.name}.grad")
+                yield Collective(turned, op.axis, made.local_numel(sizes, mesh), f"{op.name}.grad", dtype=op.grad_dtype)
 
 
 _FORWARD: Mapping[TypedKind, CollectiveKind] = MappingProxyType(

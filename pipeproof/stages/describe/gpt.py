@@ -15,11 +15,14 @@ from dataclasses import replace
 from pipeproof.specs.layout import INVARIANT, sharded
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.lanes import embeds_again, lanes_after, lanes_into
 from pipeproof.stages.describe.layers import COUNTS_DTYPE, Collective, CollectiveKind, Layer, Parameter
+from pipeproof.stages.describe.order import first_word, layer_order
+from pipeproof.stages.describe.streams import stream_weights
 
 
 def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:
-    """The layers of the plan's GPT in execution order: ``embed``, ``layer.0`` .., ``norm``, ``head``.
+    """The layers of the plan's GPT in execution order, which is that of ``layer_order``.
 
     The block is pre-norm: RMSNorm, rotary attention, RMSNorm, SwiGLU MLP, no
     biases. Column-parallel weights are cut on their output dim and row-parallel
@@ -44,6 +47,11 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
     A tied head (arXiv:1608.05859) multiplies by the transpose of the embedding's
     weight, which it borrows.
 
+    Modules of multi-token prediction (arXiv:2412.19437, section 2.2) join
+    [2H, H] on what lies between layers: every TP rank has the whole weight, and
+    with sequence parallelism its own tokens. Embedding, norm and head compute
+    on all lanes at once (``lanes``).
+
     Collectives count the elements of a micro-batch of ``size``, of the plan's
     full one without it.
     """
@@ -66,9 +74,22 @@ class _GptDescriber:
         self.between_partial_over = (("tp",) if self.sp else ()) + self.partial_over
 
     def layers(self) -> tuple[Layer, ...]:
-        blocks = [self._block(i) for i in range(self.model.num_layers)]
-        norm = Layer("norm", (self._norm("norm.weight"),))
-        return (self._embed(), *blocks, norm, self._head())
+        return tuple(map(self._layer, layer_order(self.model)))
+
+    def _layer(self, name: str) -> Layer:
+        match first_word(name):
+            case "embed":
+                return self._embed()
+            case "empty":
+                return Layer(name, ())
+            case "norm":
+                return Layer(name, (self._norm("norm.weight"),))
+            case "head":
+                return self._head()
+            case "mtp":
+                return self._module(name)
+            case _:
+                return self._block(name, has_experts=self.model.has_experts(int(name.rpartition(".")[2])))
 
     def _weight(self, name: str, shape: tuple[int, int], shard_dim: int) -> Parameter:
         return Parameter(name, shape, sharded(shard_dim), self.partial_over, init_std=0.02)
@@ -88,23 +109,25 @@ class _GptDescriber:
         """A gather that every rank enters with its own share of the tokens."""
         return Collective(CollectiveKind.ALL_GATHER, "tp", self.tokens * size // self.tp, label)
 
-    def _enter(self, label: str, size: int | None = None) -> _Ways:
+    def _enter(self, label: str, size: int | None = None, *, feeds_weights: bool = True) -> _Ways:
         """The way from between-block layout into a column-parallel weight, with ``size`` elements of a token."""
         size = size or self.hidden
         if self.tp == 1:
             return (), ()
         if self.sp:
-            return (self._shard(size, label),), (self._full(CollectiveKind.REDUCE_SCATTER, size, f"{label}.grad"),)
+            gather = replace(self._shard(size, label), feeds_weights=feeds_weights)
+            return (gather,), (self._full(CollectiveKind.REDUCE_SCATTER, size, f"{label}.grad"),)
         return (), (self._full(CollectiveKind.ALL_REDUCE, size, f"{label}.grad"),)
 
-    def _leave(self, label: str) -> _Ways:
-        """The way from a row-parallel product back between blocks."""
+    def _leave(self, label: str, size: int | None = None) -> _Ways:
+        """The way from a row-parallel product back between blocks, with ``size`` elements of a token."""
+        size = size or self.hidden
         if self.tp == 1:
             return (), ()
         if self.sp:
-            scatter = self._full(CollectiveKind.REDUCE_SCATTER, self.hidden, label)
-            return (scatter,), (self._shard(self.hidden, f"{label}.grad"),)
-        return (self._full(CollectiveKind.ALL_REDUCE, self.hidden, label),), ()
+            scatter = self._full(CollectiveKind.REDUCE_SCATTER, size, label)
+            return (scatter,), (self._shard(size, f"{label}.grad"),)
+        return (self._full(CollectiveKind.ALL_REDUCE, size, label),), ()
 
     def _share_keys(self, label: str, size: int) -> _Ways:
         """Giving every context-parallel rank what all have of the sequence's keys and values, ``size`` a token."""
@@ -130,20 +153,37 @@ class _GptDescriber:
         return (Collective(kind, "ep", num_experts, label, dtype=COUNTS_DTYPE, per_token=False),), ()
 
     def _embed(self) -> Layer:
-        forward, backward = self._leave("embed.out")
+        forward, backward = self._leave("embed.out", lanes_after(self.model, ["embed"]) * self.hidden)
         return Layer("embed", (self._embed_weight(),), forward, backward)
 
     def _embed_weight(self) -> Parameter:
         return self._weight("embed.weight", (self.vocab, self.hidden), 0)
 
-    def _block(self, number: int) -> Layer:
-        name = f"layer.{number}"
+    def _module(self, name: str) -> Layer:
+        """A module of multi-token prediction: two norms, a product that joins them, and a block as the last one is."""
+        block = self._block(name, has_experts=self.model.has_experts(self.model.num_layers - 1))
+        own = (
+            self._norm(f"{name}.hidden_norm.weight"),
+            self._norm(f"{name}.embed_norm.weight"),
+            self._between_weight(f"{name}.proj.weight", (2 * self.hidden, self.hidden)),
+        )
+        block = replace(block, parameters=(*own, *block.parameters))
+        if not embeds_again(self.model):
+            return block
+        steps = [self._leave(f"{name}.embed.out"), (block.forward_collectives, block.backward_collectives)]
+        forward, backward = _joined(steps)
+        return replace(
+            block, forward_collectives=forward, backward_collectives=backward, borrowed=(self._embed_weight(),)
+        )
+
+    def _block(self, name: str, *, has_experts: bool) -> Layer:
         attention = self._attention if self.model.mla is None else self._latent_attention
-        mlp = self._experts if self.model.has_experts(number) else self._mlp
-        parameters, steps = [self._norm(f"{name}.attn_norm.weight")], list[_Ways]()
-        for part, before in ((attention, ()), (mlp, (self._norm(f"{name}.mlp_norm.weight"),))):
+        mlp = self._experts if has_experts else self._mlp
+        parameters, steps = list[Parameter](), list[_Ways]()
+        for part, at in ((attention, "attn"), (mlp, "mlp")):
             weights, ways = part(name)
-            parameters += [*before, *weights]
+            parameters += stream_weights(self.model, f"{name}.{at}_streams", self.between_partial_over)
+            parameters += [self._norm(f"{name}.{at}_norm.weight"), *weights]
             steps += ways
         return Layer(name, tuple(parameters), *_joined(steps))
 
@@ -185,7 +225,7 @@ class _GptDescriber:
         ]
         ways += [
             self._enter(f"{at}.kv.in", mla.kv_rank),
-            self._enter(f"{at}.rope.in", mla.rope_head_size),
+            self._enter(f"{at}.rope.in", mla.rope_head_size, feeds_weights=False),
             self._share_keys(f"{at}.kv", keys // self.tp),
             self._share_keys(f"{at}.rope", mla.rope_head_size),
             self._leave(f"{at}.out"),
@@ -236,10 +276,11 @@ class _GptDescriber:
         ]
 
     def _head(self) -> Layer:
-        forward, backward = self._enter("head.in")
+        lanes = lanes_into(self.model, "head")
+        forward, backward = self._enter("head.in", lanes * self.hidden)
         if self.tp > 1:  # the vocabulary-parallel cross-entropy: one number per token, three times
             forward += tuple(
-                Collective(CollectiveKind.ALL_REDUCE, "tp", self.tokens, label, reduction)
+                Collective(CollectiveKind.ALL_REDUCE, "tp", lanes * self.tokens, label, reduction)
                 for label, reduction in (
                     ("head.loss.max", "max"),
                     ("head.loss.sum_exp", "sum"),

@@ -12,7 +12,7 @@ three a gradient is partial, unless the parameter is cut there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -130,3 +130,8 @@ def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ran
         for parameter in layer.parameters
     )
     return GradientFacts(tuple(losses[-1:]), parameters)
+
+
+def own_gradients(facts: GradientFacts, normalization: str, *, last_stage: int) -> GradientFacts:
+    """The facts of own layers, from those of their parameters: the loss stands behind the last layer."""
+    return replace(facts, losses=(Loss(MAIN_LOSS, last_stage, NORMALIZATIONS[normalization]),))

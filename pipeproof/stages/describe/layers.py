@@ -7,13 +7,15 @@ build and issue, and what the rules reason about. ``gpt`` lists the layers of a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.layout import INVARIANT, Placement
 from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.order import first_word
 
 COUNTS_DTYPE = "int64"
 """Of how many tokens go to each expert."""
@@ -35,7 +37,8 @@ class Collective:
     ``numel`` counts the elements of the tensor that each rank puts in;
     ``reduction`` is ``sum`` or ``max`` (``sum`` for a gather, which reduces nothing).
     ``dtype`` is None for that of activations. ``per_token`` says that ``numel``
-    goes with the tokens of the micro-batch.
+    goes with the tokens of the micro-batch, ``feeds_weights`` that products
+    with weights read what is gathered.
     """
 
     kind: CollectiveKind
@@ -45,6 +48,7 @@ class Collective:
     reduction: str = "sum"
     dtype: str | None = None
     per_token: bool = True
+    feeds_weights: bool = False
 
     def item_bytes(self, of_activations: int) -> int:
         """Bytes of an element, where one of activations has ``of_activations``."""
@@ -61,7 +65,7 @@ class Parameter:
     parallelism, see only their rank's tokens; a router's see one part of each
     expert). Over ``dp`` and ``ep`` every gradient is a sum, but for that of a
     weight which is cut over ``ep``: an expert gets the tokens of all EP ranks.
-    ``init_std`` is None for weights that start as ones.
+    ``init_std`` is None for weights that start as ``init_value`` everywhere.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Parameter:
     partial_over: tuple[str, ...] = ()
     init_std: float | None = None
     ep: Placement = INVARIANT
+    init_value: float = 1.0
 
     @property
     def sharded_over(self) -> tuple[str, ...]:
@@ -102,8 +107,8 @@ class Layer:
 
 
 def is_block(name: str) -> bool:
-    """Whether a layer is a transformer block."""
-    return name.startswith("layer.")
+    """Whether a layer is a transformer block, or a module of multi-token prediction, which has one inside."""
+    return name.startswith(("layer.", "mtp."))
 
 
 def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
@@ -112,11 +117,30 @@ def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
     return again + layer.backward_collectives
 
 
-def layer_kind(model: ModelSpec, name: str) -> str:
-    """Layers of one kind are alike: ``embed``, ``block``, ``moe_block`` (a block with experts), ``norm``, ``head``."""
-    if not name.startswith("layer."):
+def weight_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
+    """What the gradients of a layer's weights need: with ``gathered: again`` their inputs, gathered once more."""
+    if plan.memory.gathered != "again":
+        return ()
+    read = (c for c in reversed(layer.forward_collectives) if c.feeds_weights)
+    return tuple(replace(c, label=f"{c.label}.again", feeds_weights=False) for c in read)
+
+
+def layer_kind(model: ModelSpec | LayersSpec, name: str) -> str:
+    """Layers of one kind are alike: ``embed``, ``empty``, ``block``, ``moe_block`` (with experts), ``norm``, ``head``.
+
+    Modules of multi-token prediction are ``mtp``.
+    With hyper-connections the first and the last block are of kinds of their own: ``first_moe_block``, ``last_block``.
+    """
+    if isinstance(model, LayersSpec):  # of which no two are known to be alike
         return name
-    return "moe_block" if model.has_experts(int(name.removeprefix("layer."))) else "block"
+    if not name.startswith("layer."):
+        return first_word(name)
+    number = int(name.removeprefix("layer."))
+    kind = "moe_block" if model.has_experts(number) else "block"
+    if model.hyper_connections is None:
+        return kind
+    ends = {"first_": number == 0, "last_": number == model.num_layers - 1}
+    return "".join(end for end, is_there in ends.items() if is_there) + kind
 
 
 def users_of_shared(stages: Sequence[Sequence[Layer]]) -> Mapping[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
-"""What a stage holds on one rank, in bytes: its weights with their gradients and optimizer state, and activations.
+"""What a stage keeps of a micro-batch on one rank, in bytes.
 
-Activations are what backward needs, operation by operation, named as in
+That is what backward needs, operation by operation, named as in
 ``work``. A product keeps its input, until W has made the weight's gradient;
 all else keeps what its own backward reads, until I. Where W runs apart from I,
 it also needs the gradients of products' and norms' outputs, from I's end on.
@@ -12,10 +12,18 @@ it also needs the gradients of products' and norms' outputs, from I's end on.
   probabilities in place of these numbers. Under context parallelism k and v
   are those of the whole sequence, gathered.
 - SwiGLU: gate and up; their product is the input of the next product.
-- Experts (tokens shared out evenly): the router's probabilities in float32, the
-  tokens as they were sent to experts, and what came of each, which the router's
-  gradient needs. Latent attention: queries, keys and values as heads see them.
+- Experts (tokens shared out evenly): the router's probabilities in float32, and
+  as many numbers for the gradient of the router's own losses (on the first TP
+  rank), the tokens as they were sent to experts, and what came of each, which
+  the router's gradient needs. Latent attention: queries, keys and values as
+  heads see them.
+- Dropout: a byte for each element of its mask. Flash attention keeps none and
+  draws it again; unfused, also the probabilities that are left.
 - Cross-entropy: the logits in float32, and, while I runs, their gradient.
+- Residual streams, where there are several: ``stream_costs``.
+- Multi-token prediction: each norm of a module its input, and the product that
+  joins them both; embedding, last norm and head keep of each lane what they keep
+  of one. Lanes on their way through a stage keep nothing.
 - Sequence parallelism cuts the inputs of norms over TP. The gathered inputs of
   products are kept whole, for W has no collectives, unless the plan says that
   they are gathered again.
@@ -26,20 +34,26 @@ of a block but its input; both hold one block's worth of it while I runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from math import ceil, prod
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.balance import router_losses
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layers import Layer, Parameter, layer_kind
+from pipeproof.stages.describe.dropout import MASK_BYTES, DropoutPlace, dropped_places
+from pipeproof.stages.describe.lanes import embeds_again, lanes_at, lanes_into
+from pipeproof.stages.describe.layers import Layer, layer_kind
+from pipeproof.stages.describe.order import is_empty
+from pipeproof.stages.describe.state import FLOAT32, memory_dtype
+from pipeproof.stages.describe.stream_costs import held_around
+from pipeproof.stages.describe.streams import BlockStreams, streams_of
 
-FLOAT32, TOKEN_ID = 4, 8
-"""Bytes of an element that is float32 in any plan, and of a token's id."""
+TOKEN_ID = 8
+"""Bytes of a token's id."""
 
 _CORE = "attn.core"
 _ZERO = Fraction(0)
@@ -73,71 +87,18 @@ class Held:
         return self.name == "head.loss"
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Bytes of what a stage has from step to step, on one rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-def memory_dtype(plan: PlanSpec) -> str:
-    """The type of weights and activations: of ``memory``, else of ``cost.analytic``, else of ``run``."""
-    analytic = plan.cost.analytic
-    return plan.memory.dtype or (analytic.dtype if analytic is not None else None) or plan.run.dtype
-
-
 def is_flash(plan: PlanSpec) -> bool:
     """Whether attention is of the kind that stores no probabilities."""
     analytic = plan.cost.analytic
     return (plan.memory.attention or (analytic.attention if analytic is not None else "flash")) == "flash"
 
 
-def optimizer_bytes(plan: PlanSpec) -> float:
-    """What the optimizer keeps for one parameter, before it is shared out over ranks."""
-    if plan.memory.optimizer_bytes is not None:
-        return plan.memory.optimizer_bytes
-    item = dtype_bytes(memory_dtype(plan))
-    copy = FLOAT32 if item < FLOAT32 else 0
-    return copy + (2 * max(item, FLOAT32) if plan.run.optimizer == "adamw" else 0)
-
-
-def state_of(plan: PlanSpec, layers: Iterable[Layer]) -> State:
-    """What one rank has of the layers' own weights."""
-    return state_of_weights(plan, (weight for layer in layers for weight in layer.parameters))
-
-
-def state_of_weights(plan: PlanSpec, weights: Iterable[Parameter]) -> State:
-    """What one rank has of some weights."""
-    axes = {"tp": plan.topology.tp, "ep": plan.topology.ep}
-    numel = sum(prod(weight.local_shape(axes)) for weight in weights)
-    return State(
-        numel * dtype_bytes(memory_dtype(plan)),
-        numel * dtype_bytes(plan.memory.gradient_dtype),
-        ceil(numel * Fraction(optimizer_bytes(plan)) / _num_shares(plan)),
-    )
-
-
-def moved_by_update(plan: PlanSpec, state: State) -> Fraction:
-    """Bytes that an optimizer's step reads and writes: gradients are read, weights and its own states both.
-
-    Where the states are shared out, each rank updates its share of the weights.
-    """
-    return Fraction(2 * state.parameters + state.gradients, _num_shares(plan)) + 2 * state.optimizer
-
-
-def _num_shares(plan: PlanSpec) -> int:
-    return plan.topology.dp if plan.memory.shard_optimizer == "dp" else 1
-
-
 def activations_of(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[Held, ...]:
     """What a stage of these layers holds for a unit of work of ``size``, equal operations of its blocks together."""
-    rank = _Rank(plan, size)
     total: dict[tuple[str, Life], Fraction] = {}
     again: dict[tuple[str, Life], Fraction] = {}
     for layer in layers:
-        kept, once_more = rank.of(layer)
+        kept, once_more = _Rank(plan, size.of_lanes(lanes_at(plan.model, layer.name))).of(layer)
         for held in kept:
             total[held.name, held.life] = total.get((held.name, held.life), _ZERO) + held.num_bytes
         for held in once_more:  # one block after the other
@@ -148,10 +109,18 @@ def activations_of(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize
 
 
 def keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
-    """Whether what a stage is given is itself what its first layer keeps: not where that gathers it, or takes ids."""
-    first = layers[0].name if layers else "embed"
+    """Whether what a stage is given is itself what its first layer keeps.
+
+    Not where that gathers or widens it, takes one lane of several, or takes ids.
+    """
+    if plan.own_layers is not None:
+        return True
+    first = next((layer.name for layer in layers if not is_empty(layer.name)), "embed")
     is_gathered = plan.topology.sequence_parallel and plan.topology.tp > 1 and plan.memory.gathered == "kept"
-    return first != "embed" and not (first == "head" and is_gathered)
+    streams = streams_of(plan.model, first)
+    is_widened = streams is not None and streams.expands and plan.memory.recompute != "full"
+    has_lanes = lanes_into(plan.model, first) > 1
+    return first != "embed" and not (first == "head" and is_gathered) and not is_widened and not has_lanes
 
 
 class _Rank:
@@ -161,7 +130,7 @@ class _Rank:
         model, topology, num_splits = plan.model, plan.topology, plan.schedule.num_sequence_splits
         self.model, self.hidden, self.tp = model, model.hidden_size, topology.tp
         self.item, self.flash = dtype_bytes(memory_dtype(plan)), is_flash(plan)
-        self.recompute = plan.memory.recompute
+        self.recompute, self.dropped = plan.memory.recompute, dropped_places(plan)
         self.gathers_again = plan.memory.gathered == "again"
         self.num_heads = model.num_heads // topology.tp
         self.tokens = Fraction(size.num_tokens, topology.cp)
@@ -174,33 +143,60 @@ class _Rank:
         """(what is kept from F on, or after I; what one block at a time holds while I computes it once more)."""
         match layer_kind(self.model, layer.name):
             case "embed":
-                return [*self._product("embed", 1, self.hidden, item=TOKEN_ID)], []
+                mask = self._mask("embed.dropout", "embedding")
+                return [*self._product("embed", 1, self.hidden, item=TOKEN_ID), *mask], []
+            case "empty":
+                return [], []
             case "norm":
                 return [*self._norm("norm", self.hidden)], []
             case "head":
                 return [*self._head()], []
+            case "mtp":
+                has_experts = self.model.has_experts(self.model.num_layers - 1)
+                everything = [*self._joined(), *self._block(None, has_experts=has_experts)]
+                return self._of_block(everything, num_inputs=1 if embeds_again(self.model) else 2)
             case kind:
-                return self._of_block([*self._block(has_experts=kind == "moe_block")])
+                streams = streams_of(self.model, layer.name)
+                everything = [*self._block(streams, has_experts=kind.endswith("moe_block"))]
+                if self.recompute == "full" and streams is not None and streams.expands:  # of one stream it makes all
+                    everything.insert(0, self._given("streams.open", self.between * self.hidden))
+                return self._of_block(everything)
 
-    def _of_block(self, everything: list[Held]) -> tuple[list[Held], list[Held]]:
+    def _of_block(self, everything: list[Held], num_inputs: int = 1) -> tuple[list[Held], list[Held]]:
+        """What is kept, and computed once more, of what a block keeps; its inputs come first."""
         if self.recompute == "none":
             return everything, []
         if self.recompute == "selective":
             core = [held for held in everything if held.name == _CORE]
             return [held for held in everything if held.name != _CORE], core
-        first, *others = everything  # the first is the block's input
+        inputs, others = everything[:num_inputs], everything[num_inputs:]
         computed = [held for held in others if held.life.is_from_forward]
         for_w = [replace(held, life=Life.BETWEEN) for held in others if held.life is not Life.TO_INPUT]
-        return [first, *for_w], computed
+        return [*inputs, *for_w], computed
 
-    def _block(self, *, has_experts: bool) -> Iterator[Held]:
+    def _joined(self) -> Iterator[Held]:
+        """What a module of multi-token prediction keeps before its block; its inputs come first."""
+        hidden, *of_hidden = self._norm("hidden_norm", self.hidden)
+        embedding, *of_embedding = self._norm("embed_norm", self.hidden)
+        yield from (hidden, embedding, *of_hidden, *of_embedding)
+        if embeds_again(self.model):
+            yield from self._product("embed", 1, self.hidden, item=TOKEN_ID)
+        yield from self._product("proj", 2 * self.hidden, self.hidden, rows=self.between)
+
+    def _block(self, streams: BlockStreams | None, *, has_experts: bool) -> Iterator[Held]:
         model = self.model
+        yield from self._around("attn", streams)
         yield from self._norm("attn_norm", self.hidden)
         yield from self._attention() if model.mla is None else self._latent(model.mla)
-        core = FLOAT32 * self.tokens * self.num_heads if self.flash else self.item * self.pairs * self.num_heads
+        scores = self.pairs * self.num_heads
+        core = FLOAT32 * self.tokens * self.num_heads if self.flash else self.item * scores
+        if "attention" in self.dropped and not self.flash:
+            core += (self.item + MASK_BYTES) * scores
         yield Held(_CORE, Life.TO_INPUT, core)
         value_size = model.size_of_head if model.mla is None else model.mla.value_head_size
         yield from self._product("attn.out", self.num_heads * value_size, self.hidden)
+        yield from self._mask("attn.dropout", "hidden")
+        yield from self._around("mlp", streams)
         yield from self._norm("mlp_norm", self.hidden)
         if has_experts and model.moe is not None:
             yield from self._experts(model.moe)
@@ -208,6 +204,18 @@ class _Rank:
             own_ffn = model.ffn_size // self.tp
             yield from self._entered("mlp.gate_up", self.hidden, 2 * own_ffn)
             yield from self._swiglu("mlp", own_ffn, self.tokens)
+        yield from self._mask("mlp.dropout", "hidden")
+
+    def _around(self, name: str, streams: BlockStreams | None) -> Iterator[Held]:
+        """What several residual streams keep for a sub-layer; one keeps nothing of its own."""
+        for one in () if streams is None else held_around(streams, self.hidden, name):
+            item = FLOAT32 if one.is_float32 else self.item
+            yield Held(one.name, Life[one.life], item * self.between * one.numel)
+
+    def _mask(self, name: str, place: DropoutPlace) -> Iterator[Held]:
+        """Dropout of what lies between layers."""
+        if place in self.dropped:
+            yield Held(name, Life.TO_INPUT, MASK_BYTES * self.between * self.hidden)
 
     def _attention(self) -> Iterator[Held]:
         head = self.model.size_of_head
@@ -238,6 +246,8 @@ class _Rank:
         visits, own_ffn = moe.top_k * self.tokens, moe.ffn_size // self.tp
         yield from self._entered("mlp.router", self.hidden, moe.num_experts)
         yield Held("mlp.scores", Life.TO_INPUT, FLOAT32 * self.tokens * moe.num_experts)
+        if router_losses(moe):
+            yield Held("mlp.balance", Life.TO_INPUT, FLOAT32 * self.tokens * moe.num_experts)
         sent = None if moe.dispatch_dtype is None else dtype_bytes(moe.dispatch_dtype)
         yield from self._product("mlp.experts.gate_up", self.hidden, 2 * own_ffn, rows=visits, item=sent)
         yield from self._swiglu("mlp.experts", own_ffn, visits)

@@ -40,11 +40,11 @@ class Batch:
 def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[Any]:
     """The whole initial weight of a parameter, as if there were one rank.
 
-    Normal with ``init_std``, or ones where that is None. Drawn in float64 and
+    Normal with ``init_std``, or ``init_value`` everywhere where that is None. Drawn in float64 and
     then rounded, so float32 and float64 runs start from the same numbers.
     """
     if parameter.init_std is None:
-        return np.ones(parameter.shape, dtype=dtype)
+        return np.full(parameter.shape, parameter.init_value, dtype=dtype)
     draws = _generator("weight", seed, parameter.name).standard_normal(parameter.shape)
     return (draws * parameter.init_std).astype(dtype)
 
@@ -95,6 +95,15 @@ def _size(plan: PlanSpec, index: int) -> MicroBatchSize:
     return micro_batch_size(plan, index % plan.schedule.num_micro_batches)
 
 
+def key_of(purpose: str, *key: int | str) -> int:
+    """A number of 128 bits that is another one for every other purpose and key."""
+    return _digest(purpose, *key) >> 128
+
+
 def _generator(purpose: str, *key: int | str) -> np.random.Generator:
+    return np.random.default_rng(_digest(purpose, *key))
+
+
+def _digest(purpose: str, *key: int | str) -> int:
     text = "/".join(["pipeproof", purpose, *map(str, key)])
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest())

@@ -13,15 +13,19 @@ parallelism cut along ``s``; over ``cp`` they are always cut along ``s``. Over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
-from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.lanes import embeds_again, lanes_after, lanes_into
+from pipeproof.stages.describe.layers import COUNTS_DTYPE, layer_kind
+from pipeproof.stages.describe.own_layers import typed_own
+from pipeproof.stages.describe.streams import streams_of
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
+from pipeproof.stages.describe.typed_streams import SubLayer, residual_block, stream_sizes
 
 
 def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
@@ -32,10 +36,15 @@ def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str
     nothing is exchanged before the gradients, is not in it. ``size`` is that
     of the micro-batch, the plan's full one without it.
     """
+    if plan.own_layers is not None:
+        return typed_own(plan)
     model = plan.model
     writer = _GptWriter(plan, size or MicroBatchSize(model.seq_length, plan.schedule.micro_batch_size))
-    kinds = dict.fromkeys(layer_kind(model, f"layer.{i}") for i in range(model.num_layers))
-    programs = (writer.embed(), *(writer.block(kind) for kind in kinds), writer.norm(), writer.head())
+    blocks = {layer_kind(model, name): name for name in (f"layer.{i}" for i in range(model.num_layers))}
+    empty = (writer.empty(),) if any(model.num_empty) else ()
+    inner = [writer.block(kind, name) for kind, name in blocks.items()]
+    modules = (writer.module(),) if model.mtp is not None else ()
+    programs = (writer.embed(), *empty, *inner, *modules, writer.norm(), writer.head())
     return {program.name: derive_types(program) for program in (builder.build() for builder in programs)}
 
 
@@ -53,33 +62,64 @@ class _GptWriter:
             "f": self._model.ffn_size,
             **(_head_sizes(self._model) if self._model.mla is None else _latent_sizes(self._model)),
             **_expert_sizes(self._model, topology, size.seq_length),
+            **stream_sizes(self._model),
+            "two": 2,
+            "o_module": self._model.hidden_size,
         }
         self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)", "ep": "S(b)"}
 
     def embed(self) -> ProgramBuilder:
         """Vocabulary-parallel embedding."""
-        p = self._program("embed")
+        p = self._program("embed", lanes_after(self._model, ["embed"]))
         p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
         p.parameter("weight", "v h", tp="S(v)")
         p.pick("rows", "weight", "tokens", over="v")
         p.result(self._leave(p, "out", "rows"), **self._between)
         return p
 
-    def block(self, kind: str) -> ProgramBuilder:
+    def empty(self) -> ProgramBuilder:
+        """What comes in goes out."""
+        p = self._program("empty")
+        p.result(p.input("x", "s b h", **self._between), **self._between)
+        return p
+
+    def block(self, kind: str, name: str) -> ProgramBuilder:
         """Attention and feed-forward, each with its norm before and its residual around."""
-        p = self._program(kind)
-        p.input("x", "s b h", **self._between)
-        self._norm(p, "attn_norm", "x", "h")
+        sub_layers = self._sub_layers(has_experts=kind.endswith("moe_block"))
+        return residual_block(self._program(kind), streams_of(self._model, name), sub_layers, self._between)
+
+    def _sub_layers(self, *, has_experts: bool) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
-        middle = p.add("middle", "x", attention(p, "attn_norm"))
-        self._norm(p, "mlp_norm", middle, "h")
-        mlp = self._experts if kind == "moe_block" else self._mlp
-        p.result(p.add("y", middle, mlp(p, "mlp_norm")), **self._between)
+        mlp = self._experts if has_experts else self._mlp
+        return (
+            ("attn", "middle", lambda p, x: attention(p, self._norm(p, "attn_norm", x, "h"))),
+            ("mlp", "y", lambda p, x: mlp(p, self._norm(p, "mlp_norm", x, "h"))),
+        )
+
+    def module(self) -> ProgramBuilder:
+        """Multi-token prediction: a lane and an embedding, normed and joined (dim ``two``), and a block."""
+        p = self._program("mtp")
+        p.input("hidden", "s b h", **self._between)
+        if embeds_again(self._model):
+            p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
+            p.parameter("embed.weight", "v h", tp="S(v)")
+            embedding = self._leave(p, "embed.out", p.pick("rows", "embed.weight", "tokens", over="v"))
+        else:
+            embedding = p.input("embedding", "s b h", **self._between)
+        for name, x in (("hidden_norm", "hidden"), ("embed_norm", embedding)):
+            p.multiply(f"{name}.place", self._norm(p, name, x, "h"), p.constant(f"{name}.half", "two"))
+        p.parameter("proj.weight", "two h o_module")
+        joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
+        x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
+        has_experts = self._model.has_experts(self._model.num_layers - 1)
+        for _, made, write in self._sub_layers(has_experts=has_experts):
+            x = p.add(made, x, write(p, x))
+        p.result(x, **self._between)
         return p
 
     def norm(self) -> ProgramBuilder:
         """The last norm."""
-        p = self._program("norm")
+        p = self._program("norm", lanes_into(self._model, "norm"))
         p.input("x", "s b h", **self._between)
         p.parameter("weight", "h")
         p.result(p.apply("y", "x", "weight", along="h"), **self._between)
@@ -87,7 +127,7 @@ class _GptWriter:
 
     def head(self) -> ProgramBuilder:
         """Logits, and the vocabulary-parallel cross-entropy of each token."""
-        p = self._program("head")
+        p = self._program("head", lanes_into(self._model, "head"))
         p.input("x", "s b h", **self._between)
         p.constant("labels", "s b", cp="S(s)", ep="S(b)")
         weight, dims = ("embed.weight", "v h") if self._model.tied_embedding else ("weight", "h v")
@@ -103,8 +143,9 @@ class _GptWriter:
         p.result(p.multiply("loss", "token_loss", over="s b"), cp="P", ep="P")
         return p
 
-    def _program(self, name: str) -> ProgramBuilder:
-        return ProgramBuilder(name, self._mesh, self._sizes)
+    def _program(self, name: str, num_lanes: int = 1) -> ProgramBuilder:
+        """A program whose rows are those of so many lanes."""
+        return ProgramBuilder(name, self._mesh, {**self._sizes, "b": num_lanes * self._sizes["b"]})
 
     def _enter(self, p: ProgramBuilder, name: str, x: str) -> str:
         """Into column-parallel weights: all tokens on every TP rank."""
@@ -186,21 +227,24 @@ class _GptWriter:
         come for each of its experts it is told before: each of ``x_from`` x
         ``c_from`` ranks over ``ep`` and ``cp`` has counts of its own.
         """
-        entered = self._enter(p, "mlp.in", x)
+        entered, moe = self._enter(p, "mlp.in", x), self._model.moe
+        sent_as = None if moe is None else moe.dispatch_dtype
         p.parameter("mlp.router.weight", "h n")
         p.apply("scores", p.multiply("logits", entered, "mlp.router.weight", over="h"), along="n")
         weights = p.select("top.scores", "scores", "n", "k")
         p.detach("top.ids", weights)
         slots = p.dispatch("slots", entered, "top.ids", dim="s", into="x u")
-        p.all_to_all("mlp.counts", p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)"), "ep", "x")
-        p.all_to_all("mlp.dispatch", slots, "ep", "x")
+        told = p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)")
+        p.all_to_all("mlp.counts", told, "ep", "x", dtype=COUNTS_DTYPE)
+        p.all_to_all("mlp.dispatch", slots, "ep", "x", dtype=sent_as)
         p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
             p.parameter(f"mlp.experts.{name}.weight", dims, tp="S(m)", ep="S(x)")
             p.pick(f"slot.{name}", f"mlp.experts.{name}.weight", "slot.expert", over="y")
         p.apply("expert.gate", p.multiply("plain.gate", "mlp.dispatch", "slot.gate", over="h"))
         p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", "mlp.dispatch", "slot.up", over="h"))
-        p.all_to_all("mlp.combine", p.multiply("expert.addends", "expert.inner", "slot.down", over="m"), "ep", "b")
+        p.multiply("expert.addends", "expert.inner", "slot.down", over="m")
+        p.all_to_all("mlp.combine", "expert.addends", "ep", "b", grad_dtype=sent_as)
         gains = p.multiply("gains", weights, over="k")
         routed = p.combine("routed", "mlp.combine", "top.ids", gains, slot_dims="x u", dim="s")
         if "m_shared" in self._sizes:

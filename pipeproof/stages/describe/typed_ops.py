@@ -15,7 +15,7 @@ there, and a reduction before the optimizer is owed (``partial_over``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pipeproof.stages.describe.typed_values import AxisType, Value, axis_type, cut
@@ -60,7 +60,9 @@ class TypedOp:
 
     ``over`` are the dims that it sums over, mixes along, splits or merges.
     ``axis`` and ``target`` are the mesh axis of a layout change and the type
-    that it makes; ``reduction`` is that of an all-reduce.
+    that it makes; ``reduction`` is that of an all-reduce. ``dtype`` and
+    ``grad_dtype`` are those in which a layout change moves elements and their
+    gradients, None for that of activations.
     """
 
     kind: TypedKind
@@ -70,6 +72,8 @@ class TypedOp:
     axis: str = ""
     target: AxisType | None = None
     reduction: str = "sum"
+    dtype: str | None = None
+    grad_dtype: str | None = None
 
     @property
     def name(self) -> str:
@@ -215,9 +219,13 @@ class ProgramBuilder:
         """Each rank's part along ``dim`` of the sum of the ranks' addends."""
         return self._change(TypedKind.REDUCE_SCATTER, name, operand, axis, cut(dim))
 
-    def all_to_all(self, name: str, operand: str, axis: str, dim: str) -> str:
-        """From a cut along one dim to a cut along ``dim``."""
-        return self._change(TypedKind.ALL_TO_ALL, name, operand, axis, cut(dim))
+    def all_to_all(
+        self, name: str, operand: str, axis: str, dim: str, *, dtype: str | None = None, grad_dtype: str | None = None
+    ) -> str:
+        """From a cut along one dim to a cut along ``dim``; elements and gradients may travel in types of their own."""
+        self._change(TypedKind.ALL_TO_ALL, name, operand, axis, cut(dim))
+        self._ops[-1] = replace(self._ops[-1], dtype=dtype, grad_dtype=grad_dtype)
+        return name
 
     def cut(self, name: str, operand: str, axis: str, dim: str) -> str:
         """Each rank's part along ``dim`` of what all hold."""

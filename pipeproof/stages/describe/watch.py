@@ -3,8 +3,9 @@
 Both the stages and the reference tell a ``LayerWatch`` which tensors stand at
 a border. It only looks: a hook on a tensor sees the gradient after autograd has
 added it up, and leaves every bit as it is. Nothing of any framework is
-imported here; a tensor is whatever has ``numpy``, ``stop_gradient`` and
-``register_hook``.
+imported here; a tensor is whatever has ``detach``, ``cpu``, ``numpy`` and
+``register_hook``, and either ``stop_gradient`` or ``requires_grad``. Values of
+bfloat16, which numpy has not, are kept as float32.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LayerWatch:
         gradients: list[Array | None] = [None] * len(parts)
         self._parts[replace(name, direction="backward", side=other)] = gradients
         for place, part in enumerate(parts):
-            if not part.stop_gradient:
+            if _has_gradient(part):
                 part.register_hook(partial(_keep, gradients, place))
 
     def see_loss(self, layer: str, micro_batch: int, piece: int, loss: Any) -> None:
@@ -89,5 +90,12 @@ def _keep(gradients: list[Array | None], place: int, gradient: Any) -> None:
     gradients[place] = _copy(gradient)
 
 
+def _has_gradient(tensor: Any) -> bool:
+    return not tensor.stop_gradient if hasattr(tensor, "stop_gradient") else bool(tensor.requires_grad)
+
+
 def _copy(tensor: Any) -> Array:
-    return np.array(tensor.numpy(), copy=True)
+    there = tensor.detach().cpu()
+    if str(there.dtype) == "torch.bfloat16":
+        there = there.float()
+    return np.array(there.numpy(), copy=True)

@@ -40,12 +40,15 @@ class GradientClip:
         self._squares = summed
 
     def clip(self, weights: Mapping[str, paddle.Tensor]) -> None:
-        """Multiply gradients by limit / max(norm, limit)."""
+        """Multiply gradients by limit / max(norm, limit).
+
+        The factor is numpy's: Paddle's quotient of two float32 scalars is off by one place now and then, on a CPU.
+        """
         if self._factor is None:
-            total, *others = self.squares
+            total, *others = self.squares.numpy()
             for entry in others:
                 total = total + entry
-            limit = paddle.full([], self._limit, dtype=self._dtype)
-            self._factor = limit / paddle.maximum(paddle.sqrt(total), limit)
+            limit = np.dtype(self._dtype).type(self._limit)
+            self._factor = paddle.to_tensor(np.asarray(limit / np.maximum(np.sqrt(total), limit)))
         for weight in weights.values():
             weight.grad.set_value(weight.grad * self._factor)

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import paddle
 from paddle.autograd import PyLayer
 
+from pipeproof.stages.paddle.gathered import GatheredInput
+
 Tensor: TypeAlias = paddle.Tensor
 
 
@@ -42,6 +44,8 @@ class TensorParallelRegion:
 
     ``sequence_dim`` is the dim along which activations between blocks are
     sharded, None without sequence parallelism. With one rank nothing is issued.
+    With ``gathers_again`` what is gathered on the way in is not kept for the
+    gradients of weights, which gather it again, under ``label.again``.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class TensorParallelRegion:
         num_ranks: int,
         sequence_dim: int | None,
         collectives: TensorParallelCollectives | None,
+        *,
+        gathers_again: bool = False,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"tensor-parallel rank {rank} of {num_ranks}: must be 0 to {num_ranks - 1}")
@@ -58,17 +64,33 @@ class TensorParallelRegion:
         self.rank, self.num_ranks = rank, num_ranks
         self.sequence_dim = sequence_dim if num_ranks > 1 else None
         self._collectives = collectives
+        self._gathers_again = gathers_again and self.sequence_dim is not None
 
     def enter(self, activation: Tensor, label: str) -> Tensor:
         """From between blocks into column-parallel weights: all tokens, on every rank.
 
         Backward sums the ranks' input gradients, under ``label.grad``.
         """
-        return activation if self.num_ranks == 1 else _Enter.apply(activation, self, label)
+        if self.num_ranks == 1:
+            return activation
+        entered = _Enter.apply(activation, self, label)
+        self._forget(entered, activation, label)
+        return entered
 
     def enter_each(self, activations: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
         """``enter`` of several, whose collectives come in this order, and backward in the other."""
-        return list(activations) if self.num_ranks == 1 else list(_EnterEach.apply(self, labels, *activations))
+        if self.num_ranks == 1:
+            return list(activations)
+        entered = list(_EnterEach.apply(self, labels, *activations))
+        for made, own, label in zip(entered, activations, labels, strict=True):
+            self._forget(made, own, label)
+        return entered
+
+    def _forget(self, entered: Tensor, activation: Tensor, label: str) -> None:
+        """Let who reads what entered forget it, if it is to be gathered again."""
+        if self._gathers_again:
+            own = activation.detach()
+            GatheredInput(lambda: self.spread(own, f"{label}.again")).mark(entered)
 
     def leave(self, partial: Tensor, label: str) -> Tensor:
         """From a row-parallel product, one addend per rank, to the activation between blocks."""

@@ -13,22 +13,27 @@ R expert-parallel ranks, each with E / R experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.paddle.balance import RouterBalance
 from pipeproof.stages.paddle.expert_exchange import ExpertRegion, Places, fork, reorder, visits, weighted
 from pipeproof.stages.paddle.functional import swiglu
+from pipeproof.stages.paddle.gathered import source_of
 from pipeproof.stages.paddle.weights import SplitWeights
 
 Tensor: TypeAlias = paddle.Tensor
+Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""What an MLP makes of its gate and its other factor."""
 
 
 class Experts:
-    """The experts of one block; ``weight_of`` finds this rank's weights by the end of their names."""
+    """The experts of one block; ``weight_of`` finds this rank's weights by name, ``gated`` is what each does inside."""
 
     def __init__(
         self,
@@ -37,16 +42,25 @@ class Experts:
         weights: SplitWeights,
         weight_of: Callable[[str], Tensor],
         region: ExpertRegion,
+        gated: Gated = swiglu,
     ) -> None:
         self._moe, self._name, self._region = moe, name, region
-        self._weights, self._weight_of = weights, weight_of
+        self._weights, self._weight_of, self._gated = weights, weight_of, gated
 
-    def forward(self, entered: Tensor) -> Tensor:
-        """This tensor-parallel rank's addend of what all experts make of [S, B, H], shared ones included."""
+    def forward(self, entered: Tensor, router: RouterBalance) -> Tensor:
+        """This tensor-parallel rank's addend of what all experts make of [S, B, H], shared ones included.
+
+        ``router`` is told what is routed, and may have a bias for the choice.
+        """
         shared = self._moe.num_shared_experts > 0
         to_router, to_experts, *to_shared = fork(entered, 3 if shared else 2)
+        source = source_of(entered)
+        if source is not None:
+            source.mark(to_router, *to_shared)
         logits = self._weights.product(to_router, self._weight("router"))
-        chosen, gains = choose(logits.reshape([-1, self._moe.num_experts]), self._moe)
+        logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
+        chosen, gains = choose(logits, self._moe, router.bias)
+        router.count(chosen)
         tokens = to_experts.reshape([-1, entered.shape[-1]])
         routed = weighted(self._visit(tokens, chosen), gains).reshape(entered.shape)
         return routed + self._shared(to_shared[0]) if shared else routed
@@ -69,18 +83,18 @@ class Experts:
     def _swiglu(self, rows: Tensor, sizes: list[int]) -> Tensor:
         gate = self._weights.grouped(rows, self._weight("experts.gate"), sizes)
         up = self._weights.grouped(rows, self._weight("experts.up"), sizes)
-        return self._weights.grouped(_by_group(swiglu, gate, up, sizes), self._weight("experts.down"), sizes)
+        return self._weights.grouped(_by_group(self._gated, gate, up, sizes), self._weight("experts.down"), sizes)
 
     def _shared(self, activation: Tensor) -> Tensor:
         gate = self._weights.product(activation, self._weight("shared.gate"))
         up = self._weights.product(activation, self._weight("shared.up"))
-        return self._weights.product(swiglu(gate, up), self._weight("shared.down"))
+        return self._weights.product(self._gated(gate, up), self._weight("shared.down"))
 
     def _weight(self, part: str) -> Tensor:
         return self._weight_of(f"{self._name}.{part}.weight")
 
 
-def _by_group(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
+def _by_group(function: Gated, a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
     """``function`` of each group of rows by itself."""
     rows = [size for size in sizes if size]
     if len(rows) < 2:
@@ -88,13 +102,14 @@ def _by_group(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor
     return paddle.concat([function(*parts) for parts in zip(paddle.split(a, rows), paddle.split(b, rows), strict=True)])
 
 
-def choose(logits: Tensor, moe: MoeSpec) -> tuple[Places, Tensor]:
+def choose(logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None) -> tuple[Places, Tensor]:
     """The experts of each token, best first, and their weights: two of [N, k] from [N, E]; of equals, the lower expert.
 
-    No gradient flows through the choice.
+    A ``bias`` [E] is added to scores for the choice alone. No gradient flows through the choice.
     """
     scores = F.softmax(logits, axis=-1) if moe.score == "softmax" else F.sigmoid(logits)
-    chosen = np.argsort(-scores.numpy(), axis=-1, kind="stable")[:, : moe.top_k]
+    ranked = scores.numpy() if bias is None else scores.numpy() + bias
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : moe.top_k]
     gains = paddle.take_along_axis(scores, paddle.to_tensor(chosen), axis=-1)
     if moe.normalize:
         gains = gains / paddle.sum(gains, axis=-1, keepdim=True)

@@ -10,6 +10,8 @@ Z that of values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -20,6 +22,7 @@ Tensor: TypeAlias = paddle.Tensor
 
 RMS_NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0
+CLAMPED_SWIGLU_ALPHA = 1.702
 
 
 def rms_norm(activation: Tensor) -> Tensor:
@@ -49,12 +52,13 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return paddle.concat(turned, axis=-1)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:
     """Softmax attention in which a position sees itself and what is before it: [B, K, G, S, Z].
 
     ``query`` is [B, K, G, S, D], ``key`` [B, K, S, D] and ``value`` [B, K, S, Z]. A group's queries are rows of one
     product with the head that they share (arXiv:2305.13245), so that the sums over a group are sums inside products.
-    Where there are more keys than queries, the queries are the last positions.
+    Where there are more keys than queries, the queries are the last positions. ``factors`` [B, K, G, S, keys], those
+    of dropout, multiply the probabilities.
     """
     rows, num_kv_heads, group, num_queries, head_size = query.shape
     num_keys = key.shape[-2]
@@ -62,9 +66,27 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = paddle.matmul(stacked, key, transpose_y=True) * head_size**-0.5
     future = np.triu(np.full((num_queries, num_keys), -np.inf), k=1 + num_keys - num_queries)
     mask = paddle.to_tensor(np.tile(future, (group, 1)), dtype=scores.dtype)
-    return paddle.matmul(F.softmax(scores + mask, axis=-1), value).reshape([*query.shape[:-1], -1])
+    probabilities = F.softmax(scores + mask, axis=-1)
+    if factors is not None:
+        probabilities = probabilities * factors.reshape(probabilities.shape)
+    return paddle.matmul(probabilities, value).reshape([*query.shape[:-1], -1])
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (arXiv:2002.05202)."""
     return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up, at least -limit and at most limit.
+
+    That of gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit, and at
+    one still that of the side inside.
+    """
+    g, u = paddle.clip(gate, max=limit), paddle.clip(up, min=-limit, max=limit)
+    return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
+
+
+def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of gate and up that a model of this ``swiglu_limit`` has."""
+    return swiglu if limit is None else partial(clamped_swiglu, limit=limit)

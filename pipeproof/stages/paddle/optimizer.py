@@ -43,7 +43,8 @@ class StageOptimizer:
 
     def step(self) -> None:
         """Update every parameter in place from its gradient buffer."""
-        self._update.step()
+        if self._parameters:  # AdamW wants a first one; a stage of empty layers has none
+            self._update.step()
 
 
 def make_optimizer(run: RunSpec, parameters: Mapping[str, paddle.Tensor]) -> StageOptimizer:

@@ -5,6 +5,7 @@ Shape letters: S sequence, B rows, H hidden, V vocabulary, T tensor-parallel ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import paddle
@@ -12,46 +13,63 @@ import paddle.nn.functional as F
 
 from pipeproof.stages.describe.synthetic import IGNORED
 from pipeproof.stages.paddle.collectives import TensorParallelRegion
+from pipeproof.stages.paddle.lanes import join_lanes, split_lanes
 from pipeproof.stages.paddle.weights import SplitWeights
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-def embed_tokens(tokens: Tensor, weight: Tensor, weights: SplitWeights, region: TensorParallelRegion) -> Tensor:
+def embed_tokens(
+    tokens: Sequence[Tensor], weight: Tensor, weights: SplitWeights, region: TensorParallelRegion, rows_dim: int
+) -> Tensor:
     """Rows of the embedding, [.., H]: this rank's addend, zero for tokens of other ranks' rows.
 
-    ``weight`` is this rank's [V / T, H].
+    ``weight`` is this rank's [V / T, H]; ``tokens`` are those of each lane, [..], joined along ``rows_dim``.
     """
     if region.num_ranks == 1:
-        return weights.rows(tokens, weight)
-    row, is_mine = _own(tokens, weight.shape[0], region)
-    return weights.rows(row, weight) * is_mine.astype(weight.dtype).unsqueeze(-1)
+        return weights.rows(tokens, weight, rows_dim)
+    own = [_own(words, weight.shape[0], region) for words in tokens]
+    rows = weights.rows([row for row, _ in own], weight, rows_dim)
+    is_mine = join_lanes([is_mine for _, is_mine in own], rows_dim)
+    return rows * is_mine.astype(rows.dtype).unsqueeze(-1)
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor, region: TensorParallelRegion) -> Tensor:
-    """The cross-entropy summed over the counted tokens, a scalar; ``logits`` are this rank's [.., V / T]."""
-    if region.num_ranks == 1:
-        num_words = logits.shape[-1]
-        losses = F.cross_entropy(
-            logits.reshape([-1, num_words]), labels.reshape([-1]), ignore_index=IGNORED, reduction="none"
+def summed_cross_entropies(
+    logits: Sequence[Tensor], labels: Sequence[Tensor], region: TensorParallelRegion, rows_dim: int
+) -> list[Tensor]:
+    """Each lane's cross-entropy summed over its counted tokens, a scalar; ``logits`` are this rank's [.., V / T]."""
+    if region.num_ranks > 1:
+        return [paddle.sum(losses) for losses in token_losses(logits, labels, region, rows_dim)]
+    num_words = logits[0].shape[-1]
+    return [
+        paddle.sum(
+            F.cross_entropy(x.reshape([-1, num_words]), words.reshape([-1]), ignore_index=IGNORED, reduction="none")
         )
-        return paddle.sum(losses)
-    return paddle.sum(token_losses(logits, labels, region))
+        for x, words in zip(logits, labels, strict=True)
+    ]
 
 
-def token_losses(logits: Tensor, labels: Tensor, region: TensorParallelRegion) -> Tensor:
-    """Per token ``log(sum_v exp(x_v - max)) - (x_label - max)``; three collectives of one number a token.
+def token_losses(
+    logits: Sequence[Tensor], labels: Sequence[Tensor], region: TensorParallelRegion, rows_dim: int
+) -> list[Tensor]:
+    """Per token ``log(sum_v exp(x_v - max)) - (x_label - max)``; three collectives of one number a token of all lanes.
 
     The maximum is a constant to autograd: it cancels.
     """
-    highest = region.max(paddle.max(logits, axis=-1), "head.loss.max")
-    shifted = logits - highest.unsqueeze(-1)
-    sum_exp = region.sum(paddle.sum(paddle.exp(shifted), axis=-1), "head.loss.sum_exp")
-    column, is_mine = _own(labels, logits.shape[-1], region)
-    target = paddle.take_along_axis(shifted, column.unsqueeze(-1), axis=-1).squeeze(-1)
-    target = region.sum(target * is_mine.astype(logits.dtype), "head.loss.target")
-    is_counted = (labels != IGNORED).astype(logits.dtype)
-    return (paddle.log(sum_exp) - target) * is_counted
+    num_lanes = len(logits)
+    highest = region.max(join_lanes([paddle.max(x, axis=-1) for x in logits], rows_dim), "head.loss.max")
+    each = zip(logits, split_lanes(highest, num_lanes, rows_dim), strict=True)
+    shifted = [x - most.unsqueeze(-1) for x, most in each]
+    sum_exp = join_lanes([paddle.sum(paddle.exp(x), axis=-1) for x in shifted], rows_dim)
+    sum_exp = region.sum(sum_exp, "head.loss.sum_exp")
+    targets = []
+    for x, words in zip(shifted, labels, strict=True):
+        column, is_mine = _own(words, x.shape[-1], region)
+        target = paddle.take_along_axis(x, column.unsqueeze(-1), axis=-1).squeeze(-1)
+        targets.append(target * is_mine.astype(x.dtype))
+    target = region.sum(join_lanes(targets, rows_dim), "head.loss.target")
+    of_lanes = zip(*(split_lanes(x, num_lanes, rows_dim) for x in (sum_exp, target)), labels, strict=True)
+    return [(paddle.log(whole) - own) * (words != IGNORED).astype(own.dtype) for whole, own, words in of_lanes]
 
 
 def _own(words: Tensor, num_own: int, region: TensorParallelRegion) -> tuple[Tensor, Tensor]:

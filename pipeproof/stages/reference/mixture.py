@@ -21,6 +21,7 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.reference.gated import gated
 from pipeproof.stages.reference.pieces import Copies, add
 
 Tensor: TypeAlias = paddle.Tensor
@@ -34,11 +35,14 @@ class Routing:
     gains: Sequence[Tensor]
 
 
-def route(logits: Tensor, moe: MoeSpec) -> Routing:
-    """Choose by [.., E] outputs of the router: the largest scores, of equal ones those of lower experts."""
+def route(logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None) -> Routing:
+    """Choose by [.., E] outputs of the router: the largest scores, of equal ones those of lower experts.
+
+    A ``bias`` [E] is added to the scores for the choice alone.
+    """
     flat = logits.reshape([-1, moe.num_experts])
     scores = F.softmax(flat, axis=-1) if moe.score == "softmax" else F.sigmoid(flat)
-    values = scores.numpy()
+    values = scores.numpy() if bias is None else scores.numpy() + bias
     best = [sorted(range(moe.num_experts), key=lambda e: (-row[e], e))[: moe.top_k] for row in values]
     experts = np.array(best, dtype=np.int64)
     gains = paddle.take_along_axis(scores, paddle.to_tensor(experts), axis=-1)
@@ -47,7 +51,9 @@ def route(logits: Tensor, moe: MoeSpec) -> Routing:
     return Routing(experts, gains.split(moe.top_k, axis=-1))
 
 
-def mixture(inputs: Sequence[Tensor], routings: Sequence[Routing], weights: Sequence[Tensor]) -> list[Tensor]:
+def mixture(
+    inputs: Sequence[Tensor], routings: Sequence[Routing], weights: Sequence[Tensor], swiglu_limit: float | None = None
+) -> list[Tensor]:
     """What the experts make of each rank's tokens: tensors of the shapes of ``inputs`` [.., H].
 
     ``weights`` are gate, up and down of all experts: [E, H, M] twice and [E, M, H].
@@ -65,7 +71,7 @@ def mixture(inputs: Sequence[Tensor], routings: Sequence[Routing], weights: Sequ
     gates, ups, downs = (weight.unbind() for weight in weights)
     made = []
     for expert, mine in zip(visited, paddle.split(Moved.apply(rows, order), sizes.tolist()), strict=True):
-        inner = F.silu(paddle.matmul(mine, gates[expert])) * paddle.matmul(mine, ups[expert])
+        inner = gated(paddle.matmul(mine, gates[expert]), paddle.matmul(mine, ups[expert]), swiglu_limit)
         made.append(paddle.matmul(inner, downs[expert]))
     back = Moved.apply(paddle.concat(made), np.argsort(order)).split([x.shape[0] for x in of_ranks])
     results = []

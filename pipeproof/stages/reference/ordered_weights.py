@@ -14,6 +14,7 @@ import paddle
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.lanes import embeds_again, num_modules
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.reference.pieces import Pieces, add, cut_dim, is_of_experts, leaf
 
@@ -25,15 +26,18 @@ class OrderedWeights:
 
     ``of_units`` has the leaves that each split of a sequence and each
     expert-parallel rank computes with: ``of_units[split][rank]``, by name.
+    What a context-parallel rank has of a sequence is a split, too.
     """
 
     def __init__(self, plan: PlanSpec) -> None:
         self.plan = plan
         self.num_pieces, self.num_ranks = plan.topology.tp, plan.topology.ep
-        self.num_splits = plan.schedule.num_sequence_splits
+        self.num_splits = plan.schedule.num_sequence_splits * plan.topology.cp
         self.sequence_pieces = self.num_pieces if plan.topology.sequence_parallel else 1
         self.weights: dict[str, Pieces] = {
-            p.name: self._in_pieces(p.name, initial_weight(p, plan.run.seed, plan.run.dtype))
+            p.name: self._in_pieces(
+                p.name, initial_weight(p, plan.run.seed, plan.run.dtype).astype(plan.run.weight_dtype)
+            )
             for layer in describe_gpt(plan)
             for p in layer.parameters
         }
@@ -49,9 +53,9 @@ class OrderedWeights:
         """Begin every gradient buffer as +0.0.
 
         Each split of sequences and each expert-parallel rank has buffers of its own, but for experts, which ranks
-        share; a tied head has its own for the embedding's weight.
+        share; every layer that computes with the embedding's weight has its own for it.
         """
-        if self.num_splits * self.num_ranks > 1 or self.plan.model.tied_embedding:
+        if self.num_splits * self.num_ranks > 1 or self._borrowers():
             self.of_units = []
             for _ in range(self.num_splits):
                 first = self._leaves()
@@ -63,8 +67,14 @@ class OrderedWeights:
                     piece.grad = paddle.zeros_like(piece)
 
     def _leaves(self) -> dict[str, Pieces]:
-        tied = {"head.weight": self.weights["embed.weight"]} if self.plan.model.tied_embedding else {}
-        return {name: [leaf(piece) for piece in pieces] for name, pieces in (self.weights | tied).items()}
+        borrowed = {f"{layer}.weight": self.weights["embed.weight"] for layer in self._borrowers()}
+        return {name: [leaf(piece) for piece in pieces] for name, pieces in (self.weights | borrowed).items()}
+
+    def _borrowers(self) -> list[str]:
+        """Layers that compute with the embedding's weight: a tied head, modules that look tokens up themselves."""
+        model = self.plan.model
+        modules = [f"mtp.{number}" for number in range(num_modules(model) if embeds_again(model) else 0)]
+        return [*modules, "head"] if model.tied_embedding else modules
 
     def gradients(self, split: int = 0, rank: int = 0) -> dict[str, Pieces]:
         """The gradients from one split of one rank as they are, in pieces, each a tensor of its own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,13 @@ class StepResult:
     """One step's loss and gradients, and the weights that the step began with.
 
     ``loss`` is a scalar of the run's dtype; the arrays are by parameter name,
-    whole, and of that dtype.
+    whole, and of that dtype. ``weights`` also has the biases of routers, where
+    they move, and ``routers`` what is left of the step: the losses of routers
+    by unit of work, and the biases, under the names of ``describe.balance``.
     """
 
     step: int
     loss: np.floating[Any]
     gradients: Mapping[str, npt.NDArray[Any]]
     weights: Mapping[str, npt.NDArray[Any]]
+    routers: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)

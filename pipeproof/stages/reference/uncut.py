@@ -11,7 +11,7 @@ which order sums run, so the reference follows the plan there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,13 +21,23 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.ahead import ahead
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.lanes import num_modules
+from pipeproof.stages.describe.order import layer_order
 from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch, Side
+from pipeproof.stages.reference import streams
+from pipeproof.stages.reference.balance import Routers, without_biases
+from pipeproof.stages.reference.chance import Chance
 from pipeproof.stages.reference.clip import clip_factor
-from pipeproof.stages.reference.mixture import mixture, route
+from pipeproof.stages.reference.gated import gated
+from pipeproof.stages.reference.lanes import for_lanes, together, trained_on
+from pipeproof.stages.reference.mixture import mixture
+from pipeproof.stages.reference.own_uncut import own_uncut_step, run_own_uncut
 from pipeproof.stages.reference.pieces import Copies
 from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.rounded import rounded
 
 Tensor: TypeAlias = paddle.Tensor
 Look: TypeAlias = Callable[[str, Side, Tensor], None]
@@ -41,8 +51,11 @@ def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepR
     order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype.
     ``watch`` is shown what crosses the borders between layers.
     """
+    if plan.own_layers is not None:
+        yield from run_own_uncut(plan, watch)
+        return
     model = UncutModel(plan, _initial_weights(plan))
-    optimizer = _optimizer(plan, list(model.weights.values()))
+    optimizer = _optimizer(plan, list(model.main.values()))
     for step in range(plan.run.steps):
         result = _gradients(model, step, watch)
         optimizer.step()
@@ -55,34 +68,38 @@ def uncut_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], step: in
     From the weights that another order of sums has led to, this shows what the
     order does to one step: what it does to many is up to the optimizer.
     """
+    if plan.own_layers is not None:
+        return own_uncut_step(plan, weights, step)
     return _gradients(UncutModel(plan, weights), step, None)
 
 
 def _gradients(model: UncutModel, step: int, watch: LayerWatch | None) -> StepResult:
-    for weight in model.weights.values():
+    for weight in model.main.values():
         weight.grad = paddle.zeros_like(weight)
-    losses = []
+    losses, biases = [], model.routers.begin_step()
     topology = model.plan.topology
     for index in range(topology.dp * topology.ep * model.plan.schedule.num_micro_batches):
         batch = micro_batch(model.plan, step, index)
+        model.chance.turn_to(step, index)
+        model.routers.turn_to(index)
         look = _look_away if watch is None else partial(_show, watch, index)
-        loss = model.loss(batch, look) * loss_scale(model.plan, step, index)
+        loss = together(model.losses(batch, look)) * loss_scale(model.plan, step, index)
         if watch is not None:
             watch.see_loss("head", index, 0, loss)
-        loss.backward()
+        paddle.autograd.backward([trained_on(model.plan, loss), *model.routers.take_roots()])
         losses.append(loss.numpy()[()])
     total = losses[0]
     for later in losses[1:]:
         total = total + later
     run = model.plan.run
     if run.clip_norm is not None:
-        parts = {name: [[weight.grad]] for name, weight in model.weights.items()}
-        factor = paddle.to_tensor(clip_factor(run.clip_norm, run.dtype, parts))
-        for weight in model.weights.values():
+        parts = {name: [[weight.grad]] for name, weight in model.main.items()}
+        factor = paddle.to_tensor(clip_factor(run.clip_norm, run.weight_dtype, parts))
+        for weight in model.main.values():
             weight.grad = weight.grad * factor
-    gradients = {name: weight.grad.numpy().copy() for name, weight in model.weights.items()}
-    weights = {name: weight.numpy().copy() for name, weight in model.weights.items()}
-    return StepResult(step, total, gradients, weights)
+    gradients = {name: weight.grad.numpy().copy() for name, weight in model.main.items()}
+    weights = {name: weight.numpy().copy() for name, weight in model.main.items()}
+    return StepResult(step, total, gradients, weights | biases, model.routers.end_step())
 
 
 def _look_away(layer: str, side: Side, tensor: Tensor) -> None:
@@ -95,17 +112,24 @@ def _show(watch: LayerWatch, index: int, layer: str, side: Side, tensor: Tensor)
 
 def _initial_weights(plan: PlanSpec) -> dict[str, npt.NDArray[Any]]:
     parameters = [p for layer in describe_gpt(plan) for p in layer.parameters]
-    return {p.name: initial_weight(p, plan.run.seed, plan.run.dtype) for p in parameters}
+    run = plan.run
+    return {p.name: initial_weight(p, run.seed, run.dtype).astype(run.weight_dtype) for p in parameters}
 
 
 class UncutModel:
-    """The GPT of the plan with whole weights."""
+    """The GPT of the plan with whole weights.
+
+    ``main`` has those that the optimizer updates, ``weights`` those that the last loss was computed with.
+    """
 
     def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
         self.plan = plan
-        self.weights: dict[str, Tensor] = {
-            name: paddle.to_tensor(weight, stop_gradient=False) for name, weight in weights.items()
+        self.main: dict[str, Tensor] = {
+            name: paddle.to_tensor(weight, stop_gradient=False) for name, weight in without_biases(weights).items()
         }
+        self.weights = rounded(self.main, plan.run)
+        self.chance = Chance(plan)
+        self.routers = Routers(plan, weights)
         self.sequence_first = plan.model.activation_order == "sbh"
         self.head_size = plan.model.rotary_size
         positions = np.arange(plan.model.seq_length, dtype=np.float64)
@@ -114,42 +138,100 @@ class UncutModel:
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 
-    def loss(self, batch: Batch, look: Look = _look_away) -> Tensor:
-        """The cross-entropy summed over the micro-batch's counted tokens, a scalar."""
-        tokens, labels = batch.tokens, batch.labels
-        if self.sequence_first:
-            tokens, labels = tokens.T, labels.T
-        x = F.embedding(paddle.to_tensor(np.ascontiguousarray(tokens)), self.weights["embed.weight"])
+    def losses(self, batch: Batch, look: Look = _look_away) -> list[Tensor]:
+        """The cross-entropy summed over the micro-batch's counted tokens, a scalar: the main one, and those of modules.
+
+        Module j reads the token j + 1 positions ahead of each, and predicts the one after that.
+        """
+        self.weights = rounded(self.main, self.plan.run)
+        lanes = [ahead(batch, distance) for distance in range(1 + num_modules(self.plan.model))]
+        tables = for_lanes(self.weights["embed.weight"], len(lanes))
+        embedded = [F.embedding(self.ordered(lane.tokens), own) for lane, own in zip(lanes, tables, strict=True)]
+        x, *others = embedded
+        x = self.chance.tokens(x, "embedding", "embed")
         look("embed", "output", x)
+        names = layer_order(self.plan.model)
+        num_head, num_tail = self.plan.model.num_empty
+        (x,) = self.ends(names[1 : 1 + num_head], [x], look)
         for i in range(self.plan.model.num_layers):
             look(f"layer.{i}", "input", x)
-            attention = self.attention if self.plan.model.mla is None else self.latent_attention
-            x = x + attention(self.norm(x, f"layer.{i}.attn_norm.weight"), f"layer.{i}.attn")
-            mlp = self.experts if self.plan.model.has_experts(i) else self.mlp
-            x = x + mlp(self.norm(x, f"layer.{i}.mlp_norm.weight"), f"layer.{i}.mlp")
+            x = self.block(x, f"layer.{i}", i)
             look(f"layer.{i}", "output", x)
-        look("norm", "input", x)
-        x = self.norm(x, "norm.weight")
-        look("norm", "output", x)
-        look("head", "input", x)
-        if self.plan.model.tied_embedding:
-            logits = paddle.matmul(x, self.weights["embed.weight"], transpose_y=True)
-        else:
-            logits = paddle.matmul(x, self.weights["head.weight"])
+        xs = [x]
+        for number, embedding in enumerate(others):
+            look(f"mtp.{number}", "input", xs[-1])
+            xs.append(self.module(xs[-1], embedding, f"mtp.{number}"))
+            look(f"mtp.{number}", "output", xs[-1])
+        xs = self.ends(names[-2 - num_tail : -1], xs, look)
+        look("head", "input", xs[0])
+        tied = self.plan.model.tied_embedding
+        heads = for_lanes(self.weights["embed.weight" if tied else "head.weight"], len(xs))
+        return [
+            self.cross_entropy(paddle.matmul(x, own, transpose_y=tied), lane.labels)
+            for x, own, lane in zip(xs, heads, lanes, strict=True)
+        ]
+
+    def cross_entropy(self, logits: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
+        """Summed over the counted tokens."""
         losses = F.cross_entropy(
             logits.reshape([-1, self.plan.model.vocab_size]),
-            paddle.to_tensor(np.ascontiguousarray(labels)).reshape([-1]),
+            self.ordered(labels).reshape([-1]),
             ignore_index=-100,
             reduction="none",
         )
         return losses.sum()
 
-    def norm(self, x: Tensor, weight: str) -> Tensor:
+    def ordered(self, words: npt.NDArray[np.int64]) -> Tensor:
+        """Tokens or labels [B, S] in the order of the activations."""
+        return paddle.to_tensor(np.ascontiguousarray(words.T if self.sequence_first else words))
+
+    def ends(self, names: Sequence[str], xs: list[Tensor], look: Look) -> list[Tensor]:
+        """What stands around the blocks: the last norm, and layers that do nothing."""
+        for name in names:
+            look(name, "input", xs[0])
+            if name == "norm":
+                weights = for_lanes(self.weights["norm.weight"], len(xs))
+                xs = [self.normed(x, own) for x, own in zip(xs, weights, strict=True)]
+            look(name, "output", xs[0])
+        return xs
+
+    def module(self, hidden: Tensor, embedding: Tensor, name: str) -> Tensor:
+        """Multi-token prediction: both normed, joined, and a block as the last one is."""
+        embedding = self.chance.tokens(embedding, "embedding", f"{name}.embed")
+        both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
+        x = paddle.matmul(paddle.concat(both, axis=-1), self.weights[f"{name}.proj.weight"])
+        return self.block(x, name, self.plan.model.num_layers - 1)
+
+    def block(self, x: Tensor, name: str, number: int) -> Tensor:
+        """Attention and MLP, or experts as block ``number`` has, each with its norm before and its residual around."""
+        spec = self.plan.model.hyper_connections
+        attention = self.attention if self.plan.model.mla is None else self.latent_attention
+        mlp = self.experts if self.plan.model.has_experts(number) else self.mlp
+        if spec is not None and number == 0:
+            x = streams.widened(x, spec)
+        for at, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
+            taken, behind = self.residual(x, at)
+            y = compute(self.norm(taken, f"{at}_norm.weight"), at)
+            x = behind(self.chance.tokens(y, "hidden", at))
+        return streams.summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
+
+    def residual(self, x: Tensor, at: str) -> tuple[Tensor, streams.Behind]:
+        """What a sub-layer takes, and what stands behind it: the sum, or all streams."""
+        spec = self.plan.model.hyper_connections
+        if spec is None:
+            return x, lambda y: x + y
+        return streams.read(x, [self.weights[f"{at}_streams.{end}"] for end in streams.WEIGHTS], spec)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last dim, with the weight of that name."""
+        return self.normed(x, self.weights[name])
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dim."""
         # A copy, so that x feeds two operations and not three: the gradient of
         # three would depend on the order in which autograd happens to add them.
         x = paddle.assign(x)
-        return x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * self.weights[weight]
+        return x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * weight
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal rotary attention over all heads; the queries of a group see one head of keys and values."""
@@ -165,7 +247,7 @@ class UncutModel:
         scores = paddle.matmul(q, self.rotary(k), transpose_y=True) * size**-0.5
         mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
         scores = scores.reshape([rows, num_kv_heads, -1, length, length]) + paddle.to_tensor(mask, dtype=scores.dtype)
-        weights = F.softmax(scores, axis=-1).reshape([rows, num_kv_heads, -1, length])
+        weights = self.chance.probabilities(F.softmax(scores, axis=-1), name).reshape([rows, num_kv_heads, -1, length])
         mixed = paddle.matmul(weights, v).reshape(groups.shape)
         mixed = mixed.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
         return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
@@ -190,7 +272,8 @@ class UncutModel:
         k = paddle.concat([k_nope, paddle.stack(list(Copies.apply(shared, q.shape[1])), axis=1)], axis=-1)
         scores = paddle.matmul(q, k, transpose_y=True) * (nope + rope) ** -0.5
         mask = np.where(np.tri(q.shape[2], dtype=bool), 0.0, -np.inf)
-        mixed = paddle.matmul(F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1), v)
+        weights = F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1)
+        mixed = paddle.matmul(self.chance.probabilities(weights, name), v)
         mixed = mixed.transpose([2, 0, 1, 3] if self.sequence_first else [0, 2, 1, 3])
         return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
 
@@ -205,16 +288,17 @@ class UncutModel:
         moe = self.plan.model.moe
         assert moe is not None
         for_router, for_experts, *for_shared = Copies.apply(x, 3 if moe.num_shared_experts else 2)
-        routing = route(paddle.matmul(for_router, self.weights[f"{name}.router.weight"]), moe)
+        logits = paddle.matmul(for_router, self.weights[f"{name}.router.weight"])
+        routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
         weights = [self.weights[f"{name}.experts.{part}.weight"] for part in ("gate", "up", "down")]
-        y = mixture([for_experts], [routing], weights)[0]
+        y = mixture([for_experts], [routing], weights, self.plan.model.swiglu_limit)[0]
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU."""
         gate = paddle.matmul(x, self.weights[f"{name}.gate.weight"])
         up = paddle.matmul(x, self.weights[f"{name}.up.weight"])
-        return paddle.matmul(F.silu(gate) * up, self.weights[f"{name}.down.weight"])
+        return paddle.matmul(gated(gate, up, self.plan.model.swiglu_limit), self.weights[f"{name}.down.weight"])
 
 
 def _optimizer(plan: PlanSpec, weights: list[Tensor]) -> paddle.optimizer.Optimizer:

@@ -19,7 +19,7 @@ import numpy as np
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, UPDATE_KINDS, Op, OpKind
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.specs.finding import Severity
 from pipeproof.verify import collectives, matching, messages
@@ -234,7 +234,7 @@ class _Move:
         mine, theirs = self.rows[op_id], self.rows[other]
         if op_id in (self.graph.waits_for[other], self.graph.parent[other]) or other == self.graph.waits_for[op_id]:
             return False
-        if {OpKind.STEP, OpKind.REDUCE_GRAD} & {mine.op.kind, theirs.op.kind}:
+        if {OpKind.STEP, *UPDATE_KINDS} & {mine.op.kind, theirs.op.kind}:
             return False
         if self._same_fifo(op_id, other) or _buffers(mine) & _buffers(theirs):
             return False

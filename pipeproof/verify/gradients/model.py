@@ -13,6 +13,7 @@ import numpy as np
 from pipeproof.schedule.columns import REDUCTIONS
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
+from pipeproof.stages.describe.balance import with_balance
 from pipeproof.stages.describe.gradient_facts import (
     BATCH_AXES,
     MAIN_LOSS,
@@ -21,7 +22,9 @@ from pipeproof.stages.describe.gradient_facts import (
     Loss,
     ParameterGradient,
     gpt_gradients,
+    own_gradients,
 )
+from pipeproof.stages.describe.module_facts import with_modules
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
 from pipeproof.verify.gradients.grid import Grid, guessed_grid, mesh_grid
 from pipeproof.verify.gradients.ledgers import named_parameters
@@ -210,7 +213,11 @@ def model_of(subject: Subject) -> Model:
     if lowered is not None:
         stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
         num_ranks = {axis: lowered.mesh.size(axis) for axis in ("tp", "ep")}
-        facts = given or gpt_gradients(stages, lowered.spec.loss.normalization, num_ranks)
+        own = gpt_gradients(stages, lowered.spec.loss.normalization, num_ranks)
+        if lowered.spec.own_layers is not None:
+            facts = given or own_gradients(own, lowered.spec.loss.normalization, last_stage=len(stages) - 1)
+        else:
+            facts = given or with_modules(with_balance(own, lowered.spec, stages), lowered.spec, stages)
         micro_batches = np.arange(subject.num_units)
         return Model(graph, facts, mesh_grid(graph, lowered.mesh), micro_batches)
     computed = graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))

@@ -63,7 +63,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
     )  # what makes gradients whole
     whole = _ends(graph, np.flatnonzero(made), last=True)
     alone = np.flatnonzero((graph.kind == KIND_CODE[OpKind.ALL_REDUCE]) & (graph.parent == NONE))
-    for axis in norm_axes(plan.mesh):
+    for axis in norm_axes(plan):
         of_axis = alone[graph.axis[alone] == AXES.index(axis)]
         wrong: dict[str, list[tuple[int, int | None]]] = {}
         for rank, step in sorted(first_step.items()):

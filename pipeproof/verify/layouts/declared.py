@@ -9,6 +9,7 @@ from pipeproof.specs.finding import Finding
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.order import is_empty
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import AxisType
 from pipeproof.verify.subject import Rule, Subject, finding
@@ -21,7 +22,8 @@ OTHER_LAYOUT = RuleDoc(
         "The first tensor of an edge with the dims s, b and h stands for the model's activation. What its entry in "
         "`boundaries` says of TP must be what the layers compute: invariant, and under sequence parallelism cut along "
         "the sequence. Declared otherwise, each rank's part of the sequence is taken for the whole by whoever reads "
-        "the declaration: transports that presume equal values, buffers, the stage that receives."
+        "the declaration: transports that presume equal values, buffers, the stage that receives. A stage of empty "
+        "layers alone takes any layout, and hands on the one that it took."
     ),
     wrong=("topology: {pp: 2, tp: 2, sequence_parallel: true}\nboundaries: [{name: hidden, dims: sbh, tp: invariant}]"),
     right=(
@@ -35,30 +37,34 @@ def _check_declared(subject: Subject) -> Iterator[Finding]:
     if spec.topology.tp == 1:
         return
     made = _text(typed_gpt(spec)[layer_kind(spec.model, "layer.0")].values["y"].over("tp"))
-    for index, entry in _activations(spec):
-        for key, declared, verb in (
-            ("tp", entry.tp, "make"),
-            ("receiver_tp", entry.receiver_tp or entry.tp, "take"),
+    taken: dict[int, str] = {}  # by stage
+    reported = set()
+    for edge, index, entry in _activations(spec):
+        hands_on = [all(map(is_empty, subject.plan.stages[stage])) for stage in (edge, edge + 1)]
+        takes = entry.receiver_tp or entry.tp
+        for key, declared, needed, verb in (
+            ("tp", entry.tp, taken.get(edge, made) if hands_on[0] else made, "make"),
+            ("receiver_tp", takes, takes if hands_on[1] else made, "take"),
         ):
-            if declared == made or (key == "receiver_tp" and entry.receiver_tp is None):
+            if declared == needed or (key == "receiver_tp" and entry.receiver_tp is None) or (index, key) in reported:
                 continue
+            reported.add((index, key))
             yield finding(
                 OTHER_LAYOUT,
-                f"`{entry.name}` is declared {declared} over tp, and the layers {verb} it {made}",
+                f"`{entry.name}` is declared {declared} over tp, and the layers {verb} it {needed}",
                 location=subject.locate("boundaries", index, key),
-                help=f"write `{key}: {made}`",
+                help=f"write `{key}: {needed}`",
             )
+        taken[edge + 1] = takes
 
 
-def _activations(spec: PlanSpec) -> Iterator[tuple[int, BoundarySpec]]:
-    """The entries that stand for the model's activation on some edge, each once."""
-    chosen = set()
+def _activations(spec: PlanSpec) -> Iterator[tuple[int, int, BoundarySpec]]:
+    """(edge, place, entry) of those that stand for the model's activation, edge by edge."""
     for edge in range(spec.num_stages - 1):
         for index, entry in enumerate(spec.boundaries):
             if entry.edge in (None, edge) and entry.shape is None and sorted(entry.dims) == ["b", "h", "s"]:
-                chosen.add(index)
+                yield edge, index, entry
                 break
-    yield from ((index, spec.boundaries[index]) for index in sorted(chosen))
 
 
 def _text(kind: AxisType) -> str:

@@ -16,7 +16,7 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.specs.memory import Recompute
+from pipeproof.specs.memory import MemorySpec
 from pipeproof.stages.describe.boundary import unit_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, is_block, layer_kind
@@ -47,8 +47,8 @@ ISSUED = RuleDoc(
     severity="error",
     explanation=(
         "All members of a group issue the same collectives, and still they are not those that the layouts inside "
-        "the layers need: one is missing, is of another kind or size, or stands elsewhere. Each rank then goes on "
-        "with an addend for a sum or with a part for the whole. Nothing hangs, since all do alike."
+        "the layers need: one is missing, is of another kind, size or type, or stands elsewhere. Each rank then goes "
+        "on with an addend for a sum or with a part for the whole. Nothing hangs, since all do alike."
     ),
     wrong=_example("0F0/1.ALL_REDUCE:tp"),
     right=_example(""),
@@ -73,20 +73,39 @@ class _Needed:
         self._num_stages = len(plan.stages)
         sizes, self._by_unit = unit_sizes(plan.spec)
         names = {name: code for code, name in enumerate(graph.reduction_names)}
+        self.of_activations = plan.spec.run.dtype
+        self._dtypes = dtypes = {dtype: code for code, dtype in enumerate({t.dtype: None for t in graph.tensors})}
         self.calls: list[list[Collective]] = []
         for size in sizes:
             typed = typed_gpt(plan.spec, size)
             for stage_layers in plan.stages:
                 layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
-                self.calls += [list(_calls(kind, layers, plan.spec.memory.recompute)) for kind in _COMPUTES]
+                self.calls += [list(_calls(kind, layers, plan.spec.memory)) for kind in _COMPUTES]
         self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
         self.first = np.cumsum(self.count) - self.count
         rows = [
-            (KIND_CODE[_KINDS[c.kind]], AXES.index(c.axis), c.numel, names.get(c.reduction, NONE))
+            (
+                KIND_CODE[_KINDS[c.kind]],
+                AXES.index(c.axis),
+                c.numel,
+                names.get(c.reduction, NONE),
+                NONE if self.dtype_of(c) == self.of_activations else dtypes.get(self.dtype_of(c), len(dtypes)),
+            )
             for calls in self.calls
             for c in calls
         ]
-        self.table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        self.table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+    def dtype_of(self, call: Collective) -> str:
+        """The type of the elements of a call."""
+        return call.dtype or self.of_activations
+
+    def found_dtypes(self, graph: OpGraph) -> IntColumn:
+        """By operation the type of its elements as in ``table``: ``NONE`` for that of activations."""
+        codes = [
+            NONE if tensor.dtype == self.of_activations else self._dtypes[tensor.dtype] for tensor in graph.tensors
+        ]
+        return np.array([*codes, NONE], dtype=np.int64)[graph.tensor]
 
     def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
         """The place of each computation in ``calls``; ``NONE`` for a stage or unit that the plan has not."""
@@ -103,19 +122,24 @@ class _Needed:
         return np.where(known, slot, NONE)
 
 
-def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], recompute: Recompute) -> Iterator[Collective]:
-    """The collectives of one computation; the weight part of a split backward issues none.
+def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], memory: MemorySpec) -> Iterator[Collective]:
+    """The collectives of one computation.
 
-    A block that is computed again issues those of its forward again, right before those of its backward.
+    A block that is computed again issues those of its forward again, right before those of its backward. The weights'
+    gradients issue none, unless what they read is gathered again; in a whole backward that comes last.
     """
     if kind in _FORWARDS:
         for _, layer in layers:
             yield from layer.forward
-    elif kind in _BACKWARDS:
+        return
+    if kind in _BACKWARDS:
         for name, layer in reversed(layers):
-            if recompute == "full" and is_block(name):
+            if memory.recompute == "full" and is_block(name):
                 yield from layer.forward
             yield from layer.backward
+    if kind is not OpKind.BACKWARD_INPUT and memory.gathered == "again":
+        for _, layer in reversed(layers):
+            yield from layer.weights
 
 
 def _check_issued(subject: Subject) -> Iterator[Finding]:
@@ -167,6 +191,7 @@ def _differs(graph: OpGraph, needed: _Needed, parents: IntColumn) -> BoolColumn:
                 graph.axis[children],
                 (graph.stop - graph.start)[children],
                 graph.reduction[children],
+                needed.found_dtypes(graph)[children],
             ],
             axis=1,
         )
@@ -197,18 +222,24 @@ def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) ->
         call = wanted[place] if place < len(wanted) else None
         child = children[place] if place < len(children) else None
         needs = "none" if call is None else f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({call.label})"
+        if call is not None and call.dtype is not None:
+            needs += f" in {call.dtype}"
         if child is None:
             return f"{len(children)} collectives and needs {len(wanted)}: number {place} should be {needs}"
         found = graph.ops[child]
         size = int(graph.stop[child] - graph.start[child])
-        is_same = call is not None and (found.kind, found.axis, size, names[int(graph.reduction[child])]) == (
+        tensor = int(graph.tensor[child])
+        dtype = needed.of_activations if tensor == NONE else graph.tensors[tensor].dtype
+        is_same = call is not None and (found.kind, found.axis, size, names[int(graph.reduction[child])], dtype) == (
             _KINDS[call.kind],
             call.axis,
             call.numel,
             call.reduction,
+            needed.dtype_of(call),
         )
         if not is_same:
-            return f"{found.kind} of {size} over {found.axis} as its collective {place}, and needs {needs}"
+            own = "" if dtype == needed.of_activations else f" in {dtype}"
+            return f"{found.kind} of {size} over {found.axis}{own} as its collective {place}, and needs {needs}"
     raise AssertionError("the computation was found wrong")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
-from pipeproof.stages.describe.layers import Collective, layer_kind
+from pipeproof.stages.describe.layers import Collective, layer_kind, weight_calls
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding
@@ -201,9 +201,11 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
     typed = typed_gpt(subject.plan.spec)
     for layer in subject.plan.layers:
         needed = typed[layer_kind(subject.plan.spec.model, layer.name)]
+        again = needed.weights if subject.plan.spec.memory.gathered == "again" else ()
         for way, listed, wanted in (
             ("forward", layer.forward_collectives, needed.forward),
             ("backward", layer.backward_collectives, needed.backward),
+            ("weights' gradients", weight_calls(subject.plan.spec, layer), again),
         ):
             place = _first_difference(listed, wanted)
             if place is not None:
@@ -218,7 +220,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 
 def _first_difference(listed: Sequence[Collective], wanted: Sequence[Collective]) -> int | None:
     """The first place at which two sequences issue different calls; None if they are alike. Labels do not count."""
-    ours, theirs = ([(c.kind, c.axis, c.numel, c.reduction) for c in calls] for calls in (listed, wanted))
+    ours, theirs = ([(c.kind, c.axis, c.numel, c.reduction, c.dtype) for c in calls] for calls in (listed, wanted))
     if ours == theirs:
         return None
     same = [one == other for one, other in zip(ours, theirs, strict=False)]
@@ -229,7 +231,8 @@ def _collective_text(calls: Sequence[Collective]) -> str:
     if not calls:
         return "none"
     (call,) = calls
-    return f"{call.kind} of {call.numel} elements over {call.axis} ({call.label})"
+    dtype = "" if call.dtype is None else f" in {call.dtype}"
+    return f"{call.kind} of {call.numel} elements{dtype} over {call.axis} ({call.label})"
 
 
 RULES = (

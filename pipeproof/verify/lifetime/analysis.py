@@ -48,7 +48,8 @@ class Lifetimes:
         """
         graph, uses = self.subject.graph, self.in_order
         local = graph.is_kind(COMPUTE_KINDS)[uses.op] & ~uses.changes & uses.is_made
-        by_optimizer = graph.kind[uses.op] == KIND_CODE[OpKind.STEP]
+        update = [KIND_CODE[OpKind.STEP], KIND_CODE[OpKind.GATHER_WEIGHT]]
+        by_optimizer = np.isin(graph.kind[uses.op], update) | np.isin(graph.target_kind[uses.op], update)
         return np.asarray(uses.is_kept | uses.is_gradient | local | by_optimizer)
 
     @cached_property

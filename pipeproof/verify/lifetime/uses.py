@@ -12,7 +12,8 @@ micro-batch, which are fresh in every step:
 - between two stages of one rank the second reads what the first wrote;
 - backwards read what was kept, and what the forward got, and add to the
   stage's gradient, which reductions and scalings change and the optimizer reads;
-- ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them;
+- ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
+  ``GATHER_WEIGHT`` reads and writes them;
 - ``FREE(x)`` frees what x reads and writes.
 
 An operation uses its buffers from its start to its done; a collective uses

@@ -16,7 +16,7 @@ from pipeproof.verify.lifetime.uses import Uses
 from pipeproof.verify.subject import Subject, finding
 
 _STAGE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
-_WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD})
+_WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.GATHER_WEIGHT})
 
 
 class Words:

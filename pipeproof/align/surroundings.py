@@ -1,0 +1,72 @@
+"""What the tensors around the first one that differs say of it: who gave it, and what its layer did rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeproof.align.cause import Cause, Family
+from pipeproof.align.record import Recorded
+
+_MODULE = "mtp."
+"""With what the names of modules of multi-token prediction begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGradients:
+    """Of the weights of one layer, those whose gradients of a step are equal on both sides, and those that differ."""
+
+    equal: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+
+    @property
+    def tells(self) -> bool:
+        """Whether they narrow the place down: where all of them differ, or none does, they say nothing."""
+        return bool(self.equal and self.different)
+
+
+def giver(tensor: Recorded, layers: Sequence[str]) -> str | None:
+    """The layer whose output is what another takes, in that direction: no layer computes between the two.
+
+    A record has, of the lanes of a model with modules, the main one, and at a
+    module what that reads and makes. So a gradient that adds those of two lanes,
+    or is of a module's output, was given by none.
+
+    Args:
+        tensor: what a layer takes, at its border.
+        layers: all layers of the record, in the order of the forward direction.
+    """
+    place, is_module = layers.index(tensor.layer), tensor.layer.startswith(_MODULE)
+    if tensor.direction == "backward":
+        after = layers[place + 1] if place + 1 < len(layers) else None
+        return None if after is None or is_module or after.startswith(_MODULE) else after
+    before = [layer for layer in layers[:place] if is_module or not layer.startswith(_MODULE)]
+    return before[-1] if before else None
+
+
+def placed(cause: Cause, first: Recorded, before: Recorded | None, layers: Sequence[str]) -> Cause:
+    """A cause that the values do not tell, told by the place: a layer takes what is equal and gives what is not."""
+    if cause.family is not Family.UNKNOWN or before is None or not _is_of_one_layer(before, first):
+        return cause
+    was_right = "" if first.direction == "forward" else ", and forward it is right"
+    lanes = any(layer.startswith(_MODULE) for layer in layers)
+    reads_others = lanes and (first.layer.startswith(_MODULE) or first.layer in _behind_modules(layers))
+    beside = " (what other lanes bring it is not recorded)" if reads_others else ""
+    return Cause(
+        Family.COMPUTATION,
+        f"{first.layer} takes what is equal{beside} and gives what is not{was_right}: it is what this layer does, "
+        f"collectives inside it included; {cause.evidence}",
+    )
+
+
+def _is_of_one_layer(taken: Recorded, given: Recorded) -> bool:
+    if taken.parameter or given.parameter:
+        return False
+    return (taken.layer, taken.direction, taken.micro_batch, taken.piece, taken.side, given.side) == (
+        given.layer, given.direction, given.micro_batch, given.piece, "input", "output",
+    )  # fmt: skip
+
+
+def _behind_modules(layers: Sequence[str]) -> Sequence[str]:
+    last = max(place for place, layer in enumerate(layers) if layer.startswith(_MODULE))
+    return layers[last + 1 :]

@@ -1,0 +1,55 @@
+"""Records of any plan, all of its ranks in this process."""
+
+from dataclasses import dataclass
+
+from pipeproof.comm.accumulation import sum_orders, tied_sums
+from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.exec.compare import StepResult, compare_step
+from pipeproof.exec.compare_routers import compare_routers
+from pipeproof.exec.dp_shares import with_whole_gradients
+from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.reference.ordered import run_ordered
+from pipeproof.stages.reference.orders import Orders
+from tests.exec.in_memory import run_all
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The steps of the reference that adds in the order of a plan, and of each what crossed borders of layers."""
+
+    steps: list
+    layers: list[dict]
+
+
+def reference_run(plan: LoweredPlan) -> ReferenceRun:
+    """Train the ordered reference of a plan."""
+    orders = sum_orders(plan)
+    watch = LayerWatch(join_dim=plan.boundary.tp.dim)
+    run = ReferenceRun([], [])
+    for step in run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan)), watch):
+        run.steps.append(step)
+        run.layers.append(watch.take())
+    return run
+
+
+def record(plan: LoweredPlan, reference: ReferenceRun, directory, *, values: bool = True) -> list[StepResult]:
+    """Train all ranks, write their record and the reference's below ``directory``; how each step compares."""
+    seen: dict[tuple[int, int], dict] = {}
+    outcomes, _ = run_all(plan, seen)
+    recorder = Recorder(RecordOptions(directory, layers=True, values=values), plan, "d" * 64)
+    results = []
+    for step, of_step in enumerate(outcomes):
+        theirs = reference.steps[step]
+        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
+        routers = compare_routers(plan, [one.routers for one in of_step], theirs.routers, theirs.routers)
+        result = compare_step(plan, step, ranks, *[(theirs.loss, theirs.gradients)] * 2)
+        recorder.put(
+            step,
+            result.loss,
+            [RankStep(gradients, seen[step, rank]) for rank, (_, gradients) in enumerate(ranks)],
+            ReferenceStep(theirs.loss, theirs.gradients, reference.layers[step]),
+            routers,
+        )
+        results.append(result)
+    return results

@@ -1,0 +1,60 @@
+"""The clamped SwiGLU: its formula, and its corners, on both sides of a comparison."""
+
+import numpy as np
+import paddle
+import pytest
+
+from pipeproof.stages.paddle.functional import clamped_swiglu, gated
+from pipeproof.stages.reference import gated as reference
+from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
+
+pytestmark = pytest.mark.needs_paddle
+
+LIMIT = 0.75
+"""A number that float32 has, so that values can stand exactly there."""
+
+
+def with_gradients(function, *arrays):
+    leaves = [paddle.to_tensor(array, stop_gradient=False) for array in arrays]
+    made = function(*leaves)
+    made.sum().backward()
+    return [made.numpy(), *(leaf.grad.numpy() for leaf in leaves)]
+
+
+def test_it_is_the_formula():
+    gate, up = np.random.default_rng(6).standard_normal((2, 5, 8))
+    g, u = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+    expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    np.testing.assert_allclose(clamped_swiglu(*map(paddle.to_tensor, (gate, up)), LIMIT).numpy(), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_stages_and_references_make_the_same_choice_at_the_corners(dtype):
+    """Zero behind the corner and not at it; and the same bits everywhere."""
+    below, above = np.nextafter(np.array([LIMIT, LIMIT], dtype), np.array([0, 1], dtype))
+    ends = np.array([-2.0, -LIMIT, -0.3, 0.0, 0.4, below, LIMIT, above, 2.0], dtype)
+    gate, up = (grid.astype(dtype) for grid in np.meshgrid(ends, ends))
+    ours = with_gradients(lambda g, u: clamped_swiglu(g, u, LIMIT), gate, up)
+    theirs = with_gradients(lambda g, u: reference.gated(g, u, LIMIT), gate, up)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tobytes() == other.tobytes()
+    _, of_gate, of_up = ours
+    assert not of_gate[gate > LIMIT].any()
+    assert of_gate[gate <= LIMIT].all()
+    assert not of_up[np.abs(up) > LIMIT].any()
+    assert of_up[(np.abs(up) <= LIMIT) & (gate != 0)].all()
+
+
+def test_without_a_limit_it_is_swiglu():
+    gate, up = np.random.default_rng(6).standard_normal((2, 5, 8))
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(gated(None)(*map(paddle.to_tensor, (gate, up))).numpy(), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_have_the_bits_of_the_reference(sequence_parallel):
+    model = {"num_layers": 2, "swiglu_limit": 0.05}
+    plan = make_plan(model=model, topology={"tp": 2, "sequence_parallel": sequence_parallel}, run={"steps": 2})
+    for ours, ordered in zip(StagedRun(plan).steps(), run_in_order(plan), strict=True):
+        assert ours.loss.tobytes() == ordered.loss.tobytes()
+        assert same_bits(ours.gradients, ordered.gradients) == []
