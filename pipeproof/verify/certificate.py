@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import KINDS
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 5
+RULE_SET_VERSION = 6
 """Raised whenever a rule is added or begins to judge differently."""
 
 

@@ -1,0 +1,26 @@
+"""Writes ``paddle_gradients/*.npz``: what Paddle's uncut reference makes of each feature of the PyTorch tests' plans.
+
+Frameworks need not be in one environment, so that PyTorch's stages are compared
+with what this wrote where Paddle is: ``python -m tests.goldens.write_paddle_gradients``.
+``tests/stages/test_paddle_gradients.py`` holds that the files are what Paddle makes today. What is kept of a run is
+said by ``tests.stages.torch.features.kept_of``.
+"""
+
+import numpy as np
+
+from pipeproof.stages.paddle.runtime import start_paddle
+from tests.stages.torch.features import FEATURES, GOLDENS, golden_of, kept_of, make_plan
+
+
+def main():
+    """Write every file anew."""
+    start_paddle()
+    from pipeproof.stages.reference.uncut import run_uncut
+
+    GOLDENS.mkdir(exist_ok=True)
+    for feature in FEATURES:
+        np.savez_compressed(golden_of(feature), **kept_of(run_uncut(make_plan(feature))))
+
+
+if __name__ == "__main__":
+    main()
