@@ -37,6 +37,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_published.py
 	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_equality.py
+	$(BIN)/python docs/make_refused.py
 	$(BIN)/python docs/make_seed_experiment.py
 	$(BIN)/python docs/make_alignment_log.py
 	$(BIN)/python docs/make_zoo.py

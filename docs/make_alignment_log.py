@@ -31,6 +31,8 @@ PAIRS = (
     ("zb_v/run", "1f1b/run"),
 )
 """Records that are aligned: each run with its reference, and the runs with each other."""
+LOSSES = ("main", "mtp", "router")
+"""The kinds of losses that ``align`` counts."""
 PATIENCE_S = 600.0
 """Longest that a run may take: several times what it takes on an idle machine."""
 
@@ -138,8 +140,11 @@ def runs_part(results: Results) -> str:
 
 def alignments_part(results: Results) -> str:
     """What ``align`` printed of each pair."""
-    blocks = [f"$ pipeproof align {pair}\n{found['printed'].strip()}" for pair, found in results["alignments"].items()]
-    return "```console\n" + "\n\n".join(blocks) + "\n```\n"
+    blocks = [
+        f"```console\n$ pipeproof align {pair}\n```\n\n```text\n{found['printed'].strip()}\n```\n"
+        for pair, found in results["alignments"].items()
+    ]
+    return "\n".join(blocks)
 
 
 def log_part(results: Results) -> str:
@@ -158,22 +163,30 @@ def faults_part(results: Results) -> str:
         by_fault.setdefault(fault, {})[schedule] = found
     rows = []
     for of_schedules in by_fault.values():
-        said: dict[tuple[str, str, str], list[str]] = {}
+        said: dict[tuple[str, ...], list[str]] = {}
         for schedule, found in of_schedules.items():
             said.setdefault(_said(found["printed"]), []).append(schedule)
-        for (place, cause, main_loss), schedules in said.items():
+        for told, schedules in said.items():
             planted = next(iter(of_schedules.values()))["planted"]
-            rows.append((planted, ", ".join(f"`{one}`" for one in schedules), place, cause, main_loss))
-    return table(("planted", "schedules", "first tensor that differs", "guess", "first main loss that differs"), rows)
+            rows.append((planted, ", ".join(f"`{one}`" for one in schedules), *told))
+    losses = (f"first {name} loss that differs" for name in LOSSES)
+    return table(("planted", "schedules", "first tensor that differs", "guess", *losses), rows)
 
 
-def _said(printed: str) -> tuple[str, str, str]:
-    """Of what ``align`` printed: the first tensor, without ranks, the family of the cause, and the first main loss."""
+def _said(printed: str) -> tuple[str, ...]:
+    """Of what ``align`` printed: the first tensor, without ranks, the cause's family, the first loss of each kind."""
     lines = printed.splitlines()
     place = _behind(lines, "first tensor that differs, in execution order: ").partition(", rank")[0]
     cause = _behind(lines, "  cause, a guess: ").partition(":")[0]
-    loss = _behind(lines, "first_main_diff: ").partition(",")[0]
-    return place or "none", cause or "none", loss or "none"
+    losses = [_behind(lines, f"first_{name}_diff: ") for name in LOSSES]
+    return place, cause, *(_loss(line) if line else "none" for line in losses)
+
+
+def _loss(line: str) -> str:
+    """Step and name, and what A is of B where that is told."""
+    where, _, rest = line.partition(" (")
+    factor = rest.rpartition("; A is ")[2] if "; A is " in rest else ""
+    return where + (f": {factor}'s" if factor else "")
 
 
 def _behind(lines: Sequence[str], beginning: str) -> str:

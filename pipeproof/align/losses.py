@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -14,6 +15,11 @@ from pipeproof.align.arrays import FAR, max_relative, max_ulps
 from pipeproof.align.logs import Observed
 
 Key: TypeAlias = tuple[int, str, str, int, int]
+
+_LARGEST_TERM = 16
+"""Of numerator and denominator of a factor between losses."""
+_ROUNDING = 5e-7
+"""Relative: four roundoffs of float32."""
 
 WINDOW = 100_000
 """Most losses of one side that wait for the other's: beyond, the oldest counts as having no partner."""
@@ -38,12 +44,17 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class LossDifference:
-    """The two sides of one loss, and how far apart they are in ``dtype``; None without values."""
+    """The two sides of one loss, and how far apart they are in ``dtype``; None without values.
+
+    ``factor`` is what A is of B, where that is one rational number of small
+    terms to within rounding, such as 2 or 1/4.
+    """
 
     a: Observed
     b: Observed
     ulps: int | None
     relative: float | None
+    factor: Fraction | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +112,7 @@ class LossAlignment:
             return
         matches.differing.add(a.step)
         if matches.first is None or a.key < matches.first.a.key:
-            matches.first = LossDifference(a, b, ulps, relative)
+            matches.first = LossDifference(a, b, ulps, relative, _factor(a, b))
 
     def _of(self, loss: str) -> Matches:
         """The losses of one kind; what is neither of MTP nor the main loss is of routers."""
@@ -143,6 +154,19 @@ def align_losses(
         for observed in left.values():
             found.miss(side, observed)
     return found
+
+
+def _factor(a: Observed, b: Observed) -> Fraction | None:
+    """One rational number that A is of B; two losses of one kind rarely come so near to one by chance."""
+    if a.value is None or b.value is None:
+        return None
+    x, y = float(a.value), float(b.value)
+    if not (math.isfinite(x) and math.isfinite(y)) or y == 0.0:
+        return None
+    factor = Fraction(x / y).limit_denominator(_LARGEST_TERM)
+    if factor in (0, 1) or abs(factor.numerator) > _LARGEST_TERM:
+        return None
+    return factor if abs(x / y / float(factor) - 1.0) <= _ROUNDING else None
 
 
 def _distance(a: Observed, b: Observed, dtype: str) -> tuple[int | None, float | None]:

@@ -59,7 +59,8 @@ def _count(name: str, matches: Matches) -> str:
 
 def _loss(difference: LossDifference) -> str:
     values = f"A {_shown(difference.a)}, B {_shown(difference.b)}"
-    return f"{_where(difference.a)}: {values}; {_far(difference.ulps, difference.relative)}"
+    factor = "" if difference.factor is None else f"; A is {difference.factor} of B"
+    return f"{_where(difference.a)}: {values}; {_far(difference.ulps, difference.relative)}{factor}"
 
 
 def _shown(observed: Observed) -> str:
@@ -108,7 +109,7 @@ def _on(difference: TensorDifference) -> str:
         return ""
     held = {shard.rank for shard in difference.a.shards}
     number = "rank" if len(difference.ranks) == 1 else "ranks"
-    of = "" if len(difference.ranks) == len(held) else f" of {len(held)}"
+    of = "" if len(difference.ranks) == len(held) else f", of {len(held)} that hold it"
     return f", {number} {', '.join(map(str, difference.ranks))}{of}"
 
 
@@ -149,6 +150,7 @@ def _matches_json(matches: Matches) -> dict[str, Any]:
             "a": {"value": first.a.value, "md5": first.a.md5},
             "b": {"value": first.b.value, "md5": first.b.md5},
             **_far_json(first.ulps, first.relative),
+            "factor": None if first.factor is None else str(first.factor),
         },
     }
 

@@ -29,8 +29,8 @@ def giver(tensor: Recorded, layers: Sequence[str]) -> str | None:
     """The layer whose output is what another takes, in that direction: no layer computes between the two.
 
     A record has, of the lanes of a model with modules, the main one, and at a
-    module what that reads and makes. So a gradient that adds those of two lanes,
-    or is of a module's output, was given by none.
+    module what that reads and makes. So what a module takes backward was given by
+    none of the record's, and what the last block takes is the sum of two.
 
     Args:
         tensor: what a layer takes, at its border.
@@ -48,9 +48,10 @@ def placed(cause: Cause, first: Recorded, before: Recorded | None, layers: Seque
     """A cause that the values do not tell, told by the place: a layer takes what is equal and gives what is not."""
     if cause.family is not Family.UNKNOWN or before is None or not _is_of_one_layer(before, first):
         return cause
-    was_right = "" if first.direction == "forward" else ", and forward it is right"
-    lanes = any(layer.startswith(_MODULE) for layer in layers)
-    reads_others = lanes and (first.layer.startswith(_MODULE) or first.layer in _behind_modules(layers))
+    forward = first.direction == "forward"
+    was_right = "" if forward else ", and forward it is right"
+    is_module, has_modules = first.layer.startswith(_MODULE), any(layer.startswith(_MODULE) for layer in layers)
+    reads_others = forward and (is_module or (has_modules and first.layer == layers[-1]))
     beside = " (what other lanes bring it is not recorded)" if reads_others else ""
     return Cause(
         Family.COMPUTATION,
@@ -65,8 +66,3 @@ def _is_of_one_layer(taken: Recorded, given: Recorded) -> bool:
     return (taken.layer, taken.direction, taken.micro_batch, taken.piece, taken.side, given.side) == (
         given.layer, given.direction, given.micro_batch, given.piece, "input", "output",
     )  # fmt: skip
-
-
-def _behind_modules(layers: Sequence[str]) -> Sequence[str]:
-    last = max(place for place, layer in enumerate(layers) if layer.startswith(_MODULE))
-    return layers[last + 1 :]

@@ -132,22 +132,19 @@ class TensorComparison:
         self, first: TensorDifference, last: Recorded | None, common: Sequence[tuple[Recorded, Recorded]]
     ) -> tuple[TensorDifference, Recorded | None]:
         """The first difference with what the tensors around it say, and the equal one before it."""
-        mine = first.a
+        mine, weights, source = first.a, WeightGradients(), None
         layers = list(dict.fromkeys(a.layer for a, _ in common if a.direction == "forward"))
-        given = {
-            (a.layer, a.direction, a.micro_batch, a.piece): a
-            for a, _ in common
-            if a.side == "output" and not a.parameter
-        }
-        source = None
-        if mine.side == "input":
+        if mine.side == "input" and mine.layer in layers:
+            given = {
+                (a.layer, a.direction, a.micro_batch, a.piece): a
+                for a, _ in common
+                if not a.parameter and a.side == "output"
+            }
             source = given.get((giver(mine, layers) or "", mine.direction, mine.micro_batch, mine.piece))
-        weights = WeightGradients()
         if not mine.parameter:
             of_layer = [(a.parameter, self._equal(a, b)) for a, b in common if a.parameter and a.layer == mine.layer]
-            weights = WeightGradients(
-                *(tuple(name for name, equal in of_layer if equal is one) for one in (True, False))
-            )
+            equal, different = (tuple(name for name, is_equal in of_layer if is_equal is one) for one in (True, False))
+            weights = WeightGradients(equal, different)
         cause = placed(first.cause, mine, last, layers)
         return replace(first, cause=cause, handed_on=source is not None, weights=weights), source or last
 

@@ -1,4 +1,4 @@
-"""Six faults planted into a training with experts, a module of multi-token prediction and a tied weight.
+"""Seven faults planted into a training with experts, a module of multi-token prediction and a tied weight.
 
 Each changes functions of the stages, or of what a rank does at the end of a
 step, in this process alone; the plan, its graph and the reference are right.
@@ -16,10 +16,9 @@ from pathlib import Path
 
 import paddle
 import pytest
-from paddle.autograd import PyLayer
 
-from pipeproof.exec import paddle_step_end
-from pipeproof.exec.paddle_step_end import StepEnd
+from pipeproof.exec import step_end
+from pipeproof.exec.step_end import StepEnd
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.paddle.balance import RouterBalance
@@ -27,6 +26,7 @@ from pipeproof.stages.paddle.experts import Experts
 from pipeproof.stages.paddle.runtime import start_paddle
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.align.recorded_plan import ReferenceRun, record, reference_run
+from tests.align.recorded_run import WrongTurn, plant_wrong_loss_scale
 from tests.cli.commands import invoke
 from tests.plans import subject
 
@@ -61,29 +61,10 @@ def plan_under(schedule: str, *, topology=TOPOLOGY, steps: int = 2):
 # --- the faults ---
 
 
-def wrong_scale(patch: pytest.MonkeyPatch) -> None:
-    """Divide the losses by the number of micro-batches once more."""
-    right = paddle_stage.loss_scale
-    patch.setattr(paddle_stage, "loss_scale", lambda plan, step, index: right(plan, step, index) / 2)
-
-
 def missing_norm_reduction(patch: pytest.MonkeyPatch) -> None:
     """Sum no gradient over tp, though with sequence parallelism those of norms are of a rank's own tokens."""
-    right = paddle_step_end.is_reduced
-    patch.setattr(paddle_step_end, "is_reduced", lambda weight, axis: axis != "tp" and right(weight, axis))
-
-
-class _WrongTurn(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    """The rotary embedding, with a backward that turns on instead of back."""
-
-    @staticmethod
-    def forward(ctx, heads, cos, sin, turn):
-        ctx.tables, ctx.turn = (cos, sin), turn
-        return turn(heads, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.turn(grad, *ctx.tables)
+    right = step_end.is_reduced
+    patch.setattr(step_end, "is_reduced", lambda weight, axis: axis != "tp" and right(weight, axis))
 
 
 def rope_backward(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +78,7 @@ def rope_backward(patch: pytest.MonkeyPatch) -> None:
     def rotate(tensor, cos, sin):
         if at.name != f"{LAYER}.attn":
             return turn(tensor, cos, sin)
-        return _WrongTurn.apply(tensor, cos.clone(), sin.clone(), turn)
+        return WrongTurn.apply(tensor, cos.clone(), sin.clone(), turn)
 
     patch.setattr(PaddleStage, "_grouped_heads", grouped_heads)
     patch.setattr(paddle_stage, "rotate", rotate)
@@ -154,6 +135,12 @@ def double_tied_reduction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepEnd, "reduce", twice)
 
 
+def twice_the_weight_of_modules(patch: pytest.MonkeyPatch) -> None:
+    """Train on twice of what the losses of modules of multi-token prediction should count."""
+    right = paddle_stage.whole_loss
+    patch.setattr(paddle_stage, "whole_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
+
+
 @dataclass(frozen=True)
 class Planted:
     """A fault, and what must be said of it: the first tensor that differs, and the family of the cause."""
@@ -166,7 +153,7 @@ class Planted:
 
 FAULTS = {
     "scale": Planted(
-        "the losses divided by the number of micro-batches once too often", wrong_scale,
+        "the losses divided by the number of micro-batches once too often", plant_wrong_loss_scale,
         {"layer": "head", "direction": "forward", "side": "output"}, "scale",
     ),
     "norms": Planted(
@@ -180,6 +167,10 @@ FAULTS = {
     "auxiliary": Planted(
         f"twice the factor of the losses of the router in `{LAYER}`", auxiliary_factor,
         {"layer": LAYER, "direction": "backward", "side": "output"}, "computation",
+    ),
+    "modules": Planted(
+        "twice the weight of the module's loss", twice_the_weight_of_modules,
+        {"layer": "mtp.0", "direction": "backward", "side": "input"}, "scale",
     ),
     "experts": Planted(
         f"ids of experts 0 and 3, of two ranks, swapped in `{LAYER}`", swapped_experts,

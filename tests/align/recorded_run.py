@@ -99,7 +99,7 @@ class RecordedRun:
         return self.run._micro_batch(rank, step, index)
 
 
-class _WrongTurn(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+class WrongTurn(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     """The rotary embedding, with a backward that turns on instead of back."""
 
     @staticmethod
@@ -116,7 +116,7 @@ def plant_wrong_rope_backward(monkeypatch) -> None:
     """Let the stage's rotary embedding have a wrong gradient; its forward stays right."""
     right = paddle_stage.rotate
     monkeypatch.setattr(
-        paddle_stage, "rotate", lambda heads, cos, sin: _WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
+        paddle_stage, "rotate", lambda heads, cos, sin: WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
     )
 
 

@@ -100,8 +100,10 @@ def _norms(_, first, __):
     assert len(first["ranks"]) == 8
 
 
-def _scale(_, first, __):
+def _scale(found, first, printed):
     assert "are 1/2 of B's, exactly" in first["cause"]["evidence"]
+    assert [found[kind]["first_difference"]["factor"] for kind in ("main", "mtp")] == ["1/2", "1/2"]
+    assert printed.count("; A is 1/2 of B\n") == 2
 
 
 def _tied(found, first, printed):
@@ -110,6 +112,12 @@ def _tied(found, first, printed):
     assert f"are {factor} of B's" in printed
 
 
+def _modules(found, first, _):
+    assert "are 2 of B's" in first["cause"]["evidence"]
+    assert found["mtp"]["equal"] == 1  # its loss is shown without the weight
+
+
 _of_each = {
-    "scale": _scale, "norms": _norms, "rope": _rope, "auxiliary": _auxiliary, "experts": _experts, "tied": _tied,
+    "scale": _scale,
+    "modules": _modules, "norms": _norms, "rope": _rope, "auxiliary": _auxiliary, "experts": _experts, "tied": _tied,
 }  # fmt: skip

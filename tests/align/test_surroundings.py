@@ -48,10 +48,13 @@ def test_a_layer_that_takes_what_is_equal_and_gives_what_is_not(direction):
     assert "lanes" not in found.evidence
 
 
-@pytest.mark.parametrize("layer", ["mtp.0", "norm"])
-def test_what_other_lanes_bring_is_said_to_be_unknown(layer):
-    first, before = tensor(layer, side="output"), tensor(layer)
-    assert "what other lanes bring it is not recorded" in placed(UNKNOWN, first, before, MODULES).evidence
+@pytest.mark.parametrize(
+    ("layer", "direction", "told"),
+    [("mtp.0", "forward", True), ("head", "forward", True), ("norm", "forward", False), ("mtp.0", "backward", False)],
+)
+def test_what_other_lanes_bring_is_said_to_be_unknown(layer, direction, told):
+    first, before = tensor(layer, direction, "output"), tensor(layer, direction)
+    assert ("other lanes" in placed(UNKNOWN, first, before, MODULES).evidence) == told
 
 
 @pytest.mark.parametrize(

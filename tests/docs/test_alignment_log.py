@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "docs" / "alignment_log.json").read_text(encoding="utf-8"))
 EXAMPLES = sorted((ROOT / "examples" / "alignment").glob("*.yaml"))
 STEPS = 100
-FAULTS = ("scale", "norms", "rope", "auxiliary", "experts", "tied")
+FAULTS = ("scale", "norms", "rope", "auxiliary", "modules", "experts", "tied")
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_every_fault_is_located_under_every_schedule(script):
     rows = script.faults_part(RESULTS).splitlines()[2:]
     assert len(rows) == len(FAULTS)  # the same is said under all schedules
     places = ("head, forward output", "gradient of norm.weight", *["layer.2, backward output"] * 2,
-              "layer.2, forward output", "gradient of embed.weight")  # fmt: skip
-    families = ("scale", "missing reduction", *["computation"] * 3, "scale")
+              "mtp.0, backward input", "layer.2, forward output", "gradient of embed.weight")  # fmt: skip
+    families = ("scale", "missing reduction", *["computation"] * 2, "scale", "computation", "scale")
     for row, place, family in zip(rows, places, families, strict=True):
         assert f"| step 0, {place}" in row
         assert f"| {family} |" in row

@@ -18,8 +18,6 @@ SCHEDULES = {
 }
 MODELS = {
     "GPT": {},
-    "grouped queries": {"num_kv_heads": 2},
-    "tied embedding": {"tied_embedding": True},
     "tied embedding, experts": {
         "tied_embedding": True,
         "moe": {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1},
