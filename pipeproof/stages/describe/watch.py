@@ -71,6 +71,17 @@ class LayerWatch:
             if _has_gradient(part):
                 part.register_hook(partial(_keep, gradients, place))
 
+    @staticmethod
+    def apart(lanes: list[Any], place: int) -> Any:
+        """What a layer takes of a lane that another layer takes, too: what each of them gives backward is its own.
+
+        The gradient of a tensor with two readers is a sum, wherever it is looked
+        at; a reader on another stage has an addend. The other reader's copy is
+        put in the lane's place. A sum of two has the same bits in either order.
+        """
+        taken, lanes[place] = lanes[place].clone(), lanes[place].clone()
+        return taken
+
     def see_loss(self, layer: str, micro_batch: int, piece: int, loss: Any) -> None:
         """Take a copy of the scaled loss that the last layer gives; its gradient is one, and is not kept."""
         self._parts[BorderTensor(layer, "forward", "output", micro_batch, piece)] = [_copy(loss)]

@@ -93,11 +93,16 @@ def parallel_bound(plan: PlanSpec) -> float:
         num_sums += _path_length(plan)
     num_elements = sum(math.prod(p.shape) for layer in _layers(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))
-    unit_roundoff = float(np.finfo(plan.run.dtype).eps) / 2.0
+    unit_roundoff = _unit_roundoff(plan.run.dtype)
     bound = deviation * math.sqrt(2.0 * num_sums) * unit_roundoff
     if plan.run.clip_norm is not None:
         bound = 2.0 * bound + deviation * math.sqrt(2.0 * num_elements) * unit_roundoff
     return bound
+
+
+def _unit_roundoff(dtype: str) -> float:
+    """Half the distance from 1 to the next number; numpy has no bfloat16."""
+    return 2.0**-8 if dtype == "bfloat16" else float(np.finfo(dtype).eps) / 2.0
 
 
 def _layers(plan: PlanSpec) -> tuple[Layer, ...]:

@@ -58,8 +58,10 @@ class OrderedModel(OrderedLayers):
                 xs = self.block(xs, f"layer.{layer}", layer)
                 self.each(partial(self.show, f"layer.{layer}", "output"), xs)
             made = [[x] for x in xs]
-            for number in range(num_modules(model)):
+            for number in range(num_modules(model)):  # a lane has two readers: a watch sees what each gives back
                 name = f"mtp.{number}"
+                both = [[[piece.clone() for piece in of_rank[number]] for of_rank in made] for _ in range(2)]
+                xs, made = both[0], [[*of_rank[:number], x] for of_rank, x in zip(made, both[1], strict=True)]
                 self.each(partial(self.show, name, "input"), xs)
                 xs = self.each(partial(self.joined_with, name), xs, [of_rank[number + 1] for of_rank in lanes])
                 xs = self.block(xs, name, model.num_layers - 1)

@@ -159,8 +159,9 @@ class UncutModel:
             look(f"layer.{i}", "output", x)
         xs = [x]
         for number, embedding in enumerate(others):
-            look(f"mtp.{number}", "input", xs[-1])
-            xs.append(self.module(xs[-1], embedding, f"mtp.{number}"))
+            taken, xs[-1] = xs[-1].clone(), xs[-1].clone()  # two readers: a look sees what each gives back
+            look(f"mtp.{number}", "input", taken)
+            xs.append(self.module(taken, embedding, f"mtp.{number}"))
             look(f"mtp.{number}", "output", xs[-1])
         xs = self.ends(names[-2 - num_tail : -1], xs, look)
         look("head", "input", xs[0])

@@ -1,0 +1,1 @@
+"""The stages of a plan on PyTorch, on CPUs and on GPUs."""

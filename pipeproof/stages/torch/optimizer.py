@@ -1,0 +1,60 @@
+"""The optimizer of one rank, on the main weights and the gradient buffers of ``Weight``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pipeproof.specs.plan import RunSpec
+from pipeproof.stages.torch.weights import Weight
+
+
+class StageOptimizer:
+    """PyTorch's own SGD or AdamW over one rank's weights, by name.
+
+    AdamW (arXiv:1711.05101) has betas 0.9 and 0.999, epsilon 1e-8 and weight
+    decay 0.01 on every weight. There is no schedule of the learning rate;
+    gradients are clipped before (``clip``). On GPUs one kernel updates many
+    weights, and counts its steps on the device, so that a step can be captured in a graph.
+    """
+
+    def __init__(self, run: RunSpec, weights: Mapping[str, Weight]) -> None:
+        self._weights = list(weights.values())
+        for weight in self._weights:
+            weight.main.grad = weight.gradient
+        on_gpu = any(weight.main.is_cuda for weight in self._weights)
+        self._update: torch.optim.Optimizer | None = None
+        mains = [weight.main for weight in self._weights]
+        if not mains:  # a stage of empty layers has none, and PyTorch wants one
+            return
+        if run.optimizer == "sgd":
+            self._update = torch.optim.SGD(mains, lr=run.learning_rate, fused=on_gpu)
+        else:
+            self._update = torch.optim.AdamW(
+                mains,
+                lr=run.learning_rate,
+                betas=(0.9, 0.999),
+                eps=1e-8,
+                weight_decay=0.01,
+                fused=on_gpu,
+                foreach=False if not on_gpu else None,
+                capturable=on_gpu,
+            )
+
+    def zero_grad(self) -> None:
+        """Begin every gradient buffer as +0.0, in place."""
+        for weight in self._weights:
+            weight.zero_gradient()
+
+    def step(self) -> None:
+        """Update every main weight in place from its gradient buffer, and round what layers compute with."""
+        if self._update is not None:
+            self._update.step()
+        for weight in self._weights:
+            weight.renew()
+
+
+def make_optimizer(run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
+    """The optimizer that the plan's ``run`` names, over ``weights`` by name, in their order."""
+    return StageOptimizer(run, weights)

@@ -1,0 +1,53 @@
+"""Starts PyTorch for one rank: on its device, deterministic where it costs nothing, on one thread on the CPU.
+
+Matrix products have other bits with two threads than with one, so all sides of
+a comparison call ``start_torch`` before anything else computes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+NUM_THREADS = 1
+
+
+def start_torch(device: str, local_rank: int = 0) -> torch.device:
+    """The device of this process, on which a known kernel has been seen to work; calling it again changes nothing.
+
+    ``device`` is ``cpu`` or ``gpu``; on a machine with several GPUs a process takes the one of its ``local_rank``.
+
+    Raises:
+        RuntimeError: there is no such GPU, or its kernels do not compute what they should (a build without code for
+            this GPU may do nothing and say nothing).
+    """
+    if device == "cpu":
+        torch.set_num_threads(NUM_THREADS)
+        return torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products with the same bits in every run
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no GPU here: run.device gpu needs a build with CUDA and a driver")
+    if local_rank >= torch.cuda.device_count():
+        raise RuntimeError(f"local rank {local_rank} has no GPU: PyTorch sees {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    chosen = torch.device("cuda", local_rank)
+    require_kernels(chosen)
+    return chosen
+
+
+def require_kernels(device: torch.device) -> None:
+    """Compute something known on the device and compare it.
+
+    Raises:
+        RuntimeError: the values are wrong.
+    """
+    numbers = torch.arange(1.0, 257.0)
+    there = numbers.to(device)
+    found = torch.mm((there + there).reshape(16, 16), there.reshape(16, 16)).cpu()
+    expected = torch.mm((numbers + numbers).reshape(16, 16), numbers.reshape(16, 16))
+    if not torch.allclose(found, expected, rtol=1e-2):
+        raise RuntimeError(
+            f"kernels on {device} do not compute: a product of known matrices has {found.flatten()[:4].tolist()} "
+            f"where {expected.flatten()[:4].tolist()} is right; this build of PyTorch has no code for this GPU"
+        )

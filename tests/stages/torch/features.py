@@ -1,0 +1,106 @@
+"""What a model may have, as sections of small plans; and what is kept of a run of each to compare frameworks by.
+
+No framework is imported here: what Paddle wrote is read where there is none.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from pipeproof.specs.load import plan_from_dict
+from tests.plans import plan_dict
+
+MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+EVEN = {"aux_loss": 0.5, "z_loss": 0.1, "expert_bias_rate": 0.02}
+MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 3}
+TWO_AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
+
+TWO = {"schedule": {"num_micro_batches": 2}}
+
+FEATURES = {
+    "plain": {},
+    "rows first": {"model": {"activation_order": "bsh"}},
+    "groups": {"model": {"num_kv_heads": 2, "head_size": 6}},
+    "tied": {"model": {"tied_embedding": True}},
+    "latent": {"model": {"mla": MLA}},
+    "latent queries": {"model": {"mla": {**MLA, "q_rank": 5}, "activation_order": "bsh"}},
+    "experts": {"model": {"moe": MOE}},
+    "even experts": {"model": {"moe": {**MOE, **EVEN}}},
+    "even experts by sigmoids": {"model": {"moe": {**MOE, **EVEN, "score": "sigmoid", "num_shared_experts": 0}}},
+    "clamped": {"model": {"swiglu_limit": 0.05, "moe": MOE}},
+    "dropout": {"model": {"dropout": {"embedding": 0.1, "attention": 0.2, "hidden": 0.3}, "num_kv_heads": 2}},
+    "dropout, latent, rows first": {"model": {"dropout": 0.2, "mla": MLA, "activation_order": "bsh"}},
+    "ahead": {"model": TWO_AHEAD},
+    "ahead, dropout, rows first": {"model": {**TWO_AHEAD, "dropout": 0.1, "activation_order": "bsh"}},
+    "ahead, embedded again": {"model": {"mtp": {"num_modules": 1, "loss_weight": 0.4, "magic_send": True}}},
+    "ahead, embedded again, tied": {
+        "model": {"mtp": {"num_modules": 2, "loss_weight": 0.4, "magic_send": True}, "tied_embedding": True}
+    },
+    "ahead, even experts": {"model": {**TWO_AHEAD, "moe": {**MOE, **EVEN}}},
+    "streams": {"model": {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}},
+    "streams, experts, dropout": {
+        "model": {"hyper_connections": {"streams": 2}, "moe": {**MOE, **EVEN}, "dropout": 0.1}
+    },
+    "empty layers": {"model": {"empty_layers": {"head": 1, "tail": 2}, "final_norm": "before_tail_empty"}},
+    "clipped": {"run": {"clip_norm": 0.1}},
+    "data ranks": {"topology": {"dp": 2}, **TWO, "model": {"moe": {**MOE, **EVEN}}},
+    "ranks of experts": {"topology": {"ep": 2}, **TWO, "model": {"moe": {**MOE, **EVEN}}},
+    "sizes": {"schedule": {"seq_lengths": [8, 4, 6], "last_micro_batch_size": 1}},
+    "mean of micro-batches": {"loss": {"normalization": "mean_of_micro_batches"}},
+}  # fmt: skip
+"""By name, the sections of a plan over the tests' base."""
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "paddle_gradients"
+
+
+def make_plan(feature, **sections):
+    """The named feature's plan in float64 and two steps of SGD, or as further sections say."""
+    given = {name: dict(section) for name, section in FEATURES[feature].items()}
+    for name, section in sections.items():
+        given[name] = {**given.get(name, {}), **section}
+    given["model"] = {"num_layers": 2, **given.get("model", {})}
+    given["topology"] = {"pp": 1, **given.get("topology", {})}
+    given["schedule"] = {"num_micro_batches": 3, **given.get("schedule", {})}
+    run = {"dtype": "float64", "steps": 2, "seed": 3, "optimizer": "sgd", "learning_rate": 0.5}
+    given["run"] = {**run, **given.get("run", {})}
+    return plan_from_dict(plan_dict(**given)).spec
+
+
+def golden_of(feature):
+    """The file of a feature."""
+    return GOLDENS / f"{feature.replace(',', '').replace(' ', '_')}.npz"
+
+
+def kept_of(results):
+    """What is kept of steps: losses, what routers show, and of each gradient its norm and two projections.
+
+    A projection is the dot product with a fixed random vector of length one; projections and norms are [gradients, 3],
+    in the order of the gradients' names.
+    """
+    kept = {}
+    for result in results:
+        kept[f"{result.step}/loss"] = np.asarray(result.loss, dtype=np.float64)
+        kept[f"{result.step}/gradients"] = np.array(
+            [_seen(name, gradient) for name, gradient in sorted(result.gradients.items())]
+        )
+        kept |= {f"{result.step}/{name}": np.asarray(value) for name, value in result.routers.items()}
+    return kept
+
+
+def _seen(name, gradient):
+    draws = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+    vectors = draws.standard_normal((2, gradient.size))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    flat = gradient.reshape(-1).astype(np.float64)
+    return [np.linalg.norm(flat), *(vectors @ flat)]
+
+
+def assert_kept(ours, golden, rtol=1e-12):
+    """Both have the same entries; gradients agree to ``rtol`` of their norms, all else to ``rtol`` of itself."""
+    assert set(ours) == set(golden)
+    for name, value in golden.items():
+        assert ours[name].shape == value.shape, name
+        scale = value[:, :1] if name.endswith("/gradients") else np.abs(value)
+        worst = np.max(np.abs(ours[name] - value) / np.maximum(scale, np.finfo(np.float64).tiny), initial=0.0)
+        assert worst <= rtol, f"{name}: {worst:.3g} off"
