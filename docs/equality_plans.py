@@ -56,6 +56,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "stages": "layer:TransformerLayer|EmptyLayer",
         },
         "gathered again": {"memory": {"gathered": "again"}},
+        "computed again": {"model": {"moe": _MOE}, "memory": {"recompute": "full"}},
         "words that cross": {
             "boundaries": [
                 {"name": "hidden", "dims": "sbh"},
@@ -70,6 +71,20 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "all together": {
             "model": {"moe": {**_MOE, "score": "sigmoid"}, "mla": _MLA, "tied_embedding": True},
             "run": {"clip_norm": CLIP_NORM},
+        },
+        "more together": {
+            "model": {
+                "moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01, "expert_bias_rate": 0.003},
+                "mtp": {"num_modules": 1, "magic_send": True},
+                "mla": _MLA,
+                "tied_embedding": True,
+                "dropout": 0.1,
+                "swiglu_limit": SWIGLU_LIMIT,
+                "empty_layers": {"head": 1, "tail": 1},
+            },
+            "memory": {"shard_optimizer": "dp", "recompute": "selective", "gathered": "again"},
+            "schedule": {"reduce_gradients": "when_ready"},
+            "run": {"clip_norm": CLIP_NORM, "main_grad_dtype": "float64"},
         },
     }
 )
@@ -124,7 +139,6 @@ class Cell:
                 **splits,
                 **feature.get("schedule", {}),
             },
-            **({"memory": feature["memory"]} if "memory" in feature else {}),
             "run": {"steps": NUM_STEPS, "seed": 7, "learning_rate": 0.01, **feature.get("run", {})},
             **own,
         }
@@ -160,6 +174,7 @@ _TOPOLOGIES_OF = {
     "main gradients": ("pp 4", "pp 2, dp 2", "pp 2, tp 2, SP", "pp 2, tp 2"),
     "empty layers": ("pp 4", "pp 2", "pp 2, tp 2, SP", "pp 2, dp 2"),
     "gathered again": ("pp 2, tp 2, SP",) * 4,
+    "computed again": ("pp 4", "pp 2, ep 2", "pp 2, tp 2, SP", "pp 2, dp 2"),
     "words that cross": ("pp 4", "pp 2", "pp 2, tp 2", "pp 2, dp 2"),
     "own layers": ("pp 4", "pp 2, dp 2", "pp 2", "pp 2"),
     "own layers of Fleet": ("pp 2, dp 2", "pp 2", "pp 2, dp 2", "pp 2"),
@@ -197,6 +212,11 @@ CELLS = (
     Cell("experts, sharded optimizer, sums when ready", "ep 2, dp 2", "looped_bfs"),
     Cell("experts, sharded optimizer, sums when ready", "pp 2, dp 2", "interleaved"),
     Cell("all together", "pp 2, ep 2", "1f1b"),
+    Cell("more together", "pp 2, tp 2, SP", "zb_v"),
+    Cell("more together", "pp 2, ep 2", "interleaved"),
+    Cell("more together", "ep 2, dp 2", "1f1b"),
+    Cell("computed again", "pp 2, cp 2", "zb_h1"),
+    Cell("tied embedding", "pp 2, cp 2", "looped_bfs"),
     Cell("GPT", "pp 2, cp 2", "1f1b"),
     Cell("GPT", "tp 2, SP, cp 2", "1f1b"),
     Cell("experts", "pp 2, cp 2", "zb_v"),

@@ -235,7 +235,11 @@ class _Search:
 
     def _verify(self, candidate: Candidate) -> Verified | None:
         """Check a candidate by every rule; None if it fails, which is counted."""
-        report = check(LoadedPlan(candidate.spec))
+        try:
+            report = check(LoadedPlan(candidate.spec))
+        except BadPlanError as error:  # what only its communication tells: sums of copies that cannot come early
+            self.impossible[error.findings[0].message] += 1
+            return None
         if report.errors:
             self.refused[report.errors[0].code] += 1
             return None

@@ -129,7 +129,8 @@ def _unit(advice: Advice) -> str:
 
 
 def _counts(advice: Advice) -> str:
-    text = f"Timed {advice.num_timed} candidates; {sum(advice.impossible.values())} more do not exist for their sizes"
+    num_impossible = sum(advice.impossible.values())
+    text = f"Timed {advice.num_timed} candidates; {num_impossible} more do not exist for the plan's sizes and keys"
     if advice.refused:
         codes = ", ".join(f"{code} ({count})" for code, count in advice.refused.items())
         text += f"; {sum(advice.refused.values())} failed their check: {codes}"

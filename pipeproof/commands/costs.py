@@ -13,7 +13,7 @@ def show_costs(plan: Path) -> None:
     """Print the computed costs of a plan.
 
     Raises:
-        click.UsageError: the plan gives its times itself.
+        click.UsageError: the plan gives its times itself, or has layers whose times cannot be computed.
     """
     with refusing_bad_plans("text", plan):
         from pipeproof.comm.analytic.resolve import AnalyticCosts
@@ -23,6 +23,11 @@ def show_costs(plan: Path) -> None:
 
         loaded = load_plan(plan)
         analytic = loaded.spec.cost.analytic
+        if loaded.spec.own_layers is not None:
+            raise click.UsageError(
+                f"{plan} has own layers, whose work is not known; `pipeproof run {plan} --profile FILE` measures "
+                "their times"
+            )
         if analytic is None:
             raise click.UsageError(
                 f"{plan} gives its times itself; --costs shows those computed for a device: write "

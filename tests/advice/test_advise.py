@@ -339,3 +339,13 @@ def test_the_listed_times_are_exact():
 
     assert verified.candidate.figures.makespan_us == asap(plan_schedule(plan), stage_costs(plan)).makespan
     assert isinstance(verified.candidate.figures.makespan_us, Fraction)
+
+
+def test_what_cannot_sum_early_is_left_out_with_the_reason(only):
+    """Every stage of DualPipe and Chimera has copies; whether sums can come early shows when a plan is lowered."""
+    only("1f1b", "zb_h1", "dualpipe", "chimera")
+    data = four_ranks(reduce_gradients="when_ready")
+    data["topology"]["dp"] = 2
+    advice = advice_on(data)
+    assert {v.candidate.choice.kind for v in listed(advice)} == {"zb_h1"}
+    assert any("every stage has copies" in reason for reason in advice.impossible)

@@ -32,6 +32,7 @@ def docs_module(monkeypatch):
         "make_costs.py",
         "make_measured.py",
         "make_equality.py",
+        "make_refused.py",
         "make_forms.py",
         "make_receives.py",
         "make_published.py",

@@ -1,0 +1,122 @@
+"""Every command that simulates, on a plan with each feature: it ends well, its figures say what the feature does."""
+
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeproof.advice import candidates
+from pipeproof.sweep import run as sweep_run
+from tests.cli.commands import EXAMPLES, invoke
+from tests.features import FEATURES, TOPOLOGIES, mixed
+
+ANALYTIC = {"cost": {"analytic": "h200"}}
+WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
+"""So wide that what a feature adds is many nanoseconds, in which times are computed."""
+
+MORE_WORK = {
+    "experts", "losses of routers", "biases of experts", "hyper-connections", "MTP", "MTP, magic send", "dropout",
+    "selective recomputation", "full recomputation", "receives early",
+}  # fmt: skip
+"""What ranks compute longer for; a receive that waits on the device slows the computations beside it."""
+LESS_WORK = {"grouped queries", "head size", "latent attention"}
+"""Smaller projections, with these sizes."""
+MORE_MEMORY = {
+    "experts", "losses of routers", "biases of experts", "hyper-connections", "MTP", "MTP, magic send", "dropout",
+    "main gradients", "empty layers", "norm before the tail", "words that cross", "receives early", "slots",
+}  # fmt: skip
+LESS_MEMORY = {
+    "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation",
+    "lengths",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Sweeps in threads, which start at once, and advice on a few kinds of schedules."""
+    monkeypatch.setattr(sweep_run, "_own_processes", ThreadPoolExecutor)
+    tried = ("1f1b", "zb_v", "dualpipe")
+    monkeypatch.setattr(candidates, "SCHEDULE_KINDS", {kind: candidates.SCHEDULE_KINDS[kind] for kind in tried})
+
+
+def figures(file):
+    """Of a plan: microseconds that all ranks compute, and bytes that the fullest holds."""
+    done = invoke("simulate", "--json", file)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert all(math.isfinite(rank["span"]) and 0 < rank["busy"] <= rank["span"] for rank in result["ranks"])
+    assert result["makespan"] >= max(rank["span"] for rank in result["ranks"])
+    busy = sum(rank["busy"] for rank in result["ranks"])
+    return busy, max(rank["memory"]["peak_bytes"] for rank in result["ranks"] if rank["memory"])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_plan(plan):
+        file = tmp_path / "plan.json"
+        file.write_text(json.dumps(plan))
+        return file
+
+    return write_plan
+
+
+def sign(figure, plain):
+    """Whether a figure is larger or smaller, but for nanoseconds to which sums of other stages are rounded."""
+    return 0 if math.isclose(figure, plain, rel_tol=1e-7, abs_tol=0.1) else 1 if figure > plain else -1
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_figures_say_what_a_feature_does(name, write):
+    plain = figures(write(mixed([], **ANALYTIC, **WIDE)))
+    plan = mixed([name], **ANALYTIC, **WIDE)
+    if "moe" in plan["model"]:
+        plan["model"]["moe"]["ffn_size"] = WIDE["model"]["ffn_size"]
+    busy, held = figures(write(plan))
+    assert sign(busy, plain[0]) == (name in MORE_WORK) - (name in LESS_WORK)
+    assert sign(held, plain[1]) == (name in MORE_MEMORY) - (name in LESS_MEMORY)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_command_takes_every_feature(name, write):
+    topology = "tp 2" if name in {"words that cross", "partial"} else "tp 2, SP"
+    file = write(mixed([name], topology, **ANALYTIC))
+    ends_well(file)
+    sweep = file.with_name("sweep.json")
+    sweep.write_text(json.dumps({"plan": "plan.json", "grid": {"schedule.kind": ["1f1b", "zb_h1"]}}))
+    done = invoke("sweep", sweep, "--format", "json")
+    assert done.exit_code == 0, done.output
+    points = json.loads(done.stdout)["points"]
+    assert [point["status"] for point in points] == ["ok", "ok"]
+    assert all(point["makespan"] > 0 for point in points)
+
+
+@pytest.mark.parametrize("name", ["mixer", "fleet_conv"])
+def test_every_command_takes_own_layers(name):
+    file = EXAMPLES / "own_layers" / f"{name}.yaml"
+    ends_well(file, costs=False)
+    refused = invoke("show", "--costs", file)
+    assert refused.exit_code == 2
+    assert "--profile FILE" in refused.stderr
+
+
+def ends_well(file, *, costs=True):
+    """Nothing is refused, and no figure is none."""
+    commands = [("check",), ("simulate",), ("show",), ("show", "--memory"), ("advise",), ("jitter", "--runs", "2")]
+    commands += [("show", "--costs")] if costs else []
+    for command in commands:
+        done = invoke(*command, file)
+        assert done.exit_code == 0, (command, done.output)
+        assert done.stdout
+        assert not re.search(r"\b(nan|inf)\b", done.stdout)
+
+
+def test_features_are_of_every_key_of_a_model():
+    """A key of ``model`` that no feature here has would be in none of these tests."""
+    from pipeproof.specs.model import ModelSpec
+
+    seen = {key for sections in FEATURES.values() for key in sections.get("model", {})}
+    sizes = {"kind", "num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_length"}
+    assert seen | sizes == ModelSpec.model_fields.keys()
+    assert len(TOPOLOGIES) == 6

@@ -1,0 +1,106 @@
+"""What does not go together: every row of the tables is refused kindly, and of pairs there are no others."""
+
+import importlib
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeproof.specs.finding import PipeproofError, Severity
+from pipeproof.specs.load import load_plan, plan_from_dict
+from pipeproof.verify.check import check
+from tests.features import FEATURES, TOPOLOGIES, mixed
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def docs_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def plans(docs_module):
+    return docs_module("refused_plans")
+
+
+@pytest.fixture
+def refusal(docs_module):
+    return docs_module("make_refused").refusal
+
+
+def located(plan, tmp_path):
+    """The findings on a plan as it is in a file, of whichever command refuses it."""
+    from pipeproof.exec.carried_out import require_carried_out
+
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan, indent=1))
+    try:
+        report = check(load_plan(file))
+        if report.errors:
+            return report.errors
+        require_carried_out(report.subject)
+    except PipeproofError as error:
+        return error.findings
+    return ()
+
+
+def test_every_row_is_refused_with_place_and_remedy(plans, tmp_path):
+    refused = [plans.gpt_plan(*parts) for parts in plans.REFUSED]
+    refused += [plans.own_plan(part) for part in plans.BESIDE_OWN_LAYERS]
+    for plan in refused:
+        found = located(plan, tmp_path)
+        assert found, plan
+        for finding in found:
+            assert finding.severity is Severity.ERROR
+            assert finding.location is not None, finding
+            assert finding.help
+
+
+def test_without_one_of_its_parts_each_is_taken(plans, refusal):
+    assert refusal(plans.gpt_plan()) is None
+    assert refusal(plans.own_plan()) is None
+    rests = {tuple(part.name for part in rest): rest for parts in plans.REFUSED
+             for left_out in parts if (rest := tuple(part for part in parts if part is not left_out))}  # fmt: skip
+    for name, rest in rests.items():
+        assert refusal(plans.gpt_plan(*rest)) is None, name
+
+
+PAIRS_REFUSED = {
+    ("grouped queries", "latent attention"): "PP106",
+    ("head size", "latent attention"): "PP106",
+    ("hyper-connections", "MTP"): "PP106",
+    ("hyper-connections", "MTP, magic send"): "PP106",
+    ("MTP", "words that cross"): "PP909",
+    ("MTP, magic send", "words that cross"): "PP909",
+    ("bsh", "words that cross"): "PP909",
+    ("words that cross", "tp 2, SP"): "PP209",
+    ("partial", "tp 2, SP"): "PP201",
+    ("latent attention", "cp 2"): "PP909",
+    ("losses of routers", "cp 2"): "PP909",
+    ("words that cross", "slots"): "PP504",
+}
+"""Pairs of what ``tests.features`` has that are in no plan that runs, each in a row of the tables, but for the last:
+four slots are too few where four tensors cross an edge together."""
+
+
+def test_no_other_pair_is_refused(refusal):
+    refused = {}
+    for pair in itertools.combinations([*FEATURES, *TOPOLOGIES], 2):
+        features, topologies = [one for one in pair if one in FEATURES], [one for one in pair if one in TOPOLOGIES]
+        if len(topologies) < 2:
+            found = refusal(mixed(features, *topologies))
+            if found is not None:
+                refused[pair] = found[1].code
+    assert refused == PAIRS_REFUSED
+
+
+def test_a_plan_that_runs_is_no_row(docs_module, plans):
+    with pytest.raises(AssertionError, match="plans that are refused"):
+        docs_module("make_refused")._said(plans.gpt_plan())
+
+
+def test_a_plan_of_own_layers_is_declared_whole(plans):
+    assert plan_from_dict(plans.own_plan()).spec.own_layers is not None

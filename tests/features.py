@@ -1,0 +1,90 @@
+"""Everything that a GPT's plan may have beyond the plain one, each part by itself, for tests that mix them."""
+
+import copy
+
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from tests.plans import plan_dict
+
+_MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+_MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
+_WORDS = [
+    {"name": "tokens", "dims": "bs", "dtype": "int64"},
+    {"name": "labels", "dims": "sb", "dtype": "int32"},
+    {"name": "mask", "dims": "bs", "dtype": "bool"},
+]
+
+FEATURES = {
+    "grouped queries": {"model": {"num_kv_heads": 2}},
+    "head size": {"model": {"head_size": 6}},
+    "latent attention": {"model": {"mla": _MLA}},
+    "experts": {"model": {"moe": _MOE}},
+    "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
+    "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},
+    "hyper-connections": {"model": {"hyper_connections": {"streams": 2}}},
+    "MTP": {"model": {"mtp": {"num_modules": 2}}},
+    "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},
+    "tied embedding": {"model": {"tied_embedding": True}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "clamped SwiGLU": {"model": {"swiglu_limit": 0.05}},
+    "bsh": {"model": {"activation_order": "bsh"}},
+    "empty layers": {"model": {"empty_layers": {"head": 1, "tail": 2}}},
+    "norm before the tail": {
+        "model": {"empty_layers": {"head": 1, "tail": 3}, "final_norm": "before_tail_empty"},
+        "stages": "layer:TransformerLayer|EmptyLayer",
+    },
+    "clipping": {"run": {"clip_norm": 0.05}},
+    "main gradients": {"run": {"main_grad_dtype": "float64"}},
+    "SGD": {"run": {"optimizer": "sgd"}},
+    "sharded optimizer": {"memory": {"shard_optimizer": "dp"}},
+    "sums when ready": {"schedule": {"reduce_gradients": "when_ready"}},
+    "gathered again": {"memory": {"gathered": "again"}},
+    "selective recomputation": {"memory": {"recompute": "selective"}},
+    "full recomputation": {"memory": {"recompute": "full"}},
+    "words that cross": {"boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS]},
+    "partial": {"transport": "partial"},
+    "receives early": {"transport": {"recv_post": "one_ahead"}},
+    "slots": {"buffers": {"receive_slots": 4, "send_slots": 4}},
+    "outputs released": {"buffers": {"release_output": "after_wait"}},
+    "a small last micro-batch": {"schedule": {"last_micro_batch_size": 1}},
+    "lengths": {"schedule": {"seq_lengths": [8, 4, 8, 4]}},
+    "mean of micro-batches": {"loss": {"normalization": "mean_of_micro_batches"}},
+}
+"""Sections of a plan by the name of what they bring."""
+
+TOPOLOGIES = {
+    "pp 2": {"pp": 2},
+    "tp 2": {"pp": 2, "tp": 2},
+    "tp 2, SP": {"pp": 2, "tp": 2, "sequence_parallel": True},
+    "dp 2": {"pp": 2, "dp": 2},
+    "ep 2": {"pp": 2, "ep": 2},
+    "cp 2": {"pp": 2, "cp": 2},
+}
+"""Two pipeline ranks, and what may be beside them."""
+
+
+def schedule_of(kind):
+    """The keys of ``schedule`` for a kind on two ranks."""
+    facts = SCHEDULE_KINDS[kind]
+    chunks = 2 if kind in {"looped_bfs", "optimal"} else facts.min_chunks
+    return {
+        "kind": kind,
+        **({"num_chunks": chunks} if chunks > 1 else {}),
+        **({"num_sequence_splits": 2} if facts.splits_sequences else {}),
+    }
+
+
+def merged(plan, sections):
+    """A plan with further keys, those of mappings one by one."""
+    plan = copy.deepcopy(plan)
+    for name, value in sections.items():
+        both = isinstance(value, dict) and isinstance(plan.get(name), dict)
+        plan[name] = merged(plan[name], value) if both else copy.deepcopy(value)
+    return plan
+
+
+def mixed(features, topology="pp 2", kind="1f1b", **sections):
+    """The small plan of ``tests.plans`` with all these features, as a dict; ``sections`` have the last word."""
+    plan = plan_dict(topology=TOPOLOGIES[topology], schedule=schedule_of(kind))
+    for name in features:
+        plan = merged(plan, FEATURES[name])
+    return merged(plan, sections)
