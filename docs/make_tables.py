@@ -10,17 +10,15 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pages import DOCS, fill, main, table
 
-from pipeproof.comm.capabilities import backend_table
+from pipeproof.comm.backends import TABLES
 from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
 from pipeproof.schedule import ops
 from pipeproof.specs.later import LATER
-from pipeproof.specs.plan import RunSpec
 from pipeproof.specs.schema import plan_json_schema
 from pipeproof.verify.certificate import plan_digest
 
@@ -178,8 +176,7 @@ def later_part() -> str:
 def tables_part() -> str:
     """Each backend's table."""
     parts = []
-    for backend, device in product(*(get_args(RunSpec.model_fields[key].annotation) for key in ("backend", "device"))):
-        about = backend_table(backend, device)
+    for (backend, device), about in TABLES.items():
         rows = []
         for row in about.rows():
             value = _yes_or_no(row.value) if isinstance(row.value, bool) else str(row.value)

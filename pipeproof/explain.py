@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
+from pipeproof.exec.rehearse.codes import REHEARSAL_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
 from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED
@@ -37,6 +38,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         NO_ROOM,
         UNFINISHED,
         *RUN_CODES,
+        *REHEARSAL_CODES,
         *OWN_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))

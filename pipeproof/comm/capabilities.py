@@ -1,6 +1,6 @@
-"""What each backend really does, as one table per backend.
+"""What a backend's table says: its rows, what each means, and what it would mean for plans if a backend did otherwise.
 
-A table is the only place where such a fact stands. The deadlock rules read it,
+The tables stand in ``pipeproof.comm.backends``, the only place for such facts. The deadlock rules read it,
 the documentation prints it, the digest of a plan covers it, and the
 conformance suite (``pipeproof.testing.conformance``) holds a backend to it:
 each row below says what the behaviour means, what it would mean for plans if
@@ -13,11 +13,8 @@ pipeproof's adapter makes of them, and are what a plan's SEND and RECV use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal, get_args, get_type_hints
-
-from pipeproof.specs.plan import PlanSpec
 
 RowValue = str | bool | int
 
@@ -105,8 +102,7 @@ class BackendTable:
     queue: Annotated[
         Queue,
         Behaviour(
-            "which posted transfers wait for each other: the adapter has, for each edge and direction, a "
-            "two-rank group, one sending thread and one receiving thread",
+            "which posted transfers wait for each other: the adapter has a two-rank group for each edge and direction",
             "If edges share a queue, a receive posted early blocks the send behind it, and plans that passed can hang.",
         ),
     ]
@@ -221,96 +217,3 @@ def behaviours() -> dict[str, Behaviour]:
     return {
         name: about for name, arguments in annotations.items() for about in arguments if isinstance(about, Behaviour)
     }
-
-
-_MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
-_GLOO_SOURCE = "gloo, pair.cc"
-
-_PADDLE_GLOO = BackendTable(
-    name="paddle-gloo",
-    send_completes="rendezvous",
-    host_blocks_on_post=False,
-    queue="directed_edge",
-    isend_blocks_host=True,
-    irecv_blocks_host=True,
-    matching="fifo",
-    tags=False,
-    longer_message="abort",
-    shorter_message="stale_rest",
-    dtype_checked=False,
-    all_gather="works",
-    all_reduce="works",
-    broadcast="works",
-    barrier="works",
-    reduce_scatter="missing",
-    all_to_all="missing",
-    partial_send_recv="missing",
-    all_reduce_float16="wrong",
-    serial_group_creation=True,
-    max_group_size=2,
-    sources=MappingProxyType(
-        {
-            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED}",
-            "host_blocks_on_post": "pipeproof's adapter: transfers run in threads of their own",
-            "queue": "pipeproof's adapter: a group and two threads for each edge and direction",
-            "isend_blocks_host": _MEASURED,
-            "irecv_blocks_host": _MEASURED,
-            "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED}",
-            "tags": (
-                "paddle.distributed.send has no tag argument; inside, tags are a counter of a rank's calls in a group"
-            ),
-            "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED}",
-            "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED}",
-            "dtype_checked": f"{_GLOO_SOURCE}: bytes have no dtype; {_MEASURED}",
-            "all_gather": _MEASURED,
-            "all_reduce": _MEASURED,
-            "broadcast": _MEASURED,
-            "barrier": _MEASURED,
-            "reduce_scatter": f"{_MEASURED}: not implemented",
-            "all_to_all": f"{_MEASURED}: not implemented",
-            "partial_send_recv": f"{_MEASURED}: not implemented",
-            "all_reduce_float16": f"{_MEASURED}: returns inf, silently",
-            "serial_group_creation": (
-                f"{_MEASURED}: of 8 two-rank groups made freely by 4 processes, none came up in 6 runs; "
-                "made one by one, all came up in 4 runs"
-            ),
-            "max_group_size": f"{_MEASURED}: sends in groups of three or more ranks time out",
-        }
-    ),
-)
-
-_TABLES: Mapping[tuple[str, str], BackendTable] = MappingProxyType({("paddle", "cpu"): _PADDLE_GLOO})
-
-
-def backend_table(backend: str, device: str) -> BackendTable:
-    """The table of a plan's ``run.backend`` on its ``run.device``.
-
-    Raises:
-        ValueError: no such table; the message lists those there are.
-    """
-    try:
-        return _TABLES[backend, device]
-    except KeyError:
-        known = ", ".join(f"{b} on {d}" for b, d in _TABLES)
-        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
-
-
-def table_named(name: str) -> BackendTable:
-    """The table of a name such as ``paddle-gloo``, for programs without a plan.
-
-    Raises:
-        ValueError: no such table; the message lists those there are.
-    """
-    by_name = {table.name: table for table in _TABLES.values()}
-    if name not in by_name:
-        raise ValueError(f"no backend {name!r}; there are tables for {', '.join(sorted(by_name))}")
-    return by_name[name]
-
-
-def declared_backend(spec: PlanSpec) -> BackendTable:
-    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
-    table = backend_table(spec.run.backend, spec.run.device)
-    queue = spec.transport.queue
-    if queue is None or queue == table.queue:
-        return table
-    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -42,7 +42,21 @@ def require_carried_out(subject: Subject) -> None:
     Raises:
         PipeproofError: it asks for what is not carried out yet.
     """
-    for path, fact in (*_of_the_plan(subject), *_of_the_graph(subject)):
+    _refuse(subject, (*_of_the_plan(subject), *_of_the_graph(subject)))
+
+
+def require_issued(subject: Subject) -> None:
+    """Refuse a plan whose operations cannot be issued, whatever they compute.
+
+    Raises:
+        PipeproofError: it has such operations.
+    """
+    _refuse(subject, (*_of_queues(subject.plan.spec), *_of_the_graph(subject)))
+
+
+def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
+    """Raise the first of them."""
+    for path, fact in refusals:
         raise PipeproofError(
             Finding(
                 NOT_CARRIED_OUT.code,
@@ -59,6 +73,7 @@ def _of_the_plan(subject: Subject) -> Iterator[Refusal]:
     if spec.own_layers is not None and spec.buffers.release_output != "after_backward":
         # a layer's backward may read what it gave: only of a GPT's blocks it is known that theirs does not
         yield ("buffers", "release_output"), f"the plan has own layers and release_output {spec.buffers.release_output}"
+    yield from _of_queues(spec)
     if spec.topology.cp > 1:
         yield from _beside_context_parallel(spec)
     for key in ("nodes_per_token", "dispatch_dtype"):
@@ -78,12 +93,23 @@ def _beside_context_parallel(spec: PlanSpec) -> Iterator[Refusal]:
             yield ("topology", "cp"), f"{fact} and model.moe.{key}, which is of whole micro-batches"
 
 
+def _of_queues(spec: PlanSpec) -> Iterator[Refusal]:
+    queue = spec.transport.queue
+    if spec.run.backend == "torch" and queue not in (None, "directed_edge"):
+        yield (
+            ("transport", "queue"),
+            f"the plan has queue {queue}, and PyTorch's transfers wait for those of their edge",
+        )
+
+
 def _of_the_graph(subject: Subject) -> Iterator[Refusal]:
     graph, spec = subject.graph, subject.plan.spec
     transfers = graph.is_kind(TRANSFER_KINDS)
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
         on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
+    if spec.run.backend == "torch":
+        on_other_queue |= transfers & (graph.queue != NONE)
     for op_id in np.flatnonzero(on_other_queue)[:1].tolist():
         yield ("schedule",), f"{graph.ops[op_id]} runs on queue {graph.queues[int(graph.queue[op_id])]}"
     batched = graph.batch != NONE

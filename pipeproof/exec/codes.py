@@ -78,11 +78,12 @@ BACKEND_MISSING = RuleDoc(
 )
 WORLD_SIZE = RuleDoc(
     code="PP907",
-    title="a launcher started another number of processes than the plan has ranks",
+    title="a launcher started other processes than the plan has ranks",
     severity="error",
     explanation=(
         "Under a launcher such as `paddle.distributed.launch` each process is one rank of the plan, so there must "
-        "be as many as the product of the topology's sizes."
+        "be as many as the product of the topology's sizes, and it must be the launcher of the plan's backend: "
+        "`torchrun` for torch."
     ),
     wrong="python -m paddle.distributed.launch --nproc_per_node 2 ..   # topology: {pp: 2, tp: 2}",
     right="python -m paddle.distributed.launch --nproc_per_node 4 ..   # topology: {pp: 2, tp: 2}",
@@ -117,6 +118,22 @@ NOT_CARRIED_OUT = RuleDoc(
     kind=ExampleKind.COMMAND,
 )
 
+DEVICE_MISSING = RuleDoc(
+    code="PP913",
+    title="the plan's device is not there",
+    severity="error",
+    explanation=(
+        "With `run.device: gpu` each rank has a GPU of its own. There is no driver, the build of PyTorch has no code "
+        "for GPUs, or there are fewer of them than ranks. Each rank then computes a product of known matrices before "
+        "anything else, and ends with PP902 where it is wrong: a build without code for the very GPU may do nothing, "
+        "and say nothing."
+    ),
+    wrong="run: {backend: torch, device: gpu}   # on a machine without a GPU",
+    right="run: {backend: torch, device: cpu}",
+    kind=ExampleKind.COMMAND,
+)
+
 RUN_CODES = (
     LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_CARRIED_OUT,
+    DEVICE_MISSING,
 )  # fmt: skip

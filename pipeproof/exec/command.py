@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeproof.exec.compare import StepResult
+from pipeproof.exec.judged import is_by_bound
 from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_raises
 from pipeproof.exec.launched import launched_rank, run_launched
 from pipeproof.exec.record import RecordOptions
@@ -22,6 +23,7 @@ from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.specs.profile_file import Profile
 from pipeproof.specs.render import render_text
+from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
 
 
@@ -37,23 +39,18 @@ def run_command(
 
     ``write_timeline`` writes the measured timeline, and says so.
     """
-    source = report.subject.source
     report = replace(report, subject=report.subject.unfolded())  # every process is a rank of its own
     rank = launched_rank()
-    try:
-        with terminate_raises():
-            result = _run(report, options, console) if rank is None else _launched(rank, report, options, console)
-    except KeyboardInterrupt:
-        console.print("interrupted: all processes were stopped")
-        return ExitStatus.INTERRUPTED
-    except TerminatedError as error:
-        console.print(f"{error}: all processes were stopped")
-        return 128 + error.signum
-    except PipeproofError as error:
-        render_text(error.findings, source, console=console)
-        if isinstance(error, NotVerifiedError):
-            console.print("not run: the plan does not pass check (`--unsafe` runs it all the same)")
-        return _status(error)
+    result: RunReport | None = None
+
+    def carry_out() -> None:
+        nonlocal result
+        result = _run(report, options, console) if rank is None else _launched(rank, report, options, console)
+
+    refused = "not run: the plan does not pass check (`--unsafe` runs it all the same)"
+    status = status_of_failure(carry_out, report, console, refused)
+    if status is not None:
+        return status
     if result is None:  # another rank than 0 under a launcher of somebody else's
         return ExitStatus.OK
     render_run(result, console)
@@ -69,6 +66,28 @@ def run_command(
     if write_timeline is not None:
         console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
+
+
+def status_of_failure(carry_out: Callable[[], None], report: Report, console: Console, refused: str) -> int | None:
+    """Do it, and say why it came to no result; the exit status then, None where it did.
+
+    ``refused`` is what to say of a plan that does not pass check.
+    """
+    try:
+        with terminate_raises():
+            carry_out()
+    except KeyboardInterrupt:
+        console.print("interrupted: all processes were stopped")
+        return ExitStatus.INTERRUPTED
+    except TerminatedError as error:
+        console.print(f"{error}: all processes were stopped")
+        return 128 + error.signum
+    except PipeproofError as error:
+        render_text(error.findings, report.subject.source, console=console)
+        if isinstance(error, NotVerifiedError):
+            console.print(refused)
+        return _status(error)
+    return None
 
 
 def _profile_line(profile: Profile, file: Path) -> str:
@@ -99,9 +118,15 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
             )
 
         def on_step(step: StepResult) -> None:
-            console.print(step_line(step), soft_wrap=True)
+            console.print(step_line(step, _bound(report)), soft_wrap=True)
 
         return run(report, options, on_progress, on_step)
+
+
+def _bound(report: Report) -> float | None:
+    """How far steps may be from the reference, None where they have its bits."""
+    plan = report.subject.plan
+    return parallel_bound(plan.spec) if is_by_bound(plan) else None
 
 
 def _launched(rank: int, report: Report, options: RunOptions, console: Console) -> RunReport | None:
@@ -109,7 +134,7 @@ def _launched(rank: int, report: Report, options: RunOptions, console: Console) 
         rank,
         report,
         options,
-        on_step=lambda step: console.print(step_line(step), soft_wrap=True),
+        on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),
         on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
     )
 

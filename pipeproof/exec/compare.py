@@ -90,6 +90,15 @@ class StepResult:
         return self.loss.tobytes() == self.reference_loss.tobytes()
 
     @property
+    def loss_distance(self) -> float:
+        """max|a - b| / max|b| of the losses against the uncut model's."""
+        return max_rel_diff(np.asarray(self.loss), np.asarray(self.uncut_loss))
+
+    def agrees(self, bound: float) -> bool:
+        """Whether ranks that hold the same part hold the same bits, and losses are within the bound of the uncut."""
+        return self.loss_distance <= bound and all(g.replicas_agree for g in self.gradients)
+
+    @property
     def bitwise(self) -> bool:
         """Whether the losses, all gradients and what routers have beside them have the reference's bits."""
         routers = self.routers is None or self.routers.bitwise

@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import pipeproof
-from pipeproof.comm.capabilities import BackendTable, Row, RowValue, backend_table
-from pipeproof.exec.paddle_pair import BackendStartError, paddle_pair
+from pipeproof.comm.backends import backend_table
+from pipeproof.comm.capabilities import BackendTable, Row, RowValue
+from pipeproof.exec.pair import BackendStartError, backend_pair
 from pipeproof.exit_status import ExitStatus
 from pipeproof.testing.conformance import RowResult, check_backend
 
@@ -46,19 +47,25 @@ class DoctorReport:
         return ExitStatus.OK if all(row.ok for row in self.rows) else ExitStatus.FAILED
 
 
-def run_doctor(keys: Collection[str] | None = None) -> DoctorReport:
-    """Collect versions and measure Paddle's gloo on this machine; a quarter of a minute on two cores.
+_INSTALLED_BY = {"paddle": ("Paddle", "cpu"), "torch": ("PyTorch", "torch")}
+"""By framework its name, and our extra that installs it."""
+
+
+def run_doctor(keys: Collection[str] | None = None, backend: str = "paddle") -> DoctorReport:
+    """Collect versions and measure a framework's gloo on this machine; a quarter of a minute on two cores.
 
     Args:
         keys: the rows to measure; all that two ranks can observe by default.
+        backend: ``paddle`` or ``torch``.
     """
-    table = backend_table("paddle", "cpu")
+    table = backend_table(backend, "cpu")
     rows: list[RowResult] = []
-    if importlib.util.find_spec("paddle") is None:
-        problems = ["Paddle is not installed, so plans cannot be run: pip install 'pipeproof[cpu]'"]
+    if importlib.util.find_spec(backend) is None:
+        name, extra = _INSTALLED_BY[backend]
+        problems = [f"{name} is not installed, so plans cannot be run on it: pip install 'pipeproof[{extra}]'"]
     else:
         try:
-            rows = check_backend(table, paddle_pair, keys=keys, timeout_s=PROBE_TIMEOUT_S)
+            rows = check_backend(table, lambda: backend_pair(backend), keys=keys, timeout_s=PROBE_TIMEOUT_S)
             problems = [_difference(table, row) for row in rows if not row.ok]
         except BackendStartError as error:
             problems = [f"Two processes could not be connected by {table.name}: {error}."]
@@ -77,6 +84,7 @@ def _versions() -> dict[str, str]:
         "pipeproof": pipeproof.__version__,
         "python": platform.python_version(),
         "paddle": _installed("paddlepaddle", "paddlepaddle-gpu"),
+        "torch": _installed("torch"),
         "numpy": _installed("numpy"),
         "platform": platform.platform(),
         "cores": str(len(os.sched_getaffinity(0))),

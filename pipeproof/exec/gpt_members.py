@@ -25,7 +25,12 @@ from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 TOKENS, LABELS, MASK = "tokens", "labels", "mask"
 _DTYPES = {TOKENS: ("int64", "int32"), LABELS: ("int64", "int32"), MASK: ("bool", "int64", "int32")}
-_EXACT = {"float32": ("float32", "float64"), "float64": ("float64",)}
+_EXACT = {
+    "float64": ("float64",),
+    "float32": ("float32", "float64"),
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float16": ("float16", "float32", "float64"),
+}
 """By the type of activations, those that hold all its values."""
 
 Words = npt.NDArray[np.int64]

@@ -78,6 +78,10 @@ class Job:
         """Where ``who`` (``rank0``, ``reference``) leaves what crossed the borders between layers in a step."""
         return self.directory / f"{who}.layers{step}.npz"
 
+    def weights_file(self, rank: int, step: int) -> Path:
+        """Where a rank leaves the weights that it begins a step with, where the reference takes them."""
+        return self.directory / f"rank{rank}.weights{step}.npz"
+
     def log_file(self, rank: int) -> Path:
         """Where a rank leaves its op log."""
         return self.directory / f"rank{rank}.log.json"

@@ -93,10 +93,19 @@ class _Worker:
 
 
 class Launcher:
-    """The processes of one job."""
+    """The processes of one job: its ranks, each of which runs ``module``, and the reference, where there is one."""
 
-    def __init__(self, job: Job, state: JobState, timeout_s: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        state: JobState,
+        timeout_s: float,
+        module: str = "pipeproof.exec.worker",
+        *,
+        has_reference: bool = True,
+    ) -> None:
         self._job, self._state, self._timeout_s = job, state, timeout_s
+        self._module, self._has_reference = module, has_reference
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self._reference_heard_s = 0.0
@@ -116,12 +125,12 @@ class Launcher:
             self._stop_all()
 
     def _start_all(self) -> None:
-        num_ranks = self._state.subject.graph.num_ranks
+        num_ranks, run = self._state.subject.graph.num_ranks, self._state.subject.plan.spec.run
         ports = free_ports(num_ranks + 1)
         for rank in range(num_ranks):
-            environment = rank_environment(rank, num_ranks, ports)
-            self._start(f"rank{rank}", rank, "pipeproof.exec.worker", environment)
-        if not self._job.profile:  # which measures the ranks alone
+            environment = rank_environment(run.backend, rank, num_ranks, ports)
+            self._start(f"rank{rank}", rank, self._module, environment)
+        if self._has_reference and not self._job.profile:  # which measures the ranks alone
             self._start_reference()
         for state in self._state.ranks:
             state.heard_s = time.monotonic()
@@ -154,7 +163,8 @@ class Launcher:
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._read(key.data)
-            if self._state.all_finished and all(worker.rank is not None for worker in self._workers):
+            alone = all(worker.rank is not None for worker in self._workers)
+            if self._has_reference and self._state.all_finished and alone:
                 self._start_reference()
             # Judged with what has just been read, before a pause of our own (a large step to compare), and not while
             # ranks have something to say. The reference may always have, which is no progress of theirs.
@@ -228,7 +238,7 @@ class Launcher:
 
     def _hang(self, patience_s: float) -> Finding:
         stopped = [w.rank for w in self._workers if w.rank is not None and _is_stopped(w.process.pid)]
-        if self._state.all_finished:
+        if self._has_reference and self._state.all_finished:
             return Finding(
                 HUNG.code,
                 Severity.ERROR,

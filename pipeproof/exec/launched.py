@@ -1,6 +1,6 @@
-"""Running under a launcher that is not ours (``python -m paddle.distributed.launch``), on one machine.
+"""Running under a launcher that is not ours (``python -m paddle.distributed.launch``, ``torchrun``), on one machine.
 
-Each process is one rank, found by its ``PADDLE_*`` environment. The ranks
+Each process is one rank, found by its environment. The ranks
 share a directory named after the launcher's process; rank 0 makes it, runs the
 reference when all ranks are done, compares, reports, and removes it.
 """
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeproof.exec.codes import WORLD_SIZE
 from pipeproof.exec.compare import StepResult
@@ -26,18 +26,26 @@ from pipeproof.exec.reference import run_reference
 from pipeproof.exec.report import RunReport
 from pipeproof.exec.run import RunOptions, StepCollector, finish_report, require_runnable
 from pipeproof.exec.watchdog import JobState
-from pipeproof.exec.worker import run_rank
+from pipeproof.exec.worker import Emit, run_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.verify.check import Report
 
+_Result = TypeVar("_Result")
+
 _POLL_S = 0.02
+_ENVIRONMENT = {
+    "paddle": ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+}
+"""By backend what its launcher says to each process: the rank, how many there are, where they meet."""
+_COMMAND = {"paddle": "python -m paddle.distributed.launch --nproc_per_node", "torch": "torchrun --nproc-per-node"}
 
 
 def launched_rank() -> int | None:
     """This process's rank, if a launcher started it as one of several; None otherwise."""
-    rank = os.environ.get("PADDLE_TRAINER_ID")
-    return int(rank) if rank is not None and "PADDLE_TRAINERS_NUM" in os.environ else None
+    names = next((names for names in _ENVIRONMENT.values() if all(name in os.environ for name in names)), None)
+    return None if names is None else int(os.environ[names[0]])
 
 
 def run_launched(
@@ -57,23 +65,54 @@ def run_launched(
         WorkerFailedError: this rank failed, or the others did not come to their end.
     """
     require_runnable(report, options)
-    _require_world_size(report)
-    state = JobState(report.subject)
-    directory = _shared_directory()
-    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
-    finished = False
-    try:
-        job = _shared_job(directory, rank, report, options)
-        run_rank(job, rank, watch.emit)
-        finished = True
-        if rank != 0:
-            return None
-        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
-        run_reference(job, lambda step: watch.emit("reference", step=step))
+
+    def prepare(directory: Path) -> Job:
+        layers = options.record is not None and options.record.layers
+        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
+        job.save()
+        require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
+        return job
+
+    def conclude(job: Job, emit: Emit, threads: int) -> RunReport:
+        run_reference(job, lambda step: emit("reference", step=step))
         collector = StepCollector(job, report.subject, options.record)
         for result in collector.collect(report.subject.plan.spec.run.steps):
             on_step(result)
-        return finish_report(report, job, collector.results, state.threads)
+        return finish_report(report, job, collector.results, threads)
+
+    return carry_out_launched(rank, report, options.timeout_s, on_hang, prepare, run_rank, conclude)
+
+
+def carry_out_launched(
+    rank: int,
+    report: Report,
+    timeout_s: float,
+    on_hang: Callable[[Finding], None],
+    prepare: Callable[[Path], Job],
+    work: Callable[[Job, int, Emit], None],
+    conclude: Callable[[Job, Emit, int], _Result],
+) -> _Result | None:
+    """Do one rank's ``work`` on the job that rank 0 has prepared; rank 0 concludes when all ranks have left their logs.
+
+    ``conclude`` is given the largest count of compute threads that a worker measured.
+
+    Raises:
+        PipeproofError: the launcher started another number of processes than the plan has ranks, or is another one.
+        WorkerFailedError: this rank failed, or the others did not come to their end.
+    """
+    _require_world_size(report)
+    state = JobState(report.subject)
+    directory = _shared_directory()
+    watch = _SelfWatch(state, rank, timeout_s, on_hang, directory)
+    finished = False
+    try:
+        job = _shared_job(directory, rank, timeout_s, prepare)
+        work(job, rank, watch.emit)
+        finished = True
+        if rank != 0:
+            return None
+        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], timeout_s)
+        return conclude(job, watch.emit, state.threads)
     except PipeproofError:
         raise
     except Exception as error:
@@ -86,18 +125,19 @@ def run_launched(
 
 
 def _require_world_size(report: Report) -> None:
-    started = int(os.environ["PADDLE_TRAINERS_NUM"])
-    needed = report.subject.graph.num_ranks
-    if started != needed:
-        raise PipeproofError(
-            Finding(
-                WORLD_SIZE.code,
-                Severity.ERROR,
-                f"the launcher started {started} processes, but the plan's topology has {needed} ranks",
-                location=report.subject.locate("topology"),
-                help=f"start it with --nproc_per_node {needed}",
-            )
-        )
+    backend, needed = report.subject.plan.spec.run.backend, report.subject.graph.num_ranks
+    place: tuple[str, ...]
+    names, mend = _ENVIRONMENT[backend], f"start it with {_COMMAND[backend]} {needed}"
+    if not all(name in os.environ for name in names):
+        fact = f"the launcher is not one of {backend}, which run.backend names"
+        place = ("run", "backend")
+    elif (started := int(os.environ[names[1]])) != needed:
+        fact = f"the launcher started {started} processes, but the plan's topology has {needed} ranks"
+        place = ("topology",)
+    else:
+        return
+    location = report.subject.locate(*place)
+    raise PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, location=location, help=mend))
 
 
 def _shared_directory() -> Path:
@@ -108,17 +148,14 @@ def _shared_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
 
 
-def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions) -> Job:
+def _shared_job(directory: Path, rank: int, timeout_s: float, prepare: Callable[[Path], Job]) -> Job:
     """The job in the directory that all ranks share; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
-        layers = options.record is not None and options.record.layers
-        job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
-        job.save()
-        require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
+        job = prepare(directory)
         (directory / "ready").touch()
         return job
-    _await_files([directory / "ready"], options.timeout_s)
+    _await_files([directory / "ready"], timeout_s)
     return Job.load(directory)
 
 

@@ -57,6 +57,7 @@ class RankMachine:
         self._program = [i for i in graph.rank_ops(rank) if graph.parent[i] == NONE]
         self._cursor = len(self._program)
         self._awaited: int | None = None
+        self._instructions: dict[int, Instruction] = {}
         self._under_way: set[int] = set()
         self._finished: set[int] = set()
         self._history: list[tuple[int, int, str]] = []
@@ -123,8 +124,11 @@ class RankMachine:
         while self._cursor < len(self._program):
             op_id = self._program[self._cursor]
             self._cursor += 1
-            yield Instruction(op_id, self._graph.row(op_id))
-            if self._graph.ops[op_id].kind in TRANSFER_KINDS:
+            instruction = self._instructions.get(op_id)
+            if instruction is None:  # every step has the same
+                instruction = self._instructions[op_id] = Instruction(op_id, self._graph.row(op_id))
+            yield instruction
+            if instruction.row.op.kind in TRANSFER_KINDS:
                 self._under_way.add(op_id)
                 self._note(op_id, "posted")
             else:

@@ -78,12 +78,18 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str, weight_dtype: str | No
             facts.setdefault(str(channel), []).append((str(op), (channel.src, channel.dst), numel, tensor.dtype))
         elif graph.group[op_id] != NONE:
             ranks = graph.groups[int(graph.group[op_id])].ranks
-            by_default = weight_dtype if weight_dtype and _is_of_weights(graph, op_id) else dtype
-            own = graph.tensors[int(graph.tensor[op_id])].dtype if graph.tensor[op_id] != NONE else by_default
+            own = collective_dtype(graph, op_id, dtype, weight_dtype)
             facts[HOST_QUEUE].append((str(op), ranks, 0 if is_of_rows(op.kind, own) else numel, own))
         else:
             facts[HOST_QUEUE].append((str(op), (), 0, ""))
     return facts
+
+
+def collective_dtype(graph: OpGraph, op_id: int, dtype: str, weight_dtype: str | None = None) -> str:
+    """What a collective moves: its own type, ``weight_dtype`` for gradients and weights, else the run's ``dtype``."""
+    if graph.tensor[op_id] != NONE:
+        return graph.tensors[int(graph.tensor[op_id])].dtype
+    return weight_dtype if weight_dtype and _is_of_weights(graph, op_id) else dtype
 
 
 def _is_of_weights(graph: OpGraph, op_id: int) -> bool:

@@ -64,8 +64,8 @@ def measured_profile(
         plan=MeasuredPlan(digest=digest, **measured_sections(plan.spec)),
         steps=Steps(run=len(all_steps), counted=len(counted)),
         stages=tuple(_stages(len(plan.stages), steps)),
-        messages=_by_size(sample for step in steps for sample in step.messages()),
-        bare_messages=_by_size(_bare_samples(bare)),
+        messages=by_size(sample for step in steps for sample in step.messages()),
+        bare_messages=by_size(bare_samples(bare)),
         collectives=tuple(_collectives(steps)),
         host=Host(
             between_ops=_spread(Spread, [gap for step in steps for gap in step.gaps()]),
@@ -199,7 +199,8 @@ def _collectives(steps: Sequence[_MeasuredStep]) -> Iterator[CollectivePoint]:
         yield point
 
 
-def _by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
+def by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
+    """Of (bytes, nanoseconds), the spread of each size."""
     by_size: dict[int, list[int]] = defaultdict(list)
     for num_bytes, time_ns in samples:
         by_size[num_bytes].append(time_ns)
@@ -207,7 +208,7 @@ def _by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
     return tuple(spread for spread in spreads if spread is not None)
 
 
-def _bare_samples(bare: Mapping[int, Sequence[BareEnd]]) -> Iterator[tuple[int, int]]:
+def bare_samples(bare: Mapping[int, Sequence[BareEnd]]) -> Iterator[tuple[int, int]]:
     """(bytes, nanoseconds) of each bare message whose receiver was ready before its sender: each channel is a FIFO."""
     sends: dict[str, list[BareEnd]] = defaultdict(list)
     receives: dict[str, list[BareEnd]] = defaultdict(list)

@@ -6,6 +6,7 @@ tensor and data parallelism do, schedules whose backwards are not in the order
 of micro-batches, and copies of stages, it trains the ordered model instead, and
 takes each step of the uncut one from the same weights: the optimizer would turn
 differences that are rounding alone into whole steps. Both leave a file per step.
+PyTorch's is ``exec.torch.reference``.
 """
 
 from __future__ import annotations
@@ -15,26 +16,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeproof.comm.accumulation import Accumulation, accumulation_of, sum_orders, tied_sums
+from pipeproof.comm.accumulation import sum_orders, tied_sums
 from pipeproof.comm.loaded import lower_loaded
-from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.jobs import EventSink, Job, save_arrays, save_step
+from pipeproof.exec.judged import needs_ordered
 from pipeproof.exec.own_layers import require_same_start
 from pipeproof.exec.worker import end_with_launcher
 from pipeproof.stages.describe.watch import LayerWatch
 
 
-def needs_ordered(plan: LoweredPlan) -> bool:
-    """Whether the plan adds in another order than the uncut model, which runs micro-batches one by one."""
-    topology = plan.spec.topology
-    return (
-        max(topology.tp, topology.cp, topology.ep, topology.dp) > 1
-        or accumulation_of(plan) is not Accumulation.IN_ORDER
-    )
-
-
 def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
-    """Run every step of the reference; leaves ``uncut`` and, where needed, ``ordered`` step files."""
+    """Run every step of the reference; leaves ``uncut`` and, where needed and there is one, ``ordered`` step files."""
+    plan = lower_loaded(job.loaded_plan())
+    if plan.spec.run.backend == "torch":
+        from pipeproof.exec.torch.reference import run_torch_reference
+
+        run_torch_reference(job, plan, on_step)
+        return
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
@@ -42,7 +40,6 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     from pipeproof.stages.reference.orders import Orders
     from pipeproof.stages.reference.uncut import run_uncut, uncut_step
 
-    plan = lower_loaded(job.loaded_plan())
     spec, ordered, orders = plan.spec, needs_ordered(plan), sum_orders(plan)
     watch = LayerWatch(join_dim=plan.boundary.tp.dim) if job.layers else None
     in_order = Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan))

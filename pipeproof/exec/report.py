@@ -39,6 +39,8 @@ class RunReport:
     parallel_bound: float
     threads: int
     accumulation: Accumulation
+    is_by_bound: bool = False
+    """Whether there is no reference that adds in the plan's order, so that the bound is the verdict."""
     profile: Profile | None = None
     """The measured times, where they were asked for."""
 
@@ -64,7 +66,11 @@ class RunReport:
     @property
     def matches(self) -> bool:
         """Whether losses, gradients and op log are what they must be."""
-        return all(step.bitwise for step in self.steps) and self.within_bound and not self.log_findings
+        return all(map(self._is_right, self.steps)) and self.within_bound and not self.log_findings
+
+    def _is_right(self, step: StepResult) -> bool:
+        """But for how far gradients are from the uncut model."""
+        return step.agrees(self.parallel_bound) if self.is_by_bound else step.bitwise
 
     @property
     def passed(self) -> bool:
@@ -77,7 +83,7 @@ class RunReport:
         found = list(self.log_findings)
         if not self.verified:
             found.append(Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it ran unsafe"))
-        found += [self._mismatch(step) for step in self.steps if not step.bitwise]
+        found += [self._mismatch(step) for step in self.steps if not self._is_right(step)]
         if self.beyond_bound:
             worst = max(self.beyond_bound, key=lambda g: g.uncut_max_rel_diff)
             found.append(
@@ -92,6 +98,15 @@ class RunReport:
         return tuple(found)
 
     def _mismatch(self, step: StepResult) -> Finding:
+        if self.is_by_bound:
+            apart = [gradient.name for gradient in step.gradients if not gradient.replicas_agree]
+            of_ranks = f"; ranks that hold the same part differ in {', '.join(apart)}" if apart else ""
+            return Finding(
+                MISMATCH.code,
+                Severity.ERROR,
+                f"step {step.step}: the loss is {step.loss_distance:.3g} from the uncut model's, and the stated bound "
+                f"is {self.parallel_bound:.3g}{of_ranks}",
+            )
         wrong = [g for g in step.gradients if not g.bitwise]
         loss = "the loss has the reference's bits" if step.loss_is_bitwise else "the loss differs"
         by_stage = ", ".join(
@@ -120,6 +135,7 @@ class RunReport:
             "threads": self.threads,
             "dtype": self.subject.plan.spec.run.dtype,
             "parallel_bound": self.parallel_bound,
+            "judged_by": "bound" if self.is_by_bound else "bits",
             "log_matches_graph": not self.log_findings,
             "steps": [
                 _finite(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +12,23 @@ from pathlib import Path
 from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.bare import read_bare
 from pipeproof.exec.carried_out import require_carried_out
-from pipeproof.exec.codes import BACKEND_MISSING
+from pipeproof.exec.codes import BACKEND_MISSING, DEVICE_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.compare_routers import compare_routers
 from pipeproof.exec.dp_shares import with_whole_gradients
 from pipeproof.exec.exchanges import compare_exchanges
 from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_routers, load_step
+from pipeproof.exec.judged import is_by_bound, needs_ordered
 from pipeproof.exec.launch import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.profile import measured_profile
 from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
-from pipeproof.exec.reference import needs_ordered
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
+from pipeproof.specs.plan import RunSpec
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check import Report
 from pipeproof.verify.subject import Subject
@@ -61,7 +63,7 @@ class NotVerifiedError(PipeproofError):
 
 
 class BackendMissingError(PipeproofError):
-    """The plan's backend is not installed."""
+    """The plan's backend is not installed, or its device is not there."""
 
 
 def run(
@@ -113,24 +115,80 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
     require_carried_out(report.subject)
-    _require_backend()
-    _require_fault_op(report.subject, options.fault)
+    require_environment(report.subject)
+    require_fault_op(report.subject, options.fault)
+    _require_times(report.subject, options)
 
 
-def _require_backend() -> None:
-    if importlib.util.find_spec("paddle") is None:
+def require_environment(subject: Subject) -> None:
+    """Refuse what lacks its framework, or its devices.
+
+    Raises:
+        BackendMissingError: the plan's backend is not installed, or its device is not there.
+    """
+    _require_backend(subject.plan.spec.run)
+    _require_device(subject)
+
+
+def _require_backend(run: RunSpec) -> None:
+    name, extra, package = _INSTALLED_BY[run.backend]
+    if importlib.util.find_spec(run.backend) is None:
         raise BackendMissingError(
             Finding(
                 BACKEND_MISSING.code,
                 Severity.ERROR,
-                "the plan runs on Paddle, which is not installed in this Python",
-                help="pip install 'pipeproof[cpu]'  (or paddlepaddle==3.3.1)",
+                f"the plan runs on {name}, which is not installed in this Python",
+                help=f"pip install 'pipeproof[{extra}]'  (or {package})",
             )
         )
 
 
-def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
-    """Refuse a planted failure that would never strike: the host only posts transfers, and goes on."""
+def _require_times(subject: Subject, options: RunOptions) -> None:
+    """Refuse to measure what cannot be: of a transfer, PyTorch says that it has ended when it is waited for."""
+    if options.profile and subject.plan.spec.run.backend == "torch":
+        raise PipeproofError(
+            Finding(
+                NOT_CARRIED_OUT.code,
+                Severity.ERROR,
+                "--profile needs to know when each transfer ended, and PyTorch tells only who waits for it",
+                location=subject.locate("run", "backend"),
+                help="run without --profile, or with `backend: paddle`",
+            )
+        )
+
+
+def _require_device(subject: Subject) -> None:
+    """Refuse a run on GPUs that are not there; PyTorch is imported for that in those runs alone."""
+    if subject.plan.spec.run.device != "gpu":
+        return
+    from pipeproof.exec.torch.device import num_gpus
+
+    needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", subject.graph.num_ranks)), num_gpus()
+    if found < needed:
+        raise BackendMissingError(
+            Finding(
+                DEVICE_MISSING.code,
+                Severity.ERROR,
+                f"run.device is gpu, and PyTorch sees {found} GPUs here for {needed} ranks",
+                location=subject.locate("run", "device"),
+                help="use `device: cpu`, or a machine with as many GPUs as ranks and a build of PyTorch for them",
+            )
+        )
+
+
+_INSTALLED_BY = {
+    "paddle": ("Paddle", "cpu", "paddlepaddle==3.3.1"),
+    "torch": ("PyTorch", "torch", "torch>=2.11"),
+}
+"""By backend its name, our extra that installs it, and the package."""
+
+
+def require_fault_op(subject: Subject, fault: Fault | None) -> None:
+    """Refuse a planted failure that would never strike: the host only posts transfers, and goes on.
+
+    Raises:
+        PipeproofError: it names no rank's operation.
+    """
     if fault is None:
         return
     graph = subject.graph
@@ -166,7 +224,8 @@ class StepCollector:
     def _compare(self, step: int) -> StepResult:
         plan = self._subject.plan
         uncut_file = self._job.step_file("uncut", step)
-        ordered_file = self._job.step_file("ordered", step) if needs_ordered(plan) else uncut_file
+        has_ordered = needs_ordered(plan) and not is_by_bound(plan)
+        ordered_file = self._job.step_file("ordered", step) if has_ordered else uncut_file
         rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
         uncut, ordered = load_step(uncut_file), load_step(ordered_file)
         assert uncut[0] is not None
@@ -226,6 +285,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         log_findings=findings,
         timeline=measured_timeline(subject, logs),
         parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
+        is_by_bound=is_by_bound(subject.plan),
         threads=threads,
         accumulation=accumulation_of(subject.plan),
         profile=profile,

@@ -1,7 +1,7 @@
 """One rank's process: joins the world, runs its program step after step, leaves results.
 
 Started by the launcher as ``python -m pipeproof.exec.worker DIRECTORY EVENT_FD``
-with the ``PADDLE_*`` environment of its rank, or called in-process under an
+with its framework's environment of its rank, or called in-process under an
 existing launcher.
 """
 
@@ -19,10 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from pipeproof.exec.adapter import RankAdapter
+from pipeproof.exec.bare_messages import bare_messages
+from pipeproof.exec.frameworks import start_framework
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
+from pipeproof.exec.judged import is_by_bound
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.own_layers import require_same_start
-from pipeproof.exec.rendezvous import await_store
+from pipeproof.exec.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.watch import LayerWatch
@@ -41,47 +45,43 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
             backend failed.
     """
     subject = make_subject(job.loaded_plan()).unfolded()
-    _require_same_plan(subject, job.digest)
+    require_same_plan(subject, job.digest)
     plan = subject.plan
-    from pipeproof.stages.paddle.runtime import num_math_threads, start_paddle
-
-    start_paddle()  # before anything else imports paddle: quiet, on the CPU, one thread
-    from pipeproof.exec.paddle_adapter import PaddleAdapter
-    from pipeproof.exec.paddle_bare import bare_messages
-    from pipeproof.exec.paddle_comm import connect
-
-    if rank > 0 and "PADDLE_MASTER" in os.environ:
-        await_store(os.environ["PADDLE_MASTER"])
-    world = connect(rank, plan.graph.channels, plan.graph.groups, lambda what: emit("setup", what=what))
-    fault = _FaultPlan(job.fault, rank)
+    framework = start_framework(plan.spec.run)
+    world = framework.connect(rank, plan, lambda what: emit("setup", what=what))
+    fault = FaultPlan(job.fault, rank)
 
     def enter(step: int, op_id: int) -> None:
         emit("at", step=step, op=op_id)
         fault.strike(plan.graph.ops[op_id])
 
     watch = LayerWatch() if job.layers else None
-    adapter = PaddleAdapter(plan, rank, world, enter, watch)
+    adapter = RankAdapter(plan, rank, framework, world, enter, watch)
     if plan.spec.own_layers is not None:
         require_same_start(job, adapter.weights())
     machine = RankMachine(plan.graph, rank)
     if job.profile:
         emit("setup", what="timing bare messages")
-        times = bare_messages(world, plan.graph)
+        times = bare_messages(world, framework.arrays, plan.graph)
         job.bare_file(rank).write_text(json.dumps([asdict(message) for message in times]))
-    emit("ready", threads=num_math_threads())
+    emit("ready", threads=framework.num_threads())
     for step in range(plan.spec.run.steps):
         adapter.begin(step)
-        _run_step(machine, step, adapter.carry_out)
+        run_step(machine, step, adapter.carry_out)
+        adapter.finish()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+        if is_by_bound(plan) and step + 1 < plan.spec.run.steps:
+            save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
         emit("step", step=step)
     world.channels.close()
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
     emit("finished")
 
 
-def _run_step(machine: RankMachine, step: int, carry_out: Callable[[Instruction], None]) -> None:
+def run_step(machine: RankMachine, step: int, carry_out: Callable[[Instruction], None]) -> None:
+    """One step of a rank's program, operation by operation."""
     instructions = machine.handle(Begin(step))
     while instructions:
         for instruction in instructions:
@@ -89,19 +89,25 @@ def _run_step(machine: RankMachine, step: int, carry_out: Callable[[Instruction]
         instructions = machine.handle(Finished(instructions[-1].op_id))
 
 
-def _require_same_plan(subject: Subject, digest: str) -> None:
+def require_same_plan(subject: Subject, digest: str) -> None:
+    """Refuse to work on another graph than the one that was judged.
+
+    Raises:
+        RuntimeError: the plan that this process derives is another one.
+    """
     derived = plan_digest(subject)
     if derived != digest:
         raise RuntimeError(f"this process derives plan digest {derived[:12]}, the verified one is {digest[:12]}")
 
 
-class _FaultPlan:
+class FaultPlan:
     """Strikes once, when the named operation is about to run on the named rank."""
 
     def __init__(self, fault: Fault | None, rank: int) -> None:
         self._fault = fault if fault is not None and fault.rank == rank else None
 
     def strike(self, op: Op) -> None:
+        """Fail as planned, if this is where."""
         if self._fault is None or str(op) != self._fault.op:
             return
         if self._fault.action == "raise":
@@ -124,13 +130,13 @@ def end_with_launcher(directory: Path) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def main(arguments: list[str]) -> int:
-    """Run one rank under pipeproof's launcher; the exit status is 0, or 3 when anything failed."""
+def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank) -> int:
+    """Do one rank's ``work`` under pipeproof's launcher; the exit status is 0, or 3 when anything failed."""
     directory, events = Path(arguments[0]), EventSink(int(arguments[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     end_with_launcher(directory)
     try:
-        run_rank(Job.load(directory), int(os.environ["PADDLE_TRAINER_ID"]), events.send)
+        work(Job.load(directory), environment_rank(), events.send)
     except Exception as error:  # noqa: BLE001 - whatever a framework raises: the launcher tells the person
         traceback.print_exc()
         events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
@@ -142,4 +148,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # Paddle's gloo threads would hold a normal exit up when a peer is gone
+    os._exit(status)  # a framework's threads would hold a normal exit up when a peer is gone

@@ -10,7 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from pipeproof.comm.capabilities import BackendTable, declared_backend
+from pipeproof.comm.backends import declared_backend
+from pipeproof.comm.capabilities import BackendTable
 from pipeproof.comm.channel_models import ChannelModel, declared_model
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.columns import HOST_QUEUE

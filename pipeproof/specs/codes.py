@@ -137,8 +137,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
             "release. It is refused rather than ignored, so that nothing is proved about a plan that "
             "would not run as written."
         ),
-        wrong="run: {backend: torch}",
-        right="run: {backend: paddle}",
+        wrong="run: {backend: paddle, device: gpu}",
+        right="run: {backend: torch, device: gpu}",
     ),
     RuleDoc(
         code="PP108",

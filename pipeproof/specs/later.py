@@ -12,25 +12,32 @@ from dataclasses import dataclass
 from pipeproof.specs.problems import Problem, shortened
 
 
-def _one_of(*names: str) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and value in names
-
-
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A key, which of its values come later, and what they are for; ``now`` is what works already."""
+    """A key, which of its values come later in a section, and what they are for; ``now`` is what works already."""
 
     section: str
     key: str
-    comes_later: Callable[[object], bool]
+    values: tuple[str, ...]
+    comes_later: Callable[[Mapping[str, object]], bool]
     feature: str
     now: str
 
 
+def _with_paddle(run: Mapping[str, object]) -> bool:
+    return run.get("backend", "paddle") == "paddle"
+
+
 LATER: tuple[Later, ...] = (
-    Later("run", "backend", _one_of("torch"), "runs on PyTorch", "use paddle"),
-    Later("run", "device", _one_of("gpu"), "runs on GPUs", "use cpu"),
-    Later("run", "dtype", _one_of("bfloat16", "float16"), "16-bit types", "use float32 or float64"),
+    Later("run", "device", ("gpu",), _with_paddle, "runs of Paddle on GPUs", "use cpu, or `backend: torch`"),
+    Later(
+        "run",
+        "dtype",
+        ("bfloat16", "float16"),
+        _with_paddle,
+        "16-bit types with Paddle",
+        "use float32 or float64, or `backend: torch`",
+    ),
 )
 
 
@@ -42,7 +49,7 @@ def later_problems(data: Mapping[str, object]) -> list[Problem]:
         if not isinstance(section, Mapping) or row.key not in section:
             continue
         value = section[row.key]
-        if row.comes_later(value):
+        if isinstance(value, str) and value in row.values and row.comes_later(section):
             problems.append(
                 Problem(
                     "PP107",

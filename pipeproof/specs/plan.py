@@ -25,6 +25,7 @@ from pipeproof.specs.mtp import check_mtp
 from pipeproof.specs.network import check_network
 from pipeproof.specs.own_checks import check_own_layers
 from pipeproof.specs.own_layers import LayersSpec
+from pipeproof.specs.run_checks import check_run
 from pipeproof.specs.schedule import ScheduleSpec
 from pipeproof.specs.schedule_checks import check_placed_ranks
 from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
@@ -45,9 +46,15 @@ class LossSpec(Section):
 class RunSpec(Section):
     """How the plan is executed."""
 
-    backend: Literal["paddle"] = Field(default="paddle", description="The framework that computes and communicates.")
-    device: Literal["cpu"] = Field(default="cpu", description="Where it computes.")
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of weights and activations.")
+    backend: Literal["paddle", "torch"] = Field(
+        default="paddle", description="The framework that computes and communicates."
+    )
+    device: Literal["cpu", "gpu"] = Field(
+        default="cpu", description="Where it computes; on `gpu`, which is for torch, each rank on a GPU of its own."
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+        default="float32", description="Type of weights and activations; 16 bits are for torch."
+    )
     main_grad_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
         description="Type in which gradients of weights add up and are reduced, and of the weights that the optimizer "
@@ -158,6 +165,7 @@ class PlanSpec(Section):
                     *check_placed_ranks(self),
                     *check_lengths(self),
                     *check_network(self),
+                    *check_run(self),
                 ]
             )
             return self
@@ -174,6 +182,7 @@ class PlanSpec(Section):
                 *check_network(self),
                 *check_boundaries(self),
                 *check_main_grad(self),
+                *check_run(self),
             ]
         )
         return self

@@ -9,7 +9,8 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from pipeproof.comm.capabilities import BackendTable, backend_table, declared_backend
+from pipeproof.comm.backends import backend_table, declared_backend
+from pipeproof.comm.capabilities import BackendTable
 from pipeproof.comm.loaded import lower_loaded
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeproof.cli import main
-from pipeproof.comm.capabilities import declared_backend
+from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.finding import BadPlanAtError

@@ -1,35 +1,34 @@
-"""All ranks of a plan in one process: adapters in threads that take turns, channels and collectives in memory.
+"""All ranks of a plan in one process, with the plan's framework: adapters in threads that take turns.
+
+Channels and collectives are in memory.
 
 As in ``tests.stages.tensor_parallel`` only one rank runs at any time, until it
 waits for another. A send is done at once.
 """
 
+import importlib
 import itertools
 import threading
 import time
-from dataclasses import replace
-
-import paddle
+from dataclasses import dataclass, replace
 
 from pipeproof.comm.accumulation import sum_orders, tied_sums
+from pipeproof.exec.adapter import RankAdapter
 from pipeproof.exec.compare import compare_step
 from pipeproof.exec.compare_routers import compare_routers
 from pipeproof.exec.dp_shares import with_whole_gradients
 from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.exec.frameworks import start_framework
 from pipeproof.exec.machine import Begin, Finished, RankMachine
 from pipeproof.exec.oplog import compare_log
-from pipeproof.exec.paddle_adapter import PaddleAdapter
-from pipeproof.exec.paddle_comm import PaddleWorld
 from pipeproof.stages.describe.watch import LayerWatch
-from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.orders import Orders
-from pipeproof.stages.reference.uncut import uncut_step
 
 WAIT_S = 60.0
 
 
 class _World:
-    def __init__(self):
+    def __init__(self, framework, library):
+        self.arrays, self.library = framework.arrays, library
         self.turn = threading.Condition()
         self.failure = None
         self.sent = {}
@@ -63,7 +62,7 @@ class _Channels:
 
         def wait():
             self.world.wait_for(lambda: len(sent) > place)
-            paddle.assign(sent[place], output=buffer)
+            self.world.arrays.copy_into(buffer, sent[place])
 
         return _Transfer(buffer, wait)
 
@@ -76,6 +75,13 @@ class _Collectives:
 
     def gather(self, tensor):
         return self._met(tensor.detach().clone())
+
+    def all_gather(self, tensor, dim):
+        return self.world.library.concat(self.gather(tensor), dim)
+
+    def reduce_scatter(self, tensor, dim):
+        total, place = self.reduce(tensor, "sum"), self.ranks.index(self.rank)
+        return self.world.library.chunk(total, len(self.ranks), dim)[place].contiguous()
 
     def _met(self, given):
         met = self.world.put.setdefault((self.index, self.calls), {})
@@ -91,13 +97,21 @@ class _Collectives:
         place = self.ranks.index(self.rank)
         mine = [part for parts_of in self._met(parts) if (part := parts_of[place]) is not None]
         assert sum(len(part) for part in mine) == sum(receive)
-        return paddle.concat(mine) if mine else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
+        library = self.world.library
+        return library.concat(mine) if mine else library.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
 
     def reduce(self, tensor, reduction):
         total, *others = self.gather(tensor)
         for other in others:
-            total = {"sum": paddle.add, "max": paddle.maximum}[reduction](total, other)
+            total = {"sum": self.world.library.add, "max": self.world.library.maximum}[reduction](total, other)
         return total
+
+
+@dataclass
+class _RankWorld:
+    rank: int
+    channels: _Channels
+    collectives: dict
 
 
 def run_all(plan, seen=None):
@@ -105,7 +119,8 @@ def run_all(plan, seen=None):
 
     ``seen``, where it is given, gets by (step, rank) what crossed the borders between layers.
     """
-    world = _World()
+    framework = start_framework(plan.spec.run)
+    world = _World(framework, importlib.import_module(plan.spec.run.backend))
     ranks = range(plan.mesh.num_ranks)
     outcomes = [[None] * len(ranks) for _ in range(plan.spec.run.steps)]
     adapters = [None] * len(ranks)
@@ -126,7 +141,8 @@ def run_all(plan, seen=None):
         }
         channels = _Channels(world, rank)
         watch = None if seen is None else LayerWatch()
-        adapter = PaddleAdapter(plan, rank, PaddleWorld(rank, channels, collectives), lambda step, op_id: None, watch)
+        ends = _RankWorld(rank, channels, collectives)
+        adapter = RankAdapter(plan, rank, framework, ends, lambda step, op_id: None, watch)
         adapters[rank], machine = adapter, RankMachine(plan.graph, rank)
         for step in range(plan.spec.run.steps):
             adapter.begin(step)
@@ -135,6 +151,7 @@ def run_all(plan, seen=None):
                 for instruction in instructions:
                     adapter.carry_out(instruction)
                 instructions = machine.handle(Finished(instructions[-1].op_id))
+            adapter.finish()
             outcomes[step][rank] = adapter.outcome
             if seen is not None:
                 seen[step, rank] = watch.take()
@@ -150,7 +167,11 @@ def run_all(plan, seen=None):
 
 
 def compared(plan):
-    """Each step's comparison with the ordered reference, and the uncut one; logs must be the graph's."""
+    """Each step's comparison with Paddle's ordered reference, and the uncut one; logs must be the graph's."""
+    from pipeproof.stages.reference.ordered import run_ordered
+    from pipeproof.stages.reference.orders import Orders
+    from pipeproof.stages.reference.uncut import uncut_step
+
     outcomes, adapters = run_all(plan)
     orders = sum_orders(plan)
     references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan)))
@@ -162,9 +183,30 @@ def compared(plan):
         result = compare_step(plan, step, ranks, ours, (uncut.loss, uncut.gradients))
         routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, uncut.routers)
         results.append(replace(result, routers=routers))
+    require_logged(plan, adapters)
+    return results
+
+
+def compared_with_torch(plan):
+    """Each step's comparison with PyTorch's uncut reference; logs must be the graph's."""
+    from pipeproof.stages.reference.torch_uncut import run_uncut
+
+    outcomes, adapters = run_all(plan)
+    require_logged(plan, adapters)
+    results = []
+    for step, (of_step, reference) in enumerate(zip(outcomes, run_uncut(plan.spec), strict=True)):
+        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
+        ours = reference.loss, reference.gradients
+        result = compare_step(plan, step, ranks, ours, ours)
+        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, reference.routers)
+        results.append(replace(result, routers=routers))
+    return results
+
+
+def require_logged(plan, adapters):
+    """The log of every rank is what the graph says."""
     run = plan.spec.run
     for rank, adapter in enumerate(adapters):
         types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}
         assert list(compare_log(plan.graph, rank, adapter.log, num_steps=run.steps, **types)) == []
         assert list(compare_exchanges(plan.graph, rank, adapter.log)) == []
-    return results

@@ -24,9 +24,9 @@ class Ended:
 
 
 class Run:
-    """One started ``pipeproof run`` of a plan given as a dict."""
+    """One started ``pipeproof run``, or another ``verb``, of a plan given as a dict."""
 
-    def __init__(self, tmp_path, plan, *options, command=("-m", "pipeproof")):
+    def __init__(self, tmp_path, plan, *options, command=("-m", "pipeproof"), verb="run"):
         self.temporary = tmp_path / "tmp"
         self.temporary.mkdir(parents=True)
         self.report_file = tmp_path / "report.json"
@@ -35,7 +35,7 @@ class Run:
         self._output_file = tmp_path / "output.txt"
         with self._output_file.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, *command, "run", str(plan_file), "--report", str(self.report_file), *options],
+                [sys.executable, *command, verb, str(plan_file), "--report", str(self.report_file), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -55,7 +55,8 @@ class Run:
 
     def worker(self, rank):
         """The process id of one rank's worker."""
-        pids = [pid for pid in self._workers() if f"PADDLE_TRAINER_ID={rank}" in _environment(pid)]
+        names = {f"PADDLE_TRAINER_ID={rank}", f"RANK={rank}"}
+        pids = [pid for pid in self._workers() if names.intersection(_environment(pid))]
         assert len(pids) == 1
         return pids[0]
 

@@ -3,6 +3,8 @@
 import pytest
 
 from pipeproof.comm.accumulation import sum_orders
+from pipeproof.exec.adapter import RankAdapter
+from pipeproof.exec.frameworks import start_framework
 from pipeproof.exec.machine import Begin, Finished, RankMachine
 from pipeproof.exec.oplog import compare_log
 from tests.plans import subject
@@ -12,13 +14,10 @@ pytestmark = pytest.mark.needs_paddle
 
 def run_alone(plan):
     """Every step of the only rank: the adapter, and each step's outcome."""
-    from pipeproof.stages.paddle.runtime import start_paddle
+    framework = start_framework(plan.spec.run)
+    from pipeproof.exec.paddle.comm import PaddleChannels, PaddleWorld
 
-    start_paddle()
-    from pipeproof.exec.paddle_adapter import PaddleAdapter
-    from pipeproof.exec.paddle_comm import PaddleChannels, PaddleWorld
-
-    adapter = PaddleAdapter(plan, 0, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
+    adapter = RankAdapter(plan, 0, framework, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
     machine = RankMachine(plan.graph, 0)
     outcomes = []
     for step in range(plan.spec.run.steps):
@@ -28,6 +27,7 @@ def run_alone(plan):
             for instruction in instructions:
                 adapter.carry_out(instruction)
             instructions = machine.handle(Finished(instructions[-1].op_id))
+        adapter.finish()
         outcomes.append(adapter.outcome)
     return adapter, outcomes
 
@@ -80,11 +80,12 @@ def test_slots_are_taken_in_turn_and_from_the_first_again_in_every_step():
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from pipeproof.exec.paddle_slots import Slots
+    from pipeproof.exec.paddle.arrays import PaddleArrays
+    from pipeproof.exec.slots import Slots
     from pipeproof.schedule.ops import RECV_KINDS
 
     plan = subject(schedule={"last_micro_batch_size": 1}).plan
-    slots = Slots(2, plan.graph, 1, RECV_KINDS)
+    slots = Slots(2, plan.graph, 1, RECV_KINDS, PaddleArrays())
     (channel,) = {channel for channel in plan.graph.channels if channel.dst == 1}
     pool, whole, smaller = (channel, True), [8, 2, 16], [8, 1, 16]
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeproof.exec.machine import Instruction
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
 from tests.plans import subject
@@ -37,14 +36,15 @@ def posted(rewrite=lambda rows: None, queue=None):
     """The transfers of rank 0 of two stages, by operation, as they were posted."""
     import paddle
 
-    from pipeproof.exec.paddle_transfers import RankTransfers
+    from pipeproof.exec.paddle.arrays import PaddleArrays
+    from pipeproof.exec.transfers import RankTransfers
 
     one = subject(schedule={"num_micro_batches": 3}, transport={"queue": queue})
     rows = one.graph.rows()
     rewrite(rows[0])
     plan = one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)).plan
     channels = Channels()
-    transfers = RankTransfers(plan, 0, channels)
+    transfers = RankTransfers(plan, 0, channels, PaddleArrays())
     transfers.begin()
     texts, moments = [], []
     for op_id in plan.graph.rank_ops(0):
@@ -54,7 +54,7 @@ def posted(rewrite=lambda rows: None, queue=None):
             if row.op.kind in SEND_KINDS:
                 unit.output = (paddle.zeros(list(plan.graph.tensors[row.tensor].shape)),)
             before = len(channels.posted)
-            transfers.post(Instruction(op_id, row))
+            transfers.post(op_id)
             texts.append(str(row.op))
             moments.append(len(channels.posted) - before)
     names = dict(zip(map(id, channels.posted), texts, strict=True))
@@ -105,7 +105,7 @@ def test_a_batch_is_posted_with_its_last_member_and_has_no_order_inside():
 
 
 def test_an_end_of_a_channel_waits_for_what_it_comes_behind():
-    from pipeproof.exec.paddle_comm import _ChannelEnd
+    from pipeproof.exec.paddle.comm import _ChannelEnd
 
     seen, go = [], threading.Event()
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.capabilities import declared_backend
+from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.sim.errors import SimulationError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.capabilities import backend_table
+from pipeproof.comm.backends import backend_table
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.errors import SimulationError

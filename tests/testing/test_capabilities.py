@@ -6,7 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from pipeproof.comm.capabilities import BackendTable, Row, backend_table, behaviours
+from pipeproof.comm.backends import TABLES, backend_table
+from pipeproof.comm.capabilities import BackendTable, Row, behaviours
 
 TABLE = backend_table("paddle", "cpu")
 
@@ -27,7 +28,10 @@ def test_every_field_but_name_and_sources_is_a_row() -> None:
     )
 
 
-@pytest.mark.parametrize("row", TABLE.rows(), ids=lambda row: row.key)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=f"{table.name}-{row.key}") for table in TABLES.values() for row in table.rows()],
+)
 def test_a_row_has_an_allowed_value_and_says_what_it_means_and_where_it_is_from(row: Row) -> None:
     row_type = get_type_hints(BackendTable)[row.key]
     assert row.value in (get_args(row_type) or [row.value])
@@ -66,7 +70,7 @@ def test_an_unknown_row_is_refused_with_those_there_are() -> None:
         TABLE.value("name")
 
 
-@pytest.mark.parametrize(("backend", "device"), [("paddle", "gpu"), ("torch", "cpu")])
+@pytest.mark.parametrize(("backend", "device"), [("paddle", "gpu"), ("jax", "cpu")])
 def test_an_unknown_backend_is_refused_with_those_there_are(backend: str, device: str) -> None:
     with pytest.raises(ValueError, match=f"no backend table for {backend} on {device}; there are .* paddle on cpu"):
         backend_table(backend, device)

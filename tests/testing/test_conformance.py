@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.capabilities import BackendTable, RowValue, backend_table
+from pipeproof.comm.backends import backend_table
+from pipeproof.comm.capabilities import BackendTable, RowValue
 from pipeproof.testing.conformance import check_backend
 from pipeproof.testing.endpoint import MakeWorld, World
 from pipeproof.testing.fake_backend import fake_world

@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pipeproof.comm.capabilities import backend_table
-from pipeproof.exec import doctor, paddle_pair
+from pipeproof.comm.backends import backend_table
+from pipeproof.exec import doctor, pair
 from pipeproof.exec.doctor import DoctorReport, doctor_to_json, render_doctor, run_doctor
-from pipeproof.exec.paddle_pair import BackendStartError
+from pipeproof.exec.pair import BackendStartError, backend_pair
 from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
 
@@ -42,7 +41,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "paddle_pair", partial(fake_world, TABLE))
+    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(TABLE))
     report = run_doctor()
     assert (report.exit_status, report.problems) == (0, [])
     assert [row.key for row in report.not_measured] == ["serial_group_creation", "max_group_size"]
@@ -53,7 +52,7 @@ def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_that_differs_is_named_with_what_it_means_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     other = dataclasses.replace(TABLE, queue="pair", tags=True)
-    monkeypatch.setattr(doctor, "paddle_pair", partial(fake_world, other))
+    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(other))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5)
     report = run_doctor(["queue", "tags", "all_gather"])
     assert report.exit_status == 1
@@ -75,11 +74,11 @@ def test_without_paddle_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_pair() -> None:
+    def no_pair(backend: str) -> None:
         raise BackendStartError("rank 1 ended before it was ready: SIGILL")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(doctor, "paddle_pair", no_pair)
+    monkeypatch.setattr(doctor, "backend_pair", no_pair)
     report = run_doctor()
     assert report.exit_status == 2
     assert report.problems == [
@@ -89,17 +88,17 @@ def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_worker_that_cannot_import_paddle_is_told_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children_of(os.getpid())  # other tests may leave Python's own helper processes
-    monkeypatch.setattr(paddle_pair, "WORKER", "pipeproof.exec.no_such_module")
+    monkeypatch.setitem(pair.WORKERS, "paddle", "pipeproof.exec.no_such_module")
     with (
         pytest.raises(BackendStartError, match="rank 0 ended before it was imported: exit status 1"),
-        paddle_pair.paddle_pair(),
+        backend_pair("paddle"),
     ):
         pytest.fail("came up without a worker")
     assert children_of(os.getpid()) == before
 
 
 def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "paddle_pair", partial(fake_world, TABLE))
+    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(TABLE))
     data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"]))))
     assert list(data) == ["backend", "exit_status", "versions", "rows", "not_measured", "problems"]
     assert data["rows"] == [
@@ -111,7 +110,14 @@ def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
             "detail": "rank 1 died: length check",
         }
     ]
-    assert set(data["versions"]) == {"pipeproof", "python", "paddle", "numpy", "platform", "cores"}
+    assert set(data["versions"]) == {"pipeproof", "python", "paddle", "torch", "numpy", "platform", "cores"}
+
+
+@pytest.mark.needs_torch
+def test_pytorch_behaves_as_its_table_says() -> None:
+    report = run_doctor(backend="torch")
+    assert {row.key: row.observed for row in report.rows if not row.ok} == {}
+    assert (report.backend, report.exit_status) == ("torch-gloo", 0)
 
 
 @pytest.mark.needs_paddle
@@ -126,7 +132,7 @@ def test_this_machine_behaves_as_the_table_says() -> None:
 @pytest.mark.needs_paddle
 def test_a_rank_that_blocks_in_gloo_is_seen_and_killed() -> None:
     before = children_of(os.getpid())
-    with paddle_pair.paddle_pair() as world:
+    with backend_pair("paddle") as world:
         workers = children_of(os.getpid()) - before
         assert len(workers) == 2
         outcomes = world.run(wait_in_vain, 2.0)
@@ -139,8 +145,8 @@ def test_a_rank_that_blocks_in_gloo_is_seen_and_killed() -> None:
 def test_workers_end_with_a_doctor_that_is_killed() -> None:
     program = (
         "from tests.testing.bodies import wait_in_vain\n"
-        "from pipeproof.exec.paddle_pair import paddle_pair\n"
-        "with paddle_pair() as world:\n"
+        "from pipeproof.exec.pair import backend_pair\n"
+        "with backend_pair('paddle') as world:\n"
         "    print('up', flush=True)\n"
         "    world.run(wait_in_vain, 60)\n"
     )

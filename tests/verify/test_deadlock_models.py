@@ -6,8 +6,9 @@ from typing import get_args
 
 import pytest
 
+from pipeproof.comm.backends import backend_table
 from pipeproof.comm.buffering import message_bytes
-from pipeproof.comm.capabilities import Queue, backend_table
+from pipeproof.comm.capabilities import Queue
 from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.specs.finding import CycleWitness, OpsWitness, ProgramExcerpt, WitnessOp
 from pipeproof.specs.render_cycle import cycle_drawing

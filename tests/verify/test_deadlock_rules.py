@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeproof.comm import lower
-from pipeproof.comm.capabilities import backend_table
+from pipeproof.comm.backends import backend_table
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.optable import TensorSpec
 from pipeproof.specs.finding import CycleWitness, Severity

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.capabilities import backend_table
+from pipeproof.comm.backends import backend_table
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import Op, OpKind, parse_op, wait_for
 from pipeproof.schedule.optable import NONE, Group, Row

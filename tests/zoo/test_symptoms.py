@@ -5,7 +5,7 @@ The programs that run are those that the rules judged, row by row.
 
 import pytest
 
-from pipeproof.exec.paddle_pair import paddle_pair
+from pipeproof.exec.pair import backend_pair
 from pipeproof.schedule.ops import parse_op
 from tests.exec.processes import Run
 from tests.plans import plan_dict
@@ -59,13 +59,13 @@ def is_right(outcomes):
 def test_a_deadlock_hangs_both_processes(name):
     case = CASE[name]
     assert "PP401" in case.kills
-    with paddle_pair() as pair:
+    with backend_pair("paddle") as pair:
         assert is_right(pair.run(body(case.correct()), PATIENCE_S))
         assert [outcome.kind for outcome in pair.run(body(case.mutant()), HANG_S)] == ["blocked", "blocked"]
 
 
 def test_wrong_values_arrive_and_nothing_complains():
-    with paddle_pair() as pair:
+    with backend_pair("paddle") as pair:
         for name in WRONG:
             case = CASE[name]
             late = 1 if name == "I13" else None  # so that the buffer is written before it is taken
@@ -76,7 +76,7 @@ def test_wrong_values_arrive_and_nothing_complains():
 
 def test_a_message_that_is_too_long_aborts_its_receiver():
     case = CASE[ABORTING]
-    with paddle_pair() as pair:
+    with backend_pair("paddle") as pair:
         assert is_right(pair.run(body(case.correct()), PATIENCE_S))
         _, receiver = pair.run(body(case.mutant()), HANG_S)
         assert (receiver.kind, receiver.detail) == ("died", "SIGABRT")

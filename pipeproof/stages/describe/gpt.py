@@ -16,7 +16,7 @@ from pipeproof.specs.layout import INVARIANT, sharded
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.lanes import embeds_again, lanes_after, lanes_into
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, Collective, CollectiveKind, Layer, Parameter
+from pipeproof.stages.describe.layers import COUNTS_DTYPE, Collective, CollectiveKind, Layer, Parameter, loss_dtype
 from pipeproof.stages.describe.order import first_word, layer_order
 from pipeproof.stages.describe.streams import stream_weights
 
@@ -64,6 +64,7 @@ _Ways = tuple[tuple[Collective, ...], tuple[Collective, ...]]
 
 class _GptDescriber:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
+        self.loss_dtype = loss_dtype(plan.run.dtype)
         model, topology = plan.model, plan.topology
         self.model = model
         self.hidden, self.vocab = model.hidden_size, model.vocab_size
@@ -279,8 +280,9 @@ class _GptDescriber:
         lanes = lanes_into(self.model, "head")
         forward, backward = self._enter("head.in", lanes * self.hidden)
         if self.tp > 1:  # the vocabulary-parallel cross-entropy: one number per token, three times
+            dtype, numel = self.loss_dtype, lanes * self.tokens
             forward += tuple(
-                Collective(CollectiveKind.ALL_REDUCE, "tp", lanes * self.tokens, label, reduction)
+                Collective(CollectiveKind.ALL_REDUCE, "tp", numel, label, reduction, dtype)
                 for label, reduction in (
                     ("head.loss.max", "max"),
                     ("head.loss.sum_exp", "sum"),

@@ -21,6 +21,11 @@ COUNTS_DTYPE = "int64"
 """Of how many tokens go to each expert."""
 
 
+def loss_dtype(dtype: str) -> str | None:
+    """The type in which token losses are computed, where that is not ``dtype`` of activations: 16 bits are widened."""
+    return "float32" if dtype_bytes(dtype) == 2 else None
+
+
 class CollectiveKind(StrEnum):
     """A collective over one mesh axis."""
 

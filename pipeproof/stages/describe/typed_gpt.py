@@ -21,7 +21,7 @@ from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.lanes import embeds_again, lanes_after, lanes_into
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, layer_kind
+from pipeproof.stages.describe.layers import COUNTS_DTYPE, layer_kind, loss_dtype
 from pipeproof.stages.describe.own_layers import typed_own
 from pipeproof.stages.describe.streams import streams_of
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
@@ -51,6 +51,7 @@ def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str
 class _GptWriter:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
         self._model, topology = plan.model, plan.topology
+        self._loss_dtype = loss_dtype(plan.run.dtype)
         self._mesh = {"tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
         self._sp = topology.sequence_parallel
         self._sizes = {
@@ -133,12 +134,14 @@ class _GptWriter:
         weight, dims = ("embed.weight", "v h") if self._model.tied_embedding else ("weight", "h v")
         p.parameter(weight, dims, tp="S(v)")
         p.multiply("logits", self._enter(p, "in", "x"), weight, over="h")
-        p.all_reduce("loss.max", p.maximum("highest", "logits", over="v"), "tp", reduction="max")
+        p.all_reduce(
+            "loss.max", p.maximum("highest", "logits", over="v"), "tp", reduction="max", dtype=self._loss_dtype
+        )
         p.add("shifted", "logits", "loss.max")
         p.multiply("partial.sum_exp", p.apply("exp", "shifted"), over="v")
-        p.all_reduce("loss.sum_exp", "partial.sum_exp", "tp")
+        p.all_reduce("loss.sum_exp", "partial.sum_exp", "tp", dtype=self._loss_dtype)
         p.pick("partial.target", "shifted", "labels", over="v")
-        p.all_reduce("loss.target", "partial.target", "tp")
+        p.all_reduce("loss.target", "partial.target", "tp", dtype=self._loss_dtype)
         p.add("token_loss", p.apply("log", "loss.sum_exp"), "loss.target")
         p.result(p.multiply("loss", "token_loss", over="s b"), cp="P", ep="P")
         return p

@@ -207,9 +207,13 @@ class ProgramBuilder:
             TypedKind.DETACH, name, [operand], self._value_of(operand).dims, differentiable=False
         )  # fmt: skip
 
-    def all_reduce(self, name: str, operand: str, axis: str, *, to: str = "I", reduction: str = "sum") -> str:
+    def all_reduce(
+        self, name: str, operand: str, axis: str, *, to: str = "I", reduction: str = "sum", dtype: str | None = None
+    ) -> str:
         """The sum of the ranks' addends on each rank; ``max`` takes any values of a constant."""
-        return self._change(TypedKind.ALL_REDUCE, name, operand, axis, axis_type(to), reduction)
+        self._change(TypedKind.ALL_REDUCE, name, operand, axis, axis_type(to), reduction)
+        self._ops[-1] = replace(self._ops[-1], dtype=dtype)
+        return name
 
     def all_gather(self, name: str, operand: str, axis: str, *, to: str = "R") -> str:
         """All ranks' parts on each rank."""

@@ -140,8 +140,11 @@ class PaddleStage:
         lanes = [] if activation is None else split_lanes(activation, self._num_given, self._rows_dim)
         dropouts = Dropouts(self._plan, step, index, piece, self._region)
         for layer in self._layers:
-            if watch is not None and lanes:
-                watch.see(layer.name, "input", index, piece, [lanes[lane_read(layer.name)]])
+            inputs = lanes[lane_read(layer.name) :][:1]
+            if watch is not None and is_mtp(layer.name):
+                inputs = [watch.apart(lanes, lane_read(layer.name))]
+            if watch is not None and inputs:
+                watch.see(layer.name, "input", index, piece, inputs)
             if layer.name == "embed":
                 lanes = self._ends.embed(batches[: lanes_after(self._plan.model, ["embed"])], dropouts)
             elif is_empty(layer.name):
@@ -155,7 +158,6 @@ class PaddleStage:
                 lanes = [whole_loss(self._plan, losses)]
             else:
                 block = partial(self._block, name=layer.name, index=index, piece=piece, dropouts=dropouts)
-                inputs = [lanes[lane_read(layer.name)]]
                 if is_mtp(layer.name):
                     made = module_of(layer.name) + 1
                     inputs += lanes[made : made + 1]

@@ -13,8 +13,10 @@ import torch
 NUM_THREADS = 1
 
 
-def start_torch(device: str, local_rank: int = 0) -> torch.device:
+def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> torch.device:
     """The device of this process, on which a known kernel has been seen to work; calling it again changes nothing.
+
+    Where nothing is computed (``computes``), only copied, the kernel is not tried.
 
     ``device`` is ``cpu`` or ``gpu``; on a machine with several GPUs a process takes the one of its ``local_rank``.
 
@@ -32,7 +34,8 @@ def start_torch(device: str, local_rank: int = 0) -> torch.device:
         raise RuntimeError(f"local rank {local_rank} has no GPU: PyTorch sees {torch.cuda.device_count()}")
     torch.cuda.set_device(local_rank)
     chosen = torch.device("cuda", local_rank)
-    require_kernels(chosen)
+    if computes:
+        require_kernels(chosen)
     return chosen
 
 

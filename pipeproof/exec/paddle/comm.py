@@ -137,6 +137,15 @@ class PairwiseCollectives:
                 parts[other] = received[pair.index(other)]
         return [parts[rank] for rank in self.ranks]
 
+    def all_gather(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
+        """What every member put in, joined along ``dim`` in group order."""
+        return paddle.concat(self.gather(tensor), axis=dim)
+
+    def reduce_scatter(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
+        """This member's part along ``dim`` of the sum over the members, taken in group order."""
+        parts = paddle.split(self.reduce(tensor, "sum"), len(self.ranks), axis=dim)
+        return parts[self.ranks.index(self._rank)].contiguous()
+
     def exchange(self, rows: paddle.Tensor, send: Sequence[int], receive: Sequence[int]) -> paddle.Tensor:
         """``send[m]`` rows, in order, to each member m, and ``receive[m]`` from it, joined in group order.
 
@@ -180,6 +189,10 @@ class PaddleWorld:
     channels: PaddleChannels
     collectives: dict[int, PairwiseCollectives]
     """By index of the graph's groups, those that this rank is a member of."""
+
+    def barrier(self) -> None:
+        """No rank leaves before all have come."""
+        dist.barrier()
 
 
 def connect(

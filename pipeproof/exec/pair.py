@@ -1,4 +1,4 @@
-"""Two processes of this machine connected by Paddle's gloo: the world in which the doctor runs its probes."""
+"""Two processes of this machine connected by a backend: the world in which the doctor runs its probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 from pipeproof.exec.rendezvous import free_ports, rank_environment
 from pipeproof.testing.endpoint import Body, Outcome
 
-WORKER = "pipeproof.exec.paddle_endpoint"
+WORKERS = {"paddle": "pipeproof.exec.paddle.endpoint", "torch": "pipeproof.exec.torch.endpoint"}
+"""By framework, the module that each of the two processes runs."""
 START_TIMEOUT_S = 60.0
 _REAP_S = 5.0
 """How long a process whose connection has closed may take to be gone."""
@@ -41,7 +42,7 @@ class _Rank:
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-class PaddlePair:
+class BackendPair:
     """Two connected ranks, each in a process of its own; see ``pipeproof.testing.endpoint.World``."""
 
     def __init__(self, ranks: list[_Rank]) -> None:
@@ -58,15 +59,15 @@ class PaddlePair:
 
 
 @contextmanager
-def paddle_pair() -> Iterator[PaddlePair]:
-    """Start two processes, connect them, and kill and reap them at the end, whatever happened.
+def backend_pair(backend: str) -> Iterator[BackendPair]:
+    """Start two processes, connect them by ``paddle`` or ``torch``, and kill and reap them at the end, come what may.
 
     Raises:
-        BackendStartError: Paddle cannot be imported, or the two do not connect within a minute.
+        BackendStartError: the framework cannot be imported, or the two do not connect within a minute.
     """
     ports = free_ports(3)
     with ExitStack() as stack:
-        ranks = [_start(number, ports, stack) for number in (0, 1)]
+        ranks = [_start(backend, number, ports, stack) for number in (0, 1)]
         for rank in ranks:
             _expect("imported", [rank])
         # A rank that comes before the store of rank 0 listens sleeps for three seconds.
@@ -74,20 +75,20 @@ def paddle_pair() -> Iterator[PaddlePair]:
         _await_store(ranks[0], ports[0])
         _let_join(ranks[1])
         _expect("ready", ranks)
-        yield PaddlePair(ranks)
+        yield BackendPair(ranks)
 
 
-def _start(number: int, ports: list[int], stack: ExitStack) -> _Rank:
+def _start(backend: str, number: int, ports: list[int], stack: ExitStack) -> _Rank:
     ours, theirs = socket.socketpair()
     connection = stack.enter_context(Connection(ours.detach()))
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", WORKERS[backend], str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=rank_environment(number, 2, ports),
+            env=rank_environment(backend, number, 2, ports),
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the two
         )
     stack.callback(process.wait)

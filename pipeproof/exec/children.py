@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-import paddle
 
+from pipeproof.exec.framework import Arrays, Collectives, Tensor
 from pipeproof.exec.oplog import Traffic
-from pipeproof.exec.paddle_comm import PairwiseCollectives
 from pipeproof.schedule.ops import Op, OpKind, child_of
 from pipeproof.stages.describe.layers import COUNTS_DTYPE
 
@@ -24,13 +23,11 @@ class Host(Protocol):
         """Say which operation is about to run."""
         ...
 
-    def collectives_over(self, axis: str, stage: int, weight: str = "") -> PairwiseCollectives:
+    def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """The rank's collectives along a mesh axis; along ``pp`` those with the other holders of a stage's weight."""
         ...
 
-    def log_collective(
-        self, op: Op, collectives: PairwiseCollectives, tensor: paddle.Tensor, start_ns: int, traffic: Traffic
-    ) -> None:
+    def log_collective(self, op: Op, collectives: Collectives, tensor: Tensor, start_ns: int, traffic: Traffic) -> None:
         """Write down a collective that just ended; ``traffic`` is empty but for an all-to-all."""
         ...
 
@@ -38,11 +35,11 @@ class Host(Protocol):
 class ChildCollectives:
     """The collectives that compute issues while it runs: does them, and logs each under its parent.
 
-    This is the ``TensorParallelCollectives``, ``ContextCollectives`` and ``ExpertCollectives`` of the stage's layers.
+    This is the ``StageCollectives`` of the stage's layers.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, arrays: Arrays) -> None:
+        self._host, self._arrays = host, arrays
         self._parent: Op | None = None
         self._parent_id = self._index = 0
 
@@ -50,32 +47,24 @@ class ChildCollectives:
         """A host operation starts: collectives from here on are its children."""
         self._parent, self._parent_id, self._index = op, op_id, 0
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str, reduction: str = "sum") -> paddle.Tensor:
+    def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
         """The reduction over TP, in TP rank order."""
         return self.reduce_over("tp", tensor, reduction)
 
-    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str = "tp") -> paddle.Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """Every rank's part, joined along ``dim``; over TP, or context-parallel ranks."""
-        return self._issue(OpKind.ALL_GATHER, axis, tensor, lambda c: paddle.concat(c.gather(tensor), axis=dim))
+        return self._issue(OpKind.ALL_GATHER, axis, tensor, lambda c: c.all_gather(tensor, dim))
 
-    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str = "tp") -> paddle.Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """This rank's part along ``dim`` of the sum over TP, or context-parallel ranks, in their order."""
+        return self._issue(OpKind.REDUCE_SCATTER, axis, tensor, lambda c: c.reduce_scatter(tensor, dim))
 
-        def act(collectives: PairwiseCollectives) -> paddle.Tensor:
-            total = collectives.reduce(tensor, "sum")
-            place = collectives.ranks.index(self._host.rank)
-            return paddle.split(total, len(collectives.ranks), axis=dim)[place].contiguous()
-
-        return self._issue(OpKind.REDUCE_SCATTER, axis, tensor, act)
-
-    def all_to_all(
-        self, tensor: paddle.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str
-    ) -> paddle.Tensor:
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Rows to every EP rank, and from every EP rank, as many as ``send`` and ``receive`` say."""
 
-        def traffic_of(result: paddle.Tensor) -> Traffic:
-            if str(tensor.dtype).endswith(COUNTS_DTYPE):  # the rows that it announces
-                send_rows, receive_rows = _sums(tensor, send), _sums(result, receive)
+        def traffic_of(result: Tensor) -> Traffic:
+            if self._arrays.dtype(tensor) == COUNTS_DTYPE:  # the rows that it announces
+                send_rows, receive_rows = self._sums(tensor, send), self._sums(result, receive)
                 return tuple(zip(send_rows, receive_rows, strict=True))
             return tuple(zip(send, receive, strict=True))
 
@@ -83,24 +72,15 @@ class ChildCollectives:
             OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive), traffic_of=traffic_of
         )
 
-    def sum_scattered(self, axis: str, flat: paddle.Tensor) -> paddle.Tensor:
+    def sum_scattered(self, axis: str, flat: Tensor) -> Tensor:
         """This rank's part of the sum of a flat tensor over an axis, in rank order."""
+        return self._issue(OpKind.REDUCE_SCATTER, axis, flat, lambda c: c.reduce_scatter(flat, 0))
 
-        def act(collectives: PairwiseCollectives) -> paddle.Tensor:
-            numel, place = flat.size // len(collectives.ranks), collectives.ranks.index(self._host.rank)
-            first, *others = [part[place * numel : (place + 1) * numel] for part in collectives.gather(flat)]
-            total = first.clone()
-            for other in others:
-                total = total + other
-            return total
-
-        return self._issue(OpKind.REDUCE_SCATTER, axis, flat, act)
-
-    def gathered(self, axis: str, flat: paddle.Tensor) -> paddle.Tensor:
+    def gathered(self, axis: str, flat: Tensor) -> Tensor:
         """The flat tensors of all ranks along an axis, one behind the other."""
-        return self._issue(OpKind.ALL_GATHER, axis, flat, lambda c: paddle.concat(c.gather(flat)))
+        return self._issue(OpKind.ALL_GATHER, axis, flat, lambda c: c.all_gather(flat, 0))
 
-    def reduce_over(self, axis: str, tensor: paddle.Tensor, reduction: str, weight: str = "") -> paddle.Tensor:
+    def reduce_over(self, axis: str, tensor: Tensor, reduction: str, weight: str = "") -> Tensor:
         """An all-reduce over any axis; over ``pp`` among those that hold the weight that is named."""
         return self._issue(OpKind.ALL_REDUCE, axis, tensor, lambda c: c.reduce(tensor, reduction), weight)
 
@@ -108,11 +88,11 @@ class ChildCollectives:
         self,
         kind: OpKind,
         axis: str,
-        tensor: paddle.Tensor,
-        act: Callable[[PairwiseCollectives], paddle.Tensor],
+        tensor: Tensor,
+        act: Callable[[Collectives], Tensor],
         weight: str = "",
-        traffic_of: Callable[[paddle.Tensor], Traffic] = lambda _: (),
-    ) -> paddle.Tensor:
+        traffic_of: Callable[[Tensor], Traffic] = lambda _: (),
+    ) -> Tensor:
         assert self._parent is not None
         op = child_of(self._parent, self._index, kind, axis)
         self._index += 1
@@ -123,6 +103,6 @@ class ChildCollectives:
         self._host.log_collective(op, collectives, tensor, start, traffic_of(result))
         return result
 
-
-def _sums(counts: paddle.Tensor, sizes: Sequence[int]) -> list[int]:
-    return [int(part.sum()) for part in np.split(counts.numpy(), np.cumsum(sizes)[:-1])]
+    def _sums(self, counts: Tensor, sizes: Sequence[int]) -> list[int]:
+        parts = np.split(self._arrays.to_numpy(counts), np.cumsum(sizes)[:-1])
+        return [int(part.sum()) for part in parts]

@@ -1,60 +1,28 @@
-"""Stages as a rank runs them: what crosses a boundary is always a tuple of tensors, one for each member of the edge."""
+"""Stages as a rank runs them with Paddle: between them is a tuple of tensors, one for each member of the edge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import paddle
 
 from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.exec.framework import Array, RankStage, StageCollectives
 from pipeproof.exec.gpt_members import activation_place, local_part, put_into, taken_from
-from pipeproof.exec.tensor_facts import dtype_of
+from pipeproof.exec.paddle.arrays import PaddleArrays
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
-from pipeproof.stages.paddle.collectives import TensorParallelCollectives
-from pipeproof.stages.paddle.context import ContextCollectives
-from pipeproof.stages.paddle.expert_exchange import ExpertCollectives
+from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.paddle.weights import WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor
 Value: TypeAlias = tuple[Tensor, ...]
 """What crosses a boundary, in the order of the edge's members."""
-
-
-class RankCollectives(ContextCollectives, TensorParallelCollectives, ExpertCollectives, Protocol):
-    """All collectives that layers may issue while they compute."""
-
-
-class RankStage(Protocol):
-    """One stage on one rank: its weights, and its computations from boundary to boundary."""
-
-    parameters: dict[str, Tensor]
-
-    def forward(self, inputs: Value, *, step: int, index: int, piece: int, watch: LayerWatch | None) -> Value:
-        """Run one unit of work; the caller keeps the result for backward.
-
-        ``inputs`` has the members of the edge before the stage, those with a gradient as leaves that want one; it is
-        empty for the first stage. ``step``, ``index`` (of the micro-batch, over all data ranks) and ``piece`` say
-        which unit it is. The result has the members of the edge after the stage, or the loss, a scalar; where
-        that has parts which are reported, they come behind it as one vector.
-        """
-        ...
-
-    def backward_input(self, outputs: Value, gradients: Sequence[Tensor | None]) -> WeightGradients:
-        """Run one unit of work back; sets ``grad`` of the inputs, and returns what weights are still to be given.
-
-        ``gradients`` has one for each of ``outputs``, None for members without one, and for the loss.
-        """
-        ...
-
-    def give_back(self) -> None:
-        """Add what layers made of weights that were lent to them to those weights' own gradients."""
-        ...
 
 
 class GptStage:
@@ -65,7 +33,7 @@ class GptStage:
         plan: LoweredPlan,
         number: int,
         coords: Mapping[str, int],
-        collectives: RankCollectives,
+        collectives: StageCollectives,
         lent: Mapping[str, Tensor],
     ) -> None:
         at = coords["tp"], collectives, coords["ep"], collectives
@@ -136,7 +104,7 @@ class GptStage:
 
 def _as(tensor: Tensor, dtype: str) -> Tensor:
     """The tensor in the type in which it travels, or is computed with."""
-    return tensor if dtype_of(tensor) == dtype else paddle.cast(tensor, dtype)
+    return tensor if PaddleArrays().dtype(tensor) == dtype else paddle.cast(tensor, dtype)
 
 
 def _piece(batch: Batch, piece: int, num_pieces: int) -> Batch:
@@ -151,19 +119,54 @@ def _with_piece(batch: Batch, own: Batch, piece: int, num_pieces: int) -> Batch:
     return Batch(*(np.concatenate([getattr(one, what) for one in pieces], axis=1) for what in ("tokens", "labels")))
 
 
-def stage_maker(
-    plan: LoweredPlan, coords: Mapping[str, int], collectives: RankCollectives
-) -> Callable[[int, Mapping[str, Tensor]], RankStage]:
-    """What makes a rank's stages, from their numbers and the weights that its other stages lend.
+class PaddleStages:
+    """What makes a rank's stages; a ``Stages``. Own layers are built once for all stages of the rank."""
 
-    Own layers are built once for all stages of the rank.
-    """
-    own = plan.spec.own_layers
-    if own is None:
-        return lambda number, lent: GptStage(plan, number, coords, collectives, lent)
-    from pipeproof.stages.own.model import OwnModel
-    from pipeproof.stages.paddle.own_stage import OwnStage
+    def __init__(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> None:
+        self._plan, self._coords, self._collectives = plan, coords, collectives
+        own = plan.spec.own_layers
+        if own is not None:
+            from pipeproof.stages.own.model import OwnModel
 
-    model = OwnModel(plan.spec, [layer.name for layer in own.layers])
-    split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
-    return lambda number, lent: OwnStage(plan.spec, model, plan.stages[number], lent, splits=number in split)
+            self._model = OwnModel(plan.spec, [layer.name for layer in own.layers])
+            self._split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
+
+    def make(self, number: int, lent: Mapping[str, Tensor]) -> RankStage:
+        """A stage, with the weights that the rank's other stages lend it."""
+        if self._plan.spec.own_layers is None:
+            return GptStage(self._plan, number, self._coords, self._collectives, lent)
+        from pipeproof.stages.paddle.own_stage import OwnStage
+
+        names = self._plan.stages[number]
+        return OwnStage(self._plan.spec, self._model, names, lent, splits=number in self._split)
+
+    def routers(self, stage: RankStage) -> PaddleRouters | None:
+        """The routers of a stage of a GPT."""
+        return PaddleRouters(stage.balance) if isinstance(stage, GptStage) else None
+
+    def load(self, step: int) -> None:
+        """Stages draw their micro-batches themselves, when they come to them."""
+
+
+class PaddleRouters:
+    """The routers of one stage, which count in numpy; a ``Routers``."""
+
+    def __init__(self, balance: Balance) -> None:
+        self._balance = balance
+        self.begin, self.move_biases = balance.begin, balance.move_biases
+
+    def biased(self) -> Sequence[str]:
+        """The experts whose routers have a bias that moves."""
+        return list(self._balance.biases)
+
+    def load(self, experts: str) -> Tensor:
+        """As ``Balance.load``, as a tensor."""
+        return paddle.to_tensor(self._balance.load(experts))
+
+    def set_load(self, experts: str, load: Tensor) -> None:
+        """As ``Balance.set_load``, from a tensor."""
+        self._balance.set_load(experts, load.numpy())
+
+    def shown(self) -> dict[str, Array]:
+        """As ``Balance.shown``."""
+        return self._balance.shown()

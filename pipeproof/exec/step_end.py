@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-import paddle
-
 from pipeproof.comm.gradient_norm import counted_by, num_weights
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.comm.step_end import is_reduced
-from pipeproof.exec.paddle_children import ChildCollectives
-from pipeproof.exec.paddle_comm import PairwiseCollectives
-from pipeproof.exec.paddle_stages import RankStage
+from pipeproof.exec.children import ChildCollectives
+from pipeproof.exec.framework import (
+    Array,
+    Clip,
+    Collectives,
+    Framework,
+    Optimizer,
+    RankStage,
+    ShardedOptimizer,
+    Tensor,
+    Weight,
+)
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.shares import num_shares
-from pipeproof.stages.paddle.clip import GradientClip
-from pipeproof.stages.paddle.optimizer import StageOptimizer, make_optimizer
-from pipeproof.stages.paddle.sharded import ShardedOptimizer
 
 
 class StepEnd:
@@ -35,16 +38,18 @@ class StepEnd:
         coords: Mapping[str, int],
         stages: Mapping[int, RankStage],
         children: ChildCollectives,
+        framework: Framework,
     ) -> None:
         self._plan, self._coords, self._stages, self._children = plan, coords, stages, children
+        self._framework = framework
         self._sharded: dict[int, ShardedOptimizer] = {}
-        self._whole: dict[int, StageOptimizer] = {}
+        self._whole: dict[int, Optimizer] = {}
         run, shares = plan.spec.run, num_shares(plan.spec)
         for number, stage in stages.items():
             if shares > 1:
-                self._sharded[number] = ShardedOptimizer(run, stage.parameters, shares, coords["dp"])
+                self._sharded[number] = framework.sharded_optimizer(run, stage.parameters, shares, coords["dp"])
             else:
-                self._whole[number] = make_optimizer(run, stage.parameters)
+                self._whole[number] = framework.optimizer(run, stage.parameters)
         self._clip = self._make_clip()
         self._borrowers = plan.shared_weights.borrowers(coords["pp"])
         self._given_back: set[int] = set()
@@ -54,10 +59,8 @@ class StepEnd:
         self._given_back.clear()
         if self._clip is not None:
             self._clip.begin()
-        for sharded in self._sharded.values():
-            sharded.zero_grad()
-        for whole in self._whole.values():
-            whole.zero_grad()
+        for optimizer in (*self._sharded.values(), *self._whole.values()):
+            optimizer.zero_grad()
 
     def reduce(self, op: Op) -> None:
         """Sum the gradients of a stage over ranks; over dp, where the optimizer is sharded, this rank's shares."""
@@ -72,10 +75,11 @@ class StepEnd:
                 optimizer = self._sharded[op.stage]
                 optimizer.put_sum(name, self._children.sum_scattered(axis, optimizer.to_scatter(name)))
             else:
-                grad = stage.parameters[name].grad
-                grad.set_value(self._children.reduce_over(axis, grad, "sum", name))
+                weight = stage.parameters[name]
+                own = self._framework.gradient(weight)
+                self._framework.put_gradient(weight, self._children.reduce_over(axis, own, "sum", name))
 
-    def sum_norms(self, collectives: PairwiseCollectives) -> paddle.Tensor:
+    def sum_norms(self, collectives: Collectives) -> Tensor:
         """Sum the vector of squared norms, as far as it is, over some ranks; what this rank put in."""
         assert self._clip is not None
         for stage in self._stages:
@@ -84,15 +88,12 @@ class StepEnd:
         self._clip.squares = collectives.reduce(squares, "sum")
         return squares
 
-    def update(self, stage: int) -> dict[str, np.ndarray]:
-        """Clip and step; by weight the gradient that the optimizer used, flat where it is this rank's share."""
+    def update(self, stage: int) -> None:
+        """Clip and step."""
         self._give_back(stage)
-        updated = self._updated(stage)
         if self._clip is not None:
-            self._clip.clip(updated)
-        gradients = {name: weight.grad.numpy().copy() for name, weight in updated.items()}
+            self._clip.clip(self._updated(stage))
         (self._sharded.get(stage) or self._whole[stage]).step()
-        return gradients
 
     def gather(self, op: Op) -> None:
         """Put the weights of a stage together from the shares that dp ranks have updated."""
@@ -101,7 +102,15 @@ class StepEnd:
             name = parameter.name
             optimizer.put_whole(name, self._children.gathered(str(op.axis), optimizer.to_gather(name)))
 
-    def _updated(self, stage: int) -> Mapping[str, paddle.Tensor]:
+    def gradients(self) -> dict[str, Array]:
+        """After a step, by weight, the gradient that the optimizer used, flat where it is this rank's share."""
+        return {
+            name: self._framework.arrays.to_numpy(self._framework.gradient(weight))
+            for stage in self._stages
+            for name, weight in self._updated(stage).items()
+        }
+
+    def _updated(self, stage: int) -> Mapping[str, Weight]:
         """What the optimizer of a stage updates: weights, or this rank's shares of them."""
         sharded = self._sharded.get(stage)
         return self._stages[stage].parameters if sharded is None else sharded.updated
@@ -113,9 +122,9 @@ class StepEnd:
                 self._stages[borrower].give_back()
                 self._given_back.add(borrower)
 
-    def _make_clip(self) -> GradientClip | None:
+    def _make_clip(self) -> Clip | None:
         run = self._plan.spec.run
         if run.clip_norm is None:
             return None
         counted = {place: self._updated(stage)[name] for place, stage, name in counted_by(self._plan, self._coords)}
-        return GradientClip(counted, num_weights(self._plan), run.clip_norm, run.weight_dtype)
+        return self._framework.clip(counted, num_weights(self._plan), run.clip_norm, run.weight_dtype)

@@ -1,36 +1,26 @@
-"""One of two processes that the doctor probes Paddle's gloo with.
+"""One of two processes that the doctor probes Paddle's gloo with: ``python -m pipeproof.exec.paddle.endpoint FD``.
 
-Started by ``paddle_pair`` as ``python -m pipeproof.exec.paddle_endpoint FD``
-with the ``PADDLE_*`` environment of its rank. It says over the connection FD
-that it has imported Paddle, joins its peer once told to, says that it is
-ready, then runs each body it is sent and answers with the outcome. When the
-connection closes it ends, even if a call to Paddle blocks.
+What it says over the connection FD stands at ``exec.endpoint_process``.
 """
 
 # ruff: noqa: D102 - what each method of an endpoint does stands once, at `Endpoint`
 from __future__ import annotations
 
 import os
-import pickle
-import queue
-import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from pipeproof.exec.endpoint_process import serve
 from pipeproof.schedule.optable import Channel
 from pipeproof.stages.paddle.runtime import start_paddle
-from pipeproof.testing.endpoint import EDGES, Array, Body, Endpoint, Handle, Outcome
+from pipeproof.testing.endpoint import EDGES, Array, Handle
 
 PAUSE_S = 0.1
-EXIT_ALONE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +42,7 @@ class PaddleEndpoint:
         import paddle
         import paddle.distributed as dist
 
-        from pipeproof.exec.paddle_comm import connect
+        from pipeproof.exec.paddle.comm import connect
 
         # Untyped, for what is under test is also how Paddle takes arguments that its signatures do not have.
         self._paddle: Any = paddle
@@ -148,55 +138,10 @@ def _numpy(tensor: Any) -> Array:
     return array
 
 
-def _outcome(pickled_body: bytes, endpoint: Endpoint) -> Outcome:
-    try:
-        body: Body = pickle.loads(pickled_body)  # noqa: S301 - from the process that started this one
-        return Outcome("returned", body(endpoint))
-    except Exception as error:  # noqa: BLE001 - whatever Paddle raises is the outcome
-        return Outcome("raised", detail=_one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
-    """The error's first telling line, without the place in Paddle's source that follows it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    line = next((line for line in lines if "Error: " in line), lines[0])
-    return f"{type(error).__name__}: {line.partition(' (at ')[0]}"
-
-
-def _inbox(connection: Connection) -> queue.SimpleQueue[bytes]:
-    """What arrives, read by a thread that ends this process when the other side is gone."""
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        while True:
-            try:
-                inbox.put(connection.recv_bytes())
-            except (EOFError, OSError):
-                os._exit(EXIT_ALONE)
-
-    threading.Thread(target=read, name="lifeline", daemon=True).start()
-    return inbox
-
-
 def main(arguments: list[str]) -> None:
     """Serve bodies until the connection closes, which ends the process."""
-    connection = Connection(int(arguments[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some probes abort: leave no core file
-    inbox = _inbox(connection)
-    try:
-        start_paddle()
-        connection.send("imported")
-        inbox.get()
-        endpoint = PaddleEndpoint(int(os.environ["PADDLE_TRAINER_ID"]))
-    except Exception as error:  # noqa: BLE001 - whatever an import or Paddle raises is told
-        connection.send(_one_line(error))
-        return
-    connection.send("ready")
-    while True:
-        connection.send(_outcome(inbox.get(), endpoint))
+    serve(arguments, start_paddle, lambda: PaddleEndpoint(int(os.environ["PADDLE_TRAINER_ID"])))
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(EXIT_ALONE)  # Paddle's threads would hold a normal exit up

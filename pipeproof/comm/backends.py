@@ -1,0 +1,215 @@
+"""What each backend really does: one table per backend and kind of device.
+
+A table is the only place where such a fact stands. The deadlock rules read it,
+the documentation prints it, the digest of a plan covers it, and ``doctor``
+holds this machine to it. What a row means is said in ``pipeproof.comm.capabilities``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from pipeproof.comm.capabilities import BackendTable
+from pipeproof.specs.plan import PlanSpec
+
+_MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
+_GLOO_SOURCE = "gloo, pair.cc"
+
+_PADDLE_GLOO = BackendTable(
+    name="paddle-gloo",
+    send_completes="rendezvous",
+    host_blocks_on_post=False,
+    queue="directed_edge",
+    isend_blocks_host=True,
+    irecv_blocks_host=True,
+    matching="fifo",
+    tags=False,
+    longer_message="abort",
+    shorter_message="stale_rest",
+    dtype_checked=False,
+    all_gather="works",
+    all_reduce="works",
+    broadcast="works",
+    barrier="works",
+    reduce_scatter="missing",
+    all_to_all="missing",
+    partial_send_recv="missing",
+    all_reduce_float16="wrong",
+    serial_group_creation=True,
+    max_group_size=2,
+    sources=MappingProxyType(
+        {
+            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED}",
+            "host_blocks_on_post": "pipeproof's adapter: transfers run in threads of their own",
+            "queue": "pipeproof's adapter: a group and two threads for each edge and direction",
+            "isend_blocks_host": _MEASURED,
+            "irecv_blocks_host": _MEASURED,
+            "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED}",
+            "tags": (
+                "paddle.distributed.send has no tag argument; inside, tags are a counter of a rank's calls in a group"
+            ),
+            "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED}",
+            "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED}",
+            "dtype_checked": f"{_GLOO_SOURCE}: bytes have no dtype; {_MEASURED}",
+            "all_gather": _MEASURED,
+            "all_reduce": _MEASURED,
+            "broadcast": _MEASURED,
+            "barrier": _MEASURED,
+            "reduce_scatter": f"{_MEASURED}: not implemented",
+            "all_to_all": f"{_MEASURED}: not implemented",
+            "partial_send_recv": f"{_MEASURED}: not implemented",
+            "all_reduce_float16": f"{_MEASURED}: returns inf, silently",
+            "serial_group_creation": (
+                f"{_MEASURED}: of 8 two-rank groups made freely by 4 processes, none came up in 6 runs; "
+                "made one by one, all came up in 4 runs"
+            ),
+            "max_group_size": f"{_MEASURED}: sends in groups of three or more ranks time out",
+        }
+    ),
+)
+
+_MEASURED_TORCH = "measured with torch 2.13.0 on CPU"
+
+_TORCH_GLOO = BackendTable(
+    name="torch-gloo",
+    send_completes="rendezvous",
+    host_blocks_on_post=False,
+    queue="directed_edge",
+    isend_blocks_host=False,
+    irecv_blocks_host=False,
+    matching="fifo",
+    tags=True,
+    longer_message="abort",
+    shorter_message="stale_rest",
+    dtype_checked=False,
+    all_gather="works",
+    all_reduce="works",
+    broadcast="works",
+    barrier="works",
+    reduce_scatter="works",
+    all_to_all="works",
+    partial_send_recv="missing",
+    all_reduce_float16="works",
+    serial_group_creation=False,
+    max_group_size=4,
+    sources=MappingProxyType(
+        {
+            "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED_TORCH}",
+            "host_blocks_on_post": f"pipeproof's adapter posts with isend and irecv; {_MEASURED_TORCH}",
+            "queue": "pipeproof's adapter: a group for each edge and direction",
+            "isend_blocks_host": _MEASURED_TORCH,
+            "irecv_blocks_host": _MEASURED_TORCH,
+            "matching": f"{_GLOO_SOURCE}: a FIFO for each pair and tag; {_MEASURED_TORCH}",
+            "tags": f"torch.distributed.send takes a tag; {_MEASURED_TORCH}",
+            "longer_message": f"{_GLOO_SOURCE}: an enforced length check, SIGABRT; {_MEASURED_TORCH}",
+            "shorter_message": f"{_GLOO_SOURCE}; {_MEASURED_TORCH}",
+            "dtype_checked": f"{_GLOO_SOURCE}: bytes have no dtype; {_MEASURED_TORCH}",
+            "all_gather": _MEASURED_TORCH,
+            "all_reduce": _MEASURED_TORCH,
+            "broadcast": _MEASURED_TORCH,
+            "barrier": _MEASURED_TORCH,
+            "reduce_scatter": _MEASURED_TORCH,
+            "all_to_all": _MEASURED_TORCH,
+            "partial_send_recv": "torch.distributed has no partial send",
+            "all_reduce_float16": _MEASURED_TORCH,
+            "serial_group_creation": "torch.distributed: groups meet at the store of rank 0",
+            "max_group_size": "the largest that pipeproof's tests use; no limit is known",
+        }
+    ),
+)
+
+_NCCL_DOCS = "NCCL's documentation, point-to-point communication"
+_TORCH_DOCS = "torch.distributed's documentation, its table of backends"
+_TRIED = "tried with torch 2.11 and NCCL 2.28.9 on two H200s"
+
+_TORCH_NCCL = BackendTable(
+    name="torch-nccl",
+    send_completes="rendezvous",
+    host_blocks_on_post=False,
+    queue="directed_edge",
+    isend_blocks_host=False,
+    irecv_blocks_host=False,
+    matching="fifo",
+    tags=False,
+    longer_message="other",
+    shorter_message="other",
+    dtype_checked=False,
+    all_gather="works",
+    all_reduce="works",
+    broadcast="works",
+    barrier="works",
+    reduce_scatter="works",
+    all_to_all="works",
+    partial_send_recv="missing",
+    all_reduce_float16="works",
+    serial_group_creation=False,
+    max_group_size=4,
+    sources=MappingProxyType(
+        {
+            "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
+            "host_blocks_on_post": f"kernels are launched, and the host goes on while their queue has room; {_TRIED}",
+            "queue": "pipeproof's adapter: a communicator with a stream of its own for each edge and direction",
+            "isend_blocks_host": _TRIED,
+            "irecv_blocks_host": _TRIED,
+            "matching": f"nccl, enqueue.cc: a FIFO for each peer of a communicator; {_NCCL_DOCS}",
+            "tags": "nccl, enqueue.cc: sends and receives have no tag",
+            "longer_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
+            "shorter_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
+            "dtype_checked": "bytes have no dtype",
+            "all_gather": _TORCH_DOCS,
+            "all_reduce": _TRIED,
+            "broadcast": _TORCH_DOCS,
+            "barrier": "torch.distributed: an all-reduce that the host waits for",
+            "reduce_scatter": _TORCH_DOCS,
+            "all_to_all": _TORCH_DOCS,
+            "partial_send_recv": "torch.distributed has no partial send",
+            "all_reduce_float16": "NCCL's documentation, data types",
+            "serial_group_creation": "torch.distributed: a communicator connects at its first use; the adapter uses "
+            "each once before the first step, in one order",
+            "max_group_size": "the largest that was tried; no limit is known",
+        }
+    ),
+)
+
+TABLES: Mapping[tuple[str, str], BackendTable] = MappingProxyType(
+    {("paddle", "cpu"): _PADDLE_GLOO, ("torch", "cpu"): _TORCH_GLOO, ("torch", "gpu"): _TORCH_NCCL}
+)
+
+
+"""By ``run.backend`` and ``run.device``."""
+
+
+def backend_table(backend: str, device: str) -> BackendTable:
+    """The table of a plan's ``run.backend`` on its ``run.device``.
+
+    Raises:
+        ValueError: no such table; the message lists those there are.
+    """
+    try:
+        return TABLES[backend, device]
+    except KeyError:
+        known = ", ".join(f"{b} on {d}" for b, d in TABLES)
+        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
+
+
+def table_named(name: str) -> BackendTable:
+    """The table of a name such as ``paddle-gloo``, for programs without a plan.
+
+    Raises:
+        ValueError: no such table; the message lists those there are.
+    """
+    by_name = {table.name: table for table in TABLES.values()}
+    if name not in by_name:
+        raise ValueError(f"no backend {name!r}; there are tables for {', '.join(sorted(by_name))}")
+    return by_name[name]
+
+
+def declared_backend(spec: PlanSpec) -> BackendTable:
+    """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
+    table = backend_table(spec.run.backend, spec.run.device)
+    queue = spec.transport.queue
+    if queue is None or queue == table.queue:
+        return table
+    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)

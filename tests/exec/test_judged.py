@@ -1,0 +1,109 @@
+"""What a run is held against where no reference adds in the plan's order: the bound, and the ranks' own weights."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pipeproof.exec.compare import index_of
+from pipeproof.exec.judged import is_by_bound, needs_ordered, whole_weights
+from pipeproof.exec.render import render_run, step_line
+from tests.exec.test_compare import LOSS, report_of, whole_of_one
+from tests.plans import subject
+
+BOUND = 1e-3
+
+
+def by_bound(ours, *, step=0, loss=LOSS, replicas_agree=True):
+    """A report that is judged by ``BOUND``, with one step."""
+    report = report_of(ours, whole_of_one(), loss=loss)
+    (first,) = report.steps
+    gradients = tuple(replace(g, step=step, replicas_agree=replicas_agree) for g in first.gradients)
+    first = replace(first, step=step, gradients=gradients)
+    return replace(report, steps=(first,), is_by_bound=True, parallel_bound=BOUND)
+
+
+def moved(by):
+    """Gradients of which one has an element farther from the reference, by a part of its largest."""
+    ours = whole_of_one()
+    gradient = next(iter(ours.values()))
+    gradient.flat[0] += by * np.abs(gradient).max()
+    return ours
+
+
+def said(report):
+    stream = io.StringIO()
+    render_run(report, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "by_bits"),
+    [
+        ("torch", {}, True),
+        ("torch", {"topology": {"dp": 2}}, False),
+        ("torch", {"schedule": {"kind": "dualpipe"}}, False),
+        ("paddle", {"topology": {"dp": 2}}, True),
+    ],
+)
+def test_the_bound_is_the_verdict_for_pytorch_in_another_order(backend, changes, by_bits):
+    plan = subject(run={"backend": backend}, **changes).plan
+    assert is_by_bound(plan) is not by_bits
+    assert needs_ordered(plan) or by_bits
+
+
+def test_within_the_bound_a_run_passes_without_the_bits():
+    report = by_bound(moved(BOUND / 2), loss=np.float32(LOSS * (1 + BOUND / 2)))
+    assert not report.steps[0].bitwise
+    assert report.passed
+    assert report.findings == ()
+    assert report.to_json()["judged_by"] == "bound"
+    assert "matches: every loss and every gradient of the first step, within the bound" in said(report)
+    assert " within " in said(report)
+    assert "differ" not in said(report)
+    assert "[green]" in step_line(report.steps[0], BOUND)
+
+
+def test_a_gradient_beyond_the_bound_fails_the_first_step_and_warns_in_a_later_one():
+    report = by_bound(moved(2 * BOUND))
+    assert not report.passed
+    assert [(f.code, f.severity.value) for f in report.findings] == [("PP908", "error")]
+    assert "[red]" in step_line(report.steps[0], BOUND)
+    later = by_bound(moved(2 * BOUND), step=1)
+    assert later.passed
+    assert [(f.code, f.severity.value) for f in later.findings] == [("PP908", "warning")]
+
+
+@pytest.mark.parametrize("loss", [LOSS * (1 + 2 * BOUND), np.nan])
+def test_a_loss_beyond_the_bound_fails_in_any_step(loss):
+    report = by_bound(whole_of_one(), step=1, loss=np.float32(loss))
+    assert not report.passed
+    assert "PP904" in [finding.code for finding in report.findings]
+    assert "step 1: the loss is" in report.findings[0].message
+
+
+def test_ranks_that_hold_the_same_part_must_hold_the_same_bits():
+    report = by_bound(whole_of_one(), replicas_agree=False)
+    assert not report.passed
+    assert "ranks that hold the same part differ in embed.weight" in report.findings[0].message
+
+
+@pytest.mark.parametrize("topology", [{}, {"tp": 2}, {"dp": 2}, {"pp": 1, "ep": 2}])
+def test_weights_of_all_ranks_are_put_together(topology):
+    model = {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8}} if "ep" in topology else {}
+    plan = subject(topology={"pp": 2, **topology}, model=model).plan
+    rng = np.random.default_rng(0)
+    parameters = {p.name: p for layer in plan.layers for p in layer.parameters}
+    whole = {name: rng.random(p.shape, np.float32) for name, p in parameters.items()}
+    ranks = [{} for _ in range(plan.mesh.num_ranks)]
+    for stage in range(len(plan.stages)):
+        for parameter in (p for layer in plan.layers_of(stage) for p in layer.parameters):
+            for rank in plan.ranks_of_weight(stage, parameter.name):
+                place = tuple(slice(*one) for one in index_of(plan, parameter, rank))
+                ranks[rank][parameter.name] = whole[parameter.name][place]
+    ranks[-1]["bias/layer.3.mlp"] = np.ones(4, np.float32)
+    found = whole_weights(plan, ranks)
+    assert found.keys() == {*whole, "bias/layer.3.mlp"}
+    assert all(np.array_equal(found[name], array) for name, array in whole.items())

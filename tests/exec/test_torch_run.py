@@ -1,0 +1,115 @@
+"""Real PyTorch processes over gloo: as the verified graph says, with the uncut model's bits or within the bound."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.exec.processes import REPOSITORY, Run
+from tests.plans import plan_dict
+
+pytestmark = pytest.mark.needs_torch
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
+
+
+def torch_plan(topology=(), schedule=(), model=(), run=(), **more):
+    return plan_dict(
+        topology={"pp": 2, **dict(topology)},
+        schedule=dict(schedule),
+        model=dict(model),
+        run={"backend": "torch", "steps": 3, **dict(run)},
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"schedule": {"kind": "zb_v", "num_chunks": 2}},
+        {"schedule": {"kind": "interleaved", "num_chunks": 2}, "run": {"dtype": "bfloat16"}},
+    ],
+    ids=["1f1b", "zb_v", "interleaved in 16 bits"],
+)
+def test_pipeline_parallelism_alone_has_the_bits_of_the_uncut_model(tmp_path, changes):
+    ended = Run(tmp_path, torch_plan(**changes)).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["judged_by"] == "bits"
+    assert ended.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in ended.report["steps"])
+    assert "matches: every loss and every gradient, bit for bit" in ended.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": {"kind": "dualpipe"}},
+        {"topology": {"tp": 2, "sequence_parallel": True}},
+        {"topology": {"dp": 2}},
+        {"topology": {"ep": 2}, "model": {"moe": MOE}},
+    ],
+    ids=["dualpipe", "sequence parallel", "dp", "experts"],
+)
+def test_what_adds_in_another_order_is_held_step_by_step_within_the_bound(tmp_path, changes):
+    ended = Run(tmp_path, torch_plan(**changes)).end()
+    assert ended.status == 0, ended.output
+    report = ended.report
+    assert (report["judged_by"], report["log_matches_graph"]) == ("bound", True)
+    assert len(report["steps"]) == 3
+    assert all(one["uncut_max_rel_diff"] <= report["parallel_bound"] for one in report["gradients"])
+    assert all(one["replicas_agree"] for one in report["gradients"])
+    assert "each step from the ranks' own weights" in ended.output
+
+
+def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):
+    ended = Run(tmp_path, torch_plan(), "--inject", "1:1F2:die").end()
+    assert ended.status == 3
+    assert "error[PP902]" in ended.output
+    assert "rank 1 (pp 1) was killed by SIGKILL, at 1F2" in ended.output
+
+
+def test_times_of_messages_are_not_to_be_had_and_that_is_said(tmp_path):
+    ended = Run(tmp_path, torch_plan(), "--profile", str(tmp_path / "profile.json")).end()
+    assert ended.status == 2
+    assert "error[PP909]: --profile needs to know when each transfer ended" in ended.output
+
+
+def test_under_torchrun_each_process_is_a_rank(tmp_path):
+    ended = Run(
+        tmp_path, torch_plan(), command=("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")
+    ).end()
+    assert ended.status == 0, ended.output
+    assert len(re.findall("matches: every loss and every gradient, bit for bit", ended.output)) == 1
+
+
+def test_a_launcher_of_another_size_is_told(tmp_path):
+    environment = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(torch_plan()))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeproof", "run", str(plan)],
+        env={**os.environ, **environment, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "error[PP907]: the launcher started 4 processes, but the plan's topology has 2 ranks" in done.stdout
+    assert "torchrun --nproc-per-node 2" in done.stdout
+
+
+def test_gpus_that_are_not_there_are_named_before_anything_starts(tmp_path, monkeypatch):
+    from pipeproof.exec.torch import device
+
+    monkeypatch.setattr(device, "num_gpus", lambda: 0)
+    from pipeproof.exec.run import BackendMissingError, RunOptions, require_runnable
+    from pipeproof.verify.check import check_subject
+    from tests.plans import subject
+
+    report = check_subject(subject(**torch_plan(run={"device": "gpu"})))
+    with pytest.raises(BackendMissingError, match="PyTorch sees 0 GPUs here for 2 ranks"):
+        require_runnable(report, RunOptions())

@@ -1,0 +1,56 @@
+"""What `run` asks of a framework that it cannot do is refused, with what to write instead."""
+
+import pytest
+
+from pipeproof.specs.load import PlanFileError, plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from tests.plans import plan_dict
+
+SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"backend": "torch"},
+        {"backend": "torch", "device": "gpu"},
+        SIXTEEN,
+        {**SIXTEEN, "main_grad_dtype": "float32", "clip_norm": 1.0},
+        {"backend": "torch", "dtype": "float16", "optimizer": "sgd"},
+        {"backend": "torch", "dtype": "float16", "main_grad_dtype": "float32"},
+    ],
+)
+def test_what_pytorch_runs(run):
+    assert plan_from_dict(plan_dict(run=run)).spec.run.backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("run", "fact"),
+    [
+        ({"device": "gpu"}, "run.device gpu is for `run.backend: torch`"),
+        ({"dtype": "bfloat16"}, "Paddle has no products of 16 bits on a CPU"),
+        ({"backend": "torch", "dtype": "float16"}, "AdamW's epsilon, 1e-8, is zero in float16"),
+        ({**SIXTEEN, "clip_norm": 1.0}, "which bfloat16 cannot add up"),
+    ],
+)
+def test_what_no_run_can_do_is_refused_where_it_stands(run, fact):
+    with pytest.raises(ValueError, match="(?s)" + fact.replace("(", r"\(")):
+        PlanSpec.model_validate(plan_dict(run=run))
+    with pytest.raises(PlanFileError) as refused:
+        plan_from_dict(plan_dict(run=run))
+    (finding,) = refused.value.findings
+    assert finding.code in ("PP106", "PP107")
+
+
+def test_own_layers_are_paddles():
+    layers = [{"name": "a", "out": [{"shape": ["b", 4]}]}, {"name": "b"}]
+    with pytest.raises(PlanFileError, match=r"own layers are those of `paddle\.nn`, and run\.backend is torch"):
+        plan_from_dict(
+            {
+                "pipeproof": 1,
+                "model": {"kind": "layers", "build": "layers.py:build", "layers": layers},
+                "topology": {"pp": 2},
+                "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 1},
+                "run": {"backend": "torch"},
+            }
+        )
