@@ -112,6 +112,12 @@ class RankAdapter:
         self.outcome = StepOutcome()
         self._step_end.begin()
 
+    def begin_again(self, step: int) -> None:
+        """Put in place what a step reads whose operations are a replay of those of the step before."""
+        self._step = step
+        self._maker.load(step)
+        self._step_end.begin()
+
     def finish(self) -> None:
         """The step's program is at its end: read what there is to show for it into ``outcome``."""
         loss: Loss | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pipeproof.exec.framework import Framework
+from pipeproof.exec.replay import Replays
 from pipeproof.specs.plan import RunSpec
 
 
@@ -27,3 +28,13 @@ def start_framework(run: RunSpec, *, computes: bool = True) -> Framework:
     from pipeproof.exec.paddle.framework import PaddleFramework
 
     return PaddleFramework()
+
+
+def start_replays(num_ops: int) -> Replays:
+    """What captures and replays steps on this process's GPU; PyTorch has been started on it.
+
+    ``num_ops`` are the operations of the graph.
+    """
+    from pipeproof.exec.torch.replay import TorchReplays
+
+    return TorchReplays(num_ops)

@@ -111,6 +111,8 @@ def compare_log(
 ) -> Iterator[Finding]:
     """The first difference on each queue of each step; nothing when the log is what the graph says.
 
+    ``num_steps`` counts those that have a log: what is replayed has that of its capture.
+
     The host's entries count in the order of the log. A transfer's entry is
     written when the host waits for it, so those of a channel count in the
     order in which the channel carried them out.

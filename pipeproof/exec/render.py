@@ -88,10 +88,11 @@ def render_run(report: RunReport, console: Console) -> None:
     else:
         console.print("reference: one process, uncut model, micro-batch by micro-batch")
     threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
+    where = threads if spec.run.device == "cpu" else "a GPU per process"
     main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
-    console.print(f"{spec.run.dtype}{main}, {threads}, accumulation {report.accumulation}")
+    console.print(f"{spec.run.dtype}{main}, {where}, accumulation {report.accumulation}")
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
-    console.print(f"executed log {verb} the verified graph")
+    console.print(f"executed log {verb} the verified graph{_unlogged(report)}")
     if report.passed and report.is_by_bound:
         console.print("[bold green]matches[/]: every loss and every gradient of the first step, within the bound")
     elif report.passed:
@@ -100,3 +101,11 @@ def render_run(report: RunReport, console: Console) -> None:
         console.print("[bold yellow]matches, but was not verified[/]")
     else:
         console.print("[bold red]does not match[/] the reference")
+
+
+def _unlogged(report: RunReport) -> str:
+    """That steps were replayed, whose log is that of the capture."""
+    num_steps = report.subject.plan.spec.run.steps
+    if report.num_logged_steps in (None, num_steps):
+        return ""
+    return f" in steps 0 and 1; steps 1 to {num_steps - 1} replay the CUDA graph captured in step 1"

@@ -43,6 +43,8 @@ class RunReport:
     """Whether there is no reference that adds in the plan's order, so that the bound is the verdict."""
     profile: Profile | None = None
     """The measured times, where they were asked for."""
+    num_logged_steps: int | None = None
+    """Steps that have a log, where it is not all of them: later ones were replays."""
 
     @property
     def gradients(self) -> tuple[GradientResult, ...]:

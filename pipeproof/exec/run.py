@@ -24,6 +24,7 @@ from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.profile import measured_profile
 from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.exec.replay import num_logged_steps
 from pipeproof.exec.report import RunReport, measured_timeline
 from pipeproof.exec.watchdog import JobState
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
@@ -253,11 +254,18 @@ class StepCollector:
         return result
 
 
-def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry]) -> tuple[Finding, ...]:
+def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], *, layers: bool) -> tuple[Finding, ...]:
     """Where a rank's log is not the graph's; and if it is, where rows went otherwise than announced."""
     run = subject.plan.spec.run
     found = tuple(
-        compare_log(subject.graph, rank, entries, num_steps=run.steps, dtype=run.dtype, weight_dtype=run.weight_dtype)
+        compare_log(
+            subject.graph,
+            rank,
+            entries,
+            num_steps=num_logged_steps(run, layers=layers),
+            dtype=run.dtype,
+            weight_dtype=run.weight_dtype,
+        )
     )
     return found or tuple(compare_exchanges(subject.graph, rank, entries))
 
@@ -272,7 +280,11 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
         for rank in range(subject.graph.num_ranks)
     }
-    findings = tuple(finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries))
+    findings = tuple(
+        finding
+        for rank, entries in logs.items()
+        for finding in _log_findings(subject, rank, entries, layers=job.layers)
+    )
     profile = None
     if job.profile and not findings:
         bare = {rank: read_bare(job.bare_file(rank)) for rank in logs}
@@ -286,6 +298,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         timeline=measured_timeline(subject, logs),
         parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
         is_by_bound=is_by_bound(subject.plan),
+        num_logged_steps=num_logged_steps(spec.run, layers=job.layers),
         threads=threads,
         accumulation=accumulation_of(subject.plan),
         profile=profile,

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from pipeproof.exec.adapter import RankAdapter
 from pipeproof.exec.bare_messages import bare_messages
-from pipeproof.exec.frameworks import start_framework
+from pipeproof.exec.frameworks import start_framework, start_replays
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
 from pipeproof.exec.judged import is_by_bound
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.own_layers import require_same_start
 from pipeproof.exec.rendezvous import environment_rank
+from pipeproof.exec.replay import ReplayedSteps, num_logged_steps
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.watch import LayerWatch
@@ -51,9 +52,16 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     world = framework.connect(rank, plan, lambda what: emit("setup", what=what))
     fault = FaultPlan(job.fault, rank)
 
-    def enter(step: int, op_id: int) -> None:
+    def tell(step: int, op_id: int) -> None:
         emit("at", step=step, op=op_id)
+
+    def enter(step: int, op_id: int) -> None:
+        tell(step, op_id)
+        if replayed is not None:
+            replayed.enter(op_id, plan.graph.ops[op_id].kind)
         fault.strike(plan.graph.ops[op_id])
+
+    replayed: ReplayedSteps | None = None
 
     watch = LayerWatch() if job.layers else None
     adapter = RankAdapter(plan, rank, framework, world, enter, watch)
@@ -65,10 +73,16 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         times = bare_messages(world, framework.arrays, plan.graph)
         job.bare_file(rank).write_text(json.dumps([asdict(message) for message in times]))
     emit("ready", threads=framework.num_threads())
+    if num_logged_steps(plan.spec.run, layers=job.layers) < plan.spec.run.steps:
+        replays = start_replays(plan.graph.num_ops)
+        replayed = ReplayedSteps(adapter, lambda step: run_step(machine, step, adapter.carry_out), replays, tell)
     for step in range(plan.spec.run.steps):
-        adapter.begin(step)
-        run_step(machine, step, adapter.carry_out)
-        adapter.finish()
+        if replayed is not None:
+            replayed.run(step)
+        else:
+            adapter.begin(step)
+            run_step(machine, step, adapter.carry_out)
+            adapter.finish()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)

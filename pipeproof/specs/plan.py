@@ -71,6 +71,11 @@ class RunSpec(Section):
         description="Largest norm of all gradients together; above it they are scaled down to it before the optimizer. "
         "Without it, they are not.",
     )
+    replay: bool = Field(
+        default=False,
+        description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
+        "included, which leaves the host no work in them.",
+    )
 
     @property
     def weight_dtype(self) -> str:

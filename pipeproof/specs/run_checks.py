@@ -13,9 +13,9 @@ _SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def check_run(plan: PlanSpec) -> list[Problem]:
-    """PP106: Paddle runs on the CPU, and not in 16 bits there; own layers are Paddle's; what 16 bits cannot do.
+    """PP106: Paddle runs on the CPU, and not in 16 bits there; own layers are Paddle's; what replays cannot do.
 
-    They have no room for AdamW's epsilon (float16), nor for the squares of all gradients.
+    Nor can 16 bits do all: they have no room for AdamW's epsilon (float16), nor for the squares of all gradients.
     """
     run, problems = plan.run, []
     if run.backend == "paddle":
@@ -29,6 +29,8 @@ def check_run(plan: PlanSpec) -> list[Problem]:
     elif plan.own_layers is not None:
         message = "own layers are those of `paddle.nn`, and run.backend is torch"
         problems.append(Problem("PP106", ("run", "backend"), message, help="use `backend: paddle`"))
+    if run.replay:
+        problems += _check_replay(plan)
     if run.weight_dtype == "float16" and run.optimizer == "adamw":
         message = "AdamW's epsilon, 1e-8, is zero in float16: weights whose gradients are small become NaN"
         mend = "set run.main_grad_dtype to float32"
@@ -38,3 +40,22 @@ def check_run(plan: PlanSpec) -> list[Problem]:
         mend = "set run.main_grad_dtype to float32, or remove clip_norm"
         problems.append(Problem("PP106", ("run", "clip_norm"), message, help=mend))
     return problems
+
+
+def _check_replay(plan: PlanSpec) -> list[Problem]:
+    """A CUDA graph has fixed shapes, and nothing in it waits for the host."""
+    model, path = plan.model, ("run", "replay")
+    if plan.run.device != "gpu":
+        message = "run.replay captures a CUDA graph, and run.device is cpu"
+        return [Problem("PP106", path, message, help="remove it, or use `backend: torch` and `device: gpu`")]
+    dynamic = []
+    if model.moe is not None:
+        dynamic.append(("model.moe", "how many tokens each expert gets is known in the step alone"))
+    if model.dropout is not None:
+        dynamic.append(("model.dropout", "masks are drawn on the host"))
+    if plan.buffers.release_output != "after_backward":
+        dynamic.append(("buffers.release_output", "memory that is given back early moves"))
+    return [
+        Problem("PP106", path, f"run.replay with {key}: {reason}, and a CUDA graph is fixed", help="remove run.replay")
+        for key, reason in dynamic
+    ]

@@ -111,9 +111,17 @@ def test_python_commands_name_what_exists(command):
     assert all((ROOT / path).exists() for path in paths)
 
 
+@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "torchrun"], ids=" ".join)
+def test_torchrun_starts_what_exists(command):
+    """After the number of processes: the package, or a script."""
+    _, option, number, program, *_ = command
+    assert (option, number.isdigit()) == ("--nproc-per-node", True)
+    assert program == "-m" or (ROOT / program).exists()
+
+
 def test_no_other_kind_of_command_is_shown():
     """So that a new kind cannot go unlooked at."""
-    assert {name for name, *_ in ALL_COMMANDS} <= {"make", "pipeproof", "python", "pre-commit"}
+    assert {name for name, *_ in ALL_COMMANDS} <= {"make", "pipeproof", "python", "pre-commit", "torchrun"}
 
 
 PYTHON = "\n".join(re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "testing-your-plans.md"], re.DOTALL))

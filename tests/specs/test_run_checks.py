@@ -54,3 +54,28 @@ def test_own_layers_are_paddles():
                 "run": {"backend": "torch"},
             }
         )
+
+
+GPU = {"backend": "torch", "device": "gpu", "replay": True}
+
+
+def test_a_step_of_fixed_shapes_is_replayed():
+    assert plan_from_dict(plan_dict(run=GPU)).spec.run.replay
+
+
+@pytest.mark.parametrize(
+    ("sections", "fact"),
+    [
+        ({"run": {"backend": "torch", "replay": True}}, "run.device is cpu"),
+        ({"run": GPU, "model": {"dropout": 0.1}}, "model.dropout: masks are drawn on the host"),
+        ({"run": GPU, "model": {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8}}}, "model.moe: how many tokens"),
+        ({"run": GPU, "buffers": {"release_output": "after_wait"}}, "buffers.release_output: memory that is given"),
+    ],
+)
+def test_what_is_not_the_same_in_each_step_is_not_replayed(sections, fact):
+    with pytest.raises(PlanFileError) as refused:
+        plan_from_dict(plan_dict(**sections))
+    (finding,) = refused.value.findings
+    assert finding.code == "PP106"
+    assert fact in finding.message
+    assert "remove" in finding.help

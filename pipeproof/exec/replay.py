@@ -1,0 +1,107 @@
+"""The steps of one rank: each carried out operation by operation, or from the second on replayed whole.
+
+A replay leaves the host no work in a step, which is what limits small stages on
+fast GPUs. It does what the second step did, in memory that stays: so only the
+second step, which is captured, and the first, which loads kernels and opens
+connections, have a log.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from pipeproof.exec.adapter import RankAdapter
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
+from pipeproof.specs.plan import RunSpec
+
+POLL_S = 0.1
+"""How often it is looked how far a replay has come."""
+
+
+class Replays(Protocol):
+    """How a device captures what is launched, and tells how far a replay of it has come."""
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What replays all that ``work`` launches; nothing of it is computed now."""
+        ...
+
+    def write(self, op_id: int) -> None:
+        """Launch the writing of an operation's number, behind all that was launched before."""
+        ...
+
+    def read(self) -> int:
+        """The number that was written last; -1 before the first. Waits for nothing."""
+        ...
+
+
+def num_logged_steps(run: RunSpec, *, layers: bool) -> int:
+    """Steps of which a run has a log; those with ``layers`` to look at are not replayed."""
+    return min(run.steps, 2) if run.replay and not layers else run.steps
+
+
+class ReplayedSteps:
+    """Runs a rank's steps; ``program`` carries out that of one.
+
+    ``tell`` is told the step and the operations that a replay comes to.
+    """
+
+    def __init__(
+        self,
+        adapter: RankAdapter,
+        program: Callable[[int], None],
+        replays: Replays,
+        tell: Callable[[int, int], None],
+    ) -> None:
+        self._adapter, self._program, self._replays, self._tell = adapter, program, replays, tell
+        self._replay: Callable[[], None] | None = None
+        self._is_capturing = False
+
+    def enter(self, op_id: int, kind: OpKind) -> None:
+        """An operation is about to be carried out: a capture writes down that the device comes to it.
+
+        Computations and waits say enough; what is inside them, and what does not block, would cost more than it tells.
+        """
+        if self._is_capturing and (kind in COMPUTE_KINDS or kind is OpKind.WAIT):
+            self._replays.write(op_id)
+
+    def run(self, step: int) -> None:
+        """One step, the next one, to its end."""
+        if step == 0:
+            self._adapter.begin(step)
+            self._program(step)
+            self._adapter.finish()
+            return
+        if self._replay is None:
+            self._adapter.begin(step)
+            self._is_capturing = True
+            self._replay = self._replays.captured(lambda: self._program(step))
+            self._is_capturing = False
+        else:
+            self._adapter.begin_again(step)
+        with self._told(step):
+            self._replay()
+            self._adapter.finish()  # reads what the step made, and so waits for it
+
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """Meanwhile say how far the device has come: the host itself sees nothing of a replay."""
+        ended = threading.Event()
+
+        def look() -> None:
+            last = -1
+            while not ended.wait(POLL_S):
+                now = self._replays.read()
+                if now not in (-1, last):
+                    self._tell(step, now)
+                    last = now
+
+        thread = threading.Thread(target=look, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
