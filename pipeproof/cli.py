@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ from pipeproof.commands.compare import compare
 from pipeproof.commands.convert import convert
 from pipeproof.commands.describe import describe
 from pipeproof.commands.jitter import jitter
-from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.line import console_for, parse_fault, refusing_bad_plans, seconds, writable
+from pipeproof.commands.rehearse import rehearse
 from pipeproof.commands.schedule import schedule
 from pipeproof.commands.sweep import sweep
 from pipeproof.commands.timeline_file import timeline_file, write_timeline
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from pipeproof.verify.selection import Selection
 
 _PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-
-
-def _timeout(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # no bound of a range refuses it
-        raise click.BadParameter("nan is not a number of seconds")
-    return value
 
 
 class _Commands(click.Group):
@@ -73,6 +67,7 @@ main.add_command(sweep)
 main.add_command(compare)
 main.add_command(align)
 main.add_command(jitter)
+main.add_command(rehearse)
 
 
 @main.command()
@@ -193,18 +188,6 @@ def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> 
         console.print(written, soft_wrap=True)
 
 
-def _parse_fault(context: click.Context, parameter: click.Parameter, value: str | None) -> Fault | None:
-    if value is None:
-        return None
-    from pipeproof.exec.jobs import Fault
-
-    rank, _, rest = value.partition(":")
-    op, _, action = rest.rpartition(":")
-    if not rank.isdecimal() or not op or action not in ("raise", "die", "hang"):
-        raise click.BadParameter(f"{value!r} is not RANK:OP:ACTION, such as 1:0F2:die (or raise, hang)")
-    return Fault(int(rank), op, action)
-
-
 def _record_directory(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     if value is None:
         return None
@@ -233,10 +216,10 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Keep the tensors themselves, which are large, so that `align` can tell how far apart.")  # fmt: skip
 @click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
-              callback=_timeout, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
+              callback=seconds, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
 @click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Keep what each worker printed here.")  # fmt: skip
-@click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=_parse_fault,
+@click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=parse_fault,
               help="Rehearse a failure: let RANK raise, die or hang at OP, as in 1:0F2:die.")  # fmt: skip
 def run(
     plan: Path,
@@ -278,11 +261,18 @@ def schema() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def doctor(as_json: bool) -> None:
-    """Show versions, and whether this machine's backends behave as our tables say."""
+@click.option(
+    "--backend",
+    type=click.Choice(["paddle", "torch"]),
+    default="paddle",
+    show_default=True,
+    help="Whose gloo to probe.",
+)
+def doctor(as_json: bool, backend: str) -> None:
+    """Show versions, and whether a backend behaves on this machine as our table says."""
     from pipeproof.exec.doctor import doctor_to_json, render_doctor, run_doctor
 
-    report = run_doctor()
+    report = run_doctor(backend=backend)
     if as_json:
         click.echo(json.dumps(doctor_to_json(report), indent=2))
     else:
@@ -317,7 +307,7 @@ def _check(loaded: LoadedPlan, selection: Selection | None = None) -> Report:
 
 
 def _check_program(file: Path, backend: str | None, selection: Selection) -> Report:
-    from pipeproof.comm.capabilities import table_named
+    from pipeproof.comm.backends import table_named
     from pipeproof.verify.check import check_subject
     from pipeproof.verify.program import load_program
 

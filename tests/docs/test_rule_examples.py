@@ -23,6 +23,10 @@ NOT_RUN = {
     "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
     "PP911": ("a Python file that does not work", "own/test_files.py"),
     "PP912": ("layers that are really built", "own/test_files.py"),
+    "PP913": ("a machine without GPUs", "exec/test_rehearse_command.py"),
+    "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),
+    "PP915": ("elements that really arrived", "exec/test_rehearsal.py"),
+    "PP916": ("a scale that is asked for", "exec/test_rehearsal_parts.py"),
 }
 """Codes whose findings come when commands run, not from what is written: why, and the test that brings them."""
 

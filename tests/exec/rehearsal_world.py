@@ -1,0 +1,214 @@
+"""All ranks of a rehearsal in one process: tensors are bytes, channels and collectives are in memory, faults planted.
+
+Only one rank runs at any time, until it waits for another; a send is done at once.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeproof.exec.machine import Begin, Finished, RankMachine
+from pipeproof.exec.oplog import compare_log
+from pipeproof.exec.rehearse.adapter import RehearsalAdapter
+
+WAIT_S = 30.0
+
+
+@dataclass
+class HostTensor:
+    """Some bytes, and what they are elements of."""
+
+    content: np.ndarray
+    dtype: str
+
+    @property
+    def numbers(self):
+        return self.content.view(self.dtype)
+
+
+class HostArrays:
+    """What a rehearsal asks of a framework's tensors."""
+
+    def from_bytes(self, content, shape, dtype):
+        return HostTensor(content.copy(), dtype)
+
+    def to_bytes(self, tensor):
+        return tensor.content.copy()
+
+    def zeros(self, shape, dtype):
+        return HostTensor(np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize, dtype=np.uint8), dtype)
+
+    def shaped(self, memory, shape, dtype):
+        return HostTensor(memory.content[: int(np.prod(shape)) * np.dtype(dtype).itemsize], dtype)
+
+    def copy_into(self, target, source):
+        target.content[:] = source.content
+        return target
+
+    def numel(self, tensor):
+        return len(tensor.numbers)
+
+    def dtype(self, tensor):
+        return tensor.dtype
+
+
+@dataclass
+class Faults:
+    """What goes wrong: each is asked what becomes of what really arrived."""
+
+    message: object = lambda channel, place, sent: sent[place]
+    """Of the ``place``-th message of a channel, given all that were sent so far."""
+    gathered: object = lambda rank, group, call, parts: parts
+    """Of what the members put into a collective."""
+    wiring: object = lambda rank, channel: channel
+    """Which channel a rank really uses for one."""
+
+
+class _Memory:
+    def __init__(self, faults):
+        self.faults, self.turn, self.failure = faults, threading.Condition(), None
+        self.sent, self.put = {}, {}
+
+    def wait_for(self, come):
+        assert self.turn.wait_for(lambda: come() or self.failure is not None, timeout=WAIT_S), "a rank waits alone"
+        assert self.failure is None
+
+
+@dataclass
+class _Transfer:
+    buffer: HostTensor
+    wait: object
+
+    def __post_init__(self):
+        self.posted_ns = self.start_ns = self.end_ns = time.monotonic_ns()
+
+
+class _Channels:
+    def __init__(self, memory, rank):
+        self.memory, self.rank, self.counts = memory, rank, {}
+
+    def post(self, channel, buffer, after=()):
+        memory, is_send = self.memory, channel.src == self.rank
+        channel = memory.faults.wiring(self.rank, channel)
+        sent = memory.sent.setdefault(channel, [])
+        if is_send:
+            sent.append(buffer.content.copy())
+            memory.turn.notify_all()
+            return _Transfer(buffer, lambda: None)
+        place = self.counts.get(channel, 0)
+        self.counts[channel] = place + 1
+
+        def wait():
+            memory.wait_for(lambda: len(sent) > place)
+            came = memory.faults.message(channel, place, sent)
+            buffer.content[: len(came)] = came
+
+        return _Transfer(buffer, wait)
+
+
+class _Collectives:
+    def __init__(self, memory, rank, index, ranks):
+        self.memory, self.rank, self.index, self.ranks, self.calls = memory, rank, index, ranks, 0
+
+    def _met(self, given, dtype):
+        met = self.memory.put.setdefault((self.index, self.calls), {})
+        call, self.calls = self.calls, self.calls + 1
+        met[self.rank] = given
+        self.memory.turn.notify_all()
+        self.memory.wait_for(lambda: len(met) == len(self.ranks))
+        return self.memory.faults.gathered(self.rank, self.index, call, [met[rank].view(dtype) for rank in self.ranks])
+
+    def _made(self, numbers, dtype):
+        return HostTensor(np.ascontiguousarray(numbers).view(np.uint8), dtype)
+
+    def all_gather(self, tensor, dim):
+        return self._made(np.concatenate(self._met(tensor.content, tensor.dtype)), tensor.dtype)
+
+    def reduce(self, tensor, reduction):
+        combine = {"sum": np.sum, "max": np.max}[reduction]
+        return self._made(combine(self._met(tensor.content, tensor.dtype), axis=0).astype(tensor.dtype), tensor.dtype)
+
+    def reduce_scatter(self, tensor, dim):
+        place = self.ranks.index(self.rank)
+        total = self.reduce(tensor, "sum").numbers
+        return self._made(np.split(total, len(self.ranks))[place], tensor.dtype)
+
+    def exchange(self, rows, send, receive):
+        place, size = self.ranks.index(self.rank), sum(send)
+        met = self._met(np.concatenate([np.array(send, dtype="int64").view(np.uint8), rows.content]), "uint8")
+        parts = []
+        for one in met:
+            counts = one[: 8 * len(self.ranks)].view("int64")
+            ends = np.cumsum(counts)
+            numbers = one[8 * len(self.ranks) :].view(rows.dtype)
+            parts.append(numbers[ends[place] - counts[place] : ends[place]])
+        assert [len(part) for part in parts] == list(receive)
+        assert size == len(rows.numbers)
+        return self._made(np.concatenate(parts), rows.dtype)
+
+
+@dataclass
+class _World:
+    rank: int
+    channels: _Channels
+    collectives: dict
+
+
+def rehearsed(subject, faults=None, num_steps=2):
+    """What each rank looked at and found; the logs must be the graph's."""
+    subject = subject.unfolded()
+    graph, memory = subject.graph, _Memory(faults or Faults())
+    adapters = [None] * graph.num_ranks
+
+    def on_rank(rank):
+        with memory.turn:
+            try:
+                run_rank(rank)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                memory.failure = memory.failure or error
+                memory.turn.notify_all()
+
+    def run_rank(rank):
+        collectives = {
+            index: _Collectives(memory, rank, index, group.ranks)
+            for index, group in enumerate(graph.groups)
+            if rank in group.ranks
+        }
+        world = _World(rank, _Channels(memory, rank), collectives)
+        adapter = RehearsalAdapter(subject, rank, HostArrays(), world, lambda step, op_id: None)
+        adapters[rank], machine = adapter, RankMachine(graph, rank)
+        for step in range(num_steps):
+            adapter.begin(step)
+            instructions = machine.handle(Begin(step))
+            while instructions:
+                for instruction in instructions:
+                    adapter.carry_out(instruction)
+                instructions = machine.handle(Finished(instructions[-1].op_id))
+
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(graph.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if memory.failure is not None:
+        raise memory.failure
+    run = subject.plan.spec.run
+    for rank, adapter in enumerate(adapters):
+        types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}
+        assert list(compare_log(graph, rank, adapter.log, num_steps=num_steps, **types)) == []
+    return [adapter.checked for adapter in adapters]
+
+
+def swapped(first, second):
+    """A wiring in which two ranks got each other's receiving ends."""
+    other = {first: second, second: first}
+
+    def wiring(rank, channel):
+        if rank not in other or channel.dst != rank:
+            return channel
+        by = other[rank] - rank
+        return replace(channel, src=channel.src + by, dst=channel.dst + by)
+
+    return wiring
