@@ -106,6 +106,8 @@ def _render(result: Rehearsal, console: Console) -> None:
 def _edge_table(result: Rehearsal) -> Table:
     """Latency and bandwidth of each edge, in the order of the graph, or the slowest ones."""
     shown, title = result.edges, "edges, one message at a time"
+    if result.subject.plan.spec.run.device == "gpu":
+        title += ", by the clock of a host that waits for its GPU each time: links are faster"
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"

@@ -120,6 +120,6 @@ def read_rehearsal(report: Report, job: Job, scale: Fraction) -> Rehearsal:
         checked=checked,
         log_findings=tuple(different),
         edges=edges_of(graph, bare),
-        network=network_of(graph.num_ranks, bare),
+        network=network_of(graph.num_ranks, bare) if subject.plan.spec.run.device == "cpu" else None,
         seconds=(last - first) / 1e9,
     )
