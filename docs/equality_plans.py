@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.comm.loaded import absolute_build
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load import load_plan
 
@@ -145,9 +144,11 @@ class Cell:
 
 
 def _own_layers(example: str) -> dict[str, Any]:
-    """The layers of an example, and what they ask of a plan; their file is named wherever the plan will be."""
+    """The layers of an example, and what they ask of a plan; their file is named from the root of the repository."""
     loaded = load_plan(_EXAMPLES / f"{example}.yaml")
-    model = {**loaded.spec.model.model_dump(mode="json", exclude_unset=True), "build": absolute_build(loaded)}
+    assert loaded.spec.own_layers is not None
+    build = f"examples/own_layers/{loaded.spec.own_layers.build}"
+    model = {**loaded.spec.model.model_dump(mode="json", exclude_unset=True), "build": build}
     return {"model": model, "loss": {"normalization": "mean_of_micro_batches"}}
 
 

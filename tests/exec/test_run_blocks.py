@@ -57,7 +57,7 @@ def test_what_no_run_carries_out_is_refused(model, fact):
 @pytest.fixture
 def two_ends(monkeypatch):
     """Both ends of a pair in threads, and what they gather: ``dist.all_gather`` of two equal shapes."""
-    from pipeproof.exec import paddle_comm
+    from pipeproof.exec.paddle import comm
 
     meeting, given, calls = threading.Barrier(2, timeout=30), {}, []
 
@@ -70,11 +70,11 @@ def two_ends(monkeypatch):
         calls.append(list(tensor.shape))
         meeting.wait()
 
-    monkeypatch.setattr(paddle_comm.dist, "all_gather", all_gather)
+    monkeypatch.setattr(comm.dist, "all_gather", all_gather)
 
     def exchanged(work):
         results = {}
-        ends = [paddle_comm.PairwiseCollectives(rank, Group("ep", (0, 1)), {(0, 1): None}) for rank in (0, 1)]
+        ends = [comm.PairwiseCollectives(rank, Group("ep", (0, 1)), {(0, 1): None}) for rank in (0, 1)]
         threads = [
             threading.Thread(target=lambda r=r: results.update({r: work(r, ends[r])}), name=str(r)) for r in (0, 1)
         ]
