@@ -10,12 +10,9 @@ names another queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +23,6 @@ from pipeproof.schedule.columns import (
     Columns,
     IntColumn,
     Row,
-    op_from_columns,
     rank_column,
     work_of,
 )
@@ -44,7 +40,9 @@ from pipeproof.schedule.derive import (
     waits_for_column,
     with_children,
 )
+from pipeproof.schedule.on_demand import EdgesByKind, OpsById
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.parts import Accesses, Channel, EdgeKind, Group, TensorSpec
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -60,140 +58,6 @@ __all__ = [
     "Row",
     "TensorSpec",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor as one rank holds it: what crosses a stage boundary, on one of its sides.
-
-    ``shape`` is local, in elements; ``placement`` is over the ``tp`` axis in
-    its text form; ``dims`` names the dims (``sbh``). ``member`` tells apart
-    the tensors that cross a boundary together (``mask`` beside ``hidden``).
-    ``strides`` are in elements; None is C order without holes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
-    dims: str
-    member: str = ""
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the local tensor."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A FIFO from one rank to another on one communicator; no tags, the k-th send meets the k-th recv."""
-
-    communicator: str
-    src: int
-    dst: int
-
-    def __str__(self) -> str:
-        return f"{self.communicator} {self.src}->{self.dst}"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks of one communicator along one mesh axis, in group order.
-
-    Where a rank of the graph stands for many that run the same program, each
-    of ``ranks`` stands for ``copies`` members of the group.
-    """
-
-    axis: str
-    ranks: tuple[int, ...]
-    copies: int = 1
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks) * self.copies
-
-
-@dataclass(frozen=True, eq=False)
-class Accesses:
-    """What rows say of buffers, one entry per name: op id, index into ``OpGraph.buffers``, READ | WRITE | FREE."""
-
-    op: IntColumn
-    buffer: IntColumn
-    mode: IntColumn
-
-
-class EdgeKind(StrEnum):
-    """Why one operation comes after another."""
-
-    HOST = "host"
-    """Next on the rank's compute queue."""
-    POST = "post"
-    """A transfer is posted after the compute-queue operation before it."""
-    QUEUE = "queue"
-    """Next on the same transfer queue, or on the same queue of another name."""
-    MATCH = "match"
-    """The k-th send of a channel to its k-th recv."""
-    WAIT = "wait"
-    """An operation to the wait for it."""
-    DATA = "data"
-    """Producer to consumer of a tensor within a rank."""
-
-
-class _Ops(Sequence[Op]):
-    """The operations by id, each made when it is first asked for."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-        self._made: dict[int, Op] = dict(columns.unusual)
-
-    def __len__(self) -> int:
-        return self._columns.num_rows
-
-    @overload
-    def __getitem__(self, op_id: int) -> Op: ...
-    @overload
-    def __getitem__(self, op_id: slice) -> list[Op]: ...
-    def __getitem__(self, op_id: int | slice) -> Op | list[Op]:
-        if isinstance(op_id, slice):
-            return [self[i] for i in range(*op_id.indices(len(self)))]
-        op = self._made.get(op_id)
-        if op is None:
-            op = self._made[op_id] = self._make(int(op_id))
-        return op
-
-    def __iter__(self) -> Iterator[Op]:
-        return (self[i] for i in range(len(self)))
-
-    def _make(self, op_id: int) -> Op:
-        if not 0 <= op_id < len(self):
-            raise IndexError(op_id)
-        values = self._columns.values
-        return op_from_columns(
-            *(int(values[name][op_id]) for name in ("kind", "stage", "unit", "target_kind", "index", "axis")),
-            num_splits=self._columns.num_splits,
-        )
-
-
-class _Edges(Mapping[EdgeKind, IntColumn]):
-    """Edges by kind, each kind computed when it is first asked for."""
-
-    def __init__(self, compute: Callable[[EdgeKind], IntColumn]) -> None:
-        self._compute = compute
-        self._known: dict[EdgeKind, IntColumn] = {}
-
-    def __getitem__(self, kind: EdgeKind) -> IntColumn:
-        if kind not in self._known:
-            self._known[kind] = self._compute(kind)
-        return self._known[kind]
-
-    def __iter__(self) -> Iterator[EdgeKind]:
-        return iter(EdgeKind)
-
-    def __len__(self) -> int:
-        return len(EdgeKind)
 
 
 class OpGraph:
@@ -243,8 +107,8 @@ class OpGraph:
         self.match = match_column(self.kind, self.channel, self.position)
         self.parent = parent_column(columns, self.rank)
         self.waits_for = with_children(waits_for_column(columns, self.rank), self.parent)
-        self.ops: Sequence[Op] = _Ops(columns)
-        self.edges: Mapping[EdgeKind, IntColumn] = _Edges(self._edges_of)
+        self.ops: Sequence[Op] = OpsById(columns)
+        self.edges: Mapping[EdgeKind, IntColumn] = EdgesByKind(self._edges_of)
 
     @property
     def num_ranks(self) -> int:

@@ -20,6 +20,7 @@ import pytest
 from pipeproof.exec import step_end
 from pipeproof.exec.step_end import StepEnd
 from pipeproof.schedule.ops import Op
+from pipeproof.stages.common import stage as common_stage
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.paddle.balance import RouterBalance
 from pipeproof.stages.paddle.experts import Experts
@@ -137,8 +138,8 @@ def double_tied_reduction(patch: pytest.MonkeyPatch) -> None:
 
 def twice_the_weight_of_modules(patch: pytest.MonkeyPatch) -> None:
     """Train on twice of what the losses of modules of multi-token prediction should count."""
-    right = paddle_stage.whole_loss
-    patch.setattr(paddle_stage, "whole_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
+    right = common_stage.whole_loss
+    patch.setattr(common_stage, "whole_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
 
 
 @dataclass(frozen=True)

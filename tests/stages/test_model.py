@@ -4,9 +4,10 @@ import numpy as np
 import paddle
 import pytest
 
+from pipeproof.stages.common.collectives import TensorParallelRegion
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
-from pipeproof.stages.paddle.collectives import TensorParallelRegion
 from pipeproof.stages.paddle.functional import rotary_tables, rotate
+from pipeproof.stages.paddle.ops import OPS
 from pipeproof.stages.paddle.vocabulary import token_losses
 from pipeproof.stages.reference.uncut import run_uncut
 from tests.stages.slopes import assert_slopes, big_weights
@@ -37,7 +38,7 @@ def test_vocabulary_parallel_losses_are_what_one_rank_would_compute(generic, num
     world = InMemoryWorld(num_ranks)
 
     def on_rank(rank):
-        region = TensorParallelRegion(rank, num_ranks, None, world.ranks[rank])
+        region = TensorParallelRegion(OPS, rank, num_ranks, None, world.ranks[rank])
         own = paddle.to_tensor(np.split(logits, num_ranks, axis=-1)[rank].copy())
         return token_losses([own], [paddle.to_tensor(labels)], region, 1)[0].numpy()
 
@@ -50,7 +51,7 @@ def test_vocabulary_parallel_loss_survives_logits_that_overflow_exp():
     world = InMemoryWorld(2)
 
     def on_rank(rank):
-        region = TensorParallelRegion(rank, 2, None, world.ranks[rank])
+        region = TensorParallelRegion(OPS, rank, 2, None, world.ranks[rank])
         logits = paddle.to_tensor([[1000.0, 999.0]] if rank else [[-1000.0, 998.0]], dtype="float32")
         return token_losses([logits], [paddle.to_tensor([1])], region, 0)[0].numpy()
 

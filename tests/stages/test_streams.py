@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.streams import BlockStreams
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
+from pipeproof.stages.paddle.ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.paddle.streams import around, closed, opened, sinkhorn
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.uncut import UncutModel, run_uncut
 from tests.stages.adjoints.world import STEP
@@ -54,7 +55,7 @@ def balanced(matrix, iterations):
 )
 def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterations):
     """Rows up to rounding; columns by Birkhoff's contraction of Hilbert's metric (``describe/streams.py``)."""
-    made = sinkhorn(paddle.to_tensor(matrix), iterations).numpy()
+    made = sinkhorn(OPS, paddle.to_tensor(matrix), iterations).numpy()
     np.testing.assert_allclose(made, balanced(matrix, iterations), rtol=1e-11)
     assert (made > 0).all()
     assert np.abs(made.sum(axis=1) - 1).max() <= 1e-13
@@ -66,14 +67,14 @@ def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterati
 def test_the_bound_of_columns_is_no_empty_promise():
     """After one iteration columns are well off; after the default twenty they are not to be told from one."""
     matrix = np.array([[1.0, 0.0], [0.0, 0.5]])
-    off = [np.abs(sinkhorn(paddle.to_tensor(matrix), t).numpy().sum(axis=0) - 1).max() for t in (1, 20)]
+    off = [np.abs(sinkhorn(OPS, paddle.to_tensor(matrix), t).numpy().sum(axis=0) - 1).max() for t in (1, 20)]
     assert off[0] > 1e-3
     assert off[1] < 1e-12
 
 
 def test_large_numbers_neither_vanish_nor_overflow():
     matrix = paddle.to_tensor([[500.0, -500.0], [-500.0, 500.0]], dtype="float32", stop_gradient=False)
-    made = sinkhorn(matrix, 20)
+    made = sinkhorn(OPS, matrix, 20)
     assert made.numpy().tolist() == [[1.0, 0.0], [0.0, 1.0]]
     paddle.autograd.backward([made], [paddle.to_tensor([[1.0, 2.0], [3.0, 4.0]])])
     assert np.isfinite(matrix.grad.numpy()).all()
@@ -82,7 +83,7 @@ def test_large_numbers_neither_vanish_nor_overflow():
 @pytest.mark.parametrize("iterations", [1, 4, 20])
 def test_adjoint_of_sinkhorn(generic, iterations):
     shape = (2, 3, 4, 4)
-    assert_adjoint(lambda x: sinkhorn(x, iterations), [generic(*shape)], [generic(*shape)], generic(*shape))
+    assert_adjoint(lambda x: sinkhorn(OPS, x, iterations), [generic(*shape)], [generic(*shape)], generic(*shape))
 
 
 def own_weights(generic):
@@ -98,15 +99,15 @@ def test_adjoint_around_a_sub_layer(generic):
     weights = SplitWeights()
 
     def behind(streams):
-        return around(streams, lambda read: paddle.tanh(read) * 0.5, OF, weights, leaves(own))
+        return around(OPS, streams, lambda read: paddle.tanh(read) * 0.5, OF, weights, leaves(own))
 
     assert_adjoint(behind, [generic(*x)], [generic(*x)], generic(*x))
 
 
 def test_adjoint_of_the_ends(generic):
     both = (4, 2, HIDDEN), (4, 2, 3 * HIDDEN)
-    assert_adjoint(lambda x: opened(x, 3), [generic(*both[0])], [generic(*both[0])], generic(*both[1]))
-    assert_adjoint(lambda x: closed(x, 3), [generic(*both[1])], [generic(*both[1])], generic(*both[0]))
+    assert_adjoint(lambda x: opened(OPS, x, 3), [generic(*both[0])], [generic(*both[0])], generic(*both[1]))
+    assert_adjoint(lambda x: closed(OPS, x, 3), [generic(*both[1])], [generic(*both[1])], generic(*both[0]))
 
 
 def test_streams_around_a_sub_layer_are_what_a_loop_over_tokens_computes(generic):
@@ -115,7 +116,7 @@ def test_streams_around_a_sub_layer_are_what_a_loop_over_tokens_computes(generic
     def sub_layer(read):
         return paddle.matmul(read, paddle.to_tensor(turn))
 
-    made = around(paddle.to_tensor(x), sub_layer, OF, SplitWeights(), leaves(own)).numpy()
+    made = around(OPS, paddle.to_tensor(x), sub_layer, OF, SplitWeights(), leaves(own)).numpy()
     scale = np.repeat(own["scale"], [3, 3, 9])
     for place in np.ndindex(4, 2):
         token = x[place]

@@ -1,4 +1,4 @@
-"""Starts Paddle the way every bit-exact comparison needs it: quiet, on the CPU, on one thread.
+"""Starts Paddle the way every bit-exact comparison needs it: quiet, on one thread, on the CPU or on one GPU.
 
 Paddle's matrix products have other bits with two threads than with one, so
 both sides of a comparison call ``start_paddle`` before anything else imports
@@ -15,26 +15,75 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 NUM_THREADS = 1
+SELECTED_GPUS = "FLAGS_selected_gpus"
+"""The variable in which Paddle's process groups look for their device."""
 
 
-def start_paddle() -> None:
-    """Import Paddle, put it on the CPU and pin it to one thread; calling it again changes nothing.
+def start_paddle(gpu: int | None = None, *, computes: bool = True) -> None:
+    """Import Paddle, put it on the CPU, or on a GPU, and pin it to one thread; calling it again changes nothing.
+
+    On a GPU a known kernel has been seen to work then; where nothing is computed (``computes``), only copied, it is
+    not tried.
 
     Raises:
         ImportError: Paddle is not installed.
-        RuntimeError: Paddle has computed with more threads before, and cannot be pinned any more.
+        RuntimeError: Paddle has computed with more threads before, and cannot be pinned any more; or there is no such
+            GPU, or its kernels do not compute what they should.
     """
     os.environ.setdefault("GLOG_minloglevel", "2")  # Paddle's C++ side: errors only
     pin_threads()
+    if gpu is not None:
+        os.environ[SELECTED_GPUS] = str(gpu)
+        for flag in ("FLAGS_cudnn_deterministic", "FLAGS_embedding_deterministic"):
+            os.environ.setdefault(flag, "1")
     with quiet_python():
         import paddle
 
-        paddle.set_device("cpu")
+        if gpu is None:
+            paddle.set_device("cpu")
+        else:
+            _require_gpu(gpu, paddle.device.cuda.device_count())
+            paddle.set_device(f"gpu:{gpu}")
     _require_pinned()
+    if gpu is not None and computes:
+        require_kernels()
+
+
+def _require_gpu(gpu: int, found: int) -> None:
+    if not found:
+        raise RuntimeError("Paddle sees no GPU here: run.device gpu needs a build with CUDA and a driver")
+    if gpu >= found:
+        raise RuntimeError(f"there is no GPU {gpu} for this rank: Paddle sees {found}")
+
+
+def require_kernels() -> None:
+    """Compute something known on the device and compare it.
+
+    Raises:
+        RuntimeError: the values are wrong.
+    """
+    import numpy as np
+    import paddle
+
+    numbers = np.arange(1.0, 257.0, dtype="float32").reshape(16, 16)
+    there = paddle.to_tensor(numbers)
+    tried: tuple[tuple[str, Callable[[], Any], np.ndarray], ...] = (
+        ("sum", lambda: there + there, numbers + numbers),  # a kernel of Paddle's own, before a library's
+        ("product", lambda: paddle.matmul(there, there), numbers @ numbers),
+    )
+    for name, compute, expected in tried:
+        found = compute().numpy()
+        if not np.allclose(found, expected, rtol=1e-2):
+            raise RuntimeError(
+                f"kernels on {paddle.device.get_device()} do not compute: a {name} of known matrices has "
+                f"{found.flatten()[:4].tolist()} where {expected.flatten()[:4].tolist()} is right; Paddle "
+                f"{paddle.__version__} has no code for this GPU, and is fit for `pipeproof rehearse` alone"
+            )
 
 
 def pin_threads() -> None:

@@ -57,6 +57,21 @@ class ShardedOptimizer:
         weight = self._weights[name]
         weight.set_value(shares[: weight.size].reshape(weight.shape))
 
+    def state(self) -> dict[tuple[str, str], paddle.Tensor]:
+        """As ``StageOptimizer.state``, of this rank's shares; an empty one has none."""
+        return {} if self._optimizer is None else self._optimizer.state()
+
+    def put_state(self, weights: Mapping[str, paddle.Tensor], kept: Mapping[tuple[str, str], paddle.Tensor]) -> None:
+        """As ``StageOptimizer.put_state``: weights are whole, what is kept is of this rank's shares."""
+        shares = {}
+        for name, value in weights.items():
+            self._weights[name].set_value(value)
+            start, stop = share_range(value.size, self._num_shares, self._place)
+            if start < stop:
+                shares[name] = value.flatten()[start:stop]
+        if self._optimizer is not None:
+            self._optimizer.put_state(shares, kept)
+
     def _share_numel(self, name: str) -> int:
         return share_numel(self._weights[name].size, self._num_shares)
 

@@ -206,19 +206,18 @@ class TorchUncutModel:
         chosen, gains = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
         visitors = for_experts.reshape(-1, x.shape[-1]).repeat_interleave(moe.top_k, 0)
         order = torch.sort(chosen.flatten(), stable=True).indices
-        made = self.of_experts(_Moved.apply(visitors, order), torch.bincount(chosen.flatten()).tolist(), name)
+        sizes = torch.bincount(chosen.flatten(), minlength=moe.num_experts).tolist()
+        made = self.of_experts(_Moved.apply(visitors, order), sizes, name)
         back = _Moved.apply(made, torch.argsort(order)).reshape(*chosen.shape, -1)
         y = (back * gains.unsqueeze(-1)).sum(1).reshape(x.shape)
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def of_experts(self, rows: Tensor, sizes: Sequence[int], name: str) -> Tensor:
         """Rows expert by expert, through each one's MLP."""
-
-        def through(x: Tensor, part: str) -> Tensor:
-            weight, parts = f"{name}.experts.{part}.weight", x.split(list(sizes))
-            return torch.cat([self.weights.expert_product(own, weight, e) for e, own in enumerate(parts)])
-
-        return through(self.gated(through(rows, "gate"), through(rows, "up")), "down")
+        gate, up = (
+            self.weights.expert_products(rows, f"{name}.experts.{part}.weight", sizes) for part in ("gate", "up")
+        )
+        return self.weights.expert_products(self.gated(gate, up), f"{name}.experts.down.weight", sizes)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU."""

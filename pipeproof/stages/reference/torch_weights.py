@@ -10,7 +10,7 @@ Shape letters: N rows of any number of leading dims, K and M columns, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -60,11 +60,17 @@ class WholeWeights:
         weight = self.main[name]
         return _Product.apply(x, weight.detach(), weight.grad)
 
-    def expert_product(self, x: Tensor, name: str, expert: int) -> Tensor:
-        """``x @ weight[expert]``."""
+    def expert_products(self, x: Tensor, name: str, sizes: Sequence[int]) -> Tensor:
+        """``x @ weight[e]`` for the next ``sizes[e]`` rows of [N, K]: [N, M].
+
+        16 bits with sums in 32 have a product of their own in PyTorch, with other bits on a GPU than one by one.
+        """
         weight = self.main[name]
         assert weight.grad is not None
-        return _Product.apply(x, weight.detach()[expert], weight.grad[expert])
+        if x.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]) and hasattr(F, "grouped_mm"):
+            return _ExpertProducts.apply(x, weight.detach().to(x.dtype), weight.grad, sizes)
+        parts = zip(x.split(list(sizes)), weight.detach(), weight.grad, strict=True)
+        return torch.cat([_Product.apply(*part) for part in parts])
 
     def tied_product(self, x: Tensor, layer: str) -> Tensor:
         """``x @ embedding^T``, for a layer that borrows it."""
@@ -97,15 +103,40 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where 
         of_input = (of_rows @ weight.t()).reshape(*gradient.shape[:-1], weight.shape[0])
         if not buffer.is_contiguous():  # the transpose of one: of it the product is computed
             buffer, rows, of_rows = buffer.t(), of_rows, rows
-        if len(rows) == 0:
-            pass
-        elif rows.dtype == buffer.dtype:
-            buffer.addmm_(rows.t(), of_rows)
-        elif buffer.is_cuda and buffer.dtype == torch.float32:
-            torch.addmm(buffer, rows.t(), of_rows, out_dtype=buffer.dtype, out=buffer)
-        else:
-            buffer.addmm_(rows.to(buffer.dtype).t(), of_rows.to(buffer.dtype))
+        _add_product(buffer, rows, of_rows)
         return of_input, None, None
+
+
+def _add_product(buffer: Tensor, rows: Tensor, of_rows: Tensor) -> None:
+    """``buffer += rows^T @ of_rows``, rounded once."""
+    if len(rows) == 0:
+        pass
+    elif rows.dtype == buffer.dtype:
+        buffer.addmm_(rows.t(), of_rows)
+    elif buffer.is_cuda and buffer.dtype == torch.float32:
+        torch.addmm(buffer, rows.t(), of_rows, out_dtype=buffer.dtype, out=buffer)
+    else:
+        buffer.addmm_(rows.to(buffer.dtype).t(), of_rows.to(buffer.dtype))
+
+
+class _ExpertProducts(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor, sizes: Sequence[int]) -> Tensor:
+        ends = torch.tensor(sizes, device=x.device).cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(x, weight, ends)
+        ctx.buffer, ctx.sizes = buffer, list(sizes)
+        return F.grouped_mm(x, weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ctx.buffer.dtype == x.dtype:
+            ctx.buffer.add_(F.grouped_mm(x.mT, gradient, offs=ends))
+        else:
+            for part in zip(ctx.buffer, x.split(ctx.sizes), gradient.split(ctx.sizes), strict=True):
+                _add_product(*part)
+        return F.grouped_mm(gradient, weight.mT, offs=ends), None, None, None
 
 
 class _Rows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be

@@ -6,7 +6,6 @@ Words are tokens or labels, int64 [S, B] or [B, S] in the order of the plan's ac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -14,38 +13,12 @@ import numpy.typing as npt
 import torch
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.ahead import ahead
-from pipeproof.stages.describe.lanes import num_modules
+from pipeproof.stages.common.lanes import lane_batches
+from pipeproof.stages.common.units import Lane, Unit
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.torch.functional import wide_type
 
 Tensor: TypeAlias = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What one lane of multi-token prediction reads and predicts, of a unit's piece of the sequences."""
-
-    tokens: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One unit of work: what each lane reads, the main one first, and the scale of their losses, a scalar."""
-
-    lanes: tuple[Lane, ...]
-    scale: Tensor
-
-    @property
-    def tokens(self) -> Tensor:
-        """Those of the main lane."""
-        return self.lanes[0].tokens
-
-    @property
-    def labels(self) -> Tensor:
-        """Those of the main lane."""
-        return self.lanes[0].labels
 
 
 class StepBatches:
@@ -73,8 +46,7 @@ class StepBatches:
     def _pieces(self, step: int, index: int) -> Iterator[list[Lane]]:
         """On the host: of each piece, its lanes."""
         num_pieces = self._plan.schedule.num_sequence_splits * self._plan.topology.cp
-        batch = micro_batch(self._plan, step, index)
-        lanes = [ahead(batch, distance) for distance in range(1 + num_modules(self._plan.model))]
+        lanes = lane_batches(self._plan, micro_batch(self._plan, step, index))
         cut = [[np.split(words, num_pieces, axis=1) for words in (lane.tokens, lane.labels)] for lane in lanes]
         for piece in range(num_pieces):
             yield [Lane(*(self._in_order(words[piece]) for words in lane)) for lane in cut]

@@ -67,22 +67,49 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # checked where
         return back, None, None, None, None
 
 
-def reorder(rows: Tensor, order: Tensor) -> Tensor:
-    """The rows in another order: row i of the result is row ``order[i]``, each exactly once."""
-    return _Reorder.apply(rows, order)
+def inverse(order: Tensor) -> Tensor:
+    """Of an order of rows, the one that undoes it."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+def visits(tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Each token once for each of its experts: [N, H] to [V, H], row i that of visit ``order[i]``, in one move.
+
+    Visit v is one of token ``v // k``; ``back`` undoes ``order``. A token's gradient is the sum over its experts.
+    """
+    return _Visits.apply(tokens, order, back)
+
+
+class _Visits(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.num_tokens = len(tokens)
+        return tokens.index_select(0, order // (len(order) // len(tokens)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (back,) = ctx.saved_tensors
+        by_token = gradient.index_select(0, back).unflatten(0, (ctx.num_tokens, -1))
+        return by_token.sum(1), None, None
+
+
+def reorder(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """The rows in another order: row i of the result is row ``order[i]``, each exactly once; ``back`` undoes it."""
+    return _Reorder.apply(rows, order, back)
 
 
 class _Reorder(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     """A move without addition, so that backward is a move, too, and not a sum over places."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        back = torch.empty_like(gradient)
-        back[order] = gradient
-        return back, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None

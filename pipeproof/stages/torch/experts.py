@@ -13,9 +13,10 @@ import torch
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.torch.balance import RouterBalance
-from pipeproof.stages.torch.expert_exchange import ExpertRegion, reorder
+from pipeproof.stages.torch.expert_exchange import ExpertRegion, inverse, reorder, visits
 from pipeproof.stages.torch.functional import fork, swiglu
 from pipeproof.stages.torch.gathered import source_of
+from pipeproof.stages.torch.grouped import Groups
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
 Tensor: TypeAlias = torch.Tensor
@@ -57,26 +58,35 @@ class Experts:
     def _visit(self, tokens: Tensor, chosen: Tensor, router: RouterBalance) -> Tensor:
         """What each token's experts make of it: [N, H] and the experts [N, k] to [N, k, H].
 
-        The host learns how many rows go where: the one time in a layer that it waits for a GPU.
+        The order of rows stays on the device. With several expert-parallel ranks the host reads how many rows go to
+        each and come from each; with one it reads nothing, but for products of types that are multiplied one by one.
         """
-        region, flat = self._region, chosen.flatten()
+        flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, then by token
-        own = torch.bincount(flat, minlength=self._moe.num_experts)
+        back = inverse(order)
+        own = torch.zeros(self._moe.num_experts, dtype=torch.int64, device=flat.device)
+        own.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would make the host wait
         router.count(own)
-        theirs = region.counts(own, f"{self._name}.counts")  # [R, E / R]
-        send, receive = (sizes.tolist() for sizes in (own.reshape(region.num_ranks, -1).sum(1), theirs.sum(1)))
-        rows = reorder(tokens.repeat_interleave(chosen.shape[1], dim=0), order)
-        arrived = region.exchange(rows, send, receive, f"{self._name}.dispatch")
-        experts = torch.arange(theirs.shape[1], device=tokens.device).repeat(len(theirs))
-        by_expert = experts.repeat_interleave(theirs.flatten()).argsort(stable=True)  # then by rank, and by token
-        made = self._swiglu(reorder(arrived, by_expert), theirs.sum(0).tolist())
-        back = region.exchange(reorder(made, _inverse(by_expert)), receive, send, f"{self._name}.combine")
-        return reorder(back, _inverse(order)).reshape(*chosen.shape, tokens.shape[-1])
+        rows = visits(tokens, order, back)
+        made = self._swiglu(rows, Groups(own)) if self._region.num_ranks == 1 else self._elsewhere(rows, own)
+        return reorder(made, back, order).reshape(*chosen.shape, tokens.shape[-1])
 
-    def _swiglu(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        gate = self._weights.grouped(rows, self._weight("experts.gate"), sizes)
-        up = self._weights.grouped(rows, self._weight("experts.up"), sizes)
-        return self._weights.grouped(self._gated(gate, up), self._weight("experts.down"), sizes)
+    def _elsewhere(self, rows: Tensor, own: Tensor) -> Tensor:
+        """What experts of all ranks make of rows, which are in the order of the experts; ``own`` [E] counts them."""
+        region = self._region
+        theirs = region.counts(own, f"{self._name}.counts")  # [R, E / R]
+        send, receive = torch.stack([own.reshape(region.num_ranks, -1).sum(1), theirs.sum(1)]).tolist()
+        arrived = region.exchange(rows, send, receive, f"{self._name}.dispatch")
+        experts = torch.arange(theirs.shape[1], device=own.device).repeat(len(theirs))
+        by_expert = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)
+        by_rank = inverse(by_expert)  # as they arrived; by expert, they are then by rank, and by token
+        made = self._swiglu(reorder(arrived, by_expert, by_rank), Groups(theirs.sum(0)))
+        return region.exchange(reorder(made, by_rank, by_expert), receive, send, f"{self._name}.combine")
+
+    def _swiglu(self, rows: Tensor, groups: Groups) -> Tensor:
+        gate = self._weights.grouped(rows, self._weight("experts.gate"), groups)
+        up = self._weights.grouped(rows, self._weight("experts.up"), groups)
+        return self._weights.grouped(self._gated(gate, up), self._weight("experts.down"), groups)
 
     def _shared(self, activation: Tensor) -> Tensor:
         gate = self._weights.product(activation, self._weight("shared.gate"))
@@ -85,12 +95,6 @@ class Experts:
 
     def _weight(self, part: str) -> Weight:
         return self._weight_of(f"{self._name}.{part}.weight")
-
-
-def _inverse(order: Tensor) -> Tensor:
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return back
 
 
 def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import torch
 
+from pipeproof.stages.common.units import Lane, Unit
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.synthetic import IGNORED
-from pipeproof.stages.torch.batches import Lane, Unit
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -59,6 +59,17 @@ class ShardedOptimizer:
         weight.main.view(-1).copy_(shares[: weight.main.numel()])
         weight.renew()
 
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """As ``StageOptimizer.state``, of this rank's shares; an empty one has none."""
+        return self._optimizer.state()
+
+    def put_state(self, weights: Mapping[str, Tensor], kept: Mapping[tuple[str, str], Tensor]) -> None:
+        """As ``StageOptimizer.put_state``: weights are whole, what is kept is of this rank's shares."""
+        for name, value in weights.items():
+            self._weights[name].main.copy_(value)
+            self._weights[name].renew()
+        self._optimizer.put_state({}, kept)
+
     def _share_numel(self, name: str) -> int:
         return share_numel(_size(self._weights[name]), self._num_shares)
 

@@ -1,61 +1,57 @@
-"""One pipeline stage on one rank: any run of consecutive layers, with this rank's shards of their weights.
+"""A pipeline stage on PyTorch: what of ``stages.common.stage`` is this framework's own.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each, D head
 size.
-Activations between layers are [S, B, H] or [B, S, H], as the plan says, sharded
-along the sequence with sequence parallelism. They are written [S, B, H] below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import describe_boundary
-from pipeproof.stages.describe.lanes import is_mtp, lane_made, lane_read, lanes_after, lanes_into, module_of
-from pipeproof.stages.describe.layers import Layer, Parameter
-from pipeproof.stages.describe.order import is_empty
-from pipeproof.stages.describe.streams import ENDS, streams_of
-from pipeproof.stages.describe.synthetic import initial_weight
-from pipeproof.stages.describe.watch import LayerWatch
-from pipeproof.stages.torch.again import computed_again
+from pipeproof.stages.common.collectives import TensorParallelCollectives
+from pipeproof.stages.common.context import ContextCollectives
+from pipeproof.stages.common.held import WeightMaker
+from pipeproof.stages.common.lanes import join_lanes, split_lanes
+from pipeproof.stages.common.stage import Means, Stage
+from pipeproof.stages.common.units import Unit
+from pipeproof.stages.describe.layers import Layer
 from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.batches import Lane, Unit
-from pipeproof.stages.torch.collectives import TensorParallelCollectives, TensorParallelRegion
-from pipeproof.stages.torch.context import ContextCollectives, SharedKeys
-from pipeproof.stages.torch.dropout import Dropouts
-from pipeproof.stages.torch.earlier import EarlierPieces
-from pipeproof.stages.torch.ends import Ends
 from pipeproof.stages.torch.expert_exchange import ExpertCollectives, ExpertRegion
 from pipeproof.stages.torch.experts import Experts
-from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, causal_attention, gated, rotary_tables, rotate
-from pipeproof.stages.torch.lanes import join_lanes, split_lanes, whole_loss
-from pipeproof.stages.torch.latent import latent_heads, with_positions
-from pipeproof.stages.torch.streams import around, closed, opened
-from pipeproof.stages.torch.weights import SplitWeights, Weight, WeightGradients
+from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, gated, rotary_tables
+from pipeproof.stages.torch.ops import OPS
+from pipeproof.stages.torch.rotary import turned_heads
+from pipeproof.stages.torch.vocabulary import TorchVocabulary
+from pipeproof.stages.torch.weights import SplitWeights, Weight
 
 Tensor: TypeAlias = torch.Tensor
 
 
-class TorchStage:
-    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``.
+class BorrowedWeight:
+    """A weight as a layer uses it that it is lent to: the same value, with a gradient of its own."""
 
-    ``weights`` holds this rank's shards by the names of the description, of
-    weights that layers borrow, too, unless they are in ``lent``: those of the
-    rank's other stages.
-    ``balance`` is what the routers of its experts have beside weights.
-    ``collectives`` may be None where ``topology.tp`` is 1, ``exchanges`` where
-    ``topology.ep`` is, ``context`` where ``topology.cp`` is. The collectives are issued exactly as the layers'
-    descriptions list them, forward and backward; with ``memory.recompute: full`` a block's backward issues those of its
-    forward once more, before its own.
+    def __init__(self, weight: Weight) -> None:
+        self._weight, self.used = weight, weight.lent()
+
+    def give_back(self) -> None:
+        """Add the gradient to the weight's own, and begin the next one as +0.0."""
+        self._weight.add(self.used.gradient)
+        self.used.zero_gradient()
+
+
+class TorchStage(Stage[Unit]):
+    """A ``Stage`` on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``; its weights are ``Weight``.
+
+    ``forward`` takes the unit of work, which is on the device. ``balance`` is what the routers of its experts have
+    beside weights. ``exchanges`` may be None where ``topology.ep`` is 1.
 
     Raises:
-        ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
+        ValueError: as ``Stage``; or ``ep_rank`` and ``topology.ep`` do not fit.
     """
 
     def __init__(
@@ -70,239 +66,50 @@ class TorchStage:
         lent: Mapping[str, Weight] | None = None,
         context: ContextCollectives | None = None,
     ) -> None:
-        names = [layer.name for layer in layers]
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"a stage needs one or more different layers, got {names}")
-        self._plan, self._layers, self._device = plan, tuple(layers), device
-        self._dtype: torch.dtype = getattr(torch, plan.run.dtype)
-        boundary = describe_boundary(plan)
-        self._region = TensorParallelRegion(
-            tp_rank, plan.topology.tp, boundary.tp.dim, collectives, gathers_again=plan.memory.gathered == "again"
-        )
-        self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
-        self._batch_first = boundary.dims == "bsh"
-        self._cos, self._sin = rotary_tables(plan.model.seq_length, plan.model.rotary_size, self._dtype, device)
-        self._recompute = plan.memory.recompute
-        self._earlier = self._shared_keys(context)
+        run, model = plan.run, plan.model
+        dtype: torch.dtype = getattr(torch, run.dtype)
         self._split = SplitWeights(device)
-        self._gated = gated(plan.model.swiglu_limit)
+        self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
+
+        def weight(value: npt.NDArray[Any]) -> Weight:
+            """Rounded to the run's type before anything else."""
+            rounded = torch.tensor(value, dtype=dtype, device=device)
+            return Weight(rounded.to(getattr(torch, run.weight_dtype)), dtype)
+
+        means = Means(
+            ops=OPS,
+            weights=self._split,
+            vocabulary=TorchVocabulary(self._split, tied=model.tied_embedding),
+            gated=gated(model.swiglu_limit),
+            tables=rotary_tables(model.seq_length, model.rotary_size, dtype, device),
+            maker=WeightMaker(drawn_as="float64", make=weight, borrow=BorrowedWeight),
+        )
+        super().__init__(means, plan, layers, tp_rank, collectives, self._experts, lent, context)
         self.balance = Balance(plan, layers, device, puts_in_losses=tp_rank == 0)
-        self.weights: dict[str, Weight] = {
-            parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
-        }
-        there = {**(lent or {}), **self.weights}
-        self._lent: dict[tuple[str, str], tuple[Weight, Weight]] = {}
-        for layer in layers:
-            for one in layer.borrowed:
-                if one.name in there:
-                    self._lent[layer.name, one.name] = there[one.name], there[one.name].lent()
-                else:
-                    there[one.name] = self.weights[one.name] = self._load(one)
-        self._ends = Ends(plan, self._split, self._region, self._weight)
-        self._rows_dim = boundary.dims.index("b")
-        self._num_given = lanes_into(plan.model, names[0])
-        self.losses: Tensor | None = None
-        """Of the latest forward through the head: the scaled loss, or where there are modules, main and theirs, [k]."""
 
-    def forward(
-        self,
-        activation: Tensor | None,
-        unit: Unit,
-        *,
-        step: int,
-        index: int,
-        piece: int = 0,
-        watch: LayerWatch | None = None,
-    ) -> Tensor:
-        """Run one unit of work through the stage's layers; the caller keeps the result for backward.
-
-        ``activation`` is what the stage before made, None for a stage that
-        begins with ``embed``. ``step`` and ``index`` (over all data-parallel
-        ranks) say which micro-batch it is; where sequences are cut, also over
-        context-parallel ranks, ``piece``
-        says which piece, and pieces come in order (backward in reverse). The
-        result is the activation for the next stage, or, from a stage that ends
-        with ``head``, the scaled loss as a scalar. ``watch`` is shown what
-        crosses the borders between layers.
-        """
-        if (activation is None) != (self._layers[0].name == "embed"):
-            raise ValueError(
-                f"stage of {[layer.name for layer in self._layers]}: an activation is taken "
-                f"exactly where the first layer is not 'embed', got {type(activation).__name__}"
-            )
-        lanes = [] if activation is None else split_lanes(activation, self._num_given, self._rows_dim)
-        dropouts = Dropouts(self._plan, step, index, piece, self._region)
-        for layer in self._layers:
-            inputs = lanes[lane_read(layer.name) :][:1]
-            if watch is not None and is_mtp(layer.name):
-                inputs = [watch.apart(lanes, lane_read(layer.name))]
-            if watch is not None and inputs:
-                watch.see(layer.name, "input", index, piece, inputs)
-            if layer.name == "embed":
-                lanes = self._ends.embed(unit.lanes[: lanes_after(self._plan.model, ["embed"])], dropouts)
-            elif is_empty(layer.name):
-                pass
-            elif layer.name == "norm":
-                normed = self._norm(join_lanes(lanes, self._rows_dim), "norm")
-                lanes = split_lanes(normed, len(lanes), self._rows_dim)
-            elif layer.name == "head":
-                losses = [loss * unit.scale for loss in self._ends.losses(lanes, unit.lanes)]
-                self.losses = losses[0].detach() if len(losses) == 1 else torch.stack(losses).detach()
-                lanes = [whole_loss(self._plan, losses)]
-            else:
-                block = partial(self._block, name=layer.name, index=index, piece=piece, dropouts=dropouts)
-                if is_mtp(layer.name):
-                    made = module_of(layer.name) + 1
-                    inputs += lanes[made : made + 1]
-                    block = partial(
-                        self._module, block=block, name=layer.name, lane=unit.lanes[made], dropouts=dropouts
-                    )
-                output = computed_again(block, *inputs) if self._recompute == "full" else block(*inputs)
-                lanes[lane_made(layer.name) : lane_made(layer.name) + 1] = [output]
-            if watch is not None and layer.name == "head":
-                watch.see_loss(layer.name, index, piece, self.losses)
-            elif watch is not None:
-                watch.see(layer.name, "output", index, piece, [lanes[lane_made(layer.name)]])
-        output = join_lanes(lanes, self._rows_dim)
-        is_handed_on = output is activation
-        # Of a stage that only hands on a copy: the caller frees what goes out, and may fill what came in anew.
-        return output.clone() if is_handed_on else output
-
-    def backward_input(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Run one micro-batch back to the activation that ``forward`` was given, whose ``grad`` it sets.
-
-        ``output`` is what ``forward`` returned, ``gradient`` that of it (None
-        for the loss). All collectives of the backward are issued here. What is
-        returned adds the gradients of the stage's weights when it is told to.
-        """
-        return self._split.backward(output, gradient)
-
-    def give_back(self) -> None:
-        """Add what layers made of weights that were lent to them to those weights' own gradients."""
-        for weight, used in self._lent.values():
-            weight.add(used.gradient)
-            used.zero_gradient()
-
-    def _shared_keys(self, context: ContextCollectives | None) -> EarlierPieces | SharedKeys:
-        """What attention of a part of a sequence sees of the other parts."""
-        num_parts = self._plan.topology.cp
-        if num_parts == 1:
-            return EarlierPieces(self._plan.schedule.num_sequence_splits, comes_again=self._recompute == "full")
-        if context is None:
-            raise ValueError(f"{num_parts} context-parallel ranks need collectives, got None")
-        return SharedKeys(num_parts, context)
-
-    def _load(self, parameter: Parameter) -> Weight:
-        """This rank's shard of the initial weight, rounded to the run's type before anything else."""
-        run = self._plan.run
-        weight = initial_weight(parameter, run.seed, "float64")
-        for placed, region in ((parameter.tp, self._region), (parameter.ep, self._experts)):
-            if placed.dim is not None:
-                weight = np.split(weight, region.num_ranks, axis=placed.dim)[region.rank]
-        value = torch.tensor(weight, dtype=self._dtype, device=self._device)
-        return Weight(value.to(getattr(torch, run.weight_dtype)), self._dtype)
-
-    def _module(
-        self,
-        hidden: Tensor,
-        embedding: Tensor | None = None,
-        *,
-        block: Callable[[Tensor], Tensor],
-        name: str,
-        lane: Lane,
-        dropouts: Dropouts,
-    ) -> Tensor:
-        """A module of multi-token prediction, which looks the embedding up where none is given."""
-        if embedding is None:
-            embedding = self._ends.embed_again(name, lane, dropouts)
-        normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
-        return block(self._product(torch.cat(normed, dim=-1), f"{name}.proj.weight"))
+    def _unit(self, words: Unit, step: int, index: int, piece: int) -> Unit:
+        return words
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        return self._split.norm(activation, self.weights[f"{name}.weight"], RMS_NORM_EPSILON)
+        return self._split.norm(activation, self.parameters[f"{name}.weight"], RMS_NORM_EPSILON)
 
-    def _block(self, activation: Tensor, name: str, index: int, piece: int, dropouts: Dropouts) -> Tensor:
-        def attention(x: Tensor) -> Tensor:
-            return self._attention(self._norm(x, f"{name}.attn_norm"), f"{name}.attn", index, piece, dropouts)
-
-        def mlp(x: Tensor) -> Tensor:
-            return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, piece), dropouts)
-
-        streams = streams_of(self._plan.model, name)
-        if streams is None:
-            activation = activation + attention(activation)
-            return activation + mlp(activation)
-        if streams.expands:
-            activation = opened(activation, streams.count)
-        for part, sub_layer in (("attn", attention), ("mlp", mlp)):
-            own = {end: self.weights[f"{name}.{part}_streams.{end}"] for end in ENDS}
-            activation = around(activation, sub_layer, streams, self._split, own)
-        return closed(activation, streams.count) if streams.contracts else activation
-
-    def _attention(self, activation: Tensor, name: str, index: int, piece: int, dropouts: Dropouts) -> Tensor:
-        heads = self._grouped_heads if self._plan.model.mla is None else self._latent_heads
-        query, key, value = heads(activation, name, piece)
-        key, value = self._earlier.join(key, value, micro_batch=index, layer=name, piece=piece)
-        inputs = query, key, value
-        is_again = self._recompute == "selective"
-        mix = partial(causal_attention, factors=dropouts.of_attention(name, query))
-        mixed = computed_again(mix, *inputs) if is_again else mix(*inputs)  # [B, K, G, S, Z]
-        mixed = mixed.permute([0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
-        addend = self._product(mixed.flatten(2), f"{name}.out.weight")
-        return dropouts.between(self._region.leave(addend, f"{name}.out"), "hidden", name)
+    def _normed(self, lanes: Sequence[Tensor]) -> list[Tensor]:
+        normed = self._norm(join_lanes(OPS, lanes, self._rows_dim), "norm")
+        return split_lanes(OPS, normed, len(lanes), self._rows_dim)
 
     def _grouped_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, K, G, S, D], key and value [B, K, S, D] of a piece."""
         entered = self._region.enter(activation, f"{name}.in")
         fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, K * (G + 2) * D]
         group = self._plan.model.num_heads // self._plan.model.kv_heads
         heads = fused.unflatten(-1, (-1, group + 2, self._plan.model.size_of_head))
         heads = heads.permute([0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])  # [B, K, G + 2, S, D]
-        turned, value = heads.split([group + 1, 1], dim=2)
-        turned = rotate(turned, *self._tables(piece, turned.shape[3]))
-        query, key = turned.split([group, 1], dim=2)
-        return query, key.squeeze(2), value.squeeze(2)
+        return turned_heads(heads, *self._tables(piece, heads.shape[3]))
 
-    def _latent_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a piece."""
-        mla = self._plan.model.mla
-        assert mla is not None
-        query, keys, shared = latent_heads(
-            activation,
-            mla,
-            lambda x, part: self._product(x, f"{name}.{part}.weight"),
-            lambda x, part: self._norm(x, f"{name}.{part}"),
-            self._region,
-            name,
-        )
-        if self._batch_first:
-            query, keys = (heads.permute(0, 2, 1, 3) for heads in (query, keys))
-        else:
-            query, keys, shared = query.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), shared.transpose(0, 1)
-        query, key, value = with_positions(query, keys, shared, mla, *self._tables(piece, shared.shape[1]))
-        return query.unsqueeze(2), key, value
+    def _routed(self, entered: Tensor, name: str, unit: tuple[int, int]) -> Tensor:
+        assert self._plan.model.moe is not None
+        weight_of = self.parameters.__getitem__
+        experts = Experts(self._plan.model.moe, name, self._split, weight_of, self._experts, self._gated)
+        return experts.forward(entered, self.balance.of(name, *unit))
 
-    def _tables(self, piece: int, length: int) -> tuple[Tensor, Tensor]:
-        """The rotary tables of a piece of a sequence that may be shorter than the model's."""
-        positions = slice(piece * length, (piece + 1) * length)
-        return self._cos[positions], self._sin[positions]
-
-    def _mlp(self, activation: Tensor, name: str, unit: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        entered = self._region.enter(activation, f"{name}.in")
-        if f"{name}.router.weight" in self.weights:
-            assert self._plan.model.moe is not None
-            weight_of = self.weights.__getitem__
-            experts = Experts(self._plan.model.moe, name, self._split, weight_of, self._experts, self._gated)
-            addend = experts.forward(entered, self.balance.of(name, *unit))
-        else:
-            gate = self._product(entered, f"{name}.gate.weight")
-            up = self._product(entered, f"{name}.up.weight")
-            addend = self._product(self._gated(gate, up), f"{name}.down.weight")
-        return dropouts.between(self._region.leave(addend, f"{name}.out"), "hidden", name)
-
-    def _weight(self, layer: str, name: str) -> Weight:
-        """A weight as ``layer`` uses it, which may be another layer's."""
-        return self._lent[layer, name][1] if (layer, name) in self._lent else self.weights[name]
-
-    def _product(self, activation: Tensor, name: str) -> Tensor:
-        return self._split.product(activation, self.weights[name])
+    def _shown(self, losses: Tensor) -> Tensor:
+        return losses

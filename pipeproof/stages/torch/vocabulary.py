@@ -11,24 +11,39 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from pipeproof.stages.common.collectives import TensorParallelRegion
+from pipeproof.stages.common.lanes import join_lanes, split_lanes
 from pipeproof.stages.describe.synthetic import IGNORED
-from pipeproof.stages.torch.collectives import TensorParallelRegion
 from pipeproof.stages.torch.functional import wide_type
-from pipeproof.stages.torch.lanes import join_lanes, split_lanes
+from pipeproof.stages.torch.ops import OPS
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
 Tensor: TypeAlias = torch.Tensor
 
 
-def embed_tokens(tokens: Tensor, weight: Weight, weights: SplitWeights, region: TensorParallelRegion) -> Tensor:
-    """Rows of the embedding, [.., H]: this rank's addend, zero for tokens of other ranks' rows.
+class TorchVocabulary:
+    """A ``Vocabulary`` whose weights are ``Weight``; ``tied`` where the head's is the embedding's.
 
-    ``weight`` is this rank's [V / T, H].
+    Lanes are more rows of one lookup, and of one product.
     """
-    if region.num_ranks == 1:
-        return weights.rows(tokens, weight)
-    row, is_mine = _own(tokens, weight.value.shape[0], region)
-    return weights.rows(row, weight) * is_mine.unsqueeze(-1)
+
+    def __init__(self, weights: SplitWeights, *, tied: bool) -> None:
+        self._weights, self._tied = weights, tied
+
+    def rows(self, tokens: Sequence[Tensor], weight: Weight, region: TensorParallelRegion, rows_dim: int) -> Tensor:
+        """As ``Vocabulary.rows``: zero for tokens of other ranks' rows."""
+        words = join_lanes(OPS, tokens, rows_dim)
+        if region.num_ranks == 1:
+            return self._weights.rows(words, weight)
+        row, is_mine = _own(words, weight.value.shape[0], region)
+        return self._weights.rows(row, weight) * is_mine.unsqueeze(-1)
+
+    def losses(
+        self, entered: Tensor, weight: Weight, labels: Sequence[Tensor], region: TensorParallelRegion, rows_dim: int
+    ) -> list[Tensor]:
+        """As ``Vocabulary.losses``."""
+        logits = self._weights.product(entered, weight, transposed=self._tied)
+        return summed_cross_entropies(logits, labels, region, rows_dim)
 
 
 def summed_cross_entropies(
@@ -41,11 +56,11 @@ def summed_cross_entropies(
     """
     logits = logits.to(wide_type(logits.dtype))
     if region.num_ranks > 1:
-        losses = token_losses(logits, join_lanes(labels, rows_dim), region)
-        return [of_lane.sum() for of_lane in split_lanes(losses, len(labels), rows_dim)]
+        losses = token_losses(logits, join_lanes(OPS, labels, rows_dim), region)
+        return [of_lane.sum() for of_lane in split_lanes(OPS, losses, len(labels), rows_dim)]
     return [
         F.cross_entropy(x.flatten(0, -2), words.flatten(), ignore_index=IGNORED, reduction="sum")
-        for x, words in zip(split_lanes(logits, len(labels), rows_dim), labels, strict=True)
+        for x, words in zip(split_lanes(OPS, logits, len(labels), rows_dim), labels, strict=True)
     ]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeproof.stages.torch.gathered import GatheredInput, source_of
+from pipeproof.stages.torch.grouped import Groups, grouped_gradients, grouped_product, is_one_kernel
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -125,7 +126,10 @@ class SplitWeights:
 
     def norm(self, activation: Tensor, weight: Weight, epsilon: float) -> Tensor:
         """RMSNorm over the last dim (arXiv:1910.07467) times the weight: [.., K] and [K] to [.., K]."""
-        return _Norm.apply(activation, weight, epsilon, self._put_off)
+        # A node of its own: where the norm is several operations it reads this several times, and beside a residual
+        # the sum of their gradients would depend on the order in which autograd comes by.
+        own = activation.view_as(activation)
+        return F.rms_norm(own, (own.shape[-1],), _Late.apply(self._anchor, weight, self._put_off), epsilon)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift``, a number of ``scale`` for each group of columns: [.., K], [groups] and [K].
@@ -134,9 +138,9 @@ class SplitWeights:
         """
         return _ScaledAndShifted.apply(activation, scale, shift, tuple(sizes), self._put_off)
 
-    def grouped(self, activation: Tensor, weight: Weight, sizes: Sequence[int]) -> Tensor:
-        """Groups of rows, each times its own matrix: [N, K] and [E, K, M] to [N, M]; group e has ``sizes[e]`` rows."""
-        return _Grouped.apply(activation, weight, tuple(sizes), self._put_off)
+    def grouped(self, activation: Tensor, weight: Weight, groups: Groups) -> Tensor:
+        """Groups of rows, each times its own matrix: [N, K] and [E, K, M] to [N, M]."""
+        return _Grouped.apply(activation, weight, groups, self._put_off)
 
     def rows(self, places: Tensor, weight: Weight) -> Tensor:
         """Row ``places[..]`` of ``weight`` for each place: [..] and [V, K] to [.., K]. Nothing flows further back."""
@@ -180,24 +184,19 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where 
         return back.view(*gradient.shape[:-1], back.shape[-1]), None, None, None, None
 
 
-class _Norm(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """The fused norm; its weight's gradient comes with its input's, and is added when asked for."""
+class _Late(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    """A weight as plain autograd reads it: its gradient comes with that of the input, and is added when asked for."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, weight: Weight, epsilon: float, put_off: PutOff) -> Tensor:
-        x, w = activation.detach().requires_grad_(), weight.value.detach().requires_grad_()
-        with torch.enable_grad():
-            y = F.rms_norm(x, (x.shape[-1],), w, epsilon)
-        ctx.graph, ctx.weight, ctx.put_off = (x, w, y), weight, put_off
-        return y.detach()
+    def forward(ctx: Any, anchor: Tensor, weight: Weight, put_off: PutOff) -> Tensor:
+        ctx.weight, ctx.put_off = weight, put_off
+        return weight.value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (x, w, y), weight = ctx.graph, ctx.weight
-        of_input, of_weight = torch.autograd.grad(y, (x, w), gradient)
-        ctx.graph = None
-        ctx.put_off(lambda: weight.add(of_weight))
-        return of_input, None, None, None
+        weight = ctx.weight
+        ctx.put_off(lambda: weight.add(gradient))
+        return None, None, None
 
 
 class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
@@ -230,28 +229,28 @@ def _each_column(scale: Tensor, sizes: Sequence[int]) -> Tensor:
 
 class _Grouped(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, weight: Weight, sizes: tuple[int, ...], put_off: PutOff) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, weight: Weight, groups: Groups, put_off: PutOff) -> Tensor:
         ctx.save_for_backward(activation)
-        ctx.weight, ctx.sizes, ctx.put_off = weight, sizes, put_off
-        return _by_group(activation, weight.value, sizes)
+        ctx.weight, ctx.groups, ctx.put_off = weight, groups, put_off
+        return grouped_product(activation, weight.value, groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (activation,), weight, sizes = ctx.saved_tensors, ctx.weight, ctx.sizes
+        (activation,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
         gradient = gradient.contiguous()
 
         def add() -> None:
-            parts = zip(weight.gradient, activation.split(sizes), gradient.split(sizes), strict=True)
+            if weight.gradient.dtype == activation.dtype and is_one_kernel(activation, weight.value):
+                weight.add(grouped_gradients(activation, gradient, groups))
+                return
+            # A wider buffer takes sums of its own width, which the one kernel has not.
+            parts = zip(weight.gradient, activation.split(groups.sizes), gradient.split(groups.sizes), strict=True)
             for buffer, inputs, outputs in parts:
                 if len(inputs):
                     add_product(buffer, inputs.t(), outputs)
 
         ctx.put_off(add)
-        return _by_group(gradient, weight.value.transpose(1, 2), sizes), None, None, None
-
-
-def _by_group(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
-    return torch.cat([part @ matrix for part, matrix in zip(rows.split(list(sizes)), matrices, strict=True)])
+        return grouped_product(gradient, weight.value.transpose(1, 2), groups), None, None, None
 
 
 class _Rows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be

@@ -6,10 +6,11 @@ from typing import Any
 
 import paddle
 
+from pipeproof.stages.common.context import SharedKeys
+from pipeproof.stages.common.dropout import Dropouts
+from pipeproof.stages.common.earlier import EarlierPieces
+from pipeproof.stages.common.latent import with_positions
 from pipeproof.stages.paddle.again import computed_again
-from pipeproof.stages.paddle.context import SharedKeys
-from pipeproof.stages.paddle.dropout import Dropouts
-from pipeproof.stages.paddle.earlier import EarlierPieces
 from pipeproof.stages.paddle.functional import (
     causal_attention,
     clamped_swiglu,
@@ -19,7 +20,7 @@ from pipeproof.stages.paddle.functional import (
     rotate,
     swiglu,
 )
-from pipeproof.stages.paddle.latent import with_positions
+from pipeproof.stages.paddle.ops import OPS
 from tests.stages.adjoints.regions import MLA
 from tests.stages.adjoints.rows import fixed, per_layout, plain
 from tests.stages.adjoints.world import Case, Held, Rank
@@ -43,7 +44,7 @@ def functions() -> list[Case]:
         plain(
             "latent attention's positions",
             "with_positions",
-            lambda q, k, s: with_positions(q, k, s, MLA, fixed(5, 4), fixed(4, 5).t()),
+            lambda q, k, s: with_positions(OPS, q, k, s, MLA, fixed(5, 4), fixed(4, 5).t()),
             (2, 3, 5, 6),
             (2, 3, 5, 5),
             (2, 5, 4),
@@ -73,19 +74,19 @@ class _OverContext:
 
 def _shared(rank: Rank, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
     """Each of three ranks looks at the keys and values of the ranks up to it."""
-    keys, values = SharedKeys(3, _OverContext(rank)).join(key, value, micro_batch=0, layer="x", piece=rank.number)
+    keys, values = SharedKeys(OPS, 3, _OverContext(rank)).join(key, value, micro_batch=0, layer="x", piece=rank.number)
     return paddle.tanh(keys) * values
 
 
 def _pieces(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
     """Three pieces of a sequence: each looks at its own keys and values and at those before it."""
-    earlier = EarlierPieces(3)
+    earlier = EarlierPieces(OPS, 3)
     return [_piece(earlier, number, *tensors[2 * number : 2 * number + 2]) for number in range(3)]
 
 
 def _pieces_again(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
     """The same, where each piece is computed once more on its way back."""
-    earlier = EarlierPieces(3, comes_again=True)
+    earlier = EarlierPieces(OPS, 3, comes_again=True)
     return [
         computed_again(lambda k, v, n=number: _piece(earlier, n, k, v), *tensors[2 * number : 2 * number + 2])
         for number in range(3)
@@ -100,11 +101,11 @@ def _piece(earlier: EarlierPieces, number: int, key: paddle.Tensor, value: paddl
 def _dropped() -> list[Case]:
     def between(rank: Rank, x: paddle.Tensor) -> paddle.Tensor:
         plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
-        return Dropouts(plan, 0, 0, 0, rank.region).between(x, "hidden", "layer.0.attn")
+        return Dropouts(OPS, plan, 0, 0, 0, rank.region).between(x, "hidden", "layer.0.attn")
 
     def attention(rank: Rank, *inputs: paddle.Tensor) -> paddle.Tensor:
         plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
-        dropouts = Dropouts(plan, 0, 0, 0, rank.region)
+        dropouts = Dropouts(OPS, plan, 0, 0, 0, rank.region)
         return causal_attention(*inputs, dropouts.of_attention("layer.0.attn", inputs[0]))
 
     heads = [((2, 2, 1, 8, 4), "own"), ((2, 2, 8, 4), "own"), ((2, 2, 8, 4), "own")]

@@ -1,4 +1,4 @@
-"""Which public names of ``stages.paddle`` are operations, and so need a row."""
+"""Which public names of ``stages.common`` and ``stages.paddle`` are operations, and so need a row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+import pipeproof.stages.common
 import pipeproof.stages.paddle
 
 EXCUSED: Mapping[str, str] = MappingProxyType(
@@ -17,9 +18,11 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "TensorParallelRegion.reduce": "autograd does not see it: enter and leave have rows",
         "RouterBalance.enter": "adds the gradient of losses that it does not return: a test of its own",
         "Balance.enter": "what RouterBalance.enter calls",
-        "PaddleStage.forward": "a whole stage: its gradients are held against the slopes of the loss",
+        "Stage.forward": "a whole stage: its gradients are held against the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
         "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
+        "StageOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
+        "ShardedOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
     }
 )
 """Names without a row, and why."""
@@ -31,8 +34,11 @@ def operations() -> set[str]:
 
 
 def _operations() -> Iterator[str]:
-    for found in pkgutil.iter_modules(pipeproof.stages.paddle.__path__):
-        module = importlib.import_module(f"{pipeproof.stages.paddle.__name__}.{found.name}")
+    packages = pipeproof.stages.common, pipeproof.stages.paddle
+    modules = [
+        f"{package.__name__}.{one.name}" for package in packages for one in pkgutil.iter_modules(package.__path__)
+    ]
+    for module in map(importlib.import_module, modules):
         for name, value in vars(module).items():
             if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
                 continue

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import paddle
 
+from pipeproof.stages.common.dropout import Dropouts
+from pipeproof.stages.common.ends import Ends
+from pipeproof.stages.common.lanes import split_lanes
+from pipeproof.stages.common.units import Lane
 from pipeproof.stages.describe.ahead import ahead
 from pipeproof.stages.describe.synthetic import micro_batch
-from pipeproof.stages.paddle.dropout import Dropouts
-from pipeproof.stages.paddle.ends import Ends
-from pipeproof.stages.paddle.lanes import split_lanes
+from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
 from tests.stages.staged_run import make_plan
@@ -17,6 +20,7 @@ PLAN = make_plan(
     model={"hidden_size": 16, "vocab_size": 12, "seq_length": 4, "mtp": {"num_modules": 1}}, run={"dtype": "float64"}
 )
 BATCHES = [ahead(micro_batch(PLAN, 0, 2), distance) for distance in (0, 1)]
+LANES = [Lane(*(paddle.to_tensor(words.T.copy()) for words in (one.tokens, one.labels))) for one in BATCHES]
 
 
 def ends() -> list[Case]:
@@ -27,26 +31,28 @@ def ends() -> list[Case]:
         of_layouts = (
             per_layout("ends: embedding", "Ends.embed", _embedded, table, output="between"),
             per_layout("ends: again", "Ends.embed_again", _embedded_again, table, output="between"),
-            per_layout("ends: losses", "Ends.losses", _losses, lanes, head, output="alike"),
+            per_layout("ends: losses", "Ends.losses PaddleVocabulary.losses", _losses, lanes, head, output="alike"),
         )
         cases += [rows[place] for rows in of_layouts]
     return cases
 
 
 def _of(rank: Rank, weight: paddle.Tensor) -> tuple[Ends, Dropouts]:
-    return Ends(PLAN, rank.weights, rank.region, lambda layer, name: weight), Dropouts(PLAN, 0, 0, 0, rank.region)
+    dropouts = Dropouts(OPS, PLAN, 0, 0, 0, rank.region)
+    vocabulary = PaddleVocabulary(rank.weights, tied=False)
+    return Ends(OPS, PLAN, rank.region, lambda layer, name: weight, vocabulary), dropouts
 
 
 def _embedded(rank: Rank, weight: paddle.Tensor) -> list[paddle.Tensor]:
     own, dropouts = _of(rank, weight)
-    return own.embed(BATCHES, dropouts)
+    return own.embed(LANES, dropouts)
 
 
 def _embedded_again(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
     own, dropouts = _of(rank, weight)
-    return own.embed_again("mtp.0", BATCHES[1], dropouts)
+    return own.embed_again("mtp.0", LANES[1], dropouts)
 
 
 def _losses(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> list[paddle.Tensor]:
     own, _ = _of(rank, weight)
-    return own.losses(split_lanes(x, 2, 1), BATCHES)
+    return own.losses(split_lanes(OPS, x, 2, 1), LANES)

@@ -9,9 +9,10 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model_parts import MlaSpec
+from pipeproof.stages.common.latent import latent_heads
 from pipeproof.stages.paddle.functional import rms_norm
-from pipeproof.stages.paddle.latent import latent_heads
-from pipeproof.stages.paddle.vocabulary import embed_tokens, summed_cross_entropies, token_losses
+from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.vocabulary import PaddleVocabulary, summed_cross_entropies, token_losses
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
 
@@ -32,7 +33,7 @@ def regions() -> list[Case]:
                     ((4, 2, 3), "own"), output="between"),
         *per_layout("sum", "TensorParallelRegion.sum", lambda r, x: r.region.sum(x, "sum"),
                     ((4, 2), "own"), output="alike")[1:],
-        *per_layout("embedding", "embed_tokens SplitWeights.rows", _embedded, ((6, 3), "own"), output="own"),
+        *per_layout("embedding", "PaddleVocabulary.rows SplitWeights.rows", _embedded, ((6, 3), "own"), output="own"),
         *per_layout("token losses", "token_losses", _losses(token_losses),
                     *[((4, 2, 6), "own")] * 2, output="alike")[1:],
         *per_layout("sums of losses", "summed_cross_entropies", _losses(summed_cross_entropies),
@@ -52,7 +53,13 @@ def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         weights = dict(zip(names, tensors, strict=True))
         return latent_heads(
-            x, mla, lambda y, part: rank.weights.product(y, weights[part]), lambda y, _: rms_norm(y), rank.region, "x"
+            OPS,
+            x,
+            mla,
+            lambda y, part: rank.weights.product(y, weights[part]),
+            lambda y, _: rms_norm(y),
+            rank.region,
+            "x",
         )
 
     return function
@@ -61,7 +68,8 @@ def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
 def _embedded(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
     """Two lanes of tokens."""
     words = np.random.default_rng(3).integers(0, weight.shape[0] * rank.region.num_ranks, (2, 5, 2))
-    return embed_tokens([paddle.to_tensor(lane) for lane in words], weight, rank.weights, rank.region, 1)
+    vocabulary = PaddleVocabulary(rank.weights, tied=False)
+    return vocabulary.rows([paddle.to_tensor(lane) for lane in words], weight, rank.region, 1)
 
 
 def _losses(function: Callable[..., Any]) -> Callable[..., Any]:

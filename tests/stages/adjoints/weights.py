@@ -7,10 +7,11 @@ from typing import Any
 
 import paddle
 
+from pipeproof.stages.common.lanes import join_lanes, split_lanes, whole_loss
+from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
 from pipeproof.stages.describe.streams import BlockStreams
 from pipeproof.stages.paddle.gathered import GatheredInput, source_of
-from pipeproof.stages.paddle.lanes import join_lanes, split_lanes, whole_loss
-from pipeproof.stages.paddle.streams import around, closed, opened, sinkhorn
+from pipeproof.stages.paddle.ops import OPS
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan
@@ -63,16 +64,16 @@ def lanes_and_streams() -> list[Case]:
     """What multi-token prediction and hyper-connections make of one tensor, or several."""
     modules = make_plan(model={"mtp": {"num_modules": 2, "loss_weight": 0.3}})
     return [
-        plain("lanes", "split_lanes", lambda x: split_lanes(x, 3, 1), (2, 6, 4)),
-        plain("joined lanes", "join_lanes", lambda x, y: join_lanes([x, y], 1), (2, 3, 4), (2, 3, 4)),
+        plain("lanes", "split_lanes", lambda x: split_lanes(OPS, x, 3, 1), (2, 6, 4)),
+        plain("joined lanes", "join_lanes", lambda x, y: join_lanes(OPS, [x, y], 1), (2, 3, 4), (2, 3, 4)),
         plain("whole loss", "whole_loss", lambda *losses: whole_loss(modules, losses), (1,), (1,), (1,)),
-        plain("opened", "opened", lambda x: opened(x, 3), (2, 4)),
-        plain("closed", "closed", lambda x: closed(x, 3), (2, 12)),
-        plain("Sinkhorn", "sinkhorn", lambda x: sinkhorn(x, 4), (2, 3, 3)),
+        plain("opened", "opened", lambda x: opened(OPS, x, 3), (2, 4)),
+        plain("closed", "closed", lambda x: closed(OPS, x, 3), (2, 12)),
+        plain("Sinkhorn", "sinkhorn", lambda x: sinkhorn(OPS, x, 4), (2, 3, 3)),
         Case("streams around a layer", ("around",), _around, tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,))))),
     ]
 
 
 def _around(rank: Rank, x: paddle.Tensor, *own: paddle.Tensor) -> paddle.Tensor:
     streams = BlockStreams(count=3, iterations=4, expands=False, contracts=False)
-    return around(x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True)))
+    return around(OPS, x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True)))

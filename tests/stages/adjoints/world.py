@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from pipeproof.stages.paddle.collectives import TensorParallelRegion
+from pipeproof.stages.common.collectives import TensorParallelRegion
 from pipeproof.stages.paddle.expert_exchange import ExpertRegion
+from pipeproof.stages.paddle.ops import OPS
 from pipeproof.stages.paddle.weights import SplitWeights
 from tests.stages.tensor_parallel import InMemoryRank, InMemoryWorld, Issued
 
@@ -88,7 +89,7 @@ def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[
         rank = Rank(
             number,
             TensorParallelRegion(
-                number, case.num_ranks, case.sequence_dim, collectives, gathers_again=case.gathers_again
+                OPS, number, case.num_ranks, case.sequence_dim, collectives, gathers_again=case.gathers_again
             ),
             ExpertRegion(number, case.num_ranks, Exchanges(world, number)),
             SplitWeights(),

@@ -5,7 +5,7 @@ import importlib.util
 collect_ignore_glob: list[str] = []
 
 if importlib.util.find_spec("torch") is None:
-    collect_ignore_glob.append("test_torch_*.py")
+    collect_ignore_glob.append("test_*.py")
 else:
     from pipeproof.stages.torch.runtime import start_torch
 

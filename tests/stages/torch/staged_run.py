@@ -33,7 +33,7 @@ class StagedRun:
         self.world = World(tp=topology.tp, ep=topology.ep, cp=topology.cp)
         parts = [self.layers[a:b] for a, b in itertools.pairwise([0, *cut, len(self.layers)])]
         self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
-        self.optimizers = [make_optimizer(plan.run, stage.weights) for stages in self.stages for stage in stages]
+        self.optimizers = [make_optimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
         self.issued = []
         """Of each unit of work and rank: what it issued forward, backward and for gradients of weights."""
 
@@ -115,7 +115,7 @@ class StagedRun:
 
     def _of_rank(self, place, name):
         """All copies of a weight on a rank, by stage."""
-        return [stage.weights[name] for stage in self.stages[place] if name in stage.weights]
+        return [stage.parameters[name] for stage in self.stages[place] if name in stage.parameters]
 
     def _parameters(self):
         return [parameter for layer in self.layers for parameter in layer.parameters]

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.stages.common.collectives import TensorParallelRegion
+from pipeproof.stages.common.context import SharedKeys
+from pipeproof.stages.common.earlier import EarlierPieces
+from pipeproof.stages.common.latent import with_positions
+from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
 from pipeproof.stages.describe.balance import loss_weights
-from pipeproof.stages.describe.streams import BlockStreams
+from pipeproof.stages.describe.streams import ENDS, BlockStreams
 from pipeproof.stages.torch.again import computed_again
 from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.collectives import TensorParallelRegion
-from pipeproof.stages.torch.context import SharedKeys
-from pipeproof.stages.torch.earlier import EarlierPieces
-from pipeproof.stages.torch.expert_exchange import ExpertRegion, reorder
+from pipeproof.stages.torch.expert_exchange import ExpertRegion, inverse, reorder, visits
 from pipeproof.stages.torch.functional import causal_attention, clamped_swiglu, fork, rms_norm, rotate, swiglu
-from pipeproof.stages.torch.latent import with_positions
-from pipeproof.stages.torch.streams import around, closed, opened, sinkhorn
+from pipeproof.stages.torch.grouped import Groups
+from pipeproof.stages.torch.ops import OPS
+from pipeproof.stages.torch.rotary import turned_heads
 from pipeproof.stages.torch.vocabulary import summed_cross_entropies
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MLA, MOE, make_plan
@@ -73,9 +76,11 @@ def tables(*shape):
     return draws_of(1)(*shape)
 
 
+ORDER = torch.tensor([2, 0, 3, 1])
 FACTORS = (draws_of(2)(2, 2, 3, 4, 6) > 0).double() * 1.5
 PLAIN = {
     "rotary": (lambda x: rotate(x, tables(5, 6), draws_of(3)(5, 6)), (2, 3, 5, 6)),
+    "heads turned": (lambda x: turned_heads(x, tables(5, 6), draws_of(3)(5, 6)), (2, 3, 4, 5, 6)),
     "norm": (rms_norm, (3, 4, 8)),
     "swiglu": (swiglu, (3, 8), (3, 8)),
     "clamped": (lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
@@ -85,15 +90,16 @@ PLAIN = {
         partial(causal_attention, factors=FACTORS), (2, 2, 3, 4, 5), (2, 2, 6, 5), (2, 2, 6, 3),
     ),
     "positions": (
-        lambda q, k, s: with_positions(q, k, s, make_plan("latent").model.mla, tables(5, 4), draws_of(3)(5, 4)),
+        lambda q, k, s: with_positions(OPS, q, k, s, make_plan("latent").model.mla, tables(5, 4), draws_of(3)(5, 4)),
         (2, 3, 5, 8), (2, 3, 5, 4 + MLA["value_head_size"]), (2, 5, 4),
     ),
     "fork": (lambda x: [one * (place + 1) for place, one in enumerate(fork(x, 3))], (3, 4)),
-    "rows moved": (lambda x: reorder(x, torch.tensor([2, 0, 3, 1])).tanh(), (4, 3)),
+    "rows moved": (lambda x: reorder(x, ORDER, inverse(ORDER)).tanh(), (4, 3)),
+    "rows visited": (lambda x: visits(x, ORDER, inverse(ORDER)).tanh(), (2, 3)),
     "computed again": (lambda *x: computed_again(lambda a, b: a.tanh() * b, *x), (3, 4), (3, 4)),
-    "streams opened": (lambda x: opened(x, 3).tanh(), (2, 2, 4)),
-    "streams closed": (lambda x: closed(x, 3).tanh(), (2, 2, 12)),
-    "Sinkhorn": (lambda x: sinkhorn(x, 3), (2, 2, 3, 3)),
+    "streams opened": (lambda x: opened(OPS, x, 3).tanh(), (2, 2, 4)),
+    "streams closed": (lambda x: closed(OPS, x, 3).tanh(), (2, 2, 12)),
+    "Sinkhorn": (lambda x: sinkhorn(OPS, x, 3), (2, 2, 3, 3)),
 }  # fmt: skip
 
 
@@ -118,12 +124,12 @@ WITH_WEIGHTS = {
     "scaled and shifted": (
         lambda s, x, a, b: s.scaled_and_shifted(x, a, b, [2, 1, 3]), [(3, 2, 6)], [(3,), (6,)],
     ),
-    "groups of rows": (lambda s, x, w: s.grouped(x, w, [2, 0, 3]).tanh(), [(5, 4)], [(3, 4, 2)]),
+    "groups of rows": (lambda s, x, w: s.grouped(x, w, Groups(torch.tensor([2, 0, 3]))).tanh(), [(5, 4)], [(3, 4, 2)]),
     "rows": (lambda s, w: s.rows(PLACES, w).tanh(), [], [(4, 3)]),
     "one weight twice": (lambda s, x, w: s.product(s.product(x, w).tanh(), w), [(3, 4)], [(4, 4)]),
     "streams around a sub-layer": (
         lambda s, x, *own: around(
-            x, torch.tanh, BlockStreams(2, 2, False, False), s, dict(zip(("weight", "scale", "bias"), own, strict=True))
+            OPS, x, torch.tanh, BlockStreams(2, 2, False, False), s, dict(zip(ENDS, own, strict=True))
         ),
         [(3, 2, 8)], [(8, 8), (3,), (8,)],
     ),
@@ -170,7 +176,7 @@ def test_pieces_of_a_sequence(comes_again):
     draw = draws_of(0)
     own = [(draw(2, 2, 3, 4).requires_grad_(), draw(2, 2, 3, 4).requires_grad_()) for _ in range(3)]
     back = [draw(2, 2, 3 * (number + 1), 4) for number in range(3)]
-    earlier = EarlierPieces(3, comes_again=comes_again)
+    earlier = EarlierPieces(OPS, 3, comes_again=comes_again)
 
     def piece(number, key, value):
         keys, values = earlier.join(key, value, micro_batch=0, layer="x", piece=number)
@@ -203,12 +209,12 @@ def on_ranks(world, work, inputs, back):
 
 
 def shared_keys(rank, key, value):
-    keys, values = SharedKeys(3, rank).join(key, value, micro_batch=0, layer="x", piece=rank.coords["cp"])
+    keys, values = SharedKeys(OPS, 3, rank).join(key, value, micro_batch=0, layer="x", piece=rank.coords["cp"])
     return keys.tanh() * values
 
 
 def logits_of_ranks(rank, logits):
-    region = TensorParallelRegion(rank.coords["tp"], 3, None, rank)
+    region = TensorParallelRegion(OPS, rank.coords["tp"], 3, None, rank)
     labels = [torch.tensor([[0, 11], [5, -100]]), torch.tensor([[-100, 2], [7, 8]])]
     return torch.stack(summed_cross_entropies(logits, labels, region, 1)) / 3
 

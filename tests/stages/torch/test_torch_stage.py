@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.stages.common.collectives import TensorParallelRegion
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import backward_calls, weight_calls
 from pipeproof.stages.describe.synthetic import IGNORED, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.reference.torch_uncut import run_uncut
 from pipeproof.stages.torch.batches import StepBatches
-from pipeproof.stages.torch.collectives import TensorParallelRegion
 from pipeproof.stages.torch.members import put_into, taken_from
+from pipeproof.stages.torch.ops import OPS
 from pipeproof.stages.torch.runtime import require_kernels, start_torch
 from pipeproof.stages.torch.stage import TorchStage
 from tests.plans import subject
@@ -112,7 +113,7 @@ def test_kernels_that_do_nothing_are_found(monkeypatch):
 @pytest.mark.parametrize(("rank", "message"), [(2, "rank 2 of 2: must be 0 to 1"), (1, "need collectives, got None")])
 def test_a_region_knows_its_ranks(rank, message):
     with pytest.raises(ValueError, match=message):
-        TensorParallelRegion(rank, 2, None, None)
+        TensorParallelRegion(OPS, rank, 2, None, None)
 
 
 def test_a_stage_that_only_hands_on_gives_memory_of_its_own():

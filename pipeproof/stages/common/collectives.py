@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import torch
-
-from pipeproof.stages.torch.gathered import GatheredInput
-
-Tensor: TypeAlias = torch.Tensor
+from pipeproof.stages.common.ops import Ops, Tensor
 
 
 class TensorParallelCollectives(Protocol):
-    """Collectives over the tensor-parallel ranks of one stage, outside autograd.
+    """Collectives over the tensor-parallel ranks of one stage, outside autograd. Inputs are contiguous.
 
-    On a GPU what they return is ready for what is launched next on the
-    current stream; the host does not wait. Inputs are contiguous.
+    With Paddle they block, and sums add in TP rank order, ((r0 + r1) + r2) + ..: that makes the bits of a run a
+    function of its plan. With PyTorch, what they return on a GPU is ready for what is launched next on the current
+    stream; the host does not wait.
     """
 
     def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
@@ -50,6 +47,7 @@ class TensorParallelRegion:
 
     def __init__(
         self,
+        ops: Ops,
         rank: int,
         num_ranks: int,
         sequence_dim: int | None,
@@ -63,7 +61,7 @@ class TensorParallelRegion:
             raise ValueError(f"{num_ranks} tensor-parallel ranks need collectives, got None")
         self.rank, self.num_ranks = rank, num_ranks
         self.sequence_dim = sequence_dim if num_ranks > 1 else None
-        self._collectives = collectives
+        self._ops, self._collectives = ops, collectives
         self._gathers_again = gathers_again and self.sequence_dim is not None
 
     def enter(self, activation: Tensor, label: str) -> Tensor:
@@ -74,22 +72,45 @@ class TensorParallelRegion:
         return self.enter_each([activation], [label])[0]
 
     def enter_each(self, activations: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
-        """``enter`` of several, whose collectives come in this order, and backward in the other."""
+        """``enter`` of several, whose collectives come in this order, and backward in the other.
+
+        One node of the graph for all that enter together, so that no order of backward is left to autograd.
+        """
         if self.num_ranks == 1:
             return list(activations)
-        entered = list(_Enter.apply(self, labels, *activations))
+
+        def forward(*owns: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.spread(own, label) for own, label in zip(owns, labels, strict=True))
+
+        def backward(*gradients: Tensor) -> tuple[Tensor, ...]:
+            calls = [*zip(gradients, labels, strict=True)]
+            return tuple([self.reduce(gradient, f"{label}.grad") for gradient, label in reversed(calls)][::-1])
+
+        entered = list(self._ops.passed(forward, backward, *activations))
         if self._gathers_again:
             for made, own, label in zip(entered, activations, labels, strict=True):
-                GatheredInput(partial(self.spread, own.detach(), f"{label}.again")).mark(made)
+                self._ops.gather_again(made, partial(self.spread, own.detach(), f"{label}.again"))
         return entered
 
     def leave(self, addend: Tensor, label: str) -> Tensor:
         """From a row-parallel product, one addend per rank, to the activation between blocks."""
-        return addend if self.num_ranks == 1 else _Leave.apply(addend, self, label)
+        if self.num_ranks == 1:
+            return addend
+        (left,) = self._ops.passed(
+            lambda own: (self.reduce(own, label),),
+            lambda gradient: (self.spread(gradient, f"{label}.grad"),),
+            addend,
+        )
+        return left
 
     def sum(self, addend: Tensor, label: str) -> Tensor:
         """The sum of every rank's addend on every rank, which all go on to use alike."""
-        return _Sum.apply(addend, self, label)
+        (total,) = self._ops.passed(
+            lambda own: (self.collectives.all_reduce(own.contiguous(), label=label),),
+            lambda gradient: (self._ops.alias(gradient),),
+            addend,
+        )
+        return total
 
     def max(self, tensor: Tensor, label: str) -> Tensor:
         """The maximum over all ranks; no gradient flows through it."""
@@ -104,7 +125,7 @@ class TensorParallelRegion:
     def spread(self, tensor: Tensor, label: str) -> Tensor:
         """All tokens from what one rank holds between blocks; issues nothing without sequence parallelism."""
         if self.sequence_dim is None:
-            return tensor.view_as(tensor)
+            return self._ops.alias(tensor)
         return self.collectives.all_gather(tensor.contiguous(), self.sequence_dim, label=label)
 
     def reduce(self, tensor: Tensor, label: str) -> Tensor:
@@ -112,40 +133,3 @@ class TensorParallelRegion:
         if self.sequence_dim is None:
             return self.collectives.all_reduce(tensor.contiguous(), label=label)
         return self.collectives.reduce_scatter(tensor.contiguous(), self.sequence_dim, label=label)
-
-
-class _Enter(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """One node of the graph for all that enter together, so that no order of backward is left to autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: TensorParallelRegion, labels: Sequence[str], *activations: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.region, ctx.labels = region, labels
-        return tuple(region.spread(x, label) for x, label in zip(activations, labels, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        calls = [*zip(grads, ctx.labels, strict=True)]
-        return None, None, *[ctx.region.reduce(grad, f"{label}.grad") for grad, label in reversed(calls)][::-1]
-
-
-class _Leave(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    @staticmethod
-    def forward(ctx: Any, addend: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
-        ctx.region, ctx.label = region, label
-        return region.reduce(addend, label)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.region.spread(grad, f"{ctx.label}.grad"), None, None
-
-
-class _Sum(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    @staticmethod
-    def forward(ctx: Any, addend: Tensor, region: TensorParallelRegion, label: str) -> Tensor:
-        return region.collectives.all_reduce(addend.contiguous(), label=label)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None

@@ -11,11 +11,9 @@ copies as the first time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
-
-Tensor: TypeAlias = torch.Tensor
+from pipeproof.stages.common.ops import Ops, Tensor
 
 _Earlier: TypeAlias = tuple[list[Tensor], list[Tensor]]
 """Keys and values that the pieces so far have left to be read."""
@@ -31,8 +29,8 @@ class EarlierPieces:
     left for later pieces is kept for the second.
     """
 
-    def __init__(self, num_pieces: int, *, comes_again: bool = False) -> None:
-        self._num_pieces, self._comes_again = num_pieces, comes_again
+    def __init__(self, ops: Ops, num_pieces: int, *, comes_again: bool = False) -> None:
+        self._ops, self._num_pieces, self._comes_again = ops, num_pieces, comes_again
         self._kept: dict[tuple[int, str], _Earlier] = {}
         self._joined: dict[tuple[int, str, int], tuple[_Earlier, tuple[_Gradients, _Gradients]]] = {}
 
@@ -49,37 +47,31 @@ class EarlierPieces:
             if self._comes_again:
                 self._joined[place] = earlier, left
         if piece < self._num_pieces - 1:
-            key, value = _read_later(key, left[0]), _read_later(value, left[1])
+            key, value = self._read_later(key, left[0]), self._read_later(value, left[1])
             if not is_again:
                 self._kept[sequence] = [*earlier[0], left[0].read], [*earlier[1], left[1].read]
-        return [torch.cat([*before, own], dim=_SEQUENCE) for before, own in zip(earlier, (key, value), strict=True)]
+        each = zip(earlier, (key, value), strict=True)
+        return [self._ops.concat([*before, own], _SEQUENCE) for before, own in each]
 
+    def _read_later(self, own: Tensor, gradients: _Gradients) -> Tensor:
+        """A tensor for its own piece; ``gradients`` gets the one that later pieces read, unless it has it already.
 
-def _read_later(own: Tensor, gradients: _Gradients) -> Tensor:
-    """A tensor for its own piece; ``gradients`` gets the one that later pieces read, unless it has it already."""
-    seen = _ReadLater.apply(own, gradients)
-    if gradients.read is None:
-        gradients.read = seen.detach()
-        gradients.read.requires_grad_()
-    return seen
+        Its gradient is what later pieces left, and what comes back here, in this order.
+        """
+
+        def backward(gradient: Tensor) -> tuple[Tensor]:
+            left = gradients.read.grad
+            return (self._ops.alias(gradient) if left is None else left + gradient,)
+
+        (seen,) = self._ops.passed(lambda x: (self._ops.alias(x),), backward, own)
+        if gradients.read is None:
+            gradients.read = self._ops.leaf(seen)
+        return seen
 
 
 @dataclass(slots=True)
 class _Gradients:
     """Where the backwards of later pieces leave the gradient of what they read."""
 
-    read: Tensor | None = None
-
-
-class _ReadLater(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """The tensor itself; its gradient is what later pieces left, and what comes back here, in this order."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, gradients: _Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        read = ctx.gradients.read
-        return gradient if read.grad is None else read.grad + gradient, None
+    read: Tensor = None
+    """The leaf that they read; None until there is one."""

@@ -9,27 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-import paddle
-
 from pipeproof.specs.model_parts import MlaSpec
-from pipeproof.stages.paddle.collectives import TensorParallelRegion
-from pipeproof.stages.paddle.expert_exchange import fork
-from pipeproof.stages.paddle.functional import rotate
+from pipeproof.stages.common.collectives import TensorParallelRegion
+from pipeproof.stages.common.ops import Ops, Tensor
 
-Tensor: TypeAlias = paddle.Tensor
 Way: TypeAlias = Callable[[Tensor, str], Tensor]
 """What a weight, named by the end of its name, makes of a tensor."""
 
 
 def latent_heads(
-    x: Tensor, mla: MlaSpec, product: Way, norm: Way, region: TensorParallelRegion, name: str
+    ops: Ops, x: Tensor, mla: MlaSpec, product: Way, norm: Way, region: TensorParallelRegion, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query [.., A, N + R], key without positions and value [.., A, N + Z], key with positions [.., R].
 
     ``x`` is what lies between layers, [.., H]; what is compressed enters the tensor-parallel region, each way one
     collective, in the order query, latent, positions.
     """
-    latent, shared = paddle.split(product(x, "kv_down"), [mla.kv_rank, mla.rope_head_size], axis=-1)
+    latent, shared = ops.split(product(x, "kv_down"), [mla.kv_rank, mla.rope_head_size], -1)
     latent = norm(latent, "kv_norm")
     if mla.q_rank is None:
         before, label, up = x, f"{name}.in", "q"
@@ -44,14 +40,11 @@ def latent_heads(
 
 
 def with_positions(
-    query: Tensor, keys: Tensor, shared: Tensor, mla: MlaSpec, cos: Tensor, sin: Tensor
+    ops: Ops, query: Tensor, keys: Tensor, shared: Tensor, mla: MlaSpec, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key [B, A, S, N + R] and value [B, A, S, Z], from [B, A, S, ..] and the shared key [B, S, R].
-
-    The shared key's gradient adds its heads' in their order.
-    """
-    plain, turned = paddle.split(query, [mla.nope_head_size, mla.rope_head_size], axis=-1)
-    query = paddle.concat([plain, rotate(turned, cos, sin)], axis=-1)
-    key, value = paddle.split(keys, [mla.nope_head_size, mla.value_head_size], axis=-1)
-    of_heads = paddle.stack(fork(rotate(shared, cos, sin), key.shape[1]), axis=1)
-    return query, paddle.concat([key, of_heads], axis=-1), value
+    """Query and key [B, A, S, N + R] and value [B, A, S, Z], from [B, A, S, ..] and the shared key [B, S, R]."""
+    plain, turned = ops.split(query, [mla.nope_head_size, mla.rope_head_size], -1)
+    query = ops.concat([plain, ops.rotate(turned, cos, sin)], -1)
+    key, value = ops.split(keys, [mla.nope_head_size, mla.value_head_size], -1)
+    of_heads = ops.repeated(ops.rotate(shared, cos, sin), key.shape[1], 1)
+    return query, ops.concat([key, of_heads], -1), value

@@ -10,18 +10,19 @@ Shape letters: B rows, K heads of keys and values of this rank, n positions of a
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import torch
-
-Tensor: TypeAlias = torch.Tensor
+from pipeproof.stages.common.ops import Ops, Tensor
 
 _SEQUENCE = 3
 """Of keys and values in one tensor, [2, B, K, n, D]."""
 
 
 class ContextCollectives(Protocol):
-    """Collectives over the context-parallel ranks of one stage, outside autograd."""
+    """Collectives over the context-parallel ranks of one stage, outside autograd.
+
+    With Paddle they block, and sums add in rank order.
+    """
 
     def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = ...) -> Tensor:
         """All ranks' tensors joined along ``dim`` in rank order."""
@@ -35,8 +36,8 @@ class ContextCollectives(Protocol):
 class SharedKeys:
     """What takes the place of ``EarlierPieces`` where the pieces of a sequence are on different ranks."""
 
-    def __init__(self, num_ranks: int, collectives: ContextCollectives) -> None:
-        self.num_ranks, self.collectives = num_ranks, collectives
+    def __init__(self, ops: Ops, num_ranks: int, collectives: ContextCollectives) -> None:
+        self._ops, self._num_ranks, self._collectives = ops, num_ranks, collectives
 
     def join(self, key: Tensor, value: Tensor, *, micro_batch: int, layer: str, piece: int) -> list[Tensor]:
         """Keys, and values, of all ranks up to this one, the ``piece``-th: two of [B, K, n, D] to [B, K, .., D].
@@ -44,22 +45,20 @@ class SharedKeys:
         One collective each way, in which keys and values travel together; backward sums what all ranks' queries made
         of this rank's.
         """
-        return list(_Share.apply(key, value, self, piece, f"{layer}.kv"))
+        label = f"{layer}.kv"
 
+        def forward(*own: Tensor) -> tuple[Tensor, ...]:
+            whole = self._collectives.all_gather(self._ops.stack(own, 0), _SEQUENCE, label=label, axis="cp")
+            seen = whole[:, :, :, : own[0].shape[_SEQUENCE - 1] * (piece + 1)]
+            return seen[0].contiguous(), seen[1].contiguous()
 
-class _Share(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, shared: SharedKeys, rank: int, label: str) -> tuple[Tensor, ...]:
-        ctx.shared, ctx.rank, ctx.label = shared, rank, label
-        whole = shared.collectives.all_gather(torch.stack([key, value]), _SEQUENCE, label=label, axis="cp")
-        seen = whole.narrow(_SEQUENCE, 0, key.shape[_SEQUENCE - 1] * (rank + 1))
-        return tuple(part.contiguous() for part in seen)
+        def backward(*gradients: Tensor) -> tuple[Tensor, ...]:
+            seen = self._ops.stack(gradients, 0)
+            num_unseen = self._num_ranks - piece - 1
+            if num_unseen:
+                part = self._ops.zeros_like(seen[:, :, :, : seen.shape[_SEQUENCE] // (piece + 1)])
+                seen = self._ops.concat([seen, *[part] * num_unseen], _SEQUENCE)
+            own = self._collectives.reduce_scatter(seen, _SEQUENCE, label=f"{label}.grad", axis="cp")
+            return own[0], own[1]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        seen = torch.stack(gradients)
-        part = list(seen.shape)
-        part[_SEQUENCE] = part[_SEQUENCE] // (ctx.rank + 1) * (ctx.shared.num_ranks - ctx.rank - 1)
-        whole = torch.cat([seen, seen.new_zeros(part)], dim=_SEQUENCE)
-        own = ctx.shared.collectives.reduce_scatter(whole, _SEQUENCE, label=f"{ctx.label}.grad", axis="cp")
-        return *own, None, None, None
+        return list(self._ops.passed(forward, backward, key, value))
