@@ -1,0 +1,1 @@
+"""Flight Recorder dumps of PyTorch: what a hung run waits for."""

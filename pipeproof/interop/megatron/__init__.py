@@ -1,0 +1,1 @@
+"""Megatron-LM: launch scripts and argument lists as plans."""

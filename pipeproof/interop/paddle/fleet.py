@@ -1,0 +1,238 @@
+"""Fleet's ``DistributedStrategy`` as a plan: saved as prototxt, or the Python object.
+
+Defaults are those of Paddle 3.3.1's ``distributed_strategy.proto``, which
+``save_to_prototxt`` leaves out of its text. The text has no order of the
+mesh's axes, and a strategy neither virtual stages nor sequence parallelism:
+those belong to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pipeproof.interop.draft import Draft
+from pipeproof.interop.imported import Flags, Imported
+from pipeproof.interop.paddle.job import FleetJob, Given
+from pipeproof.interop.paddle.lay_out import lay_out, refuse
+from pipeproof.interop.paddle.mend import retelling
+from pipeproof.interop.paddle.prototxt import Message, Scalar, parse_prototxt
+from pipeproof.interop.paddle.training_file import unreadable
+from pipeproof.specs.load import read_text
+from pipeproof.specs.problems import KeyPath, nearest_name
+from pipeproof.specs.source import LINE_BREAK
+
+Value = bool | int | str
+_Lookup = Callable[[tuple[str, ...], Value], Given[Any]]
+
+ORDER = ("dp", "pp", "sharding", "sep", "cp", "mp")
+"""The order of the mesh's axes where none is given, the slowest first."""
+
+_TOP = frozenset(
+    {
+        "mode", "amp", "recompute", "localsgd", "dgc", "gradient_merge", "lars", "lamb", "pipeline", "elastic",
+        "auto", "a_sync", "sync_nccl_allreduce", "nccl_comm_num", "use_hierarchical_allreduce",
+        "hierarchical_allreduce_inter_nranks", "sync_batch_norm", "fuse_all_reduce_ops", "fuse_grad_size_in_MB",
+        "fuse_grad_size_in_TFLOPS", "cudnn_exhaustive_search", "conv_workspace_size_limit",
+        "cudnn_batchnorm_spatial_persistent", "adaptive_localsgd", "fp16_allreduce", "sharding",
+        "last_comm_group_size_MB", "find_unused_parameters", "tensor_parallel", "without_graph_optimization",
+        "fuse_grad_size_in_num", "calc_comm_same_stream", "asp", "fuse_grad_merge", "semi_auto", "adam_d2sum",
+        "auto_search", "heter_ccl_mode", "is_fl_ps_mode", "with_coordinator", "qat", "split_data",
+        "recompute_configs", "amp_configs", "localsgd_configs", "gradient_merge_configs", "dgc_configs",
+        "pipeline_configs", "a_sync_configs", "lars_configs", "lamb_configs", "adaptive_localsgd_configs",
+        "sharding_configs", "hybrid_configs", "tensor_parallel_configs", "trainer_desc_configs",
+        "downpour_table_param", "fs_client_param", "qat_configs", "build_strategy", "gradient_scale_configs",
+    }
+)  # fmt: skip
+_PIPELINE = frozenset(
+    {
+        "micro_batch_size", "accumulate_steps", "schedule_mode", "p2p_cache_shape", "enable_partial_send_recv",
+    }
+)  # fmt: skip
+_HYBRID = frozenset(
+    {
+        "dp_degree", "mp_degree", "pp_degree", "sharding_degree", "sep_degree", "mp_configs", "pp_configs",
+        "sharding_configs", "enable_optimizer_timer", "split_norm_comm", "ep_degree", "moe_sharding_degree",
+        "dp_configs", "sep_configs", "dp_sep_configs", "pp_tp_configs", "ep_configs", "moe_sharding_configs",
+        "default_comm_group_configs", "cp_degree", "cp_sharding_degree", "cp_configs", "cp_sharding_configs",
+        "dp_cp_configs", "cp_mp_configs",
+    }
+)  # fmt: skip
+_PP = frozenset(
+    {
+        "dp_comm_overlap", "delay_scale_loss", "enable_timer", "sharding_comm_overlap", "profiling",
+        "release_gradients", "overlap_p2p_comm", "clear_every_step_cache", "use_batch_p2p_comm",
+        "best_unbalanced_scheduler", "enable_offload_queue", "enable_dynamic_shape", "use_dualpipev",
+        "forward_backward_overlap_scheduler", "coll_nccl_config", "p2p_nccl_config", "shared_nccl_config",
+        "sync_param", "sync_moment", "sync_mode",
+    }
+)  # fmt: skip
+FIELDS: Mapping[tuple[str, ...], frozenset[str]] = MappingProxyType(
+    {(): _TOP, ("pipeline_configs",): _PIPELINE, ("hybrid_configs",): _HYBRID, ("hybrid_configs", "pp_configs"): _PP}
+)
+"""The fields of the messages that are read here."""
+
+
+def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
+    """Read a strategy that ``DistributedStrategy.save_to_prototxt`` wrote.
+
+    Raises:
+        PlanFileError: PP100 or PP170 for a text that is none, PP171 for a job that Fleet refuses.
+    """
+    if len(files) != 1:
+        raise unreadable(f"a strategy is one file, found {len(files)}", None)
+    name = str(files[0])
+    text = read_text(name)
+    message = parse_prototxt(text, name)
+    for path, known in FIELDS.items():
+        _only_known(message, path, known)
+
+    def lookup(path: tuple[str, ...], default: Value) -> Given[Any]:
+        found: Scalar | Message = message
+        place = None
+        for part in path:
+            assert isinstance(found, Message), "the messages on the way were looked at"
+            inner = found.only(part)
+            if inner is None:  # the message that leaves it out has its place
+                return Given(default, path[-1], place, by_default=True)
+            found, place = inner, inner.location
+        return Given(_value(found, path[-1], default), path[-1], place)
+
+    return _imported(lookup, ORDER, flags, name, tuple(LINE_BREAK.split(text)))
+
+
+def from_strategy(
+    strategy: Any,
+    *,
+    sequence_parallel: bool | None = None,
+    num_chunks: int = 1,
+    settings: Mapping[str, object] | None = None,
+    model_config: Path | None = None,
+    world_size: int | None = None,
+) -> Imported:
+    """Read a ``fleet.DistributedStrategy``, or whatever has its mappings ``pipeline_configs`` and ``hybrid_configs``.
+
+    Args:
+        strategy: the object; Paddle is not imported.
+        sequence_parallel: whether the model is sequence-parallel; without it, the verdict says what depends on it.
+        num_chunks: virtual stages of a rank (``num_virtual_pipeline_stages`` of the ``PipelineLayer``).
+        settings: plan keys such as ``"model.hidden_size"`` with their values, which win over the strategy.
+        model_config: a ``config.json`` with the sizes of the model.
+        world_size: number of processes.
+
+    Raises:
+        PlanFileError: PP170 for a value that no strategy has, PP171 for a job that Fleet refuses.
+    """
+    given: dict[KeyPath, object] = {tuple(key.split(".")): value for key, value in (settings or {}).items()}
+    if sequence_parallel is not None:
+        given.setdefault(("topology", "sequence_parallel"), sequence_parallel)
+    if num_chunks != 1:
+        given.setdefault(("schedule", "num_chunks"), num_chunks)
+
+    def lookup(path: tuple[str, ...], default: Value) -> Given[Any]:
+        found: Any = strategy
+        for part in path:
+            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
+        setting = f"strategy.{'.'.join(path)}"
+        if found is None:
+            return Given(default, setting, by_default=True)
+        if type(found) is not type(default):
+            raise unreadable(f"`{setting}` must be of type {type(default).__name__}, found {found!r}", None)
+        return Given(found, setting)
+
+    order = tuple(getattr(strategy, "hybrid_parallel_order", None) or ORDER)
+    return _imported(lookup, order, Flags(given, model_config, world_size), "<strategy>", ())
+
+
+def _only_known(message: Message, path: tuple[str, ...], known: frozenset[str]) -> None:
+    for part in path:
+        found = message.only(part)
+        if found is None:
+            return
+        if not isinstance(found, Message):
+            raise unreadable(f"`{part}` must be a message, `{part} {{ ... }}`", found.location)
+        message = found
+    for name, _, place in message.fields:
+        if name not in known:
+            near = nearest_name(name, sorted(known))
+            where = f"`{path[-1]}`" if path else "a strategy"
+            mend = f"did you mean `{near}`?" if near else None
+            raise unreadable(f"{where} has no field `{name}`", place, mend)
+
+
+def _value(found: Scalar | Message, name: str, default: Value) -> Value:
+    """A scalar as its field has it; the type is that of the field's default."""
+    text = found.text if isinstance(found, Scalar) and not found.quoted else None
+    if isinstance(default, bool):
+        words = {
+            "true": True,
+            "t": True,
+            "True": True,
+            "1": True,
+            "false": False,
+            "f": False,
+            "False": False,
+            "0": False,
+        }
+        if text in words:
+            return words[text]
+        raise unreadable(f"`{name}` must be true or false", found.location)
+    if text is not None and text.removeprefix("-").isdecimal():
+        return int(text)
+    raise unreadable(f"`{name}` must be a whole number", found.location)
+
+
+def _imported(lookup: _Lookup, order: tuple[str, ...], flags: Flags, file: str, lines: tuple[str, ...]) -> Imported:
+    job = _job(lookup, order)
+    draft = Draft("fleet", flags)
+    lay_out(job, draft)
+    return draft.imported(file, lines, retelling(job))
+
+
+def _job(lookup: _Lookup, order: tuple[str, ...]) -> FleetJob:
+    def pipeline(name: str, default: Value) -> Given[Any]:
+        return lookup(("pipeline_configs", name), default)
+
+    def switch(name: str, *, default: bool = False) -> Given[bool]:
+        return lookup(("hybrid_configs", "pp_configs", name), default)
+
+    def degree(name: str) -> Given[int]:
+        given = lookup(("hybrid_configs", f"{name}_degree"), 1)
+        if given.value < 1:
+            if not given.by_default and given.value != -1:
+                refuse(f"{given.words} is no number of ranks", given.location)
+            return Given(1, given.setting, by_default=True)
+        return given
+
+    def unless_default(given: Given[int]) -> Given[int | None]:
+        return Given(None if given.by_default else given.value, given.setting, given.location, given.by_default)
+
+    for name in ("accumulate_steps", "micro_batch_size"):
+        given = pipeline(name, 1)
+        if given.value < 1:
+            refuse(f"{given.words} is no number of micro-batches or rows", given.location)
+    return FleetJob(
+        pp=degree("pp"),
+        tp=degree("mp"),
+        dp=unless_default(degree("dp")),
+        sharding=unless_default(degree("sharding")),
+        sep=degree("sep"),
+        cp=degree("cp"),
+        ep=degree("ep"),
+        order=tuple(axis for axis in order if axis in ORDER),
+        accumulate=pipeline("accumulate_steps", 1),
+        micro_batch_size=pipeline("micro_batch_size", 1),
+        chunks=Given(1, "schedule.num_chunks", by_default=True),
+        partial=pipeline("enable_partial_send_recv", default=True),
+        batched=switch("use_batch_p2p_comm", default=True),
+        overlapped=switch("overlap_p2p_comm"),
+        cached_shapes=pipeline("p2p_cache_shape", default=True),
+        variable_lengths=switch("enable_dynamic_shape"),
+        balanced=switch("best_unbalanced_scheduler"),
+        dualpipe_v=switch("use_dualpipev"),
+        overlapped_backward=switch("forward_backward_overlap_scheduler"),
+        sequence_parallel=Given(None, "topology.sequence_parallel", by_default=True),
+        guard=False,
+    )

@@ -1,0 +1,33 @@
+"""Dumps that PyTorch itself wrote of ranks that really hang."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeproof.interop.hang.judge import judge_dumps
+
+SCRIPT = Path(__file__).with_name("hung_ranks.py")
+
+
+@pytest.mark.needs_torch
+def test_a_real_hang_is_explained(tmp_path):
+    pytest.importorskip("torch")
+    for form in ("pickle", "json"):
+        (tmp_path / form).mkdir()
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    ranks = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for form in ("pickle", "json"):
+        report = judge_dumps(tmp_path / form)
+        assert [finding.code for finding in report.findings] == ["PP933"]
+        assert report.num_pending == 1
+    assert judge_dumps(tmp_path / "pickle").findings[0].location.file.endswith("hung_ranks.py")

@@ -1,0 +1,28 @@
+"""What the tests of importers share: a text in a file, imported and judged."""
+
+import json
+from pathlib import Path
+
+from pipeproof.interop import Flags, check_imported, import_files
+
+REAL = Path(__file__).parents[1] / "goldens" / "real_configs"
+
+
+def imported(kind, path, text, *, name="job.yaml", **flags):
+    file = path / name
+    file.write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
+    return import_files(kind, [file], Flags(**flags))
+
+
+def judged(kind, path, text, **flags):
+    return check_imported(imported(kind, path, text, **flags))
+
+
+def codes(report):
+    """The codes found, notes about what was assumed left out."""
+    return sorted({finding.code for finding in report.findings} - {"PP172"})
+
+
+def only(report, code):
+    (finding,) = [finding for finding in report.findings if finding.code == code]
+    return finding

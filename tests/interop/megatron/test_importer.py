@@ -1,0 +1,214 @@
+"""Plans from scripts and arguments of Megatron-LM."""
+
+import pytest
+
+from pipeproof.interop import Flags, check_imported, import_files
+from pipeproof.specs.finding import Severity
+from pipeproof.specs.load import PlanFileError
+from tests.cli.commands import invoke
+from tests.interop.importing import REAL
+
+SIZES = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --swiglu "
+BATCHES = "--micro-batch-size 1 --global-batch-size 8 "
+PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+PP2 = "--pipeline-model-parallel-size 2 "
+
+
+def imported(tmp_path, text, **flags):
+    file = tmp_path / "train.sh"
+    file.write_text(text, encoding="utf-8")
+    return import_files("megatron", [file], Flags(**flags))
+
+
+def refusal(tmp_path, text, **flags):
+    with pytest.raises(PlanFileError) as caught:
+        imported(tmp_path, text, **flags)
+    (finding,) = caught.value.findings
+    return finding
+
+
+def real(name, **flags):
+    return import_files("megatron", [REAL / name], Flags(**flags))
+
+
+def errors(made):
+    return [finding.code for finding in check_imported(made).findings if finding.severity is Severity.ERROR]
+
+
+def test_a_real_script_with_experts():
+    made = real("megatron_mixtral_8x7b.sh", world_size=64)
+    assert made.plan["topology"] == {"tp": 1, "pp": 4, "ep": 8, "dp": 2}
+    assert made.plan["schedule"] == {"kind": "1f1b", "micro_batch_size": 1, "num_micro_batches": 16}
+    assert made.plan["model"]["moe"] == {"num_experts": 8, "top_k": 2, "ffn_size": 14336, "aux_loss": 0.01}
+    assert [assumption.key for assumption in made.assumptions] == [("model", "vocab_size")]
+    assert [setting.name for setting in made.ignored] == ["--sequence-parallel"]
+    assert made.source.locate(("topology", "pp")).line == 84
+    assert (
+        errors(real("megatron_mixtral_8x7b.sh", world_size=32, settings={("schedule", "num_micro_batches"): 4})) == []
+    )
+
+
+def test_a_real_script_whose_processes_do_not_suffice():
+    with pytest.raises(PlanFileError) as caught:
+        real("megatron_gpt3_175b.sh")
+    (finding,) = caught.value.findings
+    assert finding.code == "PP171"
+    assert "8 processes do not divide by tp x pp x cp = 128" in finding.message
+    assert finding.location.line == 57
+    assert errors(real("megatron_gpt3_175b.sh", world_size=6144)) == []
+
+
+def test_a_real_script_with_conditions_whose_layers_do_not_divide():
+    with pytest.raises(PlanFileError) as caught:
+        real("megatron_gptoss_20b.sh")
+    assert "12 layers do not divide by --pipeline-model-parallel-size 8" in caught.value.findings[0].message
+    made = real("megatron_gptoss_20b.sh", settings={("model", "num_layers"): 16})
+    assert made.plan["model"]["vocab_size"] == 128256
+    assert made.plan["memory"] == {"shard_optimizer": "dp", "recompute": "selective"}
+    assert errors(made) == []
+
+
+def test_a_real_script_that_takes_its_model_from_another_file():
+    settings = {("model", "num_layers"): 61}
+    with pytest.raises(PlanFileError, match="32 of 1 data-parallel ranks cannot be described"):
+        real("slime_deepseek_r1.sh", world_size=128, settings=settings)
+    made = real("slime_deepseek_r1.sh", world_size=128, settings={**settings, ("topology", "ep"): 1})
+    assert [len(stage) for stage in made.plan["stages"]] == [17, 16, 16, 15]  # 16 + embed, 16, 16, 13 + norm and head
+    assert any("sets is not read" in setting.why for setting in made.ignored)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "chunks"),
+    [
+        ("", [4, 4], 1),
+        ("--num-layers-per-virtual-pipeline-stage 2", [2, 2, 2, 2], 2),
+        ("--num-virtual-stages-per-pipeline-rank 4", [1] * 8, 4),
+        ("--decoder-first-pipeline-num-layers 3", [3, 5], 1),
+        ("--decoder-last-pipeline-num-layers 2", [6, 2], 1),
+        ("--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 2", [6, 2], 1),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [4, 4], 1),
+        ("--pipeline-model-parallel-layout 'Et*3|tt|(t|)*2,tL'", [3, 2, 1, 1, 1], None),
+        ('--pipeline-model-parallel-layout "Et|t*2|tt|t*3L"', [1, 2, 2, 3], 2),
+    ],
+)
+def test_the_cut(tmp_path, flags, sizes, chunks):
+    text = f"python pretrain_gpt.py {SIZES}{BATCHES}{PP2}{flags}"
+    if chunks is None:
+        assert "5 stages, which do not divide" in refusal(tmp_path, text).message
+        return
+    plan = imported(tmp_path, text, world_size=2).plan
+    assert [sum(name.startswith("layer.") for name in stage) for stage in plan["stages"]] == sizes
+    assert plan["stages"][0][0] == "embed"
+    assert plan["stages"][-1][-2:] == ["norm", "head"]
+    assert plan["schedule"].get("num_chunks", 1) == chunks
+    assert plan["schedule"]["kind"] == ("1f1b" if chunks == 1 else "interleaved")
+
+
+def test_layouts_of_megatrons_own_tests(tmp_path):
+    for layout, layers, pp in (("Et*2|(tt|)*5t|tmL", 14, 4), ("Et|(tt|)*6mL", 13, 2)):
+        text = f"run --num-layers {layers} --pipeline-model-parallel-size {pp} --mtp-num-layers 1 {BATCHES}"
+        plan = imported(tmp_path, f"{text} --pipeline-model-parallel-layout '{layout}'").plan
+        names = [name for stage in plan["stages"] for name in stage]
+        assert names == ["embed", *(f"layer.{i}" for i in range(layers)), "mtp.0", "norm", "head"]
+        assert plan["schedule"]["num_chunks"] == len(plan["stages"]) // pp
+
+
+def test_a_fault_in_a_layout_is_marked_in_the_script(tmp_path):
+    file = tmp_path / "train.sh"
+    file.write_text(f"run {SIZES}{BATCHES}{PP2}\\\n  --pipeline-model-parallel-layout 'Ett|tt|tx|ttL'\n")
+    result = invoke("check", "--from", "megatron", file, "--color", "never")
+    assert result.exit_code == 2
+    lines = result.output.splitlines() + result.stderr.splitlines()
+    text = next(line for line in lines if "Ett|tt|tx" in line)
+    assert next(line for line in lines if line.strip(" |") == "^").index("^") == text.index("x|ttL")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "code"),
+    [
+        (f"{PER_CHUNK} 2 {CHUNKS} 2", "given together", "PP171"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "do not divide into chunks of 3", "PP171"),
+        ("--num-virtual-stages-per-pipeline-rank 3", "do not divide by 3 chunks", "PP171"),
+        ("--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication", "needs 3, or overlapped", "PP171"),
+        ("--account-for-loss-in-pipeline-split", "9 layers, with those that count", "PP171"),
+        ("--decoder-first-pipeline-num-layers 9", "must divide", "PP171"),
+        (f"--decoder-first-pipeline-num-layers 8 {CHUNKS} 2", "stage 1 has no layer", "PP170"),
+        ("--global-batch-size 9 --micro-batch-size 2", "does not divide by 2 sequences", "PP171"),
+        ("--num-layers 999999999999", "more than a plan has", "PP170"),
+        ("--pipeline-model-parallel-size 999999999", "which a plan does not have", "PP170"),
+        ("--num-layers eight", "needs an integer of at least 1, found `eight`", "PP170"),
+        ("--tensor-model-parallel-size $1", "set; say it", "PP170"),
+        ("--hidden-size", "--hidden-size has no value", "PP170"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, flags, message, code):
+    finding = refusal(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flags}", world_size=2)
+    assert finding.code == code
+    if "say it" in message:
+        assert finding.help == "say it with `--set topology.tp=N`"
+        assert "`$1`, which the script does not set" in finding.message
+    else:
+        assert message in finding.message
+
+
+def test_what_a_run_alone_can_tell_of_sizes_is_assumed(tmp_path):
+    made = imported(tmp_path, f"H=$(cat hidden)\nrun --hidden-size $H --num-layers 4 {BATCHES}{PP2}")
+    why = {assumption.key: assumption.why for assumption in made.assumptions}
+    assert "`$(cat hidden)`" in why["model", "hidden_size"]
+    assert why["model", "num_heads"] == "no --num-attention-heads is given"
+
+
+def test_flags_that_are_not_shown_are_named(tmp_path):
+    made = imported(
+        tmp_path, f"run {SIZES}{BATCHES}{PP2} --delay-wgrad-compute --new-pipeline-magic 3 --lr 1e-4 --bf16"
+    )
+    assert {setting.name for setting in made.ignored} == {"--delay-wgrad-compute", "--new-pipeline-magic"}
+    assert made.plan["run"]["dtype"] == "bfloat16"
+
+
+def test_a_list_of_arguments_needs_no_script(tmp_path):
+    made = imported(tmp_path, f"{SIZES}\n{BATCHES}\n--pipeline_model_parallel_size=2", world_size=4)
+    assert made.plan["topology"] == {"pp": 2, "dp": 2}
+    assert made.plan["schedule"]["num_micro_batches"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "transport"),
+    [
+        ("", None),
+        ("--scatter-gather-tensors-in-pipeline", "partial"),
+        ("--no-scatter-gather-tensors-in-pipeline", "full"),
+        ("--scatter-gather-tensors-in-pipeline --sequence-parallel", None),
+    ],
+)
+def test_the_transport_of_older_versions(tmp_path, flags, transport):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--tensor-model-parallel-size 2 {flags}")
+    assert made.plan.get("transport") == transport
+    assert errors(made) == []
+
+
+def test_a_model_configuration_fills_in_and_does_not_overrule(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"hidden_size": 512, "num_attention_heads": 16, "vocab_size": 1000, "num_hidden_layers": 6}')
+    made = imported(tmp_path, f"run --hidden-size 256 {BATCHES}{PP2}", model_config=config)
+    model = made.plan["model"]
+    assert (model["hidden_size"], model["num_heads"], model["num_layers"], model["vocab_size"]) == (256, 16, 6, 1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo --num-layers 4", "no command here has flags"),
+        ("", "no command here"),
+        ("run 'x --num-layers", "not closed"),
+    ],
+)
+def test_what_is_no_script_of_megatron(tmp_path, text, message):
+    finding = refusal(tmp_path, text)
+    assert finding.code == "PP170"
+    assert message in finding.message
+
+
+def test_one_file_is_a_training():
+    with pytest.raises(PlanFileError, match="one file, found 2"):
+        import_files("megatron", [REAL / "megatron_gpt3_175b.sh"] * 2, Flags())

@@ -1,0 +1,122 @@
+"""Reading a shell script gives the arguments that Bash gives, and says what only a run can tell."""
+
+import contextlib
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeproof.interop.megatron.shell_script import read_script
+from pipeproof.interop.megatron.shell_words import ShellTextError
+
+SNIPPETS = (
+    "run --a 1 --b 'two words' \"three $((1+2))\" \\\n  --c",
+    'A=4\nB="x $A"\nrun $B "$B" \'$B\' ${A}5',
+    'PP=${PP:-8}\nTP=${TP-2}\nrun --pp $PP --tp $TP ${EMPTY:-} "${EMPTY:-}" ${SET:+no}',
+    'A=(--x 1 # a comment\n --y "2 3"\n)\nA+=(--z)\nrun ${A[@]} ; run "${A[@]}" ; run ${A[1]} $A',
+    'A=("--x 1" \'--y 2\')\nrun ${A[@]}\nrun "${A[@]}"',
+    "G=8; N=2; W=$(($G*N + 10/3 - 7%4)); run $W $((W*(G-N)))",
+    'OPTS="--one 1 \\\n  --two 2"\nrun $OPTS',
+    'if [ "$M" = yes ]; then X=1; else X=2; fi\nrun $X',
+    'M=7\nif [[ $M -gt 9 ]]; then X=a; elif [[ $M -eq 7 && -n "$M" ]]; then X=b; else X=c; fi; run $X',
+    "M=70B\ncase $M in 7B|8B) L=32;; 70*) L=80 ;; *) L=1;; esac\nrun $L",
+    'if [ -z "${CUSTOM}" ]; then run empty; fi\nif [ ! -n "$CUSTOM" ]; then run not; fi',
+    "while [[ $# -gt 0 ]]; do X=$1; shift; done\nX=${X:-none}\nrun $X",
+    "f() { run inside; }\nfunction g {\n  run inside\n}\nrun outside",
+    "cat > /dev/null <<EOF\nrun no --x\nEOF\nrun yes 2>/dev/null",
+    ': ${Y:=3}\nexport Z=4 Q="5 6"\nrun $Y $Z $Q "$Q"',
+    'C="run --a 1"\neval $C --b 2\neval "$C --b 3x"',
+    "A=1 B=2 run x\nrun a; run b && run c",
+    'A=\nrun $A "$A" \'\'x""',
+    "if true; then if false; then run 1; else run 2; fi; fi\nif [ a != a ] || [ b == b ]; then run 3; fi",
+    'L=(1 2)\nL=(${L[@]} "3 4")\nrun "${L[@]}"',
+    'X="a"\nX+="b c"\nrun $X "${X}d"',
+    'run "a \\"q\\" \\$HOME \\x" \'it\'"\'"\'s\' back\\ slash',
+)
+
+
+def by_reading(text):
+    return [
+        [argument.text for argument in command[1:]]
+        for command in read_script(text).commands
+        if command[0].text == "run"
+    ]
+
+
+def by_bash(text):
+    script = 'run() { printf "%s\\n" "@$#" "$@"; }\n' + text
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={}).stdout.split("\n")[
+        :-1
+    ]
+    found, at = [], 0
+    while at < len(out):
+        count = int(out[at][1:])
+        found.append(out[at + 1 : at + 1 + count])
+        at += 1 + count
+    return found
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with Bash")
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_reading_agrees_with_bash(text):
+    expected = by_bash(text)
+    assert expected
+    assert by_reading(text) == expected
+
+
+def test_what_only_a_run_can_tell_is_said():
+    (command,) = read_script("N=$(nvidia-smi -L | wc -l)\nrun $N ${1} x${A%%b} $((N+1)) ok").commands
+    texts = [argument.text for argument in command]
+    assert texts == ["run", None, None, None, None, "ok"]
+    assert "nvidia-smi" in command[1].why
+    assert "`$1`, which the script does not set" in command[2].why
+    assert "A%%b" in command[3].why
+    assert "`N` is not known" in command[4].why
+
+
+def test_a_branch_that_depends_on_files_is_left_out_and_noted():
+    script = read_script('A=(--x)\nif [ -f conf ]; then\n  A+=(--y)\nelse\n  A+=(--z)\nfi\nrun "${A[@]}"')
+    assert [argument.text for argument in script.commands[-1]] == ["run", "--x"]
+    assert script.variables.undecided == {"A": 3}
+
+
+def test_arguments_have_the_place_where_they_are_written():
+    text = 'ARGS="--pp 4 \\\n   --tp 2"\nLIST=(\n  --cp 1\n)\nrun $ARGS ${LIST[@]}'
+    command = read_script(text).commands[-1]
+    lines = text.split("\n")
+    for argument in command:
+        assert lines[argument.line - 1][argument.column - 1 : argument.end_column] == argument.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        ("run\nA='x", "quote ' that begins here", 2),
+        ('run "x', 'quote " that begins here', 1),
+        ("\nA=(1 2", "list that begins here", 2),
+        ("run ${A", "expansion that begins here", 1),
+    ],
+)
+def test_what_is_not_closed_is_refused_where_it_begins(text, message, line):
+    with pytest.raises(ShellTextError, match=message.replace("(", r"\(")) as caught:
+        read_script(text)
+    assert caught.value.span.line == line
+
+
+PARTS = (
+    "if", "then", "elif", "else", "fi", "case x in", "esac", "a|b)", ";;", "while", "for i in", "do", "done",
+    "{", "}", "f()", "function", "(", ")", "[", "]", "[[", "]]", "=", "==", "-gt", "!", "&&", "||", "|", ";",
+    "\n", "A=1", "A=(", "A+=", "$A", "${A[@]}", "${A:-", "$((", "))", "$(", "`", "'", '"', "\\", "\\\n",
+    "<<EOF", "EOF", ">", "eval", "source", ":", "#", "--x",
+)  # fmt: skip
+
+
+@given(st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=25).map(" ".join))
+def test_any_text_is_read_or_refused(text):
+    with contextlib.suppress(ShellTextError):
+        for command in read_script(text).commands:
+            for argument in command:
+                assert argument.line >= 1
+                assert 1 <= argument.column <= argument.end_column

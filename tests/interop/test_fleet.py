@@ -1,0 +1,239 @@
+"""Fleet strategies: prototxt with its omitted defaults, objects, the five conditions, and what each mend costs."""
+
+import re
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.interop import check_imported, from_strategy
+from pipeproof.interop.paddle.prototxt import Message, parse_prototxt
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.optable import NONE
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.load import PlanFileError
+from pipeproof.verify.provenance import DATA_SENDS
+from tests.interop.importing import codes, imported, judged
+
+SEQUENCE_PARALLEL = {("topology", "sequence_parallel"): True}
+BARE = """pipeline_configs {
+  micro_batch_size: 2
+  accumulate_steps: 8
+}
+hybrid_configs {
+  mp_degree: 2
+  pp_degree: 4
+}
+"""
+
+
+def fleet(path, text, flags=None, **more):
+    return judged("fleet", path, text, name="strategy.prototxt", settings=flags or {}, **more)
+
+
+def with_pp(line):
+    return BARE.replace("pp_degree: 4\n", f"pp_degree: 4\n  pp_configs {{\n    {line}\n  }}\n")
+
+
+def test_partial_sends_are_on_where_the_text_says_nothing(tmp_path):
+    report = fleet(tmp_path, BARE, SEQUENCE_PARALLEL)
+    found = [finding for finding in report.findings if finding.code == "PP201"]
+    assert len(found) == 6  # three boundaries, both ways
+    assert found[0].location.line == 1  # the message that leaves the switch out
+    assert "`enable_partial_send_recv: false`" in found[0].help
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BARE.replace("accumulate_steps: 8", "accumulate_steps: 8 enable_partial_send_recv: false"),
+        BARE.replace("mp_degree: 2", "mp_degree: 1"),
+        with_pp("use_batch_p2p_comm: false"),
+        with_pp("overlap_p2p_comm: true"),
+        with_pp("use_dualpipev: true"),
+    ],
+    ids=["switch", "one TP rank", "not batched", "overlapped", "DualPipeV"],
+)
+def test_with_one_of_the_five_conditions_less_nothing_is_corrupted(tmp_path, text):
+    assert not fleet(tmp_path, text, SEQUENCE_PARALLEL).errors
+
+
+def test_a_tensor_that_does_not_divide_is_sent_whole(tmp_path):
+    text = BARE.replace("mp_degree: 2", "mp_degree: 4").replace("micro_batch_size: 2", "micro_batch_size: 1")
+    sizes = {("model", "seq_length"): 4, ("model", "hidden_size"): 20, ("model", "head_size"): 8}
+    assert fleet(tmp_path, text, SEQUENCE_PARALLEL | sizes).errors  # 20 elements, 5 for each of 4 ranks
+    report = fleet(tmp_path, text, SEQUENCE_PARALLEL | sizes | {("model", "hidden_size"): 18})
+    assert codes(report) == ["PP202"]
+
+
+def test_a_replicated_tensor_survives_partial_sends(tmp_path):
+    report = fleet(tmp_path, BARE, {("topology", "sequence_parallel"): False})
+    assert codes(report) == []
+    assert report.subject.plan.spec.transport.forward == "partial"
+
+
+def test_what_a_strategy_leaves_open_is_said(tmp_path):
+    report = fleet(tmp_path, BARE)
+    assert codes(report) == ["PP176"]
+    off = BARE.replace("accumulate_steps: 8", "accumulate_steps: 8 enable_partial_send_recv: 0")
+    assert codes(fleet(tmp_path, off)) == []
+
+
+def strategy(**changes):
+    pp_configs = {"use_batch_p2p_comm": True, "overlap_p2p_comm": False, **changes.pop("pp_configs", {})}
+    pipeline = {"micro_batch_size": 2, "accumulate_steps": 8, "enable_partial_send_recv": True}
+    hybrid = {"dp_degree": -1, "mp_degree": 2, "pp_degree": 4, "pp_configs": SimpleNamespace(**pp_configs)}
+    return SimpleNamespace(pipeline_configs=pipeline | changes, hybrid_configs=hybrid)
+
+
+def test_an_object_is_read_by_its_mappings():
+    assert check_imported(from_strategy(strategy(), sequence_parallel=True)).errors
+    off = strategy(enable_partial_send_recv=False)
+    assert codes(check_imported(from_strategy(off, sequence_parallel=True))) == []
+    virtual = check_imported(from_strategy(strategy(), sequence_parallel=False, num_chunks=2))
+    assert virtual.subject.plan.spec.schedule.variant == "fleet"
+    assert virtual.subject.plan.spec.num_stages == 8
+    with pytest.raises(PlanFileError, match=r"PP170.*of type int"):
+        from_strategy(strategy(accumulate_steps="8"))
+
+
+@pytest.mark.needs_paddle
+def test_paddles_own_strategy_says_the_same_as_its_text(tmp_path):
+    from paddle.distributed import fleet as paddle_fleet
+
+    own = paddle_fleet.DistributedStrategy()
+    own.pipeline_configs = {"accumulate_steps": 8, "micro_batch_size": 2}
+    own.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 4, "pp_configs": {"use_batch_p2p_comm": True}}
+    file = tmp_path / "saved.prototxt"
+    own.save_to_prototxt(str(file))
+    from_object = from_strategy(own, sequence_parallel=True)
+    from_text = imported("fleet", tmp_path, file.read_text(encoding="utf-8"), settings=SEQUENCE_PARALLEL)
+    assert from_object.plan == from_text.plan
+    assert len(check_imported(from_object).errors) == 6
+
+
+def bytes_moved(report):
+    """Bytes of all sends between stages, and of what all-gathers bring each rank beside the slice it received."""
+    graph = report.subject.unfolded().graph
+    num_tp = report.subject.plan.spec.topology.tp
+    sends = np.flatnonzero(graph.is_kind(DATA_SENDS) & (graph.tensor != NONE))
+    gathers = np.flatnonzero(graph.is_kind((OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD)))
+    sent = sum(int(graph.stop[row] - graph.start[row]) * size_of(graph, row) for row in sends)
+    gathered = sum(tensor_of(graph, row).numel * (num_tp - 1) // num_tp * size_of(graph, row) for row in gathers)
+    return sent, gathered
+
+
+def tensor_of(graph, row):
+    return graph.tensors[int(graph.tensor[row])]
+
+
+def size_of(graph, row):
+    return dtype_bytes(tensor_of(graph, row).dtype)
+
+
+def figures(text):
+    """Bytes between stages and in all-gathers of each of the four ways, as the mend says them."""
+    found = []
+    for line in text.split("\n")[1:]:
+        sent = int(re.search(r"(\d+) bytes between stages", line)[1])
+        gathered = re.search(r"(\d+) in all-gathers", line)
+        found.append((sent, int(gathered[1]) if gathered else 0))
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_mend_counts_the_bytes_that_plans_move(tmp_path, tp):
+    text = BARE.replace("mp_degree: 2", f"mp_degree: {tp}").replace("pp_degree: 4", "pp_degree: 2")
+    report = fleet(tmp_path, text, SEQUENCE_PARALLEL)
+    helps = [finding.help for finding in report.errors]
+    assert [len(text.split("\n")) for text in helps] == [5, 1]  # said once
+    ways = [(True, "full"), (True, "partial"), (False, "partial"), (False, "full")]
+    for (sequence_parallel, transport), figure in zip(ways, figures(helps[0]), strict=True):
+        flags = {
+            ("topology", "sequence_parallel"): sequence_parallel,
+            ("transport", "forward"): transport,
+            ("transport", "backward"): transport,
+            ("model", "seq_length"): 128 * tp,
+        }
+        assert bytes_moved(fleet(tmp_path, text, flags)) == figure, (sequence_parallel, transport)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("pipeline_configs {", 1, "`}` is expected"),
+        ("pipeline_configs {\n accumulate_steps 8 }", 2, "`:` or `{`"),
+        ("pipeline_config { }", 1, "no field `pipeline_config`"),
+        ("pipeline_configs { accumulate_step: 8 }", 1, "did you mean `accumulate_steps`?"),
+        ("hybrid_configs {\n pp_configs { overlap: true } }", 2, "`pp_configs` has no field"),
+        ("pipeline_configs { accumulate_steps: eight }", 1, "must be a whole number"),
+        ("pipeline_configs { accumulate_steps: 8\n accumulate_steps: 4 }", 2, "stands here again"),
+        ("pipeline_configs { p2p_cache_shape: yes }", 1, "must be true or false"),
+        ("hybrid_configs: 3", 1, "must be a message"),
+        ("amp: [true]", 1, "nothing that protobuf's text format has"),
+        ("amp: }", 1, "a value is expected"),
+        ("qat_configs {" * 20, 1, "messages within each other"),
+    ],
+)
+def test_a_text_that_is_no_strategy(tmp_path, text, line, words):
+    with pytest.raises(PlanFileError) as caught:
+        fleet(tmp_path, text)
+    (finding,) = caught.value.findings
+    assert finding.code == "PP170"
+    assert words in f"{finding.message} {finding.help}"
+    assert finding.location.line == line
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pp_degree: 4 dp_degree: 0", "no number of ranks"),
+        ("pp_degree: 4 pp_configs { use_dualpipev: true } # of 4 ranks", "DualPipeV on 4 ranks"),
+    ],
+)
+def test_what_fleet_refuses(tmp_path, line, words):
+    text = BARE.replace("pp_degree: 4", line).replace("accumulate_steps: 8", "accumulate_steps: 6")
+    with pytest.raises(PlanFileError, match="PP171") as caught:
+        fleet(tmp_path, text)
+    assert words in caught.value.findings[0].message
+
+
+def test_comments_separators_and_angle_brackets():
+    text = "amp: true; # a comment\nhybrid_configs: < mp_degree: 0x2, sync_name: \"a\" 'b\\'c' >"
+    message = parse_prototxt(text, "f")
+    inner = message.only("hybrid_configs")
+    assert message.only("amp").text == "true"
+    assert isinstance(inner, Message)
+    assert (inner.only("mp_degree").text, inner.only("sync_name").text) == ("0x2", "ab'c")
+    assert (inner.only("sync_name").location.line, inner.only("absent")) == (2, None)
+
+
+_NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
+_TREES = st.recursive(st.integers(), lambda inner: st.lists(st.tuples(_NAMES, inner), max_size=4), max_leaves=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(_NAMES, _TREES), max_size=4), st.sampled_from([" ", "\n", " # x\n"]))
+def test_what_is_written_is_read(fields, space):
+    def text(tree):
+        return space.join(
+            f"{name} {{{space}{text(value)}{space}}}" if isinstance(value, list) else f"{name}: {value}"
+            for name, value in tree
+        )
+
+    def data(message):
+        return [
+            (name, data(value) if isinstance(value, Message) else int(value.text)) for name, value, _ in message.fields
+        ]
+
+    assert data(parse_prototxt(text(fields), "f")) == fields
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(alphabet="ab{}<>:;,\"'#1.-\n \\", max_size=30))
+def test_any_text_is_read_or_refused_with_a_place(text):
+    with suppress(PlanFileError):
+        assert parse_prototxt(text, "f").location.file == "f"
