@@ -1,0 +1,30 @@
+"""9xx: what can be wrong with the state that a run is to go on from, documented."""
+
+from __future__ import annotations
+
+from pipeproof.specs.codes import ExampleKind, RuleDoc
+from pipeproof.specs.finding import Finding, PipeproofError, Severity
+
+NOT_THIS_STATE = RuleDoc(
+    code="PP920",
+    title="a run cannot go on from this state",
+    severity="error",
+    explanation=(
+        "A state was saved by a run of one plan, and is bits: it fits runs of the same graph, the same values that "
+        "training depends on (model, loss, seed, optimizer, ..) and the same framework alone. Its files must all be "
+        "there, as large and with the SHA-256 that the index has, and hold what the plan asks for. Everything is "
+        "looked at before the first process starts, so that nothing is ever loaded in part."
+    ),
+    wrong="pipeproof run plan.yaml --resume states   # saved with run.seed 7, the plan has 8",
+    right="pipeproof run plan.yaml --resume states   # the plan that it was saved with",
+    kind=ExampleKind.COMMAND,
+)
+
+STATE_CODES = (NOT_THIS_STATE,)
+
+
+class StateError(PipeproofError):
+    """A state that cannot be used, or written."""
+
+    def __init__(self, message: str, mend: str) -> None:
+        super().__init__(Finding(NOT_THIS_STATE.code, Severity.ERROR, message, help=mend))

@@ -1,0 +1,121 @@
+"""Files of arrays as bytes: written whole, read whole, and looked at before. The format is safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize_file
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.codes import StateError
+from pipeproof.state.index import ShardFile, TensorEntry
+
+_NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
+"""Types as the files name them."""
+_BLOCK = 2**20
+_MEND = "name an older state (`--resume DIR/step-..`), or copy the file anew from where it was saved"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteArray:
+    """An array without a framework: numpy has no type for 16 bits of which 8 are the exponent."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: npt.NDArray[np.uint8]
+    """The elements in C order."""
+
+
+def write_file(path: Path, arrays: Mapping[str, ByteArray]) -> tuple[int, str]:
+    """Write a file to the disk itself; its size in bytes and SHA-256."""
+    specs, kept = {}, []
+    for name, array in arrays.items():
+        content = np.ascontiguousarray(array.content)
+        assert content.nbytes == prod(array.shape) * dtype_bytes(array.dtype), name
+        kept.append(content)  # alive until it is written: the library is given addresses
+        specs[name] = TensorSpec(
+            dtype=array.dtype, shape=array.shape, data_ptr=content.ctypes.data, data_len=content.nbytes
+        )
+    serialize_file(specs, path)
+    sync(path)
+    return path.stat().st_size, digest_of(path)
+
+
+def read_file(path: Path) -> dict[str, ByteArray]:
+    """All arrays of a file by name.
+
+    Raises:
+        StateError: it is not there, or no such file.
+    """
+    types = {short: name for name, short in _NAMES.items()}
+    try:
+        content: list[tuple[str, dict[str, Any]]] = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+    except SafetensorError as error:
+        raise StateError(f"{path} is damaged: {error}", _MEND) from error
+    return {
+        name: ByteArray(types[one["dtype"]], tuple(one["shape"]), np.frombuffer(one["data"], dtype=np.uint8))
+        for name, one in content
+    }
+
+
+def require_whole(directory: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse a file that is not what the index says of it.
+
+    Raises:
+        StateError: it is missing, shorter or longer, has other content, or holds other tensors.
+    """
+    path = directory / file.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        first = file.shards[0].tensor if file.shards else "nothing"
+        raise StateError(f"{path} is missing; it holds {len(file.shards)} tensors, {first} first", _MEND) from error
+    if size != file.size_bytes:
+        how = "cut short" if size < file.size_bytes else "longer"
+        raise StateError(f"{path} is {how}: it has {size} bytes, and the index says {file.size_bytes}", _MEND)
+    if digest_of(path) != file.sha256:
+        raise StateError(f"{path} was changed: its SHA-256 is not the {file.sha256[:12]}.. of the index", _MEND)
+    _require_header(path, file, tensors)
+
+
+def _require_header(path: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
+    with safe_open(path, framework="np") as content:
+        found = set(content.keys())
+        for shard in file.shards:
+            name = shard.tensor
+            if name not in tensors or name not in found:
+                where = "the index has no tensor of that name" if name in found else "it is not there"
+                raise StateError(f"{path} is to hold {name}, and {where}", _MEND)
+            part = content.get_slice(name)
+            is_now = part.get_dtype(), tuple(part.get_shape())
+            if is_now != (_NAMES.get(tensors[name].dtype), shard.shape):
+                message = f"{path} has {name} as {is_now[0]} {list(is_now[1])}"
+                raise StateError(f"{message}, and the index says {tensors[name].dtype} {list(shard.shape)}", _MEND)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a directory, outlive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,128 @@
+"""The index of a saved state: for each tensor what it is, for each file which parts of which tensors it holds.
+
+Any tensor of the state can be put together, and cut in another way, from the
+index and the files alone. A part is a box of the whole tensor: where it
+begins (``offsets``) and how far it goes (``extents``) along each dim. Where an
+optimizer is sharded over data-parallel ranks, a part is a range of such a box,
+flattened in C order (``flat``). Every element of a tensor stands in one file
+exactly once, whatever the number of ranks that held it.
+
+The files are safetensors; the key of a part in its file is the tensor's name.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from pipeproof.state.codes import StateError
+
+INDEX_FILE = "index.json"
+MAX_BYTES = 2**28
+"""Largest index that is read."""
+
+_Count = Annotated[int, Field(ge=0)]
+_Dims = Annotated[tuple[_Count, ...], Field(strict=False)]
+_BY_NAME: dict[str, JsonValue] = {"required": []}
+"""For a mapping whose keys are names: none of them must be there."""
+TensorKind = Literal["weight", "moment", "counter", "expert_bias"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TensorEntry(_Part):
+    """One tensor of the state, whole."""
+
+    kind: TensorKind = Field(
+        description="`weight`: what the optimizer updates; `moment`: what it keeps, of a weight's shape; `counter`: "
+        "what it keeps beside; `expert_bias`: what moves a router's choice."
+    )
+    dtype: str = Field(description="Type of the elements.")
+    shape: _Dims = Field(description="The whole tensor's, as if there were one rank.")
+    weight: str | None = Field(default=None, description="Of which weight a moment or counter is.")
+
+
+class Shard(_Part):
+    """A part of a tensor, in the file that names it."""
+
+    tensor: str = Field(description="Name of the tensor, and key in the file.")
+    offsets: _Dims = Field(description="Where the part begins in the whole tensor, per dim.")
+    extents: _Dims = Field(description="How far it goes, per dim.")
+    flat: Annotated[tuple[_Count, _Count], Field(strict=False)] | None = Field(
+        default=None,
+        description="The half-open range of the part, flattened in C order, that the file has; without it, all.",
+    )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.extents if self.flat is None else (self.flat[1] - self.flat[0],)
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if len(self.offsets) != len(self.extents):
+            raise ValueError("offsets and extents are not of as many dims")
+        if self.flat is not None and not self.flat[0] < self.flat[1] <= prod(self.extents):
+            raise ValueError("flat is no range of the part")
+        return self
+
+
+class ShardFile(_Part):
+    """One file, written by one rank."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Beside the index.")
+    rank: _Count = Field(description="The rank that wrote it.")
+    size_bytes: _Count = Field(description="Its size.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the whole file.")
+    shards: Annotated[tuple[Shard, ...], Field(strict=False)] = Field(description="The parts that it holds.")
+
+
+class StateIndex(_Part):
+    """What stands in ``index.json``."""
+
+    pipeproof_state: Literal[1] = Field(description="Version of the format.")
+    steps_done: Annotated[int, Field(ge=1)] = Field(description="Optimizer steps behind this state; the next counts.")
+    digest: str = Field(description="Digest of the plan that saved it.")
+    framework: str = Field(description="`run.backend` of that plan.")
+    versions: dict[str, str] = Field(
+        json_schema_extra=_BY_NAME, description="Of pipeproof, the framework, numpy and Python."
+    )
+    mesh: dict[str, int] = Field(
+        json_schema_extra=_BY_NAME, description="Sizes of the mesh's axes, from the fastest on."
+    )
+    values: dict[str, JsonValue] = Field(
+        json_schema_extra=_BY_NAME, description="Keys of the plan on which values depend, dotted."
+    )
+    tensors: dict[str, TensorEntry] = Field(json_schema_extra=_BY_NAME, description="The tensors by name.")
+    files: Annotated[tuple[ShardFile, ...], Field(strict=False)] = Field(description="The files.")
+
+
+def read_index(directory: Path) -> StateIndex:
+    """The index of the state in ``directory``.
+
+    Raises:
+        StateError: there is none, or it cannot be read.
+    """
+    file = directory / INDEX_FILE
+    mend = "name a directory that `pipeproof run --save` wrote"
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise StateError(f"{file} has more than {MAX_BYTES} bytes", mend)
+        return StateIndex.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise StateError(f"{file} cannot be read: {error.strerror}", mend) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise StateError(f"{file} is not the index of a state: {place}: {first['msg']}", mend) from error
+
+
+def state_json_schema() -> dict[str, Any]:
+    """The JSON Schema of an index; ``docs/schemas`` has it as a file."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "pipeproof: index of a saved state"}
+    return {**StateIndex.model_json_schema(), **dialect}

@@ -1,0 +1,144 @@
+"""Real runs that are killed and go on, that cannot go on, and that run out of numbers or of memory."""
+
+import json
+import os
+import signal
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.cli import main
+from tests.exec.processes import Run
+from tests.own.plans import described, own_dict
+from tests.plans import plan_dict
+
+TIED = {"tied_embedding": True}
+
+
+def shown(report):
+    losses = {step["step"]: step["loss"] for step in report["steps"]}
+    return losses, {(one["step"], one["name"]): one["md5"] for one in report["gradients"]}
+
+
+def from_step(step, pair):
+    losses, gradients = pair
+    return (
+        {at: loss for at, loss in losses.items() if at >= step},
+        {key: md5 for key, md5 in gradients.items() if key[0] >= step},
+    )
+
+
+def killed_and_resumed(tmp_path, plan):
+    """A run in one go, and one of the same plan that is killed behind step 1 and goes on: reports of both."""
+    whole = Run(tmp_path / "whole", plan).end()
+    assert whole.status == 0, whole.output
+    states = tmp_path / "states"
+    longer = {**plan, "run": {**plan["run"], "steps": 10**6}}
+    killed = Run(tmp_path / "killed", longer, "--save", str(states), "--save-every", "2")
+    killed.await_output("step 2 ")
+    os.kill(killed.worker(1), signal.SIGKILL)
+    ended = killed.end()
+    assert ended.status == 3, ended.output
+    left = sorted(path.name for path in states.iterdir())
+    assert "step-00000002" in left
+    assert not [name for name in left if not name.startswith("step-")]
+    more = tmp_path / "more"
+    resumed = Run(tmp_path / "resumed", plan, "--resume", str(states / "step-00000002"), "--save", str(more)).end()
+    assert resumed.status == 0, resumed.output
+    assert "went on from the state after step 1" in resumed.output
+    assert [path.name for path in more.iterdir()] == [f"step-{plan['run']['steps']:08d}"]
+    assert resumed.report["log_matches_graph"]
+    return whole.report, resumed.report
+
+
+@pytest.mark.needs_paddle
+def test_a_killed_run_goes_on_with_the_bits_of_one_that_was_not(tmp_path):
+    plan = plan_dict(model=TIED, topology={"pp": 2}, run={"steps": 4})
+    whole, resumed = killed_and_resumed(tmp_path, plan)
+    assert shown(resumed) == from_step(2, shown(whole))
+    assert all(step["bitwise"] for step in resumed["steps"])
+
+
+@pytest.mark.needs_torch
+def test_a_run_on_torch_goes_on_with_the_bits_of_one_that_did_not_end(tmp_path):
+    plan = plan_dict(model=TIED, topology={"pp": 2}, run={"steps": 3, "backend": "torch"})
+    whole = Run(tmp_path / "whole", plan, "--save", str(tmp_path / "states"), "--save-every", "2").end()
+    resumed = Run(tmp_path / "resumed", plan, "--resume", str(tmp_path / "states" / "step-00000002")).end()
+    assert (whole.status, resumed.status) == (0, 0), resumed.output
+    assert shown(resumed.report) == from_step(2, shown(whole.report))
+    assert resumed.report["judged_by"] == "bound"
+    assert "matches: every loss, within the bound" in resumed.output
+
+
+def refused(tmp_path, plan, *options):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    result = CliRunner().invoke(main, ["run", str(file), *map(str, options)])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.needs_paddle
+def test_what_cannot_be_gone_on_from_is_refused_before_any_process_starts(tmp_path):
+    plan, states = plan_dict(run={"steps": 2}), tmp_path / "states"
+    assert "error[PP920]: there is no state at" in refused(tmp_path, plan, "--resume", tmp_path / "none")
+    taken = states / "step-00000002"
+    taken.mkdir(parents=True)
+    text = refused(tmp_path, plan, "--save", states)
+    assert "holds a state already, and this run comes to that step" in text
+    (taken / "index.json").write_text("{}")
+    text = refused(tmp_path, plan, "--resume", taken)
+    assert "is not the index of a state: pipeproof_state: Field required" in text
+    assert "--save-every says how often --save DIR writes" in refused(tmp_path, plan, "--save-every", 2)
+    assert [path.name for path in states.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.needs_paddle
+def test_own_layers_may_keep_more_than_weights_and_are_refused(tmp_path):
+    layers = [{"name": "one.0", "out": [{"shape": ["b", 2]}]}, {"name": "two.1"}]
+    (tmp_path / "none.py").write_text("def build(): ...")
+    text = refused(tmp_path, own_dict(f"{tmp_path}/none.py:build", 2, layers), "--save", tmp_path / "states")
+    assert "error[PP909]: the plan has own layers, which may keep more" in text
+
+
+@pytest.mark.needs_paddle
+def test_training_that_comes_to_no_numbers_ends_with_status_1(tmp_path):
+    ended = Run(tmp_path, plan_dict(run={"optimizer": "sgd", "learning_rate": 1e6, "steps": 1000})).end()
+    assert ended.status == 1, ended.output
+    assert "error[PP921]: step 1: " in ended.output
+    assert "the reference has such ones, too" in ended.output
+
+
+HUNGRY = """
+import os
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+class Hungry(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if os.environ.get("PADDLE_TRAINER_ID") == "1":
+            paddle.zeros([1 << 45])
+        return self.inner(x)
+
+def build():
+    def data(step, index, rng):
+        return rng.random((2, 4), dtype="float32"), rng.integers(0, 4, 2)
+    return [nn.Linear(4, 4), Hungry()], F.cross_entropy, data
+"""
+
+
+@pytest.mark.needs_paddle
+def test_a_layer_that_runs_out_of_memory_is_named_by_its_line_and_nothing_is_left(tmp_path):
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    build = f"{tmp_path}/hungry.py:build"
+    plan = json.loads(json.dumps(own_dict(build, 2, described(build, 2))))
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 3, ended.output
+    assert "error[PP922]: rank 1 (pp 1) ran out of memory (hungry.py:14 in forward): the process held " in ended.output
+    assert "131072.00 GiB more were asked for, at 1F0 of step 0" in ended.output
+    assert "of what 1RECV_F0 brought from rank 0" in ended.output

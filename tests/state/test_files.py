@@ -1,0 +1,260 @@
+"""The state on disk, without a framework: whole and covered once, found, refused; never half of it."""
+
+import itertools
+import json
+from collections import Counter
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.codes import StateError
+from pipeproof.state.files import ByteArray
+from pipeproof.state.index import read_index
+from pipeproof.state.layout import pieces_of, whole_state
+from pipeproof.state.load import find_state, read_part, require_fits, require_room
+from pipeproof.state.save import finish_state, part_directory, remove_parts, write_part
+from pipeproof.verify.certificate import plan_digest
+from tests.state.runs import MOE, plan_of
+
+PLANS = {
+    "tp": {"topology": {"tp": 2}},
+    "sharded": {"topology": {"dp": 2}, "memory": {"shard_optimizer": "dp"}, "model": {"tied_embedding": True}},
+    "ep": {"topology": {"ep": 2, "tp": 2}, "model": {"moe": MOE, "num_kv_heads": 2}},
+    "copies": {"schedule": {"kind": "dualpipe"}},
+}
+
+
+def numbers(plan):
+    """Values of every tensor of a plan's state, whole: no two elements of one tensor alike."""
+    return {
+        name: np.arange(prod(one.shape), dtype=one.dtype).reshape(one.shape) for name, one in whole_state(plan).items()
+    }
+
+
+def cut(piece, whole):
+    box = tuple(slice(o, o + e) for o, e in zip(piece.shard.offsets, piece.shard.extents, strict=True))
+    part = np.ascontiguousarray(whole[box])
+    return part if piece.shard.flat is None else part.reshape(-1)[slice(*piece.shard.flat)]
+
+
+def write(at, root, steps_done=1):
+    """The state of a subject as its ranks would write it, of ``numbers``."""
+    whole = numbers(at.plan)
+    for rank in range(at.plan.mesh.num_ranks):
+        arrays = {
+            (piece.weight, piece.slot): ByteArray(
+                piece.tensor.dtype, piece.shape, np.frombuffer(cut(piece, whole[piece.shard.tensor]).tobytes(), "u1")
+            )
+            for piece in pieces_of(at.plan, rank)
+        }
+        write_part(root, steps_done, "job", at.plan, rank, arrays)
+    return finish_state(root, steps_done, "job", at.plan, plan_digest(at), "1.0")
+
+
+@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
+def test_every_element_stands_in_one_file_once_and_others_can_put_it_together(tmp_path, changes):
+    at = plan_of(**changes)
+    directory = write(at, tmp_path)
+    index = read_index(directory)
+    whole = numbers(at.plan)
+    found = {name: np.full(array.shape, -1, array.dtype) for name, array in whole.items()}
+    times = {name: np.zeros(array.shape, int) for name, array in whole.items()}
+    for file in index.files:
+        content = load_file(directory / file.name)
+        assert set(content) == {shard.tensor for shard in file.shards}
+        for shard in file.shards:
+            box = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
+            for target, values in ((found, content[shard.tensor]), (times, None)):
+                part = np.array(target[shard.tensor][box])
+                one = part.reshape(-1)[slice(*shard.flat) if shard.flat else slice(None)]
+                one[...] = one + 1 if values is None else values.reshape(-1)
+                target[shard.tensor][box] = part
+    assert set(index.tensors) == set(whole)
+    for name, array in whole.items():
+        assert (times[name] == 1).all(), name
+        assert (found[name] == array).all(), name
+
+
+@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
+def test_each_rank_reads_what_it_holds(tmp_path, changes):
+    at = plan_of(**changes)
+    write(at, tmp_path)
+    state, whole = find_state(tmp_path), numbers(at.plan)
+    require_fits(state, at.plan, plan_digest(at))
+    held = Counter()
+    for rank in range(at.plan.mesh.num_ranks):
+        parts = read_part(state, at.plan, rank)
+        for piece in pieces_of(at.plan, rank):
+            got = parts[piece.weight, piece.slot]
+            assert (got.dtype, got.shape) == (piece.tensor.dtype, piece.shape)
+            assert got.content.tobytes() == cut(piece, whole[piece.shard.tensor]).tobytes()
+            held[piece.shard.tensor] += 1
+    assert set(held) == set(whole)
+
+
+def test_experts_stand_by_their_global_numbers_and_tied_weights_once():
+    at = plan_of(topology={"ep": 2}, model={"moe": MOE, "tied_embedding": True}).plan
+    pieces = [piece for rank in range(4) for piece in pieces_of(at, rank)]
+    up = {piece.shard for piece in pieces if piece.shard.tensor == "layer.0.mlp.experts.up.weight"}
+    assert sorted((shard.offsets[0], shard.extents[0]) for shard in up) == [(0, 2), (2, 2)]
+    assert {piece.writer for piece in pieces if piece.shard.tensor == "embed.weight"} == {0}
+    assert len([piece for piece in pieces if piece.shard.tensor == "embed.weight"]) == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(dp=st.integers(1, 5), hidden=st.sampled_from([8, 24]), vocabulary=st.integers(3, 9))
+def test_shares_of_a_sharded_optimizer_cover_each_weight_whatever_their_sizes(dp, hidden, vocabulary):
+    at = plan_of(
+        topology={"dp": dp}, memory={"shard_optimizer": "dp"}, model={"hidden_size": hidden, "vocab_size": vocabulary}
+    )
+    ranges = {}
+    for rank in range(at.plan.mesh.num_ranks):
+        for piece in pieces_of(at.plan, rank):
+            if piece.slot == "moment1" and piece.writer == rank:
+                ranges.setdefault(piece.weight, []).append(piece.shard.flat or (0, prod(piece.tensor.shape)))
+    for name, shares in ranges.items():
+        shares.sort()
+        assert shares[0][0] == 0
+        assert shares[-1][1] == prod(whole_state(at.plan)[name].shape)
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(shares))
+
+
+def refused(tmp_path, match, at=None, path=None):
+    at = at or plan_of()
+    with pytest.raises(StateError, match=match) as caught:
+        require_fits(find_state(path or tmp_path), at.plan, plan_digest(at))
+    assert caught.value.findings[0].help
+    return caught.value
+
+
+def edit(directory, change):
+    file = directory / "index.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"run": {"seed": 8}}, "run.seed was 0 and is 8"),
+        ({"run": {"learning_rate": 0.5, "seed": 8}}, "run.learning_rate was 0.01 and is 0.5, run.seed was 0 and is 8"),
+        ({"run": {"optimizer": "sgd"}}, 'run.optimizer was "adamw" and is "sgd"'),
+        ({"run": {"dtype": "float64"}}, 'run.dtype was "float32" and is "float64"'),
+        ({"model": {"hidden_size": 16}}, "model.hidden_size was 8 and is 16"),
+        ({"backend": "torch"}, "saved by paddle, and the plan runs on torch"),
+        ({"topology": {"tp": 2}}, "saved by another plan: digest"),
+        ({"schedule": {"kind": "gpipe"}}, "saved by another plan: digest"),
+        ({"steps": 1}, "is the state after step 0, and the plan has 1 steps"),
+    ],
+)
+def test_the_state_of_another_run_is_refused(tmp_path, changes, match):
+    write(plan_of(), tmp_path)
+    refused(tmp_path, match, plan_of(**changes))
+
+
+def test_more_steps_another_device_or_a_replay_are_no_other_run(tmp_path):
+    at = plan_of(backend="torch", run={"device": "cpu"})
+    write(at, tmp_path)
+    more = plan_of(backend="torch", steps=9)
+    require_fits(find_state(tmp_path), more.plan, plan_digest(more))
+
+
+def test_files_that_are_missing_cut_short_changed_or_of_other_tensors_are_named(tmp_path):
+    directory = write(plan_of(), tmp_path)
+    file = directory / "rank1.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-3])
+    refused(tmp_path, rf"rank1.safetensors is cut short: it has {len(content) - 3} bytes, .* says {len(content)}")
+    file.write_bytes(content + b"abc")
+    refused(tmp_path, "rank1.safetensors is longer")
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused(tmp_path, "rank1.safetensors was changed: its SHA-256 is not the")
+    file.unlink()
+    refused(tmp_path, r"rank1.safetensors is missing; it holds \d+ tensors, layer.2.attn_norm.weight first")
+
+
+def test_an_index_that_is_not_one_is_refused_by_the_place(tmp_path):
+    directory = write(plan_of(), tmp_path)
+    file = directory / "index.json"
+    good = file.read_text()
+    refused(tmp_path / "nowhere", "there is no state at", path=tmp_path / "nowhere")
+    for bad, match in (
+        (good[: len(good) // 2], "is not the index of a state: the file: Invalid JSON"),
+        (good.replace('"steps_done": 1', '"steps_done": "1"'), "steps_done: Input should be a valid integer"),
+        (good.replace('"pipeproof_state": 1', '"pipeproof_state": 2'), "pipeproof_state: Input should be 1"),
+        (good.replace("rank0.safetensors", "../rank0"), "files.0.name: String should match pattern"),
+    ):
+        file.write_text(bad)
+        refused(tmp_path, match)
+
+
+def test_an_index_without_a_part_or_with_another_type_of_it_is_refused(tmp_path):
+    directory = write(plan_of(), tmp_path)
+    good = (directory / "index.json").read_text()
+    edit(directory, lambda content: content["tensors"]["norm.weight"].update(shape=[9]))
+    refused(
+        tmp_path, r"needs \[8\] from \[0\] on of norm.weight, weight, float32 \[8\]; it is there as weight, .* \[9\]"
+    )
+    (directory / "index.json").write_text(good)
+    edit(directory, lambda content: content["tensors"].pop("optimizer/moment2/norm.weight"))
+    refused(tmp_path, "of optimizer/moment2/norm.weight, moment, float32 .8.; it is not there")
+    (directory / "index.json").write_text(good)
+    edit(directory, lambda content: content["files"][1]["shards"].pop())
+    refused(tmp_path, "no file has that part")
+
+
+def test_a_file_whose_tensors_are_not_those_of_the_index_is_refused(tmp_path):
+    at = plan_of(topology={"pp": 1})
+    directory = write(at, tmp_path)
+
+    def swap(content):
+        content["files"][0]["shards"][0]["tensor"] = "layer.0.attn_norm.weight"
+        content["tensors"]["embed.weight"] = content["tensors"]["layer.0.attn_norm.weight"]
+
+    edit(directory, swap)
+    refused(tmp_path, "embed.weight", at)
+
+
+def test_the_newest_state_is_taken_and_an_older_one_can_be_named(tmp_path):
+    at = plan_of(steps=9)
+    one, two = write(at, tmp_path, 2), write(at, tmp_path, 4)
+    assert find_state(tmp_path).directory == two
+    assert find_state(one).steps_done == 2
+    require_room(tmp_path, 5, 9)
+    with pytest.raises(StateError, match="step-00000004 holds a state already"):
+        require_room(tmp_path, 3, 9)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_save_that_is_cut_off_leaves_the_state_before_and_nothing_that_looks_finished(tmp_path, written):
+    at = plan_of(steps=9)
+    write(at, tmp_path, 2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for rank in range(written):
+        arrays = {
+            (piece.weight, piece.slot): ByteArray(
+                piece.tensor.dtype, piece.shape, np.zeros(prod(piece.shape) * dtype_bytes(piece.tensor.dtype), "u1")
+            )
+            for piece in pieces_of(at.plan, rank)
+        }
+        write_part(tmp_path, 4, "other", at.plan, rank, arrays)
+    assert find_state(tmp_path).steps_done == 2
+    assert {path: path.read_bytes() for path in before} == before
+    remove_parts(tmp_path, "other")
+    assert not part_directory(tmp_path, 4, "other").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_state_is_never_written_over(tmp_path):
+    at = plan_of()
+    directory = write(at, tmp_path)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(OSError, match="not empty"):
+        write(at, tmp_path)
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
