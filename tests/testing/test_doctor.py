@@ -14,7 +14,10 @@ from rich.console import Console
 
 from pipeproof.comm.backends import backend_table
 from pipeproof.exec import doctor, pair
-from pipeproof.exec.doctor import DoctorReport, doctor_to_json, render_doctor, run_doctor
+from pipeproof.exec.curve import Curve, CurvePoint
+from pipeproof.exec.doctor import DoctorReport, run_doctor
+from pipeproof.exec.doctor_report import doctor_to_json, render_doctor
+from pipeproof.exec.nvidia import GpuLink, described_gpus, parsed_gpus, parsed_links
 from pipeproof.exec.pair import BackendStartError, backend_pair
 from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
@@ -41,9 +44,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(TABLE))
-    report = run_doctor()
-    assert (report.exit_status, report.problems) == (0, [])
+    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
+    report = run_doctor(sizes=())
+    assert (report.exit_status, report.problems, report.curve) == (0, [], None)
     assert [row.key for row in report.not_measured] == ["serial_group_creation", "max_group_size"]
     text = rendered(report)
     assert "paddle-gloo behaves as plans are checked for." in text
@@ -52,9 +55,9 @@ def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_that_differs_is_named_with_what_it_means_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     other = dataclasses.replace(TABLE, queue="pair", tags=True)
-    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(other))
+    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(other))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5)
-    report = run_doctor(["queue", "tags", "all_gather"])
+    report = run_doctor(["queue", "tags", "all_gather"], sizes=())
     assert report.exit_status == 1
     assert report.problems == [
         (
@@ -74,7 +77,7 @@ def test_without_paddle_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_pair(backend: str) -> None:
+    def no_pair(backend: str, device: str) -> None:
         raise BackendStartError("rank 1 ended before it was ready: SIGILL")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -98,9 +101,12 @@ def test_a_worker_that_cannot_import_paddle_is_told_and_reaped(monkeypatch: pyte
 
 
 def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "backend_pair", lambda backend: fake_world(TABLE))
-    data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"]))))
-    assert list(data) == ["backend", "exit_status", "versions", "rows", "not_measured", "problems"]
+    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
+    data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"], sizes=()))))
+    assert list(data) == [
+        "backend", "device", "exit_status", "versions", "devices", "links", "ranks", "rows", "not_measured", "curve",
+        "network", "problems", "notes",
+    ]  # fmt: skip
     assert data["rows"] == [
         {
             "key": "longer_message",
@@ -113,9 +119,140 @@ def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(data["versions"]) == {"pipeproof", "python", "paddle", "torch", "numpy", "platform", "cores"}
 
 
+NCCL = backend_table("torch", "gpu")
+CERTAIN = ["send_completes", "host_blocks_on_post", "queue", "matching", "tags", "shorter_message", "all_reduce"]
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, **rows: object) -> DoctorReport:
+    """The doctor's report on a machine whose NCCL does otherwise in some rows."""
+    table = dataclasses.replace(NCCL, **{"shorter_message": "stale_rest", **rows})  # type: ignore[arg-type]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(table))
+    monkeypatch.setattr(doctor, "described_gpus", lambda: parsed_gpus(GPUS))
+    monkeypatch.setattr(doctor, "gpu_links", lambda: parsed_links(TOPOLOGY))
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5)
+    return run_doctor(CERTAIN, "torch", "gpu", sizes=())
+
+
+GPUS = (
+    "0, NVIDIA H200, 580.1, 143771 MiB, 345 MHz, 1980 MHz, 700.00 W\n"
+    "1, NVIDIA H200, 580.1, 143771 MiB, [N/A], [N/A], [N/A]\n"
+)
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\n"
+    "GPU0\t X \tNV18\tSYS\t0-47\nGPU1\tNV18\t X \tSYS\t48-95\nNIC0\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
+)
+
+
+def test_nccl_may_finish_early_what_its_buffers_hold_and_plans_hold_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = on_gpus(monkeypatch, send_completes="eager", tags=True)
+    assert (report.exit_status, report.problems) == (0, [])
+    assert report.notes == [
+        "send_completes: the table says rendezvous, this machine eager; plans hold either way",
+        "tags: the table says no, this machine yes; plans hold either way",
+        "shorter_message: the table says other, this machine stale_rest; plans hold either way",
+    ]
+    text = rendered(report, width=120)
+    assert (
+        "GPU 0      NVIDIA H200: 143771 MiB, now 345 MHz, at most 1980 MHz, power limit 700.00 W, driver 580.1" in text
+    )
+    assert "GPU 1      NVIDIA H200: 143771 MiB, driver 580.1" in text
+    assert "0 - 1      NV18 (NVLinks, as many as the number says)" in text
+    assert "torch-nccl behaves as plans are checked for." in text
+
+
+def test_a_machine_that_contradicts_the_table_of_nccl_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = on_gpus(monkeypatch, queue="pair", all_reduce="wrong")
+    assert report.exit_status == 1
+    assert [problem.partition(":")[0] for problem in report.problems] == ["queue", "all_reduce"]
+    assert "posted early blocks the send behind it, and plans that passed can hang" in report.problems[0]
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pair(backend: str, device: str) -> None:
+        assert (backend, device) == ("torch", "gpu")
+        raise BackendStartError("rank 0 failed before it was imported: RuntimeError: PyTorch sees no GPU here")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "backend_pair", no_pair)
+    monkeypatch.setattr(doctor, "described_gpus", lambda: ())
+    monkeypatch.setattr(doctor, "gpu_links", lambda: ())
+    report = run_doctor(backend="torch", device="gpu")
+    assert report.exit_status == 2
+    assert report.problems[0].endswith(
+        "PyTorch sees no GPU here. Use --device cpu, or a machine with a GPU and a build of PyTorch for it."
+    )
+
+
+def report_with(*said: dict[str, str]) -> DoctorReport:
+    curve = Curve((CurvePoint(8, 10.0, 12.0, 14.0), CurvePoint(2**28, 700.0, 900.0, 1000.0)))
+    return DoctorReport("torch-nccl", {}, [], [], [], device="gpu", facts=said, curve=curve)
+
+
+def test_links_between_gpus_make_a_network_and_sockets_of_one_gpu_do_not() -> None:
+    two = {"gpus": "2", "kernels": ""}
+    report = report_with(two, two)
+    assert report.network is not None
+    assert report.network["ranks_per_node"] == 2
+    assert 2**28 / 900e3 < report.network["node"]["bandwidth"] < 2**28 / 690e3
+    text = rendered(report, width=120)
+    assert "in a plan on this machine: cost: {network: {ranks_per_node: 2, node: {latency_us:" in text
+    shared = report_with({"gpus": "1"}, {"gpus": "1"})
+    assert shared.network is None
+    assert "in a plan on this machine" not in rendered(shared, width=120)
+
+
+def test_processes_that_say_nothing_and_messages_that_do_not_come_through_are_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
+    report = run_doctor(["matching"], sizes=(8,))  # fake endpoints have nothing to say of themselves
+    assert report.exit_status == 1
+    assert report.problems[0].startswith("A process did not say what it runs on: rank 0 raised: ")
+    monkeypatch.setattr(doctor, "facts", lying_still)
+    report = run_doctor(["matching"], sizes=(8,))
+    assert report.exit_status == 1
+    assert report.problems[0].startswith("Messages of 8 bytes did not come through: rank 0 raised: ")
+    assert report.network is None
+    assert "messages between the two" not in rendered(report)
+
+
+def lying_still(end: object) -> dict[str, str]:
+    """What a process says that has nothing to say."""
+    return {}
+
+
+def test_what_nvidia_smi_does_not_say_is_left_out() -> None:
+    assert parsed_gpus("") == parsed_gpus("NVIDIA-SMI has failed") == ()
+    assert parsed_links("") == parsed_links("something else\n") == ()
+    assert parsed_links(TOPOLOGY) == (GpuLink(0, 1, "NV18"),)
+    assert GpuLink(0, 1, "SYS").meaning.startswith("PCIe and the links between NUMA nodes")
+    assert GpuLink(0, 1, "C2C").meaning == ""
+
+
+@pytest.mark.needs_torch
+@pytest.mark.skipif(bool(described_gpus()), reason="there is a GPU")
+def test_processes_that_find_no_gpu_are_told_of_and_reaped() -> None:
+    before = children_of(os.getpid())
+    report = run_doctor(backend="torch", device="gpu")
+    assert report.exit_status == 2
+    assert "RuntimeError: no GPU is to be seen here. Use --device cpu, or" in report.problems[0]
+    assert report.notes == [
+        "nvidia-smi is not here, or says nothing: the driver, clocks, power limits and links are not shown"
+    ]
+    assert children_of(os.getpid()) == before
+
+
 @pytest.mark.needs_torch
 def test_pytorch_behaves_as_its_table_says() -> None:
-    report = run_doctor(backend="torch")
+    report = run_doctor(backend="torch", sizes=(8, 4096))
+    assert report.curve is not None
+    assert [point.num_bytes for point in report.curve.points] == [8, 4096]
+    assert report.network is not None
+    assert report.network["node"]["bandwidth"] > 0
     assert {row.key: row.observed for row in report.rows if not row.ok} == {}
     assert (report.backend, report.exit_status) == ("torch-gloo", 0)
 
@@ -123,9 +260,11 @@ def test_pytorch_behaves_as_its_table_says() -> None:
 @pytest.mark.needs_paddle
 def test_this_machine_behaves_as_the_table_says() -> None:
     before = children_of(os.getpid())
-    report = run_doctor()
+    report = run_doctor(sizes=(8,))
     assert {row.key: row.observed for row in report.rows if not row.ok} == {}
     assert report.exit_status == 0
+    assert report.curve is not None
+    assert len(report.curve.points) == 1
     assert children_of(os.getpid()) == before
 
 

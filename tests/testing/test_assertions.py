@@ -1,0 +1,295 @@
+"""The assertions: what they pass, and what they say of what they do not."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeproof.testing
+from pipeproof.specs.layout import INVARIANT, parse_placement
+from pipeproof.specs.load import load_plan, plan_from_dict
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
+from pipeproof.testing.strategies import layouts, plans, schedules, topologies
+from pipeproof.verify.check import check_subject
+from pipeproof.verify.subject import make_subject
+from tests.plans import plan_dict
+
+LOSSY = plan_dict(topology={"tp": 2, "sequence_parallel": True}, transport="partial")
+
+
+# --- plans ---
+
+
+def test_a_proved_plan_gives_its_report_whatever_it_is_read_from(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"pipeproof": 1, "model": {"kind": "gpt", "num_layers": 2, "hidden_size": 8, "num_heads": 2, '
+                    '"ffn_size": 8, "vocab_size": 8, "seq_length": 4}, "topology": {"pp": 2}, '
+                    '"schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 1}}')  # fmt: skip
+    reports = [assert_plan_sound(plan) for plan in (path, str(path), load_plan(path))]
+    assert len({report.certificate.digest for report in reports}) == 1
+    assert assert_plan_sound(plan_dict()).errors == ()
+
+
+def test_a_refused_plan_fails_with_what_check_prints(tmp_path):
+    with pytest.raises(AssertionError) as caught:
+        assert_plan_sound(LOSSY)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(LOSSY))
+    done = subprocess.run([sys.executable, "-m", "pipeproof", "check", str(path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    last = str(caught.value).splitlines()[-2:]
+    assert last == done.stdout.rstrip().splitlines()[-2:]  # the verdict and the digest
+    assert "error[PP201]: boundary 0->1, forward" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_what_is_allowed_does_not_fail_and_strict_means_warnings():
+    assert {finding.code for finding in assert_plan_sound(LOSSY, allow={"PP201"}).errors} == {"PP201"}
+    warned = plan_dict()
+    assert [finding.code for finding in assert_plan_sound(warned).findings] == ["PP411"]
+    with pytest.raises(AssertionError, match=r"warning\[PP411\]"):
+        assert_plan_sound(warned, strict=True)
+    assert_plan_sound(warned, strict=True, allow=["PP411"])
+    with pytest.raises(ValueError, match="no code PP999"):
+        assert_plan_sound(warned, allow=["PP999"])
+
+
+def test_a_plan_that_cannot_be_loaded_fails_with_its_findings(tmp_path):
+    with pytest.raises(AssertionError, match=r"error\[PP1\d\d\]: .*missing.yaml"):
+        assert_plan_sound(tmp_path / "missing.yaml")
+    broken = tmp_path / "plan.yaml"
+    broken.write_text("pipeproof: 1\nmodle: {}\n")
+    with pytest.raises(AssertionError, match=r"plan.yaml:2:1(.|\n)*modle"):
+        assert_plan_sound(broken)
+
+
+# --- gradients ---
+
+
+def test_equal_gradients_pass_in_any_form():
+    one = {"w": np.array([1.5, -0.0]), "b": [1, 2]}
+    assert_same_gradients(one, {"b": np.array([1, 2]), "w": one["w"].copy()})
+    assert_same_gradients({"w": np.float32(1)}, {"w": np.float32(1)})
+    assert_same_gradients({"w": np.array([np.nan, np.inf])}, {"w": np.array([np.nan, np.inf])})
+
+
+def test_the_first_parameter_that_differs_is_told_with_both_values():
+    a = {"first": np.zeros(3), "w": np.arange(6.0).reshape(2, 3), "v": np.zeros(2)}
+    b = {name: value.copy() for name, value in a.items()}
+    b["w"][1, 1] = np.nextafter(4.0, 5)
+    b["w"][1, 2] += 1
+    b["v"][0] = -0.0
+    with pytest.raises(AssertionError) as caught:
+        assert_same_gradients(a, b)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("w: 2 of 6 elements differ, first [1, 1]: 4.0 (0x1.0000000000000p+2) and ")
+    assert "4.000000000000001 (0x1.0000000000001p+2) (digests " in first
+    assert second == "2 of 3 parameters differ: w, v"
+
+
+def test_missing_parameters_are_named():
+    with pytest.raises(AssertionError) as caught:
+        assert_same_gradients({f"p{i}": [0] for i in range(8)}, {"p0": [0], "q": [0]})
+    assert str(caught.value).splitlines() == [
+        "a lacks 1 of 2 parameters: q",
+        "b lacks 7 of 8 parameters: p1, p2, p3, p4, p5 and 2 more",
+    ]
+    with pytest.raises(ValueError, match="both are empty"):
+        assert_same_gradients({}, {})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (np.zeros(2), np.zeros(3), r"w: shape \[2\] and \[3\]"),
+        (np.zeros(2), np.zeros(2, np.float32), "w: float64 and float32; compare unlike types with a bound"),
+        (np.array([np.nan]), np.array([0.0]), "1 of 1 elements differ"),
+        (np.array([1 + 2j]), np.array([1 + 3j]), "1 of 1 elements differ"),
+        (np.array([True]), np.array([False]), r"first \[0\]: True and False"),
+    ],
+)
+def test_shapes_types_and_kinds(a, b, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_same_gradients({"w": a}, {"w": b})
+
+
+def test_bounds():
+    a, b = {"w": np.array([1.0, 2.0]), "v": np.zeros(1)}, {"w": np.array([1.0, 2.25]), "v": np.zeros(1, np.float32)}
+    assert_same_gradients(a, b, bound=0.25)
+    assert_same_gradients(a, b, bound={"w": 0.25, "v": 0})
+    with pytest.raises(AssertionError, match=r"first \[1\]: 2.0 .* and 2.25 .*, 0.25 apart where 0.125 may be"):
+        assert_same_gradients(a, b, bound=0.125)
+    with pytest.raises(ValueError, match="no bound for v"):
+        assert_same_gradients(a, b, bound={"w": 1})
+    with pytest.raises(ValueError, match="at least 0; w has -1"):
+        assert_same_gradients(a, b, bound=-1)
+    nan = {"w": np.array([np.nan])}
+    with pytest.raises(AssertionError, match="nan apart"):
+        assert_same_gradients(nan, nan, bound=1)
+    infinite = {"w": np.array([np.inf])}
+    assert_same_gradients(infinite, infinite, bound=0)
+
+
+@settings(max_examples=60)
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 127))
+def test_any_flipped_bit_is_noticed(data, bit):
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    for dtype in ("float16", "float64", "int32", "complex128"):
+        a, b = (np.frombuffer(bytes(raw), dtype) for raw in (data, flipped))
+        assert_same_gradients({"w": a}, {"w": a.copy()})
+        with pytest.raises(AssertionError, match="1 of"):
+            assert_same_gradients({"w": a}, {"w": b})
+
+
+@pytest.mark.needs_torch
+def test_tensors_of_torch():
+    torch = pytest.importorskip("torch")
+    value = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    assert_same_gradients({"w": value}, {"w": value.detach().clone()})
+    with pytest.raises(AssertionError, match="bfloat16 and float32"):
+        assert_same_gradients({"w": value}, {"w": value.float()})
+    with pytest.raises(AssertionError, match=r"first \[1\]: 2.0 .* and 3.0"):
+        assert_same_gradients({"w": value}, {"w": torch.tensor([1.0, 3.0], dtype=torch.bfloat16)})
+
+
+@pytest.mark.needs_paddle
+def test_tensors_of_paddle():
+    paddle = pytest.importorskip("paddle")
+    value = paddle.to_tensor([1.0, 2.0], dtype="bfloat16")
+    assert_same_gradients({"w": value}, {"w": value.clone()})
+    with pytest.raises(AssertionError, match="bfloat16 and float32"):
+        assert_same_gradients({"w": value}, {"w": paddle.to_tensor([1.0, 2.0])})
+    with pytest.raises(AssertionError, match=r"first \[1\]: 2.0 .* and 3.0"):
+        assert_same_gradients({"w": paddle.to_tensor([1.0, 2.0])}, {"w": paddle.to_tensor([1.0, 3.0])})
+
+
+# --- transports ---
+
+
+def test_what_partial_does_to_a_sharded_tensor():
+    verdict = check_transport("sharded(0)", "sharded(0)", "partial", [16], tp=2)
+    assert not verdict
+    assert str(verdict).splitlines() == [
+        "partial delivers 8 of 16 elements wrongly",
+        "  rank 2 loses elements 4..8 of rank 0 (a 4 .. a 7)",
+        "  rank 2 gets  elements 4..8 of rank 1 (a 12 .. a 15)",
+        "  rank 3 loses elements 0..4 of rank 1 (a 8 .. a 11)",
+        "  rank 3 gets  elements 0..4 of rank 0 (a 0 .. a 3)",
+    ]
+    full = check_transport("sharded(0)", "sharded(0)", "full", [16], tp=2)
+    assert (bool(full), full.num_bytes) == (True, 64)
+    assert check_transport("invariant", "invariant", "partial", [5], tp=2).way == "full"
+
+
+@settings(max_examples=150)
+@given(
+    layouts(num_dims=2, kinds=("invariant", "replicated", "sharded", "partial", "varying")),
+    st.sampled_from(["full", "partial"]),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_verdict_is_that_of_a_plan_with_such_a_boundary(layout, way, shape, tp):
+    whole = tuple(tp * size for size in shape)
+    verdict = check_transport(layout, layout, way, whole, tp=tp)
+    boundary = Boundary("sb", whole, parse_placement(layout), "float32", tp, has_gradient=False)
+    plan = plan_from_dict(
+        plan_dict(
+            model={"num_heads": 6, "hidden_size": 12, "ffn_size": 12, "vocab_size": 12},
+            topology={"tp": tp},
+            schedule={"num_micro_batches": 1},
+            transport={"forward": way},
+        )
+    )
+    codes = {finding.code for finding in check_subject(make_subject(plan, boundary=boundary)).errors}
+    assert bool(verdict) == ("PP201" not in codes)
+    assert (verdict.num_lost == 0) == bool(verdict)
+
+
+@settings(max_examples=60)
+@given(layouts(num_dims=2), layouts(num_dims=2), st.sampled_from([1, 2, 3]))
+def test_a_reshard_brings_any_layout_to_any_other_and_a_full_send_none(sender, receiver, tp):
+    assert check_transport(sender, receiver, "reshard", (tp, 2 * tp), tp=tp)
+    placements = parse_placement(sender), parse_placement(receiver)
+    alike = tp == 1 or placements[0] == placements[1] or all(p.holds_equal_values for p in placements)
+    assert bool(check_transport(sender, receiver, "full", (tp, 2 * tp), tp=tp)) == alike
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shardd", INVARIANT, "full", [4]), "'shardd' is not a placement"),
+        ((INVARIANT, INVARIANT, "fast", [4]), "transport 'fast' is none of full, partial, reshard"),
+        ((INVARIANT, INVARIANT, "full", []), "must be positive"),
+        ((INVARIANT, INVARIANT, "full", [0]), "must be positive"),
+        (("sharded(0)", INVARIANT, "full", [5]), "does not divide over 2 ranks"),
+        (("sharded(1)", INVARIANT, "full", [4]), "of a tensor with 1 dims"),
+        (("replicated", "partial", "reshard", [4]), "no sender holds"),
+    ],
+)
+def test_transports_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_transport(*arguments, tp=2)
+
+
+# --- strategies ---
+
+
+@settings(max_examples=50)
+@given(plans())
+def test_plans_that_are_drawn_are_sound(plan):
+    assert_plan_sound(plan)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_parts_that_are_drawn_are_what_was_asked_for(data):
+    topology = data.draw(topologies(max_ranks=6, axes=("pp", "dp"), min_pp=2))
+    assert 2 <= topology["pp"] <= 4
+    assert topology["pp"] * topology["dp"] <= 6
+    assert topology["tp"] == topology["cp"] == topology["ep"] == 1
+    schedule = data.draw(schedules(topology["pp"], kinds=["interleaved"]))
+    assert (schedule["kind"], schedule["num_chunks"] >= 2) == ("interleaved", True)
+    assert parse_placement(data.draw(layouts(kinds=["partial"]))) == parse_placement("partial")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (topologies(axes=("mp",)), "no topology has axes"),
+        (topologies(max_ranks=2, min_pp=3), "no topology has axes"),
+        (schedules(2, kinds=["pipedream"]), "no schedule is called pipedream"),
+    ],
+)
+def test_strategies_refuse_what_there_is_not(strategy, message):
+    @given(strategy)
+    def draw(one):
+        raise AssertionError(one)
+
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+# --- the public surface ---
+
+
+def test_every_public_name_is_there_and_comes_from_its_home():
+    for name in pipeproof.testing.__all__:
+        assert getattr(pipeproof.testing, name) is not None
+    assert set(pipeproof.testing._HOMES) == set(pipeproof.testing.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        pipeproof.testing.nonsense  # noqa: B018 - the access is the test
+
+
+def test_frameworks_and_hypothesis_are_not_loaded():
+    code = (
+        "import sys\nfrom pipeproof.testing import *\n"
+        "print([m for m in ('paddle', 'torch', 'hypothesis', 'pytest') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
