@@ -1,0 +1,38 @@
+"""``pipeproof fleet``: a plan's layers trained by Fleet's own pipeline, beside ours.
+
+It loads what it needs when it runs, as the commands of ``cli`` do.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.ranks import logs, timeout
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("--record", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+              help="Record what each rank of Fleet's communicates here, for `check --log`.")  # fmt: skip
+@timeout
+@logs
+def fleet(plan: Path, report_file: Path | None, record_to: Path | None, timeout_s: float, logs: Path | None) -> None:
+    """Run a plan's layers with Fleet's own pipeline beside ours, and compare losses, gradients and messages."""
+    if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
+        raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--record")
+    from pipeproof.exec.fleet.command import FleetOptions, fleet_command
+    from pipeproof.exec.fleet.run import Recording
+    from pipeproof.specs.load import load_plan
+    from pipeproof.verify.check import check
+
+    with refusing_bad_plans("text", plan):
+        report = check(load_plan(plan))
+        recording = None if record_to is None else Recording("pipeproof.interop.record.fleet_rank", record_to)
+        status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, recording), console_for())
+    sys.exit(status)

@@ -1,0 +1,291 @@
+"""Fleet's own pipeline trains what a plan says, in its order; and what would not be so is found or refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeproof.exec.compare import GradientResult, StepResult
+from pipeproof.exec.fleet.order import count_messages, order_findings
+from pipeproof.exec.fleet.report import FleetReport
+from pipeproof.exec.fleet.run import FleetRun
+from pipeproof.exec.fleet.suits import require_suited
+from pipeproof.exec.fleet.watch import Computed, Message, Story, Watch
+from pipeproof.exec.report import RunReport
+from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.specs.finding import PipeproofError
+from pipeproof.specs.load import load_plan, plan_from_dict
+from pipeproof.verify.check import check
+from pipeproof.verify.subject import make_subject
+from tests.cli.commands import invoke
+
+LAYERS = [
+    {"name": f"layer.{number}", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [4, 4]}]}
+    for number in range(7)
+] + [{"name": "last", "parameters": [{"name": "weight", "shape": [4, 4]}]}]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+INTERLEAVED = {"kind": "interleaved", "num_chunks": 2, "variant": "fleet"}
+
+
+def plan_dict(pp=2, count=4, schedule=None, layers=LAYERS, **sections):
+    return {
+        "pipeproof": 1,
+        "model": {"kind": "layers", "build": "nowhere.py:build", "layers": layers},
+        "topology": {"pp": pp},
+        "schedule": {"kind": "1f1b", "num_micro_batches": count, "micro_batch_size": 2, **(schedule or {})},
+        "loss": {"normalization": "mean_of_micro_batches"},
+        **sections,
+    }
+
+
+def subject_of(*args, **sections):
+    return make_subject(plan_from_dict(plan_dict(*args, **sections)))
+
+
+def told(subject):
+    """The stories that Fleet would tell if it did what the plan says."""
+    graph, stories = subject.graph, []
+    for rank in range(graph.num_ranks):
+        story, received = Story(), {}
+        for op_id in graph.rank_ops(rank):
+            op = graph.ops[op_id]
+            kind = OpKind.FORWARD if op.is_forward else OpKind.BACKWARD
+            if op.kind in COMPUTE_KINDS:
+                given = received.pop((op.kind, op.stage, op.micro_batch), None)
+                story.computed.append(Computed(str(op), [] if given is None else [given]))
+            elif op.kind in SEND_KINDS | RECV_KINDS:
+                channel, sent = graph.channels[graph.channel[op_id]], op.kind in SEND_KINDS
+                if not sent:
+                    received[kind, op.stage, op.micro_batch] = sum(not message.sent for message in story.messages)
+                label = f"{op.stage}{kind}{op.micro_batch}" if sent else ""
+                peer = channel.dst if sent else channel.src
+                story.messages.append(Message(sent, peer, (2, 4), "float32", 1, label))
+        stories.append(story)
+    return stories
+
+
+def messages(subject, stories):
+    found = list(order_findings(subject, 0, stories))
+    assert {finding.code for finding in found} <= {"PP918"}
+    return [finding.message for finding in found]
+
+
+@pytest.mark.parametrize(("pp", "count", "schedule"), [(2, 4, None), (4, 6, None), (3, 6, INTERLEAVED)])
+def test_the_plans_own_order_has_no_findings(pp, count, schedule):
+    subject = subject_of(pp, count, schedule)
+    stories = told(subject)
+    assert messages(subject, stories) == []
+    assert count_messages(stories) == 2 * count * (len(subject.plan.stages) - 1)
+    assert [Story.from_json(json.loads(json.dumps(story.to_json()))) for story in stories] == stories
+
+
+def test_another_order_of_computations_is_named():
+    subject = subject_of(2)
+    stories = told(subject)
+    computed = stories[1].computed
+    computed[1], computed[2] = computed[2], computed[1]
+    assert messages(subject, stories) == ["step 0, rank 1: Fleet computes 1F1 where the plan has 1B0, at place 1"]
+
+
+def test_swapped_sends_are_named_and_so_is_who_got_the_wrong_one():
+    subject = subject_of(2)
+    stories = told(subject)
+    sends = [message for message in stories[0].messages if message.sent]
+    sends[0].label, sends[1].label = sends[1].label, sends[0].label
+    assert messages(subject, stories) == [
+        "step 0, rank 0: Fleet sends to rank 1, of activations, 0F1 where the plan has 0F0, at place 0",
+        "step 0, rank 1: 1F0 was given the tensors of 0F1 in place of 0F0",
+    ]
+
+
+def test_a_message_of_another_shape_and_a_missing_one_are_named():
+    subject = subject_of(2)
+    stories = told(subject)
+    stories[0].messages[0].shape = (2, 8)
+    last = max(place for place, message in enumerate(stories[1].messages) if message.sent)
+    del stories[1].messages[last]
+    found = messages(subject, stories)
+    assert "step 0: message 0 from rank 0 to 1 is sent as float32 [2, 8] and received as float32 [2, 4]" in found
+    assert "step 0: message 3 from rank 1 to 0 is sent as nothing and received as float32 [2, 4]" in found
+    assert "step 0, rank 1: Fleet sends to rank 0, of gradients, nothing where the plan has 1B3, at place 3" in found
+    assert "step 0, rank 0: 0B3 was given the tensors of a message that nobody sent in place of 1B3" in found
+
+
+class Sent:
+    """A tensor, as far as a watch looks at it."""
+
+    shape, dtype = (2, 4), "paddle.float32"
+
+
+def test_a_watch_knows_tensors_by_the_object_and_each_step_anew():
+    entered = []
+    watch = Watch(1, 2, entered.append)
+    came, made, other = Sent(), Sent(), Sent()
+    watch.receives(other, 0, 1)
+    watch.receives(came, 0, 1)
+    watch.forward_begins(input_tensor=(came,), step_id=0)
+    watch.forward_ends(output_tensor={"x": made}, step_id=0)
+    watch.sends(other, 0, 2)
+    watch.sends(made, 0, 2)
+    story = watch.take()
+    assert [(one.op, one.given) for one in story.computed] == [("1F0", [1])]
+    assert [(one.sent, one.label, one.num_slices) for one in story.messages] == [
+        (False, "", 1), (False, "", 1), (True, "", 2), (True, "1F0", 2),
+    ]  # fmt: skip
+    watch.chunk_of = lambda: 1
+    watch.backward_begins(output_tensor_grad=None)
+    assert watch.take().computed == [Computed("3B0", [])]
+    assert entered == ["1F0", "3B0"]
+
+
+def trained(subject, loss, md5="a", distance=0.0):
+    """What both runs came to in one step, of one gradient; ours equals the reference, whose loss is 1."""
+    one = np.float32(1.0)
+    ours = GradientResult(0, 0, "layer.0.weight", "a", "a", 0.0, 0.0, replicas_agree=True, shards=())
+    theirs = replace(ours, md5=md5, max_rel_diff=distance)
+    run = RunReport(subject, "d", True, (StepResult(0, one, one, one, (ours,)),), (), None, 0.0, 1, "in_order")
+    stories = tuple((story,) for story in told(subject))
+    return FleetReport(
+        run, FleetRun((StepResult(0, np.float32(loss), one, one, (theirs,)),), stories, "PipelineParallel")
+    )
+
+
+def test_equal_runs_match_and_another_gradient_or_loss_is_named():
+    subject = subject_of(2, 4)
+    assert trained(subject, 1.0).matches
+    assert trained(subject, 1.0).num_computed == 16
+    (finding,) = trained(subject, 1.0, "b", 0.25).findings
+    assert (finding.code, "1 of 1 gradients differ" in finding.message) == ("PP919", True)
+    assert "layer.0.weight with 0.25" in finding.message
+    (finding,) = trained(subject, 1.0 + 2**-23).findings
+    assert finding.code == "PP919"
+    assert not trained(subject, float("nan")).matches
+
+
+def test_a_loss_may_be_off_by_rounding_where_the_number_of_micro_batches_is_no_power_of_two():
+    subject = subject_of(2, 3)
+    report = trained(subject, 1.0 + 2**-23)
+    assert report.loss_bound == 8 * 2.0**-24
+    assert report.matches
+    assert json.loads(json.dumps(report.to_json()))["matches"]
+    assert not trained(subject, 1.0 + 2**-20).matches
+
+
+@pytest.mark.parametrize(("sections", "fact"), [
+    ({"schedule": {"kind": "zb_h1"}}, "no zb_h1"),
+    ({"schedule": INTERLEAVED}, "more than 2 pipeline ranks"),
+    ({"pp": 3, "count": 3, "schedule": INTERLEAVED}, "does not run the variant fleet"),
+    ({"pp": 1}, "no pipeline"),
+    ({"topology": {"pp": 2, "dp": 3}}, "3 data-parallel ranks"),
+    ({"run": {"dtype": "float64"}}, "computes in float64"),
+    ({"run": {"clip_norm": 1.0}}, "squares of gradients"),
+    ({"memory": {"shard_optimizer": "dp"}, "topology": {"pp": 2, "dp": 2}}, "shards optimizers"),
+    ({"layers": [*LAYERS[:7], {**LAYERS[7], "borrows": ["layer.0.weight", "layer.1.weight"]}]}, "from two layers"),
+    ({"layers": [LAYERS[0], {"name": "loss"}]}, "pipeline rank 1 has no weights"),
+    ({"pp": 3, "count": 6, "schedule": INTERLEAVED, "layers": [*LAYERS[:3], {**LAYERS[3], "out": [{"shape": ["b", 8]}]},
+      *LAYERS[4:]]}, "rank 1 sends what `layer.3` gives and what `layer.6` gives, of different shapes"),
+])  # fmt: skip
+def test_what_fleet_would_train_otherwise_is_refused_at_its_place(sections, fact):
+    with pytest.raises(PipeproofError) as caught:
+        require_suited(subject_of(**sections))
+    (finding,) = caught.value.findings
+    assert finding.code == "PP917"
+    assert fact in finding.message
+    assert finding.help
+
+
+@pytest.mark.parametrize(("pp", "count", "schedule"), [
+    (4, 2, None), (3, 6, INTERLEAVED), (3, 7, {**INTERLEAVED, "variant": "fleet_balanced"}),
+    (3, 3, {**INTERLEAVED, "variant": "fleet_fthenb"}), (3, 4, {**INTERLEAVED, "variant": "fleet_balanced"}),
+])  # fmt: skip
+def test_what_fleet_can_run_is_not_refused(pp, count, schedule):
+    require_suited(subject_of(pp, count, schedule))
+
+
+def test_a_plan_of_our_gpt_is_refused_with_status_2():
+    result = invoke("fleet", str(EXAMPLES / "gpt_pp4.yaml"))
+    assert result.exit_code == 2
+    assert "PP917" in result.output
+    assert "model: {kind: layers" in result.output
+
+
+def with_tuples(tmp_path):
+    """A plan file of layers that give tuples, ids among them, with a weight at both ends."""
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+    from tests.own.plans import described, own_dict
+
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(own_dict("pair.py", 2, described("pair.py", 2), run={"steps": 3})))
+    return file
+
+
+def example(name, tmp_path, **changes):
+    """A plan file of an example's layers."""
+    text = (EXAMPLES / "own_layers" / f"{name}.yaml").read_text()
+    text = text.replace(f"build: {name}.py", f"build: {EXAMPLES / 'own_layers' / name}.py")
+    for old, new in changes.items():
+        start = text.index(f"\n{old}: ") + 1
+        text = text[:start] + f"{old}: {new}" + text[text.index("\n", start) if "\n" in text[start:] else len(text) :]
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.needs_paddle
+def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
+    """By the command, as a person would, and recorded."""
+    from pipeproof.interop.record import judge_log
+
+    plan, written, logs = (
+        with_tuples(tmp_path),
+        tmp_path / "report.json",
+        tmp_path / "logs",
+    )
+    result = invoke("fleet", str(plan), "--report", str(written), "--record", str(logs))
+    assert result.exit_code == 0, result.output
+    assert "PipelineParallel: 16 forwards and backwards and 12 messages a step are the plan's" in result.output
+    found = json.loads(written.read_text())
+    assert found["matches"]
+    assert found["loss_bound"] == 0.0
+    assert [step["loss_is_bitwise"] for step in found["steps"]] == [True, True, True]
+    assert {len(step["gradients"]) for step in found["steps"]} == {14}
+    for channels in (None, "communicator"):
+        assert judge_log(logs, plan=load_plan(plan), channels=channels).findings == ()
+    again = invoke("fleet", str(plan), "--record", str(logs))
+    assert again.exit_code == 2
+    assert "has logs already" in again.output
+
+
+@pytest.mark.needs_paddle
+def test_interleaved_has_the_bits_of_the_reference_with_dropout(tmp_path):
+    from pipeproof.exec.fleet.run import run_fleet
+
+    schedule = "{kind: interleaved, variant: fleet, num_micro_batches: 6, micro_batch_size: 2, num_chunks: 2}"
+    plan = example("mixer", tmp_path, topology="{pp: 3}", schedule=schedule, run="{steps: 2, seed: 3}")
+    report = check(load_plan(plan))
+    report = replace(report, subject=report.subject.unfolded())
+    found = run_fleet(report, 60.0, None, lambda _: None)
+    assert found.scheduler == "PipelineParallelWithInterleave"
+    assert all(gradient.bitwise for step in found.steps for gradient in step.gradients)
+    for step, stories in enumerate(zip(*found.stories, strict=True)):
+        assert messages(report.subject, stories) == []
+        assert count_messages(stories) == 60, step
+
+
+@pytest.mark.needs_paddle
+def test_partial_messages_of_fleet_spoil_gradients_under_sequence_parallelism():
+    """Fleet's own layers, scheduler and messages: the loss still looks like one, and no gradient is right."""
+    command = [sys.executable, str(EXAMPLES / "fleet_partial" / "train.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    reference, full, partial = (found[name] for name in ("one process", "Fleet, full", "Fleet, partial"))
+    assert full["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert max(full["farthest"].values()) < 1e-5
+    assert min(partial["farthest"].values()) > 0.05
+    assert abs(partial["losses"][0] - reference["losses"][0]) < 0.2
