@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeproof.specs.finding import Severity
+from pipeproof.specs.excerpt import shown_path
+from pipeproof.specs.finding import Finding, Severity
 from pipeproof.specs.problems import listed
 from pipeproof.specs.render import Brevity, render_text
 from pipeproof.verify.check import CHECK_CODES, Report
+
+if TYPE_CHECKING:
+    from pipeproof.verify.baseline import Compared
 
 BRIEF = Brevity(findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too")
 """What a screen holds: many equal findings have one cause more often than many."""
@@ -20,14 +26,20 @@ WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
 _MOST_CODES = 8
 
 
-def render_report(report: Report, console: Console, brevity: Brevity = BRIEF) -> None:
-    """Print the findings, what is held in flight, what was set aside, and the verdict with the digest."""
-    render_text(report.findings, report.subject.source, console=console, brevity=brevity)
+def render_report(report: Report, console: Console, brevity: Brevity = BRIEF, compared: Compared | None = None) -> None:
+    """Print the findings, what is held in flight, what was set aside, and the verdict with the digest.
+
+    ``compared`` are the findings held against a baseline: what it knows takes a line each.
+    """
+    findings = report.findings if compared is None else compared.new
+    render_text(findings, report.subject.source, console=console, brevity=brevity)
+    if compared is not None:
+        _render_known(compared, console)
     if report.subject.lowered is not None:
         _render_in_flight(report, console)
     if report.suppressed:
         console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
-    console.print(_verdict(report), soft_wrap=True)
+    console.print(_verdict(report, compared), soft_wrap=True)
     console.print(f"digest {report.digest}", soft_wrap=True)
 
 
@@ -46,19 +58,38 @@ def _suppressed_text(report: Report) -> str:
     return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
 
 
-def _verdict(report: Report) -> str:
+def _render_known(compared: Compared, console: Console) -> None:
+    for known in compared.known:
+        finding = known.finding
+        place = "" if finding.location is None else f" {shown_path(finding.location.file)}:{finding.location.line}"
+        reason = "no reason given" if known.reason is None else known.reason
+        line = f"known {finding.severity}[{finding.code}]{place}: {finding.message.splitlines()[0]} ({reason})"
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def _verdict(report: Report, compared: Compared | None) -> str:
     size = _size(report)
-    found = Counter(finding.severity for finding in report.findings)
-    counted = listed([_counted(found[s], s) for s in Severity if found[s]], "and") if found else ""
+    findings = report.findings if compared is None else compared.new
+    counted = _all_counted(findings)
+    known = "" if compared is None else _all_counted([known.finding for known in compared.known])
+    beside = f"; {known} known by {shown_path(compared.file)}" if compared is not None and known else ""
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        return f"[bold red]refused[/]: {counted} in {size}{beside}"
     if report.errors:
-        return f"[bold red]refused[/]: {counted} in {size}"
+        return f"[bold yellow]not proved[/]: {counted or 'nothing new'} in {size}{beside}: no certificate"
     if report.not_run:
         return (
             f"[bold yellow]incomplete[/]: {counted or 'no finding'} in {size}, but {len(report.not_run)} of "
-            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate"
+            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate{beside}"
         )
     brings = f", with {counted}" if counted else ""
-    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}"
+    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}{beside}"
+
+
+def _all_counted(findings: Sequence[Finding]) -> str:
+    """``1 error and 2 notes``; nothing for none."""
+    found = Counter(finding.severity for finding in findings)
+    return listed([_counted(found[s], s) for s in Severity if found[s]], "and") if found else ""
 
 
 def _size(report: Report) -> str:

@@ -1,0 +1,130 @@
+"""The wheel: built as the build backend does, installed into an environment of its own, used far from the checkout."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pipeproof
+
+pytest.importorskip("hatchling", reason="builds the wheel with hatchling, of the extra dev")
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def built(hook, source, directory):
+    """Call a hook of the build backend in a process of its own; the path of what it made."""
+    code = f"import hatchling.build as b, sys; print(b.{hook}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], cwd=source, capture_output=True, text=True, timeout=60, check=True
+    )
+    return directory / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return built("build_wheel", ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    return built("build_sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The directory of commands of an environment that has the wheel; what it depends on is this environment's."""
+    home = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], timeout=60, check=True)
+    commands = home / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", str(commands / "python"), "install", "--quiet", "--no-deps"]
+    pip += ["--no-index", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*pip, str(wheel)], timeout=60, check=True, cwd=home, env=clean())
+    (packages,) = home.glob("lib/python*/site-packages")
+    # a line of a .pth file is a directory to import from; .pth files in there (of an editable pipeproof) are not read
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return commands
+
+
+def clean():
+    """The environment without what would let Python find the checkout."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def use(installed, directory, command, *arguments):
+    return subprocess.run(
+        [str(installed / command), *map(str, arguments)],
+        cwd=directory, capture_output=True, text=True, timeout=60, check=False, env=clean(),
+    )  # fmt: skip
+
+
+def files_of_package():
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "pipeproof").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_it_has_the_whole_package_and_nothing_else(wheel):
+    """A file that .gitignore happens to name would be left out, and nobody would notice in the checkout."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == files_of_package()
+    assert "pipeproof/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_its_metadata(wheel):
+    content = zipfile.ZipFile(wheel)
+    (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = content.read(name).decode()
+    assert f"Version: {pipeproof.__version__}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    for extra in ("cpu", "torch", "plot", "solve"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+def test_it_is_what_is_used_and_not_the_checkout(installed, tmp_path):
+    done = use(installed, tmp_path, "python", "-c", "import pipeproof; print(pipeproof.__file__)")
+    assert Path(done.stdout.strip()).is_relative_to(installed.parent)
+
+
+@pytest.mark.parametrize("start", [("pipeproof",), ("python", "-m", "pipeproof")], ids=" ".join)
+def test_its_command_works_elsewhere(installed, tmp_path, start):
+    (tmp_path / "plan.yaml").write_bytes((EXAMPLES / "gpt_pp4.yaml").read_bytes())
+    (tmp_path / "wrong.yaml").write_bytes((EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml").read_bytes())
+    right = use(installed, tmp_path, *start, "check", "plan.yaml")
+    assert (right.returncode, right.stderr) == (0, "")
+    assert "proved: " in right.stdout
+    wrong = use(installed, tmp_path, *start, "check", "plan.yaml", "wrong.yaml", "--format", "sarif")
+    assert (wrong.returncode, wrong.stderr) == (1, "")
+    assert '"ruleId": "PP201"' in wrong.stdout
+    assert use(installed, tmp_path, *start, "--version").stdout == f"pipeproof, version {pipeproof.__version__}\n"
+
+
+def test_what_it_carries_beside_code_is_there(installed, tmp_path):
+    """Pages of codes, the schema, and the parts of the timeline page."""
+    (tmp_path / "plan.yaml").write_bytes((EXAMPLES / "gpt_pp4.yaml").read_bytes())
+    assert "PP201 (error)" in use(installed, tmp_path, "pipeproof", "explain", "PP201").stdout
+    assert '"title": "pipeproof plan"' in use(installed, tmp_path, "pipeproof", "schema").stdout
+    assert "_PIPEPROOF_COMPLETE" in use(installed, tmp_path, "pipeproof", "completion", "zsh").stdout
+    drawn = use(installed, tmp_path, "pipeproof", "simulate", "plan.yaml", "-o", "page.html")
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
+def test_the_sdist_has_what_it_needs_to_become_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as content:
+        content.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "examples/gpt_pp4.yaml", "docs/ci.md"):
+        assert (source / name).is_file()
+    assert not (source / "tests").exists()
+    again = built("build_wheel", source, tmp_path)
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
