@@ -1,0 +1,240 @@
+"""What pages say to type is typed, in a shell, and does what they say; see ``docs/console_blocks.py``."""
+
+import importlib
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+WITH_OUTPUT = ("fleet-bug.md", pytest.param("tutorial.md", marks=pytest.mark.needs_paddle))
+"""Pages that show what each command prints."""
+
+OTHERS = {
+    "advise.md": {"plan.yaml": "gpt_pp4.yaml"},
+    "checking.md": {"programs.txt": "schedules/two_by_two.txt"},
+    "hangs.md": {},
+    "importing.md": {},
+    "jitter.md": {},
+    "memory.md": {},
+    "pictures.md": {},
+    "schedules-from-files.md": {},
+    "simulating.md": {},
+    "testing-your-plans.md": {"plan.yaml": "gpt_pp4.yaml"},
+    "timeline.md": {},
+}
+"""Pages whose commands end with a verdict, with the files that they take for granted: name, and which example."""
+
+EXEMPT = {
+    "aligning.md": "minutes of runs, and logs of other programs; tests/align",
+    "alignment-log.md": "minutes of runs; tests/docs/test_alignment_log.py",
+    "backends.md": "asks the machine; tests/testing/test_doctor.py",
+    "ci.md": "plans of another repository; tests/cli",
+    "comparing.md": "files of earlier runs; tests/cli/test_compare.py",
+    "equality.md": "a quarter of an hour of runs; tests/docs/test_equality.py",
+    "fleet.md": "runs of Fleet's pipeline beside ours; tests/interop",
+    "gpus.md": "GPUs",
+    "measured.md": "measures the machine; tests/exec/test_profile.py",
+    "mutation.md": "hours",
+    "prediction.md": "GPUs",
+    "recording.md": "programs of PyTorch and Paddle, and their logs; tests/interop/record",
+    "published.md": "the largest plans, ten seconds of them; tests/docs/test_generated.py has its figures made",
+    "rehearsing.md": "processes for half a minute; tests/exec/test_rehearsal.py",
+    "running.md": "processes for half a minute; tests/exec/test_run.py",
+    "seed-experiment.md": "minutes of runs; tests/exec/test_seed_experiment.py",
+    "state.md": "runs that go on from others; tests/state",
+    "sweep.md": "a cluster, and worker processes; tests/sweep",
+    "your-own-layers.md": "runs; tests/own",
+}
+"""Pages whose commands are not typed by these tests, and why; links of pages and their options are tested for all."""
+
+
+def console(text):
+    return "```console\n" in text
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        yield importlib.import_module("console_blocks")
+
+
+@pytest.fixture
+def session(blocks, tmp_path):
+    """A shell in an empty directory where ``pipeproof`` and ``python`` are those of this environment."""
+    work, state = tmp_path / "work", tmp_path / "state"
+    programs = work / ".venv" / "bin"
+    state.mkdir()
+    programs.mkdir(parents=True)
+    for name, arguments in (("pipeproof", " -m pipeproof"), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "COLUMNS": "80"}
+    return blocks.Session(work, state, variables)
+
+
+@pytest.fixture
+def work(session, tmp_path):
+    return tmp_path / "work"
+
+
+@pytest.mark.parametrize("name", WITH_OUTPUT)
+def test_commands_print_what_the_page_shows(name, blocks, session, work):
+    for example in ("strategy.prototxt", "full_tp_pp.yaml"):  # the tutorial's own first commands copy them
+        shutil.copy(ROOT / "examples" / "importing" / example, work)
+    steps = list(blocks.steps_of((DOCS / name).read_text(encoding="utf-8")))
+    assert sum(isinstance(step, blocks.Command) for step in steps) >= 10
+    for step in steps:
+        session.follow(step)
+
+
+def test_only_the_installation_of_the_tutorial_is_left_to_make_tutorial(blocks):
+    page = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    everything = list(blocks.steps_of(page, everything=True))
+    left_out = everything[: -len(list(blocks.steps_of(page)))]
+    assert [step.text.split()[0] for step in left_out] == ["python3", ".", "pip", "pip", "mkdir", "cp", "cd"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_commands_end_with_a_verdict(name, blocks, session, work):
+    shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, example in OTHERS[name].items():
+        shutil.copy(ROOT / "examples" / example, work / file)
+    commands = [s for s in blocks.steps_of((DOCS / name).read_text("utf-8")) if isinstance(s, blocks.Command)]
+    assert commands
+    for command in commands:
+        session.follow(command)
+
+
+def test_every_page_is_typed_or_exempt():
+    """The pages of schedules are typed by their own tests, those of rules show parts of files."""
+    pages = {page.name for page in DOCS.glob("*.md") if console(page.read_text(encoding="utf-8"))}
+    typed = {*OTHERS, *(getattr(page, "values", [page])[0] for page in WITH_OUTPUT)}
+    assert not typed & EXEMPT.keys()
+    assert pages - typed - EXEMPT.keys() == set(), "type its commands, or say in EXEMPT why not"
+    assert (typed | EXEMPT.keys()) - pages == set(), "it shows no command any more"
+
+
+@pytest.mark.parametrize("reason", EXEMPT.values())
+def test_tests_that_are_named_instead_exist(reason):
+    for path in re.findall(r"tests/\S+", reason):
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("*.md")), ids=lambda page: page.name)
+def test_translations_have_the_blocks_of_the_original(page, blocks):
+    """So that what is tested of one holds for the other."""
+
+    def all_blocks(path):
+        return [match[0] for match in blocks.BLOCK.finditer(path.read_text(encoding="utf-8"))]
+
+    assert all_blocks(page) == all_blocks(DOCS / page.name)
+    assert len(all_blocks(page)) >= 10
+    headings = [re.findall(r"^#+", p.read_text("utf-8"), re.MULTILINE) for p in (page, DOCS / page.name)]
+    assert headings[0] == headings[1]
+
+
+PAGE = """
+Save this:
+
+```yaml title="a.txt"
+one
+```
+
+```console
+$ cat a.txt; printf 'two  \\n'
+one
+two
+$ false
+$ echo $? > status; export SEEN=yes; mkdir deeper; cd deeper
+$ cat ../status; echo $SEEN; pwd | sed 's:.*/::'
+1
+yes
+deeper
+```
+
+<!-- not run: it would fail -->
+```console
+$ exit 7
+```
+
+```console
+$ false
+$ echo a verdict, whatever it is
+```
+"""
+
+
+def test_a_session_keeps_directory_environment_and_status(blocks, session):
+    for step in blocks.steps_of(PAGE):
+        session.follow(step)
+
+
+def test_exempt_blocks_are_followed_where_everything_is(blocks):
+    def texts(*, everything):
+        return [s.text for s in blocks.steps_of(PAGE, everything=everything) if isinstance(s, blocks.Command)]
+
+    assert [text for text in texts(everything=True) if text not in texts(everything=False)] == ["exit 7"]
+
+
+def test_steps_know_their_line(blocks):
+    lines = PAGE.splitlines()
+    for step in blocks.steps_of(PAGE, everything=True):
+        if isinstance(step, blocks.Command):
+            assert lines[step.line - 1] == f"$ {step.text}"
+        else:
+            assert lines[step.line - 1] == '```yaml title="a.txt"'
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("$ echo one\ntwo\n", r"line 2: `echo one` prints something else\n(.*\n)*-two\n\+one"),
+        ("$ true\nmore\n", r"line 2: .*\n(.*\n)*-more"),
+        ("$ echo one; echo two\none\n", r"line 2: .*\n(.*\n)*\+two"),
+        ("$ echo one\n$ echo two\ntwo\n", r"line 2: .*\n(.*\n)*\+one"),
+        ("$ sh -c 'exit 2'\n", r"line 2: .* ended with status 2"),
+        ("$ echo 'Traceback (most recent call last):'\n", r"line 2: .* ended with status 0\nTraceback"),
+    ],
+)
+def test_a_command_that_does_otherwise_is_told(output, message, blocks, session):
+    (step, *_) = blocks.steps_of(f"```console\n{output}```\n")
+    with pytest.raises(blocks.Mismatch) as told:
+        session.follow(step)
+    assert re.search(message, str(told.value))
+
+
+def test_a_command_that_does_not_end_is_ended(blocks, session, monkeypatch):
+    monkeypatch.setattr(blocks, "LIMIT_S", 0.3)
+    with pytest.raises(blocks.Mismatch, match="takes more than"):
+        session.follow(blocks.Command(1, "sleep 60 & wait", None))
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "agrees"),
+    [
+        ("a\n...\nb\n", "a\nb\n", True),
+        ("a\n...\nb\n", "a\nx\ny\nb\n", True),
+        ("a\n...\nb\n", "a\nx\ny\nc\n", False),
+        ("...\nb\n", "xb\n", False),
+        ("waits for ... 2 more\n", "waits for 3, 2 more\n", False),
+        ("took 1.5 s, 20 ms\n", "took 3 s, 4.25 ms\n", True),
+        ("900 us\n", "901 us\n", False),
+        ("loss 5.561409950\n", "loss 5.561409951\n", True),
+        ("2 of 3\n", "1 of 3\n", False),
+        (f"digest {'0a' * 32}\n", f"digest {'1b' * 32}\n", True),
+        ("digest 0123456789ab\n", "digest 999999999999\n", True),
+        ("a  \n", "a\n", True),
+        ("a\n", "a", True),
+        ("", "", True),
+        ("", "a\n", False),
+    ],
+)
+def test_what_counts_as_the_same_output(shown, printed, agrees, blocks):
+    assert blocks.agrees(shown, printed) is agrees
