@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, causal_attention, rotary_tables, rotate, swiglu
+from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, causal_attention, rotary_tables, rotate
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return F.silu(gate) * up
 
 
 class PlainBlock(nn.Module):
@@ -40,8 +45,12 @@ class PlainBlock(nn.Module):
         query, key = rotate(turned, self.cos, self.sin).split([1, 1], dim=2)
         mixed = causal_attention(query, key.squeeze(2), value.squeeze(2))  # [B, A, 1, S, D]
         x = x + self.out(mixed.permute(0, 3, 1, 2, 4).flatten(2))
-        normed = self.mlp_norm(x)
-        return x + self.down(swiglu(self.gate(normed), self.up(normed)))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """SwiGLU."""
+        made: Tensor = self.down(swiglu(self.gate(normed), self.up(normed)))
+        return made
 
 
 class PlainStage(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ class Size:
     num_micro_batches: int
     vocab_size: int = 4096
     dtype: torch.dtype = torch.bfloat16
+    activation_order: str = "bsh"
+    moe: Mapping[str, int] | None = None
+    """As in a plan."""
 
     @classmethod
     def read(cls, text: str) -> Size:
@@ -38,8 +42,8 @@ class Size:
         """Stages on each rank."""
         return 1 if kind in ("gpipe", "1f1b") else 2
 
-    def plan(self, kind: str, num_ranks: int) -> dict[str, Any]:
-        """The plan, as data."""
+    def plan(self, kind: str, num_ranks: int, **topology: Any) -> dict[str, Any]:
+        """The plan, as data, for ``num_ranks`` stages times what the topology adds to them."""
         schedule = {"kind": kind, "num_micro_batches": self.num_micro_batches, "micro_batch_size": 1}
         return {
             "pipeproof": 1,
@@ -51,9 +55,10 @@ class Size:
                 "ffn_size": self.ffn,
                 "vocab_size": self.vocab_size,
                 "seq_length": self.seq_length,
-                "activation_order": "bsh",
+                "activation_order": self.activation_order,
+                **({} if self.moe is None else {"moe": dict(self.moe)}),
             },
-            "topology": {"pp": num_ranks},
+            "topology": {"pp": num_ranks, **topology},
             "schedule": schedule | ({"num_chunks": self.chunks(kind)} if self.chunks(kind) > 1 else {}),
             "run": {"backend": "torch", "device": "gpu", "dtype": str(self.dtype).removeprefix("torch.")},
         }

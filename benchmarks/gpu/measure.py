@@ -1,0 +1,78 @@
+"""How steps are timed: wall time between barriers, of all ranks together.
+
+On a CPU the same runs, to try the code; its times say nothing of GPUs, and nothing is captured.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeproof.exec.torch.replay import captured
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often a step is run: before anything is measured, in a series, and how many series; the best one counts."""
+
+    warm_up: int = 2
+    steps: int = 3
+    series: int = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of a step, and the largest allocation of any rank in GiB, by PyTorch's own count."""
+
+    ms: float
+    gib: float
+
+    def beside(self, other: Measured) -> str:
+        """The time, and its ratio to another."""
+        return f"{self.ms:8.2f} {self.ms / other.ms:6.3f}"
+
+
+def timed(step: Callable[[], object], device: torch.device, times: Times) -> Measured:
+    """All ranks call this with their steps."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(times.warm_up):
+        step()
+    best = float("inf")
+    for _ in range(times.series):
+        _meet(device)
+        start = time.perf_counter()
+        for _ in range(times.steps):
+            step()
+        _meet(device)
+        best = min(best, time.perf_counter() - start)
+    gib = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
+    most = torch.tensor([gib], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return Measured(best / times.steps * 1e3, float(most))
+
+
+def captured_anew(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The step as one CUDA graph; on a CPU the step itself."""
+    return captured(step, device) if device.type == "cuda" else step
+
+
+def forget(device: torch.device) -> None:
+    """Give back the memory of what is no longer used."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _meet(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,70 @@
+"""Steps of models with experts on GPUs: pipeproof's executor beside PyTorch's own.
+
+    torchrun --nproc-per-node 2 benchmarks/gpu/moe.py "2048,4096,4,8" 64,8,1024 1f1b,dualpipe_v,zb_v
+
+The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
+the second the experts of a block (how many, how many for a token, inner size).
+First no pipeline, and experts shared out over all ranks (``ep``): the rival is a
+plain loop over micro-batches, with an all-to-all each way. Then pipelines of the
+given schedules with all experts of a block on its rank: the rival is
+``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
+
+Forward and backward of all micro-batches, bfloat16, no optimizer; gradients that
+ranks of experts share are summed. ``work`` is ours without communication, as if
+every rank sent what it is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+import torch.distributed as dist
+from measure import Times, captured_anew, forget, timed
+from our_step import OurStep, start
+from rival import plain_step, rival_step
+from sizes import Size
+
+ALONE = Times(warm_up=1, steps=3, series=1)
+
+
+def main() -> None:
+    """Time what the command line names."""
+    framework, say = start()
+    device, rank, num_ranks = framework.device, dist.get_rank(), dist.get_world_size()
+    num_experts, top_k, ffn = map(int, sys.argv[2].split(","))
+    moe = {"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn}
+    size = replace(Size.read(sys.argv[1]), moe=moe)
+    say(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
+        f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token")  # fmt: skip
+    say(f"{'':18} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
+    for kind in ["", *(sys.argv[3] if len(sys.argv) > 3 else "1f1b,dualpipe_v,zb_v").split(",")]:
+        if kind:
+            made = rival_step(kind, size, rank, num_ranks, device)
+            data = size.plan(kind, num_ranks)
+        else:
+            made = plain_step(size, device, is_shared_out=True)
+            data = size.plan("1f1b", 1, ep=num_ranks)
+        theirs = timed(made, device, Times())
+        del made
+        forget(device)
+        step = OurStep(data, framework)
+        ours = timed(step, device, Times())
+        graph = f"{'':15}"
+        if kind:  # else the host reads how many rows go where
+            replay = captured_anew(step, device)
+            graph = timed(replay, device, Times()).beside(theirs)
+            del replay
+        del step
+        forget(device)
+        work = timed(OurStep(data, framework, alone=True), device, ALONE)
+        forget(device)
+        say(f"{f'pp {num_ranks} {kind}' if kind else f'ep {num_ranks}':18} {theirs.ms:8.2f} {ours.beside(theirs)} "
+            f"{graph} {work.ms:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
+    dist.barrier()
+    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+
+
+if __name__ == "__main__":
+    main()

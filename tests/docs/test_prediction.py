@@ -1,0 +1,159 @@
+"""What ``benchmarks/gpu/prediction.py`` makes of times, and the page of its results: all on times that are made up."""
+
+import importlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeproof.comm.lower import lower
+from pipeproof.exec.oplog import LogEntry
+from pipeproof.specs.load import plan_from_dict
+from tests.plans import plan_dict
+
+ROOT = Path(__file__).parents[2]
+STAGE = {"F": 100.0, "I": 110.0, "W": 90.0}
+
+
+@pytest.fixture
+def predicting(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
+    return importlib.import_module("predicting")
+
+
+@pytest.fixture
+def make_prediction(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("make_prediction")
+
+
+def plan_of(kind, num_chunks=1):
+    chunks = {"num_chunks": num_chunks} if num_chunks > 1 else {}
+    model = plan_dict()["model"] | {"num_layers": 4}
+    return plan_dict(model=model, schedule={"kind": kind, "num_micro_batches": 4, **chunks})
+
+
+def lowered(data):
+    return lower(plan_from_dict(data).spec)
+
+
+def measured(predicting, **changes):
+    chunk = {part: time / 2 for part, time in STAGE.items()}
+    first, last = ({part: time + 20 for part, time in chunk.items()} for _ in range(2))
+    values = {
+        "stages": [STAGE, STAGE], "chunks": [[first, chunk, last]] * 2, "message_us": 7.0, "between_us": 0.0,
+        "excess_bytes": [0, 0], "power": predicting.Power(0.8, 1.1),
+    }  # fmt: skip
+    return predicting.Measured(**values | changes)
+
+
+def test_schedules_of_whole_stages_have_the_times_of_the_step(predicting):
+    cost = predicting.cost_of(lowered(plan_of("gpipe")), measured(predicting, between_us=3.0))
+    assert cost["forward_us"] == [103, 103]
+    assert cost["backward_input_us"] == [113, 113]
+    assert cost["backward_weight_us"] == [90, 90]
+    assert (cost["p2p_latency_us"], cost["p2p"]) == (7, "backend")
+
+
+def test_a_rank_that_waits_less_is_slower_by_a_straight_line(predicting):
+    power = predicting.Power(0.8, 1.1)
+    assert power.factor(0.8) == 1
+    assert power.factor(0.9) == pytest.approx(1.05)
+    assert power.factor(1.0) == pytest.approx(1.1)
+    assert predicting.Power(1.0, 1.1).factor(0.5) == 1
+    assert power.from_full().factor(1.0) == 1
+    assert power.from_full().factor(0.8) == pytest.approx(1 / 1.1)
+
+
+def test_times_with_power_are_those_of_how_busy_the_schedule_makes_each_rank(predicting):
+    data, power = plan_of("gpipe"), predicting.Power(0.5, 1.1)
+    cost = predicting.given_cost([STAGE, {**STAGE, "F": 10.0}], 0.0)
+    times, simulation = predicting.with_power(lowered(data), data, cost, power)
+    step_us, _, lengths = predicting.predicted_starts(simulation, times)
+    busy = [sum(us for (rank, _), us in lengths.items() if rank == one) / step_us for one in range(2)]
+    assert times["forward_us"] == pytest.approx([100 * power.factor(busy[0]), 10 * power.factor(busy[1])], rel=0.01)
+    assert busy[0] > busy[1]
+
+
+@pytest.mark.parametrize(("kind", "owners"), [("interleaved", [0, 1, 0, 1]), ("zb_v", [0, 1, 1, 0])], ids=["loop", "v"])
+def test_chunks_have_what_they_took_alone_times_what_their_rank_was_slower_in_the_step(predicting, kind, owners):
+    twice = {part: 2 * time for part, time in STAGE.items()}  # rank 1 is half as fast in the step
+    plan = lowered(plan_of(kind, num_chunks=2))
+    assert [int(plan.owner[stage, 0]) for stage in range(4)] == owners
+    forward = predicting.cost_of(plan, measured(predicting, stages=[STAGE, twice]))["forward_us"]
+    alone = [70, 50, 50, 70]  # half a stage of blocks takes 50, and each end 20
+    slower = [100 / 120, 200 / 120]
+    assert forward == pytest.approx([time * slower[rank] for time, rank in zip(alone, owners, strict=True)], abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("zb_v", 2), ("dualpipe_v", 2)])
+def test_a_step_that_goes_as_predicted_is_measured_without_error(predicting, kind, num_chunks):
+    data = plan_of(kind, num_chunks)
+    cost = predicting.cost_of(lowered(data), measured(predicting))
+    step, starts, lengths = predicting.predicted_starts(predicting.simulated(data, cost), cost)
+    logs = {
+        rank: [
+            LogEntry(0, "compute", op, int(10**6 + 1e3 * start), int(10**6 + 1e3 * (start + lengths[at, op])))
+            for (at, op), start in starts.items()
+            if at == rank
+        ]
+        for rank in range(2)
+    }
+    own_step, own_starts, _ = predicting.measured_starts([logs])
+    assert own_step == pytest.approx(step, abs=0.01)
+    assert predicting.start_errors(starts, own_starts) == pytest.approx((0, 0), abs=0.01)
+    for rank in range(2):  # one after the other, pairs too
+        spans = sorted((start, start + lengths[at, op]) for (at, op), start in starts.items() if at == rank)
+        assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(spans))
+
+
+def test_errors_of_starts_are_the_largest_and_what_nineteen_of_twenty_are_below(predicting):
+    predicted = {(0, f"0F{number}"): 0.0 for number in range(20)}
+    apart = {key: float(number) for number, key in enumerate(predicted)}
+    assert predicting.start_errors(predicted, apart) == (19, 18)
+
+
+def test_backwards_captured_whole_are_halved_only_where_a_stage_has_no_parts(predicting):
+    ops = [("0F0", [1000]), ("0B0", [4000]), ("1B0", [9000]), ("1I1", [3000, 3200]), ("1W1", [2000])]
+    assert predicting.graph_times(ops) == {0: {"F": 1, "I": 2, "W": 2}, 1: {"I": 3.1, "W": 2}}
+
+
+def results_of(predicting, **changes):
+    data = plan_of("zb_v", 2)
+    cost = predicting.cost_of(lowered(data), measured(predicting))
+    step, starts, lengths = predicting.predicted_starts(predicting.simulated(data, cost), cost)
+    spans = [[rank, op, round(start), round(start + lengths[rank, op])] for (rank, op), start in starts.items()]
+    case = {
+        "kind": "zb_v", "num_micro_batches": 4, "predicted_us": step, "measured_us": step * 1.25, "untimed_us": step,
+        "largest_start_error_us": step / 8, "p95_start_error_us": step / 16, "predicted_bytes": 3 * 2**30,
+        "measured_bytes": 4 * 2**30, "graph_us": 2 * step, "graph_predicted_us": step,
+        "graph_full_power_us": 1.1 * step, "work_us": step / 2,
+        "predicted": spans, "measured": spans,
+    }  # fmt: skip
+    size = {"hidden": 64, "sequence": 32, "layers_a_rank": 2, "profiled_micro_batches": 4, "cases": [case | changes]}
+    return {"device": "Some GPU", "torch": "2.99", "num_ranks": 2, "sizes": [size]}
+
+
+def test_the_page_has_the_figures_of_the_results(predicting, make_prediction):
+    pages = make_prediction.pages(results_of(predicting))
+    page = pages.pop(make_prediction.PAGE)
+    assert "2 ranks on Some GPU, PyTorch 2.99." in page
+    assert "-20.0 % | 10.0 % | 5.0 % | 3.00 | 4.00 | -25.0 % | +25.0 %" in page
+    assert "| -50.0 % |" in page
+    assert make_prediction.NO_FIGURES not in page
+    ((path, picture),) = pages.items()
+    assert f"images/prediction/{path.name}" in page
+    assert all(f">{row}</text>" in picture for row in ("pred. 0", "pred. 1", "meas. 0", "meas. 1"))
+    assert ">rank" not in picture
+
+
+def test_without_gpus_there_is_no_memory_and_no_graph(predicting, make_prediction):
+    results = results_of(predicting, predicted_bytes=None, measured_bytes=None)
+    del results["sizes"][0]["cases"][0]["graph_us"]
+    assert "|  |  |  |" in make_prediction.steps_part(results)
+    assert "zb_v" not in make_prediction.graphs_part(results)
+
+
+def test_a_page_without_results_says_so(make_prediction):
+    (page,) = make_prediction.pages({}).values()
+    assert page.count(make_prediction.NO_FIGURES) == 4
