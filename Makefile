@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-torch browser test-browser lint docs bench mutants clean
+.PHONY: demo test test-torch browser test-browser lint docs site tutorial bench mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_published.py
 	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_equality.py
+	$(BIN)/python docs/make_fleet.py
 	$(BIN)/python docs/make_refused.py
 	$(BIN)/python docs/make_seed_experiment.py
 	$(BIN)/python docs/make_alignment_log.py
@@ -44,6 +45,12 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_mutation.py
 	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_pictures.py --run
+
+site: $(VENV)/.docs          ## the documentation as a site, in build/site; fails at a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+tutorial: $(VENV)/bin/python ## follows docs/tutorial.md to the letter, in a fresh environment of its own
+	$(BIN)/python docs/follow_tutorial.py
 
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
@@ -71,6 +78,10 @@ $(VENV)/.dev: $(VENV)/.demo
 
 $(VENV)/.torch: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,docs]'
 	touch $@
 
 clean:

@@ -194,6 +194,8 @@ def _computed(profile: Profile) -> dict[str, str]:
     """The kinds of computation that were measured, each with the key of its time."""
     keys = {"F": "forward_us", "B": "backward_us", "I": "backward_input_us", "W": "backward_weight_us"}
     there = {op.kind for op in profile.stages[0].ops}
+    if "B" in there:  # its parts may be there, too
+        there -= {"I", "W"}
     return {kind: key for kind, key in keys.items() if kind in there}
 
 

@@ -36,6 +36,7 @@ FENCES = {
     ExampleKind.PLAN: "yaml",
     ExampleKind.PROGRAM: "text",
     ExampleKind.PYTHON: "python",
+    ExampleKind.JOB: "text",
     ExampleKind.COMMAND: "console",
     ExampleKind.OUTCOME: "text",
 }
@@ -46,6 +47,8 @@ ABOUT_EXAMPLES = {
     ExampleKind.PROGRAM: "The examples are program texts, as `pipeproof check --program FILE` reads them; the tests "
     "run them.",
     ExampleKind.PYTHON: "The examples are Python; the tests run them and check `subject`.",
+    ExampleKind.JOB: "The examples are of a training file of PaddleFormers, or a Fleet strategy as text; the tests "
+    "import and check them.",
     ExampleKind.COMMAND: "The examples are commands.",
     ExampleKind.OUTCOME: "The examples are what is seen.",
 }

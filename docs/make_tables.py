@@ -179,7 +179,9 @@ def tables_part() -> str:
     for (backend, device), about in TABLES.items():
         rows = []
         for row in about.rows():
-            value = _yes_or_no(row.value) if isinstance(row.value, bool) else str(row.value)
+            value = _shown(row.value)
+            if others := about.also.get(row.key):
+                value += f"; also {', '.join(sorted(map(_shown, others)))}"
             probed = _yes_or_no(row.probed)
             rows.append((f"`{row.key}`", value, row.meaning, row.if_different, row.source, probed))
         header = ("behaviour", "value", "meaning", "if a machine does otherwise", "source", "probed by doctor")
@@ -192,6 +194,10 @@ def models_part() -> str:
     queues = [(queue_text(queue), shared) for queue, shared in QUEUES.items()]
     completions = dict.fromkeys(model.completion_text for model in MODELS)
     return table(("one FIFO per", "shared by"), queues) + f"\nEach {', '.join(completions)}."
+
+
+def _shown(value: object) -> str:
+    return _yes_or_no(value) if isinstance(value, bool) else str(value)
 
 
 def _yes_or_no(value: object) -> str:

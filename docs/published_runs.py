@@ -24,7 +24,7 @@ from pipeproof.specs.load import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.times import rounded_up
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.work import Phase
+from pipeproof.stages.describe.operations import Phase
 
 MICRO = 10**6
 LONE = {OpKind.FORWARD: "1F", OpKind.BACKWARD: "1B", OpKind.BACKWARD_INPUT: "1B", OpKind.BACKWARD_WEIGHT: "1W"}

@@ -1,6 +1,6 @@
 """pipeproof: prove, time and run pipeline-parallel training plans.
 
-What most people need is here and is imported when first used::
+What most people need is here and is imported when first used:
 
     from pipeproof import check, load_plan, lower, simulate
 

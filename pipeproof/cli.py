@@ -16,11 +16,21 @@ import click
 from pipeproof import __version__
 from pipeproof.commands.advise import advise
 from pipeproof.commands.align import align
+from pipeproof.commands.baseline import baseline_options
 from pipeproof.commands.compare import compare
+from pipeproof.commands.complete import PlanFile, complete_code, complete_importer
+from pipeproof.commands.completion import completion
 from pipeproof.commands.convert import convert
 from pipeproof.commands.describe import describe
+from pipeproof.commands.fleet import fleet
+from pipeproof.commands.hang import hang
+from pipeproof.commands.help import SectionedGroup
+from pipeproof.commands.import_plan import KindName, import_from, import_options, import_plan
 from pipeproof.commands.jitter import jitter
-from pipeproof.commands.line import console_for, parse_fault, refusing_bad_plans, seconds, writable
+from pipeproof.commands.kept import kept_options
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.log import log_options
+from pipeproof.commands.ranks import rank_options
 from pipeproof.commands.rehearse import rehearse
 from pipeproof.commands.schedule import schedule
 from pipeproof.commands.sweep import sweep
@@ -28,17 +38,23 @@ from pipeproof.commands.timeline_file import timeline_file, write_timeline
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
+    from pipeproof.comm.capabilities import Queue
     from pipeproof.commands.check import Form
+    from pipeproof.commands.judged import Item
     from pipeproof.exec.jobs import Fault
+    from pipeproof.exec.kept import KeptState
+    from pipeproof.interop.imported import Flags
     from pipeproof.sim.simulate import Engine
+    from pipeproof.specs.baseline_file import LoadedBaseline
     from pipeproof.specs.load import LoadedPlan
+    from pipeproof.specs.problems import KeyPath
     from pipeproof.verify.check import Report
     from pipeproof.verify.selection import Selection
 
-_PLAN = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+_PLAN = click.argument("plan", metavar="PLAN", type=PlanFile())
 
 
-class _Commands(click.Group):
+class _Commands(SectionedGroup):
     """The group of commands; each ends with our own status when it is interrupted."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -68,50 +84,95 @@ main.add_command(compare)
 main.add_command(align)
 main.add_command(jitter)
 main.add_command(rehearse)
+main.add_command(fleet)
+main.add_command(import_plan)
+main.add_command(hang)
+main.add_command(completion)
 
 
 @main.command()
-@click.argument("plan", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
+@click.argument("files", metavar="[PLAN]...", type=PlanFile(), nargs=-1)
+@click.option(
+    "--from",
+    "kind",
+    type=KindName(),
+    shell_complete=complete_importer,
+    help="Judge files of another tool; `docs/importing.md` has the kinds.",
+)
+@import_options
 @click.option("--program", type=click.Path(path_type=Path),
               help="Judge this program text alone, without a plan.")  # fmt: skip
 @click.option("--backend", metavar="NAME", help="Whose promises hold for --program, such as paddle-gloo.")
+@log_options
 @click.option("--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True)
 @click.option("--select", multiple=True, metavar="CODES",
               help="Run only these rules: codes or their beginnings, as in PP401,3xx.")  # fmt: skip
 @click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; nothing is certified then.")
 @click.option("--strict", is_flag=True, help="Let warnings fail the check, too.")
+@baseline_options
 @click.option("--all", "everything", is_flag=True, help="Show all findings, however many of one code, and all of each.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def check(
-    plan: Path | None,
+    files: tuple[Path, ...],
+    kind: str | None,
+    settings: dict[KeyPath, object],
+    model_config: Path | None,
+    world_size: int | None,
     program: Path | None,
     backend: str | None,
+    log: Path | None,
+    log_plan: Path | None,
+    channels: Queue | None,
     form: Form,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     strict: bool,
+    baseline: Path | None,
+    new_baseline: Path | None,
+    reason: str | None,
     everything: bool,
     color: str,
 ) -> None:
     """Prove that a plan's communication is right, or say where it is wrong."""
-    file = plan if program is None else program
-    if file is None or (plan is not None and program is not None):
-        raise click.UsageError("give one of PLAN and --program FILE")
+    if bool(files) + (program is not None) + (log is not None) != 1 or (kind is not None and not files):
+        raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
+    if log is None and (log_plan is not None or channels is not None):
+        raise click.UsageError("--plan and --channels go with --log DIR")
+    if kind is None and (settings or model_config is not None or world_size is not None):
+        raise click.UsageError("--set, --model-config and --world-size go with --from KIND")
+    file = files[0] if files else log or program or Path()
     if backend is not None and program is None:
         raise click.BadParameter("a plan says its backend itself, in `run`", param_hint="--backend")
-    from pipeproof.commands.check import exit_status_of, selection_of, show_report
+    from pipeproof.commands.check import selection_of, show_all
+    from pipeproof.commands.judged import held_against, judge_all, write_baseline
+    from pipeproof.commands.log import check_log, codes_of_logs
+    from pipeproof.interop.codes import IMPORT_CODES
+    from pipeproof.interop.imported import Flags
 
-    selection = selection_of(select, ignore)
+    others = [doc.code for doc in IMPORT_CODES] if kind is not None else codes_of_logs() if log is not None else []
+    selection = selection_of(select, ignore, others)
+    items: list[Item] = [((plan,), partial(_check_file, plan, selection)) for plan in files]
+    if kind is not None:
+        flags = Flags(settings, model_config, world_size)
+        items = [(files, partial(_check_files, kind, files, flags, selection))]
+    elif program is not None:
+        items = [((program,), partial(_check_program, program, backend, selection))]
+    elif log is not None:
+        items = [((log,), partial(check_log, log, log_plan, channels, selection))]
+    known = None if baseline is None else _load_baseline(baseline, form, color)
     with refusing_bad_plans(form, file, color), _not_collecting():
-        report = _check(_load(file), selection) if program is None else _check_program(file, backend, selection)
-    status = exit_status_of(report, strict=strict)
-    show_report(report, form, file, status, console_for(color=color), everything=everything)
-    sys.exit(status)
+        judged = judge_all(items)
+    if new_baseline is not None:
+        with refusing_bad_plans(form, new_baseline, color):
+            known = write_baseline(new_baseline, judged, selection, reason)
+    if known is not None:
+        judged = held_against(known, judged, selection)
+    sys.exit(show_all(judged, form, partial(console_for, color=color), strict=strict, everything=everything))
 
 
 @main.command()
-@click.argument("code", metavar="CODE")
+@click.argument("code", metavar="CODE", shell_complete=complete_code)
 def explain(code: str) -> None:
     """Explain a code such as PP201, with a wrong and a right example."""
     from pipeproof.explain import all_docs, find_doc, render_doc
@@ -214,13 +275,8 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Record what each layer takes and gives, forward and backward, too.")  # fmt: skip
 @click.option("--record-values", is_flag=True,
               help="Keep the tensors themselves, which are large, so that `align` can tell how far apart.")  # fmt: skip
-@click.option("--unsafe", is_flag=True, help="Run a plan that does not pass check, and report the damage.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
-              callback=seconds, help="Seconds without any progress after which the run counts as hung.")  # fmt: skip
-@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
-              help="Keep what each worker printed here.")  # fmt: skip
-@click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=parse_fault,
-              help="Rehearse a failure: let RANK raise, die or hang at OP, as in 1:0F2:die.")  # fmt: skip
+@rank_options("Run")
+@kept_options
 def run(
     plan: Path,
     report_file: Path | None,
@@ -233,8 +289,12 @@ def run(
     timeout_s: float,
     logs: Path | None,
     fault: Fault | None,
+    share_gpus: bool,
+    kept: KeptState,
 ) -> None:
     """Run a verified plan on real processes and compare it with a single-process reference."""
+    if share_gpus and profile_file is not None:
+        raise click.UsageError("--profile: ranks that share a GPU take turns on it, and their times are of that")
     if record_directory is None and (record_layers or record_values):
         raise click.UsageError("--record-layers and --record-values say what --record DIR writes")
     from pipeproof.exec.command import run_command
@@ -244,7 +304,16 @@ def run(
     with refusing_bad_plans("text", plan):
         report = _check(_load(plan))
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
-    options = RunOptions(timeout_s, logs, fault, unsafe=unsafe, profile=profile_file is not None, record=record)
+    options = RunOptions(
+        timeout_s,
+        logs,
+        fault,
+        unsafe=unsafe,
+        profile=profile_file is not None,
+        record=record,
+        share_gpus=share_gpus,
+        kept=kept,
+    )
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)
@@ -266,13 +335,16 @@ def schema() -> None:
     type=click.Choice(["paddle", "torch"]),
     default="paddle",
     show_default=True,
-    help="Whose gloo to probe.",
+    help="Whose transports to probe.",
 )
-def doctor(as_json: bool, backend: str) -> None:
-    """Show versions, and whether a backend behaves on this machine as our table says."""
-    from pipeproof.exec.doctor import doctor_to_json, render_doctor, run_doctor
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+              help="gloo on the CPU, or NCCL on one or two GPUs.")  # fmt: skip
+def doctor(as_json: bool, backend: str, device: str) -> None:
+    """Show versions, whether a backend behaves on this machine as our table says, and what messages take."""
+    from pipeproof.exec.doctor import run_doctor
+    from pipeproof.exec.doctor_report import doctor_to_json, render_doctor
 
-    report = run_doctor(backend=backend)
+    report = run_doctor(backend=backend, device=device)
     if as_json:
         click.echo(json.dumps(doctor_to_json(report), indent=2))
     else:
@@ -299,11 +371,28 @@ def _load(path: Path) -> LoadedPlan:
     return load_plan(path)
 
 
+def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
+    from pipeproof.specs.baseline_file import load_baseline
+
+    with refusing_bad_plans(form, file, color):
+        return load_baseline(file)
+
+
+def _check_file(plan: Path, selection: Selection) -> Report:
+    return _check(_load(plan), selection)
+
+
 def _check(loaded: LoadedPlan, selection: Selection | None = None) -> Report:
     from pipeproof.verify.check import check as check_plan
     from pipeproof.verify.selection import ALL_RULES
 
     return check_plan(loaded, selection or ALL_RULES)
+
+
+def _check_files(kind: str, files: tuple[Path, ...], flags: Flags, selection: Selection) -> Report:
+    from pipeproof.interop.judge import check_imported
+
+    return check_imported(import_from(kind, files, flags), selection)
 
 
 def _check_program(file: Path, backend: str | None, selection: Selection) -> Report:

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.exec.codes import RUN_CODES
+from pipeproof.exec.fleet.codes import FLEET_CODES
 from pipeproof.exec.rehearse.codes import REHEARSAL_CODES
+from pipeproof.interop.codes import IMPORT_CODES
+from pipeproof.interop.hang.codes import HANG_CODES
+from pipeproof.interop.record.codes import RECORD_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
 from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED
@@ -15,6 +19,8 @@ from pipeproof.specs.profile import PROFILE_CODES
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.stages.own.codes import OWN_CODES
+from pipeproof.state.codes import STATE_CODES
+from pipeproof.verify.baseline import BASELINE_CODES
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.suppress import SUPPRESSION_CODES
 
@@ -34,12 +40,18 @@ def all_docs() -> tuple[RuleDoc, ...]:
         SOLVER_MISSING,
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
+        *BASELINE_CODES,
         NOT_FAST,
         NO_ROOM,
         UNFINISHED,
         *RUN_CODES,
         *REHEARSAL_CODES,
+        *FLEET_CODES,
         *OWN_CODES,
+        *IMPORT_CODES,
+        *HANG_CODES,
+        *RECORD_CODES,
+        *STATE_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from pipeproof.comm.capabilities import BackendTable
+from pipeproof.comm.capabilities import BackendTable, RowValue
 from pipeproof.specs.plan import PlanSpec
 
 _MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
@@ -124,6 +124,16 @@ _NCCL_DOCS = "NCCL's documentation, point-to-point communication"
 _TORCH_DOCS = "torch.distributed's documentation, its table of backends"
 _TRIED = "tried with torch 2.11 and NCCL 2.28.9 on two H200s"
 
+_NCCL_ALSO: Mapping[str, frozenset[RowValue]] = MappingProxyType(
+    {
+        "send_completes": frozenset({"eager", "slots"}),  # messages that its buffers hold
+        "tags": frozenset({True}),  # taken, and never looked at
+        "longer_message": frozenset({"abort", "error", "hang", "truncate"}),
+        "shorter_message": frozenset({"abort", "error", "hang", "stale_rest"}),
+    }
+)
+"""What NCCL may do beside its tables: a send that is done early, and anything with messages of two sizes."""
+
 _TORCH_NCCL = BackendTable(
     name="torch-nccl",
     send_completes="rendezvous",
@@ -171,13 +181,71 @@ _TORCH_NCCL = BackendTable(
             "max_group_size": "the largest that was tried; no limit is known",
         }
     ),
+    also=_NCCL_ALSO,
+)
+
+_TRIED_PADDLE = "tried with paddlepaddle-gpu 2.6.2 and NCCL 2.28 on H200s"
+_PADDLE_SOURCE = "Paddle, ProcessGroupNCCL"
+
+_PADDLE_NCCL = BackendTable(
+    name="paddle-nccl",
+    send_completes="rendezvous",
+    host_blocks_on_post=False,
+    queue="directed_edge",
+    isend_blocks_host=False,
+    irecv_blocks_host=False,
+    matching="fifo",
+    tags=False,
+    longer_message="other",
+    shorter_message="other",
+    dtype_checked=False,
+    all_gather="works",
+    all_reduce="works",
+    broadcast="works",
+    barrier="works",
+    reduce_scatter="works",
+    all_to_all="works",
+    partial_send_recv="works",
+    all_reduce_float16="works",
+    serial_group_creation=False,
+    max_group_size=4,
+    sources=MappingProxyType(
+        {
+            "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
+            "host_blocks_on_post": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
+            "queue": "pipeproof's adapter: a communicator with a stream of its own for each edge and direction",
+            "isend_blocks_host": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
+            "irecv_blocks_host": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
+            "matching": f"nccl, enqueue.cc: a FIFO for each peer of a communicator; {_NCCL_DOCS}",
+            "tags": "nccl, enqueue.cc: sends and receives have no tag",
+            "longer_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
+            "shorter_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
+            "dtype_checked": "bytes have no dtype",
+            "all_gather": _TRIED_PADDLE,
+            "all_reduce": _TRIED_PADDLE,
+            "broadcast": f"{_PADDLE_SOURCE}: ncclBroadcast",
+            "barrier": f"{_PADDLE_SOURCE}: an all-reduce of what a kernel of Paddle's wrote, so the adapter waits at "
+            "the store in its place",
+            "reduce_scatter": _TRIED_PADDLE,
+            "all_to_all": f"{_PADDLE_SOURCE}: sends and receives in one group",
+            "partial_send_recv": f"{_TRIED_PADDLE}: the adapter's partial transport is made of these calls",
+            "all_reduce_float16": "NCCL's documentation, data types",
+            "serial_group_creation": "a communicator connects at its first use; the adapter uses each once before the "
+            "first step, in one order",
+            "max_group_size": "the largest that was tried; no limit is known",
+        }
+    ),
+    also=_NCCL_ALSO,
 )
 
 TABLES: Mapping[tuple[str, str], BackendTable] = MappingProxyType(
-    {("paddle", "cpu"): _PADDLE_GLOO, ("torch", "cpu"): _TORCH_GLOO, ("torch", "gpu"): _TORCH_NCCL}
+    {
+        ("paddle", "cpu"): _PADDLE_GLOO,
+        ("torch", "cpu"): _TORCH_GLOO,
+        ("torch", "gpu"): _TORCH_NCCL,
+        ("paddle", "gpu"): _PADDLE_NCCL,
+    }
 )
-
-
 """By ``run.backend`` and ``run.device``."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated, Literal, get_args, get_type_hints
 
 RowValue = str | bool | int
@@ -74,11 +75,15 @@ class BackendTable:
 
     Args:
         name: how messages name it, such as ``paddle-gloo``.
-        sources: for every row, where its value was measured or is stated. It
-            takes no part in equality, hashing or a plan's digest.
+        sources: for every row, where its value was measured or is stated.
+        also: for a row, other values that a machine may show and plans hold
+            all the same, since the value in the table is the least that is
+            promised, or nothing is.
+
+    Neither takes part in equality, hashing or a plan's digest.
 
     Raises:
-        ValueError: a row without a source, or a source without a row.
+        ValueError: a row without a source, or a source or other values without a row.
     """
 
     name: str
@@ -160,7 +165,8 @@ class BackendTable:
         Support,
         Behaviour(
             "the backend's own partial send and receive of one slice of a tensor",
-            "The adapter composes the partial transport of slice, send and all-gather. Plans are unaffected.",
+            "Where they work the adapter's partial transport is made of them; else it is composed of slice, send and "
+            "all-gather.",
         ),
     ]
     all_reduce_float16: Annotated[
@@ -185,11 +191,21 @@ class BackendTable:
     ]
 
     sources: Mapping[str, str] = field(compare=False, repr=False)
+    also: Mapping[str, frozenset[RowValue]] = field(
+        default_factory=lambda: MappingProxyType({}), compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        odd = set(behaviours()) ^ set(self.sources)
+        odd = (set(behaviours()) ^ set(self.sources)) | (set(self.also) - set(behaviours()))
         if odd:
             raise ValueError(f"{self.name}: every row needs one source; look at {', '.join(sorted(odd))}")
+
+    def allows(self, key: str, observed: RowValue) -> bool:
+        """Whether a machine that shows this for a row is as plans are checked for."""
+        expected = self.value(key)
+        # True == 1 in Python, but a row that says one is not a row that says the other.
+        is_same = (type(expected), expected) == (type(observed), observed)
+        return is_same or observed in self.also.get(key, frozenset())
 
     def value(self, key: str) -> RowValue:
         """The value of one row. Raises ValueError for a key that is no row."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pipeproof.commands.complete import PlanFile
 from pipeproof.commands.line import console_for, refusing_bad_plans
 from pipeproof.exit_status import ExitStatus
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @click.option("--memory-limit", type=click.IntRange(1, 10**9),
               help="Most activations of the largest stage that a rank may hold; overrides the plan's.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True,

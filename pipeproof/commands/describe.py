@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeproof.commands.complete import PlanFile
 from pipeproof.commands.line import refusing_bad_plans
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _WORDS = ("true", "false", "null")
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("plan", metavar="PLAN", type=PlanFile(dir_okay=False))
 @click.option("--write", is_flag=True, help="Put the declarations into the plan file, in place of `model.layers`.")
 def describe(plan: Path, write: bool) -> None:
     """Build a plan's own layers, run one micro-batch, and print the `model.layers` that declares them.

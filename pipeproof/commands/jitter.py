@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeproof.commands.complete import PlanFile
 from pipeproof.commands.line import console_for, picture_file, refusing_bad_plans
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _cv(context: click.Context, parameter: click.Parameter, value: float) -> flo
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @click.option("--runs", "num_runs", type=click.IntRange(1, 1_000_000), default=200, show_default=True,
               help="How many steps are simulated.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all random numbers.")

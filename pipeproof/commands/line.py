@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeproof.commands.check import Form
-    from pipeproof.exec.jobs import Fault
 
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -67,24 +65,11 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
         sys.exit(ExitStatus.BAD_INPUT)
 
 
-def seconds(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Refuse what is no number; the callback of an option that has a range."""
-    if math.isnan(value):  # no bound of a range refuses it
-        raise click.BadParameter("nan is not a number of seconds")
-    return value
-
-
-def parse_fault(context: click.Context, parameter: click.Parameter, value: str | None) -> Fault | None:
-    """A planted failure; the callback of ``--inject``."""
-    if value is None:
-        return None
-    from pipeproof.exec.jobs import Fault
-
-    rank, _, rest = value.partition(":")
-    op, _, action = rest.rpartition(":")
-    if not rank.isdecimal() or not op or action not in ("raise", "die", "hang"):
-        raise click.BadParameter(f"{value!r} is not RANK:OP:ACTION, such as 1:0F2:die (or raise, hang)")
-    return Fault(int(rank), op, action)
+share_gpus = click.option(
+    "--share-gpus", is_flag=True,
+    help="Deal ranks out over fewer GPUs, several on one: NCCL takes its sockets, and times mean nothing.",
+)  # fmt: skip
+"""The option of commands that start ranks."""
 
 
 def picture_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.commands.line import console_for, parse_fault, refusing_bad_plans, seconds, writable
+from pipeproof.commands.complete import PlanFile
+from pipeproof.commands.line import console_for, refusing_bad_plans, writable
+from pipeproof.commands.ranks import rank_options
 
 if TYPE_CHECKING:
     from pipeproof.exec.jobs import Fault
@@ -29,22 +31,16 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
 @click.option("--scale", default="1", show_default=True, callback=_scale, metavar="FRACTION",
               help="Divide sequences, or the hidden size, so that tensors are smaller by this: 1/8.")  # fmt: skip
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+@click.option("-o", "--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write latency and bandwidth of every edge, and `cost.network` for the simulator.")  # fmt: skip
-@click.option("--unsafe", is_flag=True, help="Rehearse a plan that does not pass check, and report the damage.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
-              callback=seconds, help="Seconds without any progress after which it counts as hung.")  # fmt: skip
-@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
-              help="Keep what each worker printed here.")  # fmt: skip
-@click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=parse_fault,
-              help="Plant a failure: let RANK raise, die or hang at OP, as in 1:0F2:die.")  # fmt: skip
+@rank_options("Rehearse")
 def rehearse(
     plan: Path,
     backend: str | None,
@@ -56,8 +52,11 @@ def rehearse(
     timeout_s: float,
     logs: Path | None,
     fault: Fault | None,
+    share_gpus: bool,
 ) -> None:
     """Carry out a plan's communication alone, for real, and look at every element on its arrival."""
+    if share_gpus and profile_file is not None:
+        raise click.UsageError("--profile: ranks that share a GPU take turns on it, and their edges are sockets")
     from pipeproof.exec.rehearse.command import rehearse_command
     from pipeproof.exec.rehearse.rehearse import RehearsalOptions
     from pipeproof.exec.rehearse.scale import rehearsed_plan
@@ -66,6 +65,6 @@ def rehearse(
 
     with refusing_bad_plans("text", plan):
         report = check(rehearsed_plan(load_plan(plan), backend, device, scale))
-        options = RehearsalOptions(timeout_s, logs, fault, unsafe, scale)
+        options = RehearsalOptions(timeout_s, logs, fault, unsafe, scale, share_gpus)
         status = rehearse_command(report, options, console_for(), report_file, profile_file)
     sys.exit(status)

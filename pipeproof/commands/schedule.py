@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from pipeproof.commands.complete import PlanFile, complete_schedule
 from pipeproof.commands.line import refusing_bad_plans, writable
 
 FORMATS = ("grid", "svg", "json", "text", "csv", "csv-comms", "fleet")
@@ -59,7 +60,7 @@ def list_kinds(form: str) -> None:
 
 
 @schedule.command("show")
-@click.argument("kind", metavar="KIND")
+@click.argument("kind", metavar="KIND", shell_complete=complete_schedule)
 @click.option("-p", "--ranks", type=click.IntRange(1, 1024), required=True, help="Pipeline ranks.")
 @click.option("-m", "--micro-batches", type=click.IntRange(1, 10**5), required=True, help="Micro-batches of a step.")
 @click.option("-v", "--chunks", type=click.IntRange(1, 1024),
@@ -136,7 +137,7 @@ def show_kind(
 
 
 @schedule.command("solve")
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
               help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6), default=60, show_default=True,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from pipeproof.commands.complete import PlanFile
 from pipeproof.commands.line import console_for, picture_file, refusing_bad_plans, writable
 from pipeproof.exit_status import ExitStatus
 
@@ -31,7 +32,7 @@ def _scheduler(context: click.Context, parameter: click.Parameter, value: str | 
 
 
 @click.command()
-@click.argument("sweep", metavar="SWEEP", type=click.Path(path_type=Path))
+@click.argument("sweep", metavar="SWEEP", type=PlanFile())
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Results file, to which points are appended and from which the sweep goes on; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip

@@ -7,8 +7,7 @@ its end (``finish``), so that on a GPU the host runs ahead.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.balance import RankBalance
 from pipeproof.exec.children import ChildCollectives
+from pipeproof.exec.clock import Clock, HostClock
 from pipeproof.exec.framework import Collectives, Framework, RankStage, Tensor, Weight, World
 from pipeproof.exec.jobs import Loss
 from pipeproof.exec.machine import Instruction
@@ -24,6 +24,7 @@ from pipeproof.exec.step_end import StepEnd
 from pipeproof.exec.transfers import RankTransfers
 from pipeproof.schedule.columns import unit_of
 from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.stages.describe.balance import bias_key
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.watch import LayerWatch
 
@@ -35,11 +36,13 @@ class StepOutcome:
     loss: Loss | None = None
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     routers: dict[str, np.ndarray] = field(default_factory=dict)
+    not_finite: str = ""
+    """The first operation whose loss is no number, if there is one."""
 
     @property
-    def saved(self) -> tuple[Loss | None, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def saved(self) -> tuple[Loss | None, dict[str, np.ndarray], dict[str, np.ndarray], str]:
         """What a step file has, in its order."""
-        return self.loss, self.gradients, self.routers
+        return self.loss, self.gradients, self.routers, self.not_finite
 
 
 class RankAdapter:
@@ -47,7 +50,7 @@ class RankAdapter:
 
     ``enter`` is called with the step and id of each host operation and each
     child collective before it is carried out. ``watch`` is shown what crosses
-    the borders between layers.
+    the borders between layers. ``clock`` dates operations, which are the host's without it.
     """
 
     def __init__(
@@ -58,8 +61,11 @@ class RankAdapter:
         world: World,
         enter: Callable[[int, int], None],
         watch: LayerWatch | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.rank = rank
+        self._clock = HostClock() if clock is None else clock
+        self._step_place = self._split_ns = 0
         self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
         self._coords = plan.mesh.coords(rank)
         self._data_rank = self._coords["dp"] * plan.mesh.size("ep") + self._coords["ep"]
@@ -84,7 +90,7 @@ class RankAdapter:
         self._transfers = RankTransfers(plan, rank, world.channels, framework.arrays)
         self._value = framework.value
         self._step = -1
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Op, Tensor]] = []
         self._texts: dict[int, str] = {}
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
@@ -102,6 +108,19 @@ class RankAdapter:
         """This rank's shard of each weight that the optimizer updates, as it is now."""
         return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}
 
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """What this rank has from step to step, by weight or router, and slot, as ``pipeproof.state`` names them."""
+        return self._step_end.state() | self._balance.state()
+
+    def put_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on with what ``state`` gave; before the first step."""
+        self._step_end.put_state(state)
+        self._balance.put_state(state)
+
+    def biases(self) -> dict[str, np.ndarray]:
+        """What moves the choices of this rank's routers, as ``outcome.routers`` names it after a step."""
+        return {bias_key(experts): self._arrays.to_numpy(one) for (experts, _), one in self._balance.state().items()}
+
     def begin(self, step: int) -> None:
         """Forget the step before, and put in place what this one reads."""
         self._step = step
@@ -111,6 +130,8 @@ class RankAdapter:
         self._losses.clear()
         self.outcome = StepOutcome()
         self._step_end.begin()
+        self._step_place = len(self.log)
+        self._clock.begin()
 
     def begin_again(self, step: int) -> None:
         """Put in place what a step reads whose operations are a replay of those of the step before."""
@@ -119,12 +140,16 @@ class RankAdapter:
         self._step_end.begin()
 
     def finish(self) -> None:
-        """The step's program is at its end: read what there is to show for it into ``outcome``."""
+        """The step's program is at its end: date its log, and read what there is to show for it into ``outcome``."""
+        self.log[self._step_place :] = self._clock.dated(self.log[self._step_place :])
         loss: Loss | None = None
-        for one in self._losses:  # numpy adds them, in their order
+        not_finite = ""
+        for op, one in self._losses:  # numpy adds them, in their order
             shown: Loss = self._arrays.to_numpy(one)[()]  # type: ignore[assignment]  # a scalar, or a vector of them
             loss = shown if loss is None else loss + shown
-        self.outcome = StepOutcome(loss, self._step_end.gradients(), self._balance.shown())
+            if not not_finite and not np.isfinite(shown).all():
+                not_finite = str(op)
+        self.outcome = StepOutcome(loss, self._step_end.gradients(), self._balance.shown(), not_finite)
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do what one instruction says; a transfer is posted, everything else is finished on return."""
@@ -135,7 +160,8 @@ class RankAdapter:
             return
         self.enter(op_id)
         self._children.begin(op_id, op)
-        start = time.monotonic_ns()
+        self._split_ns = 0
+        start = self.now()
         place = len(self.log)
         ranks: tuple[int, ...] = ()
         numel, dtype = 0, ""
@@ -149,7 +175,7 @@ class RankAdapter:
         elif kind in GATHER_KINDS:
             collectives = self.collectives_over("tp", op.stage)
             own = self._transfers.gather(op_id, collectives)
-            ranks, numel, dtype = collectives.ranks, self._arrays.numel(own), self._arrays.dtype(own)
+            ranks, (numel, dtype) = collectives.ranks, self._transfers.size_of(own)
         elif kind in SLICE_KINDS:
             self._transfers.slice(op_id)
         elif kind is OpKind.ALL_REDUCE:
@@ -159,12 +185,16 @@ class RankAdapter:
         text = self._texts.get(op_id)
         if text is None:
             text = self._texts[op_id] = str(op)
-        entry = LogEntry(self._step, HOST_QUEUE, text, start, time.monotonic_ns(), ranks, numel, dtype)
+        entry = LogEntry(self._step, HOST_QUEUE, text, start, self.now(), ranks, numel, dtype, split_ns=self._split_ns)
         self.log.insert(place, entry)  # before the children that ran inside it
 
     def enter(self, op_id: int) -> None:
         """Say which operation is about to run."""
         self._enter(self._step, op_id)
+
+    def now(self) -> int:
+        """The time on the clock of the log."""
+        return self._clock.now()
 
     def log_collective(self, op: Op, collectives: Collectives, tensor: Tensor, start_ns: int, traffic: Traffic) -> None:
         """Write down a collective that just ended."""
@@ -174,7 +204,7 @@ class RankAdapter:
                 HOST_QUEUE,
                 str(op),
                 start_ns,
-                time.monotonic_ns(),
+                self.now(),
                 collectives.ranks,
                 self._arrays.numel(tensor),
                 self._arrays.dtype(tensor),
@@ -204,7 +234,7 @@ class RankAdapter:
             handed_on = self._transfers.at(op.stage + 1, op).input
             handed_on.update((place, tensor.detach()) for place, tensor in enumerate(tensors.output))
         if op.stage == len(self._plan.stages) - 1:
-            self._losses.append(tensors.output[-1].detach())
+            self._losses.append((op, tensors.output[-1].detach()))
 
     def _backward_input(self, op: Op) -> None:
         tensors = self._transfers.of(op)
@@ -228,6 +258,7 @@ class RankAdapter:
 
     def _backward(self, op: Op) -> None:
         self._backward_input(op)
+        self._split_ns = self.now()
         self._backward_weight(op)
 
     def _reduce(self, op: Op) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pipeproof.comm.expert_loads import load_sums
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.children import ChildCollectives
-from pipeproof.exec.framework import Array, Routers
+from pipeproof.exec.framework import Array, Routers, Tensor
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.balance import bias_name
 
@@ -37,6 +37,16 @@ class RankBalance:
         """Move the biases of a stage."""
         if stage in self._routers:
             self._routers[stage].move_biases()
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Each bias, by its router and the slot ``bias``."""
+        return {(one, "bias"): routers.bias(one) for routers in self._routers.values() for one in routers.biased()}
+
+    def put_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on with what ``state`` gave."""
+        for routers in self._routers.values():
+            for one in routers.biased():
+                routers.put_bias(one, state[one, "bias"])
 
     def shown(self) -> dict[str, Array]:
         """What there is to compare of the rank's routers after a step, by name."""

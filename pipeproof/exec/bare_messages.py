@@ -16,16 +16,16 @@ def bare_messages(world: World, arrays: Arrays, graph: OpGraph, *, on_device: bo
     """This rank's ends of all bare messages, channel by channel; every rank must call this.
 
     All ranks wait at a barrier before each message, so that no two are under way at once. Where the message is one
-    of a device (``on_device``), whose host a wait does not hold, it has ended when the host has read a byte of it.
+    of a device (``on_device``), whose host a wait does not hold, it has ended when the host has waited for the device.
     """
     ends = []
     for channel in graph.channels:
         for num_bytes in bare_sizes(graph):
+            buffer = arrays.empty([num_bytes], "uint8")
             for _ in range(REPEATS):
                 world.barrier()
                 if world.rank not in (channel.src, channel.dst):
                     continue
-                buffer = arrays.zeros([num_bytes], "uint8")
                 is_send = world.rank == channel.src
                 if is_send:
                     time.sleep(_HEAD_START_S)
@@ -33,7 +33,7 @@ def bare_messages(world: World, arrays: Arrays, graph: OpGraph, *, on_device: bo
                 transfer.wait()
                 end_ns = transfer.end_ns
                 if on_device:
-                    arrays.to_bytes(buffer[:1])
+                    arrays.synchronize()
                     end_ns = time.monotonic_ns()
                 ends.append(BareEnd(str(channel), is_send, num_bytes, transfer.posted_ns, end_ns))
     return ends

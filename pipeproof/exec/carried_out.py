@@ -51,7 +51,8 @@ def require_issued(subject: Subject) -> None:
     Raises:
         PipeproofError: it has such operations.
     """
-    _refuse(subject, (*_of_queues(subject.plan.spec), *_of_the_graph(subject)))
+    spec = subject.plan.spec
+    _refuse(subject, (*_of_queues(spec), *_of_rehearsed_slots(spec), *_of_the_graph(subject)))
 
 
 def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
@@ -73,6 +74,8 @@ def _of_the_plan(subject: Subject) -> Iterator[Refusal]:
     if spec.own_layers is not None and spec.buffers.release_output != "after_backward":
         # a layer's backward may read what it gave: only of a GPT's blocks it is known that theirs does not
         yield ("buffers", "release_output"), f"the plan has own layers and release_output {spec.buffers.release_output}"
+    if spec.own_layers is not None and spec.run.device == "gpu":
+        yield ("run", "device"), "the plan has own layers, which are tried and started on the CPU, and device gpu"
     yield from _of_queues(spec)
     if spec.topology.cp > 1:
         yield from _beside_context_parallel(spec)
@@ -95,11 +98,22 @@ def _beside_context_parallel(spec: PlanSpec) -> Iterator[Refusal]:
 
 def _of_queues(spec: PlanSpec) -> Iterator[Refusal]:
     queue = spec.transport.queue
-    if spec.run.backend == "torch" and queue not in (None, "directed_edge"):
-        yield (
-            ("transport", "queue"),
-            f"the plan has queue {queue}, and PyTorch's transfers wait for those of their edge",
-        )
+    if not _has_threads(spec) and queue not in (None, "directed_edge"):
+        who = "PyTorch's transfers" if spec.run.backend == "torch" else "Paddle's transfers on GPUs"
+        yield ("transport", "queue"), f"the plan has queue {queue}, and {who} wait for those of their edge"
+
+
+def _of_rehearsed_slots(spec: PlanSpec) -> Iterator[Refusal]:
+    """Ranges of a buffer are views that Paddle makes by kernels, which may do nothing on a GPU, and say nothing."""
+    if spec.run.backend == "paddle" and spec.run.device == "gpu":
+        for key in ("receive_slots", "send_slots"):
+            if getattr(spec.buffers, key) is not None:
+                yield ("buffers", key), f"the plan has buffers.{key}, rehearsed by Paddle on a GPU"
+
+
+def _has_threads(spec: PlanSpec) -> bool:
+    """Whether transfers have threads of their own, which can wait for those on other channels."""
+    return spec.run.backend == "paddle" and spec.run.device == "cpu"
 
 
 def _of_the_graph(subject: Subject) -> Iterator[Refusal]:
@@ -108,7 +122,7 @@ def _of_the_graph(subject: Subject) -> Iterator[Refusal]:
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
         on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
-    if spec.run.backend == "torch":
+    if not _has_threads(spec):
         on_other_queue |= transfers & (graph.queue != NONE)
     for op_id in np.flatnonzero(on_other_queue)[:1].tolist():
         yield ("schedule",), f"{graph.ops[op_id]} runs on queue {graph.queues[int(graph.queue[op_id])]}"

@@ -123,17 +123,45 @@ DEVICE_MISSING = RuleDoc(
     title="the plan's device is not there",
     severity="error",
     explanation=(
-        "With `run.device: gpu` each rank has a GPU of its own. There is no driver, the build of PyTorch has no code "
-        "for GPUs, or there are fewer of them than ranks. Each rank then computes a product of known matrices before "
-        "anything else, and ends with PP902 where it is wrong: a build without code for the very GPU may do nothing, "
-        "and say nothing."
+        "With `run.device: gpu` each rank has a GPU of its own, or, with `--share-gpus`, its share of one. There is no "
+        "driver, the framework's build has no code for GPUs, or there are fewer of them than ranks. Each rank of a run "
+        "then computes a product of known matrices before anything else, and ends with PP902 where it is wrong: a "
+        "build without code for the very GPU may do nothing, and say nothing. Such a build can still rehearse, which "
+        "only copies and communicates."
     ),
     wrong="run: {backend: torch, device: gpu}   # on a machine without a GPU",
     right="run: {backend: torch, device: cpu}",
     kind=ExampleKind.COMMAND,
 )
 
+NOT_FINITE = RuleDoc(
+    code="PP921",
+    title="a loss or a gradient is no number",
+    severity="error",
+    explanation=(
+        "A step came to NaN or infinity. The run is stopped, for there is nothing to train on with. The message names "
+        "the first micro-batch whose loss it is, the weights, and whether the single-process reference has it, too: "
+        "then the model diverges, else the plan's run is wrong. A run with `--unsafe` goes on."
+    ),
+    wrong="step 3: the loss is not a number, on rank 1 first at 1F2",
+    right="every loss and every gradient is finite",
+    kind=ExampleKind.OUTCOME,
+)
+
+OUT_OF_MEMORY = RuleDoc(
+    code="PP922",
+    title="a worker ran out of memory",
+    severity="error",
+    explanation=(
+        "A framework could not allocate what an operation needs, on the GPU or the host. All workers were stopped. The "
+        "message names the rank and the operation, what the process held and what it asked for."
+    ),
+    wrong="rank 0 ran out of memory: its tensors held 138.1 GiB of the GPU, and 2.00 GiB more were asked for, at 0F3",
+    right="every rank has room for its peak (`pipeproof simulate PLAN --memory`)",
+    kind=ExampleKind.OUTCOME,
+)
+
 RUN_CODES = (
     LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_CARRIED_OUT,
-    DEVICE_MISSING,
+    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY,
 )  # fmt: skip

@@ -10,9 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeproof.exec.compare import StepResult
+from pipeproof.exec.gpus import sharing_line
 from pipeproof.exec.judged import is_by_bound
+from pipeproof.exec.kept import kept_lines
 from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_raises
 from pipeproof.exec.launched import launched_rank, run_launched
+from pipeproof.exec.not_finite import NotFiniteError
 from pipeproof.exec.record import RecordOptions
 from pipeproof.exec.render import render_run, step_line
 from pipeproof.exec.report import RunReport
@@ -53,6 +56,10 @@ def run_command(
         return status
     if result is None:  # another rank than 0 under a launcher of somebody else's
         return ExitStatus.OK
+    if options.share_gpus:
+        console.print(f"[bold yellow]{sharing_line(report.subject)}[/]", soft_wrap=True)
+    for line in kept_lines(options.kept, [step.step for step in result.steps]):
+        console.print(line, soft_wrap=True)
     render_run(result, console)
     if report_file is not None:
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
@@ -142,6 +149,6 @@ def _launched(rank: int, report: Report, options: RunOptions, console: Console) 
 def _status(error: PipeproofError) -> int:
     if isinstance(error, WorkerFailedError):
         return ExitStatus.WORKER_FAILED
-    if isinstance(error, NotVerifiedError):
+    if isinstance(error, NotVerifiedError | NotFiniteError):
         return ExitStatus.FAILED
     return ExitStatus.BAD_INPUT

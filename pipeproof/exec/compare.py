@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeproof.comm.held import index_of
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.compare_routers import RouterResult
 from pipeproof.exec.jobs import Loss
@@ -191,16 +192,6 @@ def _require_form(name: str, rank: int, shard: np.ndarray, shape: tuple[int, ...
         raise ValueError(
             f"gradient of {name} on rank {rank}: {shard.dtype} {list(shard.shape)}, expected {dtype} {list(shape)}"
         )
-
-
-def index_of(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
-    """The range of the whole parameter that one rank holds, per dim."""
-    index = [(0, size) for size in parameter.shape]
-    for axis, placed in (("tp", parameter.tp), ("ep", parameter.ep)):
-        if placed.dim is not None:
-            share, place = parameter.shape[placed.dim] // plan.mesh.size(axis), plan.mesh.coords(rank)[axis]
-            index[placed.dim] = place * share, (place + 1) * share
-    return tuple(index)
 
 
 def _md5(array: np.ndarray) -> str:

@@ -1,27 +1,30 @@
-"""Says whether this machine can run plans: versions, and what a backend does beside what its table says."""
+"""Says whether this machine can run plans: versions, devices, what a backend does beside its table, and its links."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pipeproof
 from pipeproof.comm.backends import backend_table
 from pipeproof.comm.capabilities import BackendTable, Row, RowValue
+from pipeproof.exec.curve import SIZES, Curve, facts, measure_curve, what_befell
+from pipeproof.exec.nvidia import GpuLink, described_gpus, gpu_links
 from pipeproof.exec.pair import BackendStartError, backend_pair
 from pipeproof.exit_status import ExitStatus
 from pipeproof.testing.conformance import RowResult, check_backend
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from pipeproof.testing.endpoint import World
 
 PROBE_TIMEOUT_S = 5.0
 """Ten times what the slowest probe takes on an idle machine: a loaded one must not look like a hang."""
+_FACTS_TIMEOUT_S = 60.0
+"""A product on a GPU loads a library first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +33,156 @@ class DoctorReport:
 
     ``rows`` is what was measured, empty where the backend is missing;
     ``not_measured`` are the table's rows that rest on their source;
-    ``problems`` are sentences, each with what to do or what it means.
+    ``problems`` are sentences, each with what to do or what it means;
+    ``notes`` are others, which contradict nothing. ``facts`` is what the
+    framework says of each rank's device, ``devices`` and ``links`` what the
+    machine says of its GPUs, ``curve`` what messages take.
     """
 
     backend: str
-    versions: dict[str, str]
-    rows: list[RowResult]
-    not_measured: list[Row]
-    problems: list[str]
+    versions: Mapping[str, str]
+    rows: Sequence[RowResult]
+    not_measured: Sequence[Row]
+    problems: Sequence[str]
+    device: str = "cpu"
+    devices: Sequence[Mapping[str, str]] = ()
+    links: Sequence[GpuLink] = ()
+    facts: Sequence[Mapping[str, str]] = ()
+    curve: Curve | None = None
+    notes: Sequence[str] = ()
 
     @property
     def exit_status(self) -> int:
-        """0 if every measured row holds, 1 if one differs, 2 if there is no backend to measure."""
+        """0 if every measured row holds, 1 if one differs or kernels do nothing, 2 without a backend to measure."""
         if not self.rows:
             return ExitStatus.BAD_INPUT
-        return ExitStatus.OK if all(row.ok for row in self.rows) else ExitStatus.FAILED
+        return ExitStatus.FAILED if self.problems else ExitStatus.OK
+
+    @property
+    def network(self) -> dict[str, Any] | None:
+        """``cost.network`` of a plan on this machine; None where no link was measured."""
+        if self.curve is None or not self.curve.points or self.shares_a_gpu:
+            return None
+        link, num_gpus = self.curve.one_way, max((int(one.get("gpus", 0)) for one in self.facts), default=0)
+        together = num_gpus if self.device == "gpu" else len(os.sched_getaffinity(0))
+        node = {"latency_us": link.latency_us, "bandwidth": link.bandwidth}
+        return {"ranks_per_node": max(2, together), "node": node}
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether both ranks had one GPU, so that what joined them was no link."""
+        return self.device == "gpu" and any(one.get("gpus") == "1" for one in self.facts)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the processes of a backend have shown so far."""
+
+    rows: list[RowResult] = field(default_factory=list)
+    facts: list[Mapping[str, str]] = field(default_factory=list)
+    curve: Curve | None = None
+    problems: list[str] = field(default_factory=list)
 
 
 _INSTALLED_BY = {"paddle": ("Paddle", "cpu"), "torch": ("PyTorch", "torch")}
 """By framework its name, and our extra that installs it."""
 
 
-def run_doctor(keys: Collection[str] | None = None, backend: str = "paddle") -> DoctorReport:
-    """Collect versions and measure a framework's gloo on this machine; a quarter of a minute on two cores.
+def run_doctor(
+    keys: Collection[str] | None = None,
+    backend: str = "paddle",
+    device: str = "cpu",
+    sizes: Sequence[int] = SIZES,
+) -> DoctorReport:
+    """Collect versions and measure a framework's transports on this machine; half a minute on two cores.
 
     Args:
         keys: the rows to measure; all that two ranks can observe by default.
         backend: ``paddle`` or ``torch``.
+        device: ``cpu`` for gloo, ``gpu`` for NCCL.
+        sizes: bytes of the messages that are timed; none where it is empty.
     """
-    table = backend_table(backend, "cpu")
-    rows: list[RowResult] = []
+    table = backend_table(backend, device)
+    found = _Found()
+    name, extra = _INSTALLED_BY[backend]
     if importlib.util.find_spec(backend) is None:
-        name, extra = _INSTALLED_BY[backend]
-        problems = [f"{name} is not installed, so plans cannot be run on it: pip install 'pipeproof[{extra}]'"]
+        mend = f"pip install 'pipeproof[{extra}]'"
+        found.problems.append(f"{name} is not installed, so plans cannot be run on it: {mend}")
     else:
         try:
-            rows = check_backend(table, lambda: backend_pair(backend), keys=keys, timeout_s=PROBE_TIMEOUT_S)
-            problems = [_difference(table, row) for row in rows if not row.ok]
+            _measure(found, table, lambda: backend_pair(backend, device), keys, sizes)
         except BackendStartError as error:
-            problems = [f"Two processes could not be connected by {table.name}: {error}."]
-    not_measured = [row for row in table.rows() if not row.probed]
-    return DoctorReport(table.name, _versions(), rows, not_measured, problems)
+            mend = (
+                "" if device == "cpu" else f" Use --device cpu, or a machine with a GPU and a build of {name} for it."
+            )
+            found.problems.append(f"Two processes could not be connected by {table.name}: {error}.{mend}")
+    report = DoctorReport(
+        backend=table.name,
+        versions=_versions(found.facts),
+        rows=found.rows,
+        not_measured=[row for row in table.rows() if not row.probed],
+        problems=found.problems,
+        device=device,
+        devices=described_gpus() if device == "gpu" else (),
+        links=gpu_links() if device == "gpu" else (),
+        facts=found.facts,
+        curve=found.curve,
+    )
+    return _with_notes(report, name)
+
+
+def _measure(
+    found: _Found,
+    table: BackendTable,
+    make_world: Callable[[], AbstractContextManager[World]],
+    keys: Collection[str] | None,
+    sizes: Sequence[int],
+) -> None:
+    """In worlds of their own: what the framework says and messages take, and the rows of the table."""
+    if sizes:
+        with make_world() as world:
+            said = world.run(facts, _FACTS_TIMEOUT_S)
+            found.facts = [one.value for one in said if one.kind == "returned"]
+            found.problems += sorted({one["kernels"] for one in found.facts if one.get("kernels")})
+            if odd := what_befell(said):
+                found.problems.append(f"A process did not say what it runs on: {odd}.")
+            else:
+                found.curve = measure_curve(world, sizes)
+                if found.curve.is_broken:
+                    found.problems.append(f"{found.curve.ended[0].upper()}{found.curve.ended[1:]}.")
+    found.rows = check_backend(table, make_world, keys=keys, timeout_s=PROBE_TIMEOUT_S)
+    found.problems += [_difference(table, row) for row in found.rows if not row.ok]
+
+
+def _with_notes(report: DoctorReport, name: str) -> DoctorReport:
+    notes = []
+    if report.shares_a_gpu:
+        notes.append(
+            f"{name} sees one GPU, which both processes shared: NCCL joined them by sockets, so that its behaviour "
+            "shows, and no link"
+        )
+    if report.device == "gpu" and not report.devices:
+        notes.append(
+            "nvidia-smi is not here, or says nothing: the driver, clocks, power limits and links are not shown"
+        )
+    if report.curve is not None and report.curve.ended and not report.curve.is_broken:
+        notes.append(report.curve.ended)
+    notes += [
+        f"{row.key}: the table says {words(row.expected)}, this machine {words(row.observed)}; plans hold either way"
+        for row in report.rows
+        if row.ok and row.observed != row.expected
+    ]
+    return replace(report, notes=notes)
 
 
 def _difference(table: BackendTable, result: RowResult) -> str:
     about = next(row for row in table.rows() if row.key == result.key)
-    expected, observed = _words(result.expected), _words(result.observed)
+    expected, observed = words(result.expected), words(result.observed)
     return f"{result.key}: the table says {expected}, this machine says {observed}. {about.if_different}"
 
 
-def _versions() -> dict[str, str]:
-    return {
+def _versions(said: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    found = {
         "pipeproof": pipeproof.__version__,
         "python": platform.python_version(),
         "paddle": _installed("paddlepaddle", "paddlepaddle-gpu"),
@@ -89,6 +191,7 @@ def _versions() -> dict[str, str]:
         "platform": platform.platform(),
         "cores": str(len(os.sched_getaffinity(0))),
     }
+    return found | {key: said[0][key] for key in ("cuda", "nccl") if said and key in said[0]}
 
 
 def _installed(*distributions: str) -> str:
@@ -101,47 +204,6 @@ def _installed(*distributions: str) -> str:
     return "not installed"
 
 
-def _words(value: RowValue) -> str:
+def words(value: RowValue) -> str:
+    """A row's value as people read it."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def doctor_to_json(report: DoctorReport) -> dict[str, Any]:
-    """The report as JSON data, keys as in ``DoctorReport`` and ``RowResult``, and ``exit_status``."""
-    return {
-        "backend": report.backend,
-        "exit_status": report.exit_status,
-        "versions": report.versions,
-        "rows": [asdict(row) for row in report.rows],
-        "not_measured": [
-            {"key": row.key, "value": row.value, "meaning": row.meaning, "source": row.source}
-            for row in report.not_measured
-        ],
-        "problems": report.problems,
-    }
-
-
-def render_doctor(report: DoctorReport, console: Console) -> None:
-    """Print the report: versions, the rows as a table, then the problems or that there are none."""
-    from rich.table import Table
-    from rich.text import Text
-
-    for name, value in report.versions.items():
-        console.print(Text(f"{name:<10} {value}"))
-    if report.rows:
-        console.print()
-        console.print(Text(f"{report.backend}, measured with two processes of this machine", style="bold"))
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("", "behaviour", "table says", "measured"):
-            table.add_column(column, no_wrap=column != "measured")
-        for row in report.rows:
-            mark = Text("ok", style="green") if row.ok else Text("DIFFERS", style="bold red")
-            table.add_row(mark, row.key, _words(row.expected), _words(row.observed))
-        console.print(table)
-        console.print()
-        for cited in report.not_measured:
-            console.print(Text(f"not measured: {cited.key} = {_words(cited.value)} ({cited.source})"))
-    console.print()
-    for problem in report.problems:
-        console.print(Text.assemble(("problem: ", "bold red"), problem))
-    if not report.problems:
-        console.print(Text(f"{report.backend} behaves as plans are checked for.", style="green"))

@@ -66,6 +66,10 @@ class Arrays(Protocol):
         """The bytes of a contiguous tensor; the host waits for them, and nothing is computed for it."""
         ...
 
+    def synchronize(self) -> None:
+        """The host waits until the device of the run has done what it was given; nothing to wait for on a CPU."""
+        ...
+
     def want_gradient(self, tensor: Tensor, *, wanted: bool) -> None:
         """Make a tensor a leaf for which backward leaves a gradient, or one for which it does not."""
         ...
@@ -200,6 +204,14 @@ class Routers(Protocol):
         """The end of a step: each bias towards the mean load."""
         ...
 
+    def bias(self, experts: str) -> Tensor:
+        """The bias of one router that has one."""
+        ...
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace it."""
+        ...
+
     def shown(self) -> dict[str, Array]:
         """What there is to compare of the step, by name."""
         ...
@@ -257,6 +269,14 @@ class Optimizer(Protocol):
 
     def step(self) -> None:
         """Update every weight from its gradient."""
+        ...
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """What it keeps from step to step, by weight and the names of ``state.layout``; there is some after a step."""
+        ...
+
+    def put_state(self, weights: Mapping[str, Tensor], kept: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on with these weights, as they are updated, and with what ``state`` gave; before the first step."""
         ...
 
 
@@ -337,6 +357,10 @@ class Framework(Protocol):
 
     def put_gradient(self, weight: Weight, gradient: Tensor) -> None:
         """Replace it."""
+        ...
+
+    def main(self, weight: Weight) -> Tensor:
+        """What the optimizer updates."""
         ...
 
     def value(self, weight: Weight) -> np.ndarray:

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pipeproof.comm.loaded import absolute_build, from_here, schedule_path
+from pipeproof.exec.kept import KeptState
 from pipeproof.specs.load import LoadedPlan, plan_from_dict
 
 
@@ -38,7 +39,8 @@ class Job:
     """One run: its plan, the digest it must have, and where its files are.
 
     ``profile`` asks for times: bare messages before the first step, and the reference only after the ranks.
-    ``layers`` asks for what crosses the borders between layers.
+    ``layers`` asks for what crosses the borders between layers. With ``share_gpus`` there may be fewer GPUs than ranks.
+    ``kept`` says what state to go on from, and to save.
     """
 
     directory: Path
@@ -47,6 +49,8 @@ class Job:
     fault: Fault | None = None
     profile: bool = False
     layers: bool = False
+    share_gpus: bool = False
+    kept: KeptState = field(default_factory=KeptState)
 
     def save(self) -> None:
         """Write the job's description for its workers."""
@@ -56,6 +60,8 @@ class Job:
             "fault": asdict(self.fault) if self.fault else None,
             "profile": self.profile,
             "layers": self.layers,
+            "share_gpus": self.share_gpus,
+            "kept": self.kept.to_json(),
         }
         (self.directory / "job.json").write_text(json.dumps(content))
 
@@ -64,7 +70,9 @@ class Job:
         """Read what ``save`` wrote."""
         content = json.loads((directory / "job.json").read_text())
         fault = Fault(**content["fault"]) if content["fault"] else None
-        return cls(directory, content["plan"], content["digest"], fault, content["profile"], content["layers"])
+        asked = {key: content[key] for key in ("profile", "layers", "share_gpus")}
+        kept = KeptState.from_json(content["kept"])
+        return cls(directory, content["plan"], content["digest"], fault, **asked, kept=kept)
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -91,6 +99,10 @@ class Job:
         """Where it stands what was found when own layers were tried."""
         return self.directory / "own_layers.json"
 
+    def timing_file(self, rank: int) -> Path:
+        """Where a rank leaves what its times are of."""
+        return self.directory / f"rank{rank}.timing.json"
+
     def bare_file(self, rank: int) -> Path:
         """Where a rank leaves the times of its bare messages."""
         return self.directory / f"rank{rank}.bare.json"
@@ -114,6 +126,9 @@ Loss: TypeAlias = "np.floating[Any]"
 LOSS_KEY = "/loss"
 """The loss beside the gradients in a step file; no parameter's name begins with a slash."""
 
+NOT_FINITE_KEY = "/not_finite"
+"""The first operation whose loss is no number, in a step file."""
+
 ROUTERS_KEY = "/routers/"
 """With what the name of each thing that routers have to show begins in a step file."""
 
@@ -123,14 +138,19 @@ def save_step(
     loss: Loss | None,
     gradients: Mapping[str, np.ndarray],
     routers: Mapping[str, np.ndarray] = MappingProxyType({}),
+    not_finite: str = "",
 ) -> None:
     """Write a step's loss (None where this rank has none), gradients, and what its routers have to show.
+
+    ``not_finite`` is the first operation whose loss is no number.
 
     The file appears whole or not at all.
     """
     arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
     if loss is not None:
         arrays[LOSS_KEY] = np.asarray(loss)
+    if not_finite:
+        arrays[NOT_FINITE_KEY] = np.asarray(not_finite)
     save_arrays(path, arrays)
 
 
@@ -148,6 +168,12 @@ def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
         gradients = {name: arrays[name] for name in arrays.files if not name.startswith("/")}
         loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
     return loss, gradients
+
+
+def load_not_finite(path: Path) -> str:
+    """Read the operation that ``save_step`` wrote; nothing where every loss is a number."""
+    with np.load(path) as arrays:
+        return str(arrays[NOT_FINITE_KEY]) if NOT_FINITE_KEY in arrays.files else ""
 
 
 def load_routers(path: Path) -> dict[str, np.ndarray]:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.comm.accumulation import Accumulation, accumulation_of
+from pipeproof.comm.held import index_of
 from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.compare import index_of
 
 Array = npt.NDArray[Any]
 

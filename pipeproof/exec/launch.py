@@ -128,7 +128,7 @@ class Launcher:
         num_ranks, run = self._state.subject.graph.num_ranks, self._state.subject.plan.spec.run
         ports = free_ports(num_ranks + 1)
         for rank in range(num_ranks):
-            environment = rank_environment(run.backend, rank, num_ranks, ports)
+            environment = rank_environment(run.backend, rank, num_ranks, ports, run.device)
             self._start(f"rank{rank}", rank, self._module, environment)
         if self._has_reference and not self._job.profile:  # which measures the ranks alone
             self._start_reference()
@@ -205,7 +205,7 @@ class Launcher:
         if not dead:
             return
         self._drain()
-        raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].error is not None]
+        raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].failure is not None]
         raise WorkerFailedError(self._death(min([*dead, *raised], key=self._blame)))  # who raised may be still ending
 
     def _drain(self) -> None:
@@ -219,11 +219,11 @@ class Launcher:
         """First those killed from outside, then by the time of their error: peers fail in their wake."""
         if worker.rank is None:
             return (2, 0)
-        state = self._state.ranks[worker.rank]
-        return (0, 0) if state.error is None else (1, state.error_ns)
+        failure = self._state.ranks[worker.rank].failure
+        return (0, 0) if failure is None else (1, failure.at_ns)
 
     def _death(self, worker: _Worker) -> Finding:
-        if worker.rank is not None and self._state.ranks[worker.rank].error is not None:
+        if worker.rank is not None and self._state.ranks[worker.rank].failure is not None:
             return self._state.died(worker.rank, "raised")
         status = worker.process.returncode
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -14,12 +14,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeproof.exec.codes import WORLD_SIZE
 from pipeproof.exec.compare import StepResult
+from pipeproof.exec.failures import event_of
 from pipeproof.exec.jobs import Job, dump_plan
+from pipeproof.exec.kept import prepared, remove_unfinished
 from pipeproof.exec.launch import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.reference import run_reference
@@ -69,18 +72,23 @@ def run_launched(
     def prepare(directory: Path) -> Job:
         layers = options.record is not None and options.record.layers
         job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
+        job = replace(job, share_gpus=options.share_gpus, kept=prepared(options.kept, report.subject, report.digest))
         job.save()
         require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
         return job
 
     def conclude(job: Job, emit: Emit, threads: int) -> RunReport:
         run_reference(job, lambda step: emit("reference", step=step))
-        collector = StepCollector(job, report.subject, options.record)
+        collector = StepCollector(job, report.subject, options.record, needs_numbers=report.certificate is not None)
         for result in collector.collect(report.subject.plan.spec.run.steps):
             on_step(result)
         return finish_report(report, job, collector.results, threads)
 
-    return carry_out_launched(rank, report, options.timeout_s, on_hang, prepare, run_rank, conclude)
+    try:
+        return carry_out_launched(rank, report, options.timeout_s, on_hang, prepare, run_rank, conclude)
+    finally:
+        if rank == 0:
+            remove_unfinished(options.kept, _shared_directory().name)
 
 
 def carry_out_launched(
@@ -116,7 +124,7 @@ def carry_out_launched(
     except PipeproofError:
         raise
     except Exception as error:
-        watch.emit("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
+        watch.emit("error", **event_of(error))
         raise WorkerFailedError(state.died(rank, "raised")) from error
     finally:
         watch.stop()

@@ -31,7 +31,8 @@ class LogEntry:
     monotonic clock in nanoseconds; a transfer was posted at ``posted_ns`` and
     starts when its channel comes to it. Of an all-to-all, ``traffic`` has for
     each member the rows that went there and that came from there; of one that
-    moves counts, the rows that these announce.
+    moves counts, the rows that these announce. Of a whole backward, the input's
+    gradient was there at ``split_ns``, and the weights' came after it.
     """
 
     step: int
@@ -44,6 +45,7 @@ class LogEntry:
     dtype: str = ""
     posted_ns: int = 0
     traffic: Traffic = ()
+    split_ns: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; ``from_json`` reads it back."""
@@ -108,18 +110,20 @@ def compare_log(
     num_steps: int,
     dtype: str,
     weight_dtype: str | None = None,
+    first_step: int = 0,
 ) -> Iterator[Finding]:
     """The first difference on each queue of each step; nothing when the log is what the graph says.
 
-    ``num_steps`` counts those that have a log: what is replayed has that of its capture.
+    ``num_steps`` counts those that have a log, from ``first_step`` on: what is replayed has that of its capture.
 
     The host's entries count in the order of the log. A transfer's entry is
     written when the host waits for it, so those of a channel count in the
     order in which the channel carried them out.
     """
     one_step = expected_facts(graph, rank, dtype, weight_dtype)
-    for step in sorted({*range(num_steps), *(entry.step for entry in entries)}):
-        expected = one_step if 0 <= step < num_steps else {}
+    logged_steps = range(first_step, first_step + num_steps)
+    for step in sorted({*logged_steps, *(entry.step for entry in entries)}):
+        expected = one_step if step in logged_steps else {}
         logged: dict[str, list[_Fact]] = {}
         for entry in _by_queue_order(entries):
             if entry.step == step:

@@ -59,15 +59,18 @@ class BackendPair:
 
 
 @contextmanager
-def backend_pair(backend: str) -> Iterator[BackendPair]:
+def backend_pair(backend: str, device: str = "cpu") -> Iterator[BackendPair]:
     """Start two processes, connect them by ``paddle`` or ``torch``, and kill and reap them at the end, come what may.
 
+    On ``gpu`` each takes one of its own; where there is only one, they share it.
+
     Raises:
-        BackendStartError: the framework cannot be imported, or the two do not connect within a minute.
+        BackendStartError: the framework cannot be imported, its device is not there, or the two do not connect within
+            a minute.
     """
     ports = free_ports(3)
     with ExitStack() as stack:
-        ranks = [_start(backend, number, ports, stack) for number in (0, 1)]
+        ranks = [_start(backend, device, number, ports, stack) for number in (0, 1)]
         for rank in ranks:
             _expect("imported", [rank])
         # A rank that comes before the store of rank 0 listens sleeps for three seconds.
@@ -78,17 +81,17 @@ def backend_pair(backend: str) -> Iterator[BackendPair]:
         yield BackendPair(ranks)
 
 
-def _start(backend: str, number: int, ports: list[int], stack: ExitStack) -> _Rank:
+def _start(backend: str, device: str, number: int, ports: list[int], stack: ExitStack) -> _Rank:
     ours, theirs = socket.socketpair()
     connection = stack.enter_context(Connection(ours.detach()))
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKERS[backend], str(theirs.fileno())],
+            [sys.executable, "-P", "-m", WORKERS[backend], str(theirs.fileno()), device],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=rank_environment(backend, number, 2, ports),
+            env=rank_environment(backend, number, 2, ports, device),
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the two
         )
     stack.callback(process.wait)

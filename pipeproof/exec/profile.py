@@ -15,16 +15,21 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, quantiles
+from types import MappingProxyType
 from typing import TypeVar, get_args
 
 from pipeproof.comm.profile.fit import measured_sections
 from pipeproof.exec.bare import BareEnd
+from pipeproof.exec.clock import Timing
 from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, op_ids_of
 from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.profile_file import (
+    HOST_CLOCK,
+    ClockOfTimes,
     CollectivePoint,
+    DeviceMemory,
     Host,
     Machine,
     MeasuredPlan,
@@ -48,11 +53,13 @@ def measured_profile(
     logs: Mapping[int, Sequence[LogEntry]],
     bare: Mapping[int, Sequence[BareEnd]],
     threads: int,
+    timings: Mapping[int, Timing] = MappingProxyType({}),
 ) -> Profile:
     """The profile of a run, from what each rank logged; the first step is left out where there are others.
 
     ``logs`` are by rank, and are what the graph says; ``bare`` has each rank's
-    ends of the bare messages; ``threads`` is the count per process.
+    ends of the bare messages; ``threads`` is the count per process, ``timings`` what each says of its
+    times, without which they are the host's.
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
@@ -60,7 +67,7 @@ def measured_profile(
     steps = [_MeasuredStep(graph, logs, step) for step in counted]
     return Profile(
         profile=1,
-        machine=_machine(len(logs), threads),
+        machine=_machine(plan.spec.run.backend, len(logs), threads, timings),
         plan=MeasuredPlan(digest=digest, **measured_sections(plan.spec)),
         steps=Steps(run=len(all_steps), counted=len(counted)),
         stages=tuple(_stages(len(plan.stages), steps)),
@@ -70,6 +77,12 @@ def measured_profile(
         host=Host(
             between_ops=_spread(Spread, [gap for step in steps for gap in step.gaps()]),
             after_wait=_spread(Spread, [delay for step in steps for delay in step.delays()]),
+        ),
+        clock=_clock(timings),
+        memory=tuple(
+            DeviceMemory(rank=rank, allocated_bytes=one.allocated_bytes, reserved_bytes=one.reserved_bytes)
+            for rank, one in sorted(timings.items())
+            if one.device
         ),
     )
 
@@ -91,27 +104,33 @@ class _MeasuredStep:
         self._graph = graph
         self._entries: dict[int, LogEntry] = {}
         self._hosts: list[list[int]] = []
-        self._ready_ns: dict[int, int] = {}
+        of_ranks = []
         for rank, entries in sorted(logs.items()):
             of_step = [entry for entry in entries if entry.step == step]
             ids = op_ids_of(graph, rank, of_step)
             own = {op_id: entry for op_id, entry in zip(ids, of_step, strict=True) if op_id is not None}
             self._entries |= own
             self._hosts.append([i for i, entry in own.items() if entry.queue == HOST_QUEUE])
-            self._ready_ns |= _ready_times(own)
+            of_ranks.append(own)
+        done_ns = {op_id: entry.end_ns for op_id, entry in self._entries.items()}
+        for send, receive in graph.edges[EdgeKind.MATCH].tolist():  # one moment, which both ends see late
+            done_ns[send] = done_ns[receive] = min(done_ns[send], done_ns[receive])
+        self._ready_ns: dict[int, int] = {}
+        for own in of_ranks:
+            self._ready_ns |= _ready_times(own, done_ns)
 
     def computed(self) -> Iterator[_Computed]:
-        """Each timed operation with and without its collectives."""
+        """Each timed operation with and without its collectives, and the two parts of each whole backward."""
         for op_ids in self._hosts:
-            inside: dict[str, int] = defaultdict(int)
+            inside: dict[str, list[LogEntry]] = defaultdict(list)
             for op_id in op_ids:
                 if self._is_child(op_id):
-                    inside[str(self._graph.ops[op_id].target)] += _duration(self._entries[op_id])
+                    inside[str(self._graph.ops[op_id].target)].append(self._entries[op_id])
             for op_id in op_ids:
                 op = self._graph.ops[op_id]
                 if op.kind in _TIMED:
-                    whole = _duration(self._entries[op_id])
-                    yield _Computed(op.kind, op.stage, whole, whole - inside[str(op)])
+                    for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
+                        yield _Computed(kind, op.stage, whole, whole - sum(map(_duration, children)))
 
     def messages(self) -> Iterator[tuple[int, int]]:
         """(bytes, nanoseconds) of each message whose receiver was ready before its sender."""
@@ -119,7 +138,7 @@ class _MeasuredStep:
             sent, ready = self._ready_ns[send], self._ready_ns[receive]
             if ready <= sent:
                 entry = self._entries[receive]
-                yield entry.numel * dtype_bytes(entry.dtype), entry.end_ns - sent
+                yield entry.numel * dtype_bytes(entry.dtype), max(0, entry.end_ns - sent)  # clocks differ a little
 
     def collectives(self) -> Iterator[tuple[tuple[str, int, int], int]]:
         """((kind, members, bytes that each puts in), nanoseconds from the last arrival to the end) of each member."""
@@ -150,22 +169,34 @@ class _MeasuredStep:
                 target = int(self._graph.waits_for[op_id])
                 wait = self._entries[op_id]
                 if target != NONE and wait.start_ns < self._entries[target].end_ns:
-                    yield wait.end_ns - self._entries[target].end_ns
+                    yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see one end
 
     def _is_child(self, op_id: int) -> bool:
         op = self._graph.ops[op_id]
         return op.kind in CHILD_KINDS and op.target is not None
 
 
-def _ready_times(entries: Mapping[int, LogEntry]) -> dict[int, int]:
-    """When each transfer of a rank was posted and its channel free."""
+def _ready_times(entries: Mapping[int, LogEntry], done_ns: Mapping[int, int]) -> dict[int, int]:
+    """When each transfer of a rank was posted and its channel free: the one before on it was done."""
     free_ns: dict[str, int] = {}
     ready = {}
     transfers = [(op_id, entry) for op_id, entry in entries.items() if entry.queue != HOST_QUEUE]
     for op_id, entry in sorted(transfers, key=lambda pair: pair[1].start_ns):
         ready[op_id] = max(entry.posted_ns, free_ns.get(entry.queue, 0))
-        free_ns[entry.queue] = entry.end_ns
+        free_ns[entry.queue] = done_ns[op_id]
     return ready
+
+
+def _parts(
+    kind: OpKind, entry: LogEntry, children: Sequence[LogEntry]
+) -> Iterator[tuple[OpKind, int, Sequence[LogEntry]]]:
+    """An operation's nanoseconds and what ran inside; of a backward whose parts were told apart, then those of each."""
+    yield kind, _duration(entry), children
+    if kind is OpKind.BACKWARD and entry.split_ns:
+        before = [child for child in children if child.start_ns < entry.split_ns]
+        yield OpKind.BACKWARD_INPUT, entry.split_ns - entry.start_ns, before
+        after = [child for child in children if child.start_ns >= entry.split_ns]
+        yield OpKind.BACKWARD_WEIGHT, entry.end_ns - entry.split_ns, after
 
 
 def _duration(entry: LogEntry) -> int:
@@ -231,13 +262,22 @@ def _spread(form: type[_Spread], times_ns: Sequence[int], /, **about: object) ->
     return form.model_validate({**about, "count": len(times_ns), **figures})
 
 
-def _machine(num_processes: int, threads: int) -> Machine:
+def _clock(timings: Mapping[int, Timing]) -> ClockOfTimes:
+    """One clock for all ranks; two times may be off in different directions."""
+    if not any(one.device for one in timings.values()):
+        return HOST_CLOCK
+    worst = sorted((one.accuracy_ns for one in timings.values()), reverse=True)[:2]
+    return ClockOfTimes(name="device", accuracy_us=sum(worst) / 1000)
+
+
+def _machine(backend: str, num_processes: int, threads: int, timings: Mapping[int, Timing]) -> Machine:
     return Machine(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
         processes=num_processes,
         threads=threads,
-        framework=f"paddle {_paddle_version()}",
+        framework=f"{backend} {_version(_PACKAGES[backend])}",
+        devices=tuple(one.device for _, one in sorted(timings.items()) if one.device),
         system=f"{platform.system()} {platform.release()}",
     )
 
@@ -252,8 +292,14 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _paddle_version() -> str:
-    for package in ("paddlepaddle", "paddlepaddle-gpu"):
+_PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"paddle": ("paddlepaddle", "paddlepaddle-gpu"), "torch": ("torch",)}
+)
+"""By backend, what it is installed as."""
+
+
+def _version(packages: Sequence[str]) -> str:
+    for package in packages:
         try:
             return version(package)
         except PackageNotFoundError:

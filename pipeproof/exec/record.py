@@ -22,8 +22,8 @@ from pipeproof.align.record import (
     Shard,
     values_file,
 )
+from pipeproof.comm.held import index_of
 from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.compare import index_of
 from pipeproof.exec.compare_routers import RouterResult
 from pipeproof.exec.jobs import Loss, save_arrays
 from pipeproof.exec.losses import main_loss, module_losses

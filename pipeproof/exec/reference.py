@@ -35,7 +35,7 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
         return
     from pipeproof.stages.paddle.runtime import start_paddle
 
-    start_paddle()
+    start_paddle(0 if plan.spec.run.device == "gpu" else None)
     from pipeproof.stages.reference.ordered import run_ordered
     from pipeproof.stages.reference.orders import Orders
     from pipeproof.stages.reference.uncut import run_uncut, uncut_step
@@ -47,6 +47,9 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     for result in results:
         if result.step == 0 and spec.own_layers is not None:
             require_same_start(job, result.weights)
+        if result.step < job.kept.first_step:
+            on_step(result.step)
+            continue
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
         if ordered:

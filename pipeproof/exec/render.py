@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from pipeproof.exec.compare import GradientResult, StepResult
 from pipeproof.exec.losses import main_loss, module_losses
-from pipeproof.exec.report import RunReport
+from pipeproof.exec.report import LogClock, RunReport
 from pipeproof.specs.render import render_text
 
 
@@ -92,9 +95,10 @@ def render_run(report: RunReport, console: Console) -> None:
     main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
     console.print(f"{spec.run.dtype}{main}, {where}, accumulation {report.accumulation}")
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
-    console.print(f"executed log {verb} the verified graph{_unlogged(report)}")
+    console.print(f"executed log {verb} the verified graph{_unlogged(report)}{CLOCKS[report.clock]}")
     if report.passed and report.is_by_bound:
-        console.print("[bold green]matches[/]: every loss and every gradient of the first step, within the bound")
+        gradients = " and every gradient of the first step" if report.steps[0].step == 0 else ""
+        console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
     elif report.passed:
         console.print("[bold green]matches[/]: every loss and every gradient, bit for bit")
     elif report.matches:
@@ -103,9 +107,20 @@ def render_run(report: RunReport, console: Console) -> None:
         console.print("[bold red]does not match[/] the reference")
 
 
+CLOCKS: Mapping[LogClock, str] = MappingProxyType(
+    {
+        "host": "",
+        "device": "; its times are the GPU's",
+        "issue": "; its times are when the host issued each operation (`--profile` has the GPU's)",
+    }
+)
+"""What is said of the times of a log."""
+
+
 def _unlogged(report: RunReport) -> str:
     """That steps were replayed, whose log is that of the capture."""
-    num_steps = report.subject.plan.spec.run.steps
-    if report.num_logged_steps in (None, num_steps):
+    if report.num_logged_steps in (None, len(report.steps)):
         return ""
-    return f" in steps 0 and 1; steps 1 to {num_steps - 1} replay the CUDA graph captured in step 1"
+    first, last = report.steps[0].step, report.steps[-1].step
+    second = first + 1
+    return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"

@@ -44,7 +44,7 @@ def _bound_ports(stack: contextlib.ExitStack) -> Iterator[int]:
             yield candidate.getsockname()[1]
 
 
-def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int]) -> dict[str, str]:
+def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], device: str = "cpu") -> dict[str, str]:
     """The whole environment of one rank's process, by which its framework finds its peers.
 
     ``ports[0]`` is rank 0's store, the others are the ranks' endpoints, which
@@ -68,7 +68,7 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int]) 
         "PADDLE_MASTER": f"127.0.0.1:{ports[0]}",
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_DISTRI_BACKEND": "nccl" if device == "gpu" else "gloo",
     }
 
 

@@ -37,9 +37,10 @@ class Replays(Protocol):
         ...
 
 
-def num_logged_steps(run: RunSpec, *, layers: bool) -> int:
-    """Steps of which a run has a log; those with ``layers`` to look at are not replayed."""
-    return min(run.steps, 2) if run.replay and not layers else run.steps
+def num_logged_steps(run: RunSpec, *, layers: bool, first_step: int = 0) -> int:
+    """Steps of which a run that begins with ``first_step`` has a log; those with ``layers`` are not replayed."""
+    num_steps = run.steps - first_step
+    return min(num_steps, 2) if run.replay and not layers else num_steps
 
 
 class ReplayedSteps:
@@ -58,6 +59,7 @@ class ReplayedSteps:
         self._adapter, self._program, self._replays, self._tell = adapter, program, replays, tell
         self._replay: Callable[[], None] | None = None
         self._is_capturing = False
+        self._is_warm = False
 
     def enter(self, op_id: int, kind: OpKind) -> None:
         """An operation is about to be carried out: a capture writes down that the device comes to it.
@@ -69,10 +71,11 @@ class ReplayedSteps:
 
     def run(self, step: int) -> None:
         """One step, the next one, to its end."""
-        if step == 0:
+        if not self._is_warm:
             self._adapter.begin(step)
             self._program(step)
             self._adapter.finish()
+            self._is_warm = True
             return
         if self._replay is None:
             self._adapter.begin(step)

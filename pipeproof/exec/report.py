@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from pipeproof.comm.accumulation import Accumulation
 from pipeproof.exec.codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
@@ -16,9 +16,20 @@ from pipeproof.exec.oplog import LogEntry, op_ids_of
 from pipeproof.schedule.optable import EdgeKind
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.finding import Finding, Severity
+from pipeproof.specs.plan import RunSpec
 from pipeproof.specs.profile_file import Profile
 from pipeproof.specs.render import finding_to_json
 from pipeproof.verify.subject import Subject
+
+LogClock = Literal["host", "device", "issue"]
+"""Times of a log: as the host saw each operation end, as the GPU did, or when the host issued it to a GPU."""
+
+
+def clock_of(run: RunSpec, *, is_timed: bool) -> LogClock:
+    """What the times of a run's log are of: a host does not wait for a GPU, unless it is to know its times."""
+    if run.device == "cpu":
+        return "host"
+    return "device" if is_timed else "issue"
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class RunReport:
     """Whether there is no reference that adds in the plan's order, so that the bound is the verdict."""
     profile: Profile | None = None
     """The measured times, where they were asked for."""
+    clock: LogClock = "host"
+    """What the times of the log are of."""
     num_logged_steps: int | None = None
     """Steps that have a log, where it is not all of them: later ones were replays."""
 
@@ -138,6 +151,7 @@ class RunReport:
             "dtype": self.subject.plan.spec.run.dtype,
             "parallel_bound": self.parallel_bound,
             "judged_by": "bound" if self.is_by_bound else "bits",
+            "clock": self.clock,
             "log_matches_graph": not self.log_findings,
             "steps": [
                 _finite(

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeproof.comm.accumulation import accumulation_of
 from pipeproof.exec.bare import read_bare
 from pipeproof.exec.carried_out import require_carried_out
-from pipeproof.exec.codes import BACKEND_MISSING, DEVICE_MISSING, NOT_CARRIED_OUT
+from pipeproof.exec.clock import Timing
+from pipeproof.exec.codes import BACKEND_MISSING, NOT_CARRIED_OUT
 from pipeproof.exec.compare import StepResult, compare_step
 from pipeproof.exec.compare_routers import compare_routers
 from pipeproof.exec.dp_shares import with_whole_gradients
 from pipeproof.exec.exchanges import compare_exchanges
-from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_routers, load_step
+from pipeproof.exec.gpus import missing_gpus
+from pipeproof.exec.jobs import Fault, Job, dump_plan, load_arrays, load_not_finite, load_routers, load_step
 from pipeproof.exec.judged import is_by_bound, needs_ordered
+from pipeproof.exec.kept import KeptState, prepared, remove_unfinished
 from pipeproof.exec.launch import START_UP_TIMEOUT_S, Launcher, job_directory
+from pipeproof.exec.not_finite import require_finite
 from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.own_layers import require_own_layers
 from pipeproof.exec.profile import measured_profile
 from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
 from pipeproof.exec.replay import num_logged_steps
-from pipeproof.exec.report import RunReport, measured_timeline
+from pipeproof.exec.report import RunReport, clock_of, measured_timeline
 from pipeproof.exec.watchdog import JobState
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
@@ -48,7 +51,8 @@ class Progress:
 class RunOptions:
     """How to run: the watchdog's seconds, where worker output is kept, a planted failure, whether times are wanted.
 
-    ``record`` says where and how much to record, None for nothing.
+    ``record`` says where and how much to record, None for nothing. ``share_gpus`` allows fewer GPUs than ranks.
+    ``kept`` says what state to go on from, as a person named it, and where to save.
     """
 
     timeout_s: float = 60.0
@@ -57,6 +61,8 @@ class RunOptions:
     unsafe: bool = False
     profile: bool = False
     record: RecordOptions | None = None
+    share_gpus: bool = False
+    kept: KeptState = field(default_factory=KeptState)
 
 
 class NotVerifiedError(PipeproofError):
@@ -81,14 +87,17 @@ def run(
         PlanFileError: own layers cannot be built, or are not as declared.
         PipeproofError: the planted failure of the options would never strike.
         WorkerFailedError: a worker died, raised or hung.
+        NotFiniteError: a step came to a loss or a gradient that is no number.
+        StateError: the state to go on from is not one of this plan, or not whole.
     """
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
         layers = options.record is not None and options.record.layers
         job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault, options.profile, layers)
+        job = replace(job, share_gpus=options.share_gpus, kept=prepared(options.kept, report.subject, report.digest))
         job.save()
         require_own_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
-        collector = StepCollector(job, report.subject, options.record)
+        collector = StepCollector(job, report.subject, options.record, needs_numbers=report.certificate is not None)
         state = JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s)
 
@@ -99,7 +108,10 @@ def run(
             for result in collector.collect(min(done, launcher.reference_steps)):
                 on_step(result)
 
-        launcher.run(progressed)
+        try:
+            launcher.run(progressed)
+        finally:
+            remove_unfinished(job.kept, job.directory.name)
         progressed()
         return finish_report(report, job, collector.results, state.threads)
 
@@ -116,19 +128,20 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
     require_carried_out(report.subject)
-    require_environment(report.subject)
+    require_environment(report.subject, share_gpus=options.share_gpus)
     require_fault_op(report.subject, options.fault)
     _require_times(report.subject, options)
 
 
-def require_environment(subject: Subject) -> None:
-    """Refuse what lacks its framework, or its devices.
+def require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
+    """Refuse what lacks its framework, or its devices; with ``share_gpus`` one GPU is enough.
 
     Raises:
         BackendMissingError: the plan's backend is not installed, or its device is not there.
     """
     _require_backend(subject.plan.spec.run)
-    _require_device(subject)
+    if missing := missing_gpus(subject, share_gpus=share_gpus):
+        raise BackendMissingError(missing)
 
 
 def _require_backend(run: RunSpec) -> None:
@@ -145,34 +158,26 @@ def _require_backend(run: RunSpec) -> None:
 
 
 def _require_times(subject: Subject, options: RunOptions) -> None:
-    """Refuse to measure what cannot be: of a transfer, PyTorch says that it has ended when it is waited for."""
-    if options.profile and subject.plan.spec.run.backend == "torch":
+    """Refuse to measure what cannot be: of a replay only how far it has come is seen, of Paddle's GPUs nothing."""
+    run = subject.plan.spec.run
+    if options.profile and (run.backend, run.device) == ("paddle", "gpu"):
         raise PipeproofError(
             Finding(
                 NOT_CARRIED_OUT.code,
                 Severity.ERROR,
-                "--profile needs to know when each transfer ended, and PyTorch tells only who waits for it",
-                location=subject.locate("run", "backend"),
-                help="run without --profile, or with `backend: paddle`",
+                "--profile needs the GPU's own clock, which is read with PyTorch alone",
+                location=subject.locate("run", "device"),
+                help="run without --profile, or with `backend: torch`",
             )
         )
-
-
-def _require_device(subject: Subject) -> None:
-    """Refuse a run on GPUs that are not there; PyTorch is imported for that in those runs alone."""
-    if subject.plan.spec.run.device != "gpu":
-        return
-    from pipeproof.exec.torch.device import num_gpus
-
-    needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", subject.graph.num_ranks)), num_gpus()
-    if found < needed:
-        raise BackendMissingError(
+    if options.profile and subject.plan.spec.run.replay:
+        raise PipeproofError(
             Finding(
-                DEVICE_MISSING.code,
+                NOT_CARRIED_OUT.code,
                 Severity.ERROR,
-                f"run.device is gpu, and PyTorch sees {found} GPUs here for {needed} ranks",
-                location=subject.locate("run", "device"),
-                help="use `device: cpu`, or a machine with as many GPUs as ranks and a build of PyTorch for them",
+                "--profile times operations one by one, and run.replay carries out whole steps",
+                location=subject.locate("run", "replay"),
+                help="measure it with `replay: false`: the operations are the same",
             )
         )
 
@@ -209,16 +214,22 @@ def require_fault_op(subject: Subject, fault: Fault | None) -> None:
 
 
 class StepCollector:
-    """Compares steps in order, as soon as all their files are there, records them, and removes the files."""
+    """Compares steps in order, as soon as all their files are there, records them, and removes the files.
 
-    def __init__(self, job: Job, subject: Subject, record: RecordOptions | None = None) -> None:
+    What is no number ends it, with a ``NotFiniteError``, unless it may be (``needs_numbers``).
+    """
+
+    def __init__(
+        self, job: Job, subject: Subject, record: RecordOptions | None = None, *, needs_numbers: bool = True
+    ) -> None:
         self._job, self._subject = job, subject
         self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
+        self._needs_numbers = needs_numbers
         self.results: list[StepResult] = []
 
     def collect(self, num_steps: int) -> list[StepResult]:
         """The results of the steps before ``num_steps`` that were not collected yet."""
-        fresh = [self._compare(step) for step in range(len(self.results), num_steps)]
+        fresh = [self._compare(step) for step in range(self._job.kept.first_step + len(self.results), num_steps)]
         self.results += fresh
         return fresh
 
@@ -231,7 +242,11 @@ class StepCollector:
         uncut, ordered = load_step(uncut_file), load_step(ordered_file)
         assert uncut[0] is not None
         assert ordered[0] is not None
-        ranks = with_whole_gradients(plan, [load_step(file) for file in rank_files])
+        shares = [load_step(file) for file in rank_files]
+        if self._needs_numbers:
+            first_ops = [load_not_finite(file) for file in rank_files]
+            require_finite(self._subject.graph, step, shares, first_ops, (uncut[0], uncut[1]))
+        ranks = with_whole_gradients(plan, shares)
         result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (uncut[0], uncut[1]))
         of_routers = [load_routers(file) for file in rank_files]
         routers = compare_routers(plan, of_routers, load_routers(ordered_file), load_routers(uncut_file))
@@ -254,7 +269,7 @@ class StepCollector:
         return result
 
 
-def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], *, layers: bool) -> tuple[Finding, ...]:
+def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], job: Job) -> tuple[Finding, ...]:
     """Where a rank's log is not the graph's; and if it is, where rows went otherwise than announced."""
     run = subject.plan.spec.run
     found = tuple(
@@ -262,7 +277,8 @@ def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], *, l
             subject.graph,
             rank,
             entries,
-            num_steps=num_logged_steps(run, layers=layers),
+            num_steps=num_logged_steps(run, layers=job.layers, first_step=job.kept.first_step),
+            first_step=job.kept.first_step,
             dtype=run.dtype,
             weight_dtype=run.weight_dtype,
         )
@@ -281,14 +297,13 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         for rank in range(subject.graph.num_ranks)
     }
     findings = tuple(
-        finding
-        for rank, entries in logs.items()
-        for finding in _log_findings(subject, rank, entries, layers=job.layers)
+        finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
     )
     profile = None
     if job.profile and not findings:
         bare = {rank: read_bare(job.bare_file(rank)) for rank in logs}
-        profile = measured_profile(subject, report.digest, logs, bare, threads)
+        timings = {rank: Timing.load(job.timing_file(rank)) for rank in logs}
+        profile = measured_profile(subject, report.digest, logs, bare, threads, timings)
     return RunReport(
         subject=subject,
         digest=report.digest,
@@ -298,8 +313,9 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         timeline=measured_timeline(subject, logs),
         parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
         is_by_bound=is_by_bound(subject.plan),
-        num_logged_steps=num_logged_steps(spec.run, layers=job.layers),
+        num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.kept.first_step),
         threads=threads,
         accumulation=accumulation_of(subject.plan),
         profile=profile,
+        clock=clock_of(spec.run, is_timed=job.profile),
     )

@@ -110,6 +110,21 @@ class StepEnd:
             for name, weight in self._updated(stage).items()
         }
 
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """What the rank has from step to step: each weight (by its name and an empty slot), what optimizers keep."""
+        found: dict[tuple[str, str], Tensor] = {}
+        for number, stage in self._stages.items():
+            found |= {(name, ""): self._framework.main(weight) for name, weight in stage.parameters.items()}
+            found |= (self._sharded.get(number) or self._whole[number]).state()
+        return found
+
+    def put_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on with what ``state`` gave; before the first step."""
+        for number, stage in self._stages.items():
+            weights = {name: state[name, ""] for name in stage.parameters}
+            kept = {key: one for key, one in state.items() if key[1] and key[0] in weights}
+            (self._sharded.get(number) or self._whole[number]).put_state(weights, kept)
+
     def _updated(self, stage: int) -> Mapping[str, Weight]:
         """What the optimizer of a stage updates: weights, or this rank's shares of them."""
         sharded = self._sharded.get(stage)

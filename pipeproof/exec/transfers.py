@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from pipeproof.comm.boundary_tensors import tensors_of
 from pipeproof.comm.channel_models import ChannelModel
@@ -22,6 +23,7 @@ from pipeproof.comm.entry_order import EntryOrder
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.framework import Arrays, Channels, Collectives, Tensor, Transfer, Value, WeightGradients
 from pipeproof.exec.oplog import LogEntry
+from pipeproof.exec.slices import Slice, SliceChannels, SliceCollectives, whole_of
 from pipeproof.exec.slots import Slots
 from pipeproof.schedule.columns import unit_of
 from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op
@@ -40,9 +42,9 @@ class UnitTensors:
     output: Value = ()
     output_grad: Members = field(default_factory=dict)
     input_grad: Members = field(default_factory=dict)
-    received: dict[tuple[bool, int], Tensor] = field(default_factory=dict)
+    received: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
     """Slices that came in by the partial transport, before their gather, by (forward, member)."""
-    sliced: dict[tuple[bool, int], Tensor] = field(default_factory=dict)
+    sliced: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
     """Slices that go out by the partial transport, by (forward, member)."""
     weights: WeightGradients | None = None
     """What the input gradient left for the weight gradient to compute."""
@@ -74,6 +76,16 @@ class _Message:
     """Of the member in its edge."""
     changes_layout: bool
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether the partial transport moves it, and a gather joins it with others."""
+        return not self.is_whole and not self.changes_layout
+
+    def slice_of(self, whole: Tensor) -> Slice:
+        """Its range of a tensor, for a backend that moves ranges itself."""
+        size = self.stop - self.start
+        return Slice(whole, prod(self.shape) // size, self.start // size)
+
 
 @dataclass(frozen=True, slots=True)
 class _Order:
@@ -103,12 +115,16 @@ class RankTransfers:
             None if num_slots is None else Slots(num_slots, plan.graph, rank, kinds, arrays)
             for num_slots, kinds in ((buffers.receive_slots, RECV_KINDS), (buffers.send_slots, SEND_KINDS))
         )
+        by_backend = not (buffers.receive_slots or buffers.send_slots) and buffers.release_output == "after_backward"
+        self._slicing = channels if by_backend and isinstance(channels, SliceChannels) else None
+        """Where the backend moves ranges of tensors itself: a slot has room for the slice alone, and what is given back
+        early has been cut before."""
         self._is_one_queue = plan.spec.transport.queue == "device"
         self._entries = EntryOrder(plan.graph, ChannelModel(plan.spec.transport.queue or "directed_edge"))
         self._messages: dict[int, _Message] = {}
         self._orders: dict[int, _Order] = {}
         self._last: dict[Hashable, list[Transfer]] = {}
-        self._ready: dict[int, list[tuple[int, Channel, Tensor]]] = {}
+        self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
         self._posted: dict[int, Transfer] = {}
         self._tensors: dict[tuple[int, int], UnitTensors] = {}
 
@@ -140,23 +156,28 @@ class RankTransfers:
         buffer = (self._outgoing if message.is_send else self._incoming)(message, order.channel, tensors)
         self._post(op_id, order, buffer)
 
-    def _outgoing(self, message: _Message, channel: Channel, tensors: UnitTensors) -> Tensor:
+    def _outgoing(self, message: _Message, channel: Channel, tensors: UnitTensors) -> Tensor | Slice:
         """What a send moves."""
         forward, place = message.is_forward, message.place
-        if not message.is_whole and not message.changes_layout:
+        buffer: Tensor | Slice
+        if message.is_slice:
             buffer = tensors.sliced[forward, place]
         else:
             buffer = tensors.outgoing(place, forward=forward).detach().contiguous()
             if not message.is_whole:
                 buffer = buffer.flatten()[message.start : message.stop].clone()
-        if self._send_slots is None:
+        if self._send_slots is None or isinstance(buffer, Slice):  # which is there without slots alone
             return buffer
         slot = self._send_slots.take((channel, forward), list(buffer.shape), message.dtype)
         return self._arrays.copy_into(slot, buffer)
 
-    def _incoming(self, message: _Message, channel: Channel, tensors: UnitTensors) -> Tensor:
+    def _incoming(self, message: _Message, channel: Channel, tensors: UnitTensors) -> Tensor | Slice:
         """Where a receive puts what comes."""
         forward, place = message.is_forward, message.place
+        if message.is_slice and self._slicing is not None:
+            part = message.slice_of(self._arrays.empty(message.shape, message.dtype))
+            tensors.received[forward, place] = part
+            return part
         shape = message.shape if message.is_whole else [message.stop - message.start]
         if self._receive_slots is None:
             buffer = self._arrays.empty(shape, message.dtype)
@@ -164,25 +185,31 @@ class RankTransfers:
             buffer = self._receive_slots.take((channel, forward), shape, message.dtype)
         if message.is_whole:
             tensors.incoming(forward=forward)[place] = buffer
-        elif not message.changes_layout:
+        elif message.is_slice:
             tensors.received[forward, place] = buffer
         elif place not in tensors.incoming(forward=forward):
             tensors.incoming(forward=forward)[place] = self._arrays.zeros(message.shape, message.dtype)
         return buffer
 
-    def _post(self, op_id: int, order: _Order, buffer: Tensor) -> None:
+    def _post(self, op_id: int, order: _Order, buffer: Tensor | Slice) -> None:
         """Post a transfer behind those that it follows, all of a batch with the last of them."""
         ready = self._ready.setdefault(order.entry, [])
         ready.append((op_id, order.channel, buffer))
         if not order.is_last:
             return
         after = [earlier for one in order.orders for earlier in self._last.get(one, ())]
-        posted = {one: self._channels.post(channel, moved, after) for one, channel, moved in ready}
+        posted = {one: self._begin(channel, moved, after) for one, channel, moved in ready}
         together = [*posted.values()]
         for one in order.orders:
             self._last[one] = together
         self._posted.update(posted)
         del self._ready[order.entry]
+
+    def _begin(self, channel: Channel, buffer: Tensor | Slice, after: Sequence[Transfer]) -> Transfer:
+        if isinstance(buffer, Slice):
+            assert self._slicing is not None
+            return self._slicing.post_slice(channel, buffer, after)
+        return self._channels.post(channel, buffer, after)
 
     def drain(self) -> None:
         """Before a collective: where all communication of a device is one queue, what was posted ends first."""
@@ -205,10 +232,14 @@ class RankTransfers:
             transfer.start_ns,
             transfer.end_ns,
             (order.channel.src, order.channel.dst),
-            self._arrays.numel(transfer.buffer),
-            self._arrays.dtype(transfer.buffer),
+            *self.size_of(transfer.buffer),
             transfer.posted_ns,
         )
+
+    def size_of(self, buffer: Tensor | Slice) -> tuple[int, str]:
+        """How many elements of which type a transfer moves, or a member puts into a gather."""
+        tensor, num_slices = whole_of(buffer)
+        return self._arrays.numel(tensor) // num_slices, self._arrays.dtype(tensor)
 
     def _put_in_place(self, message: _Message, buffer: Tensor) -> None:
         """A received range of a tensor that is laid out anew goes where it belongs."""
@@ -230,15 +261,22 @@ class RankTransfers:
         message = self._message(op_id)
         tensors = self.of(message.op)
         outgoing = tensors.outgoing(message.place, forward=message.is_forward).detach()
-        sliced = outgoing.flatten()[message.start : message.stop].clone()
+        if self._slicing is not None:
+            sliced = message.slice_of(outgoing.contiguous())
+        else:
+            sliced = outgoing.flatten()[message.start : message.stop].clone()
         tensors.sliced[message.is_forward, message.place] = sliced
 
-    def gather(self, op_id: int, collectives: Collectives) -> Tensor:
+    def gather(self, op_id: int, collectives: Collectives) -> Tensor | Slice:
         """Join the slices of a tensor that all TP ranks received; this rank's slice."""
         message = self._message(op_id)
         tensors = self.of(message.op)
         own = tensors.received.pop((message.is_forward, message.place))
-        joined = collectives.all_gather(own, 0).reshape(message.shape)
+        if isinstance(own, Slice):
+            assert isinstance(collectives, SliceCollectives)
+            joined = collectives.gather_slices(own)
+        else:
+            joined = collectives.all_gather(own, 0).reshape(message.shape)
         tensors.incoming(forward=message.is_forward)[message.place] = joined
         return own
 

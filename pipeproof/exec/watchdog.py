@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeproof.exec.codes import DIED, HUNG
+from pipeproof.exec.codes import HUNG
+from pipeproof.exec.failures import Failure, failure_from, received_before
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE
 from pipeproof.specs.finding import Finding, OpsWitness, Severity, WitnessOp
@@ -20,14 +21,26 @@ class RankState:
     phase: str = "starting"
     step: int = -1
     op_id: int = NONE
+    device: tuple[int, int] | None = None
+    """The step and operation that its GPU was last seen at, where one is followed."""
     steps_done: int = 0
     threads: int = 0
     """Compute threads that the worker measured after pinning; 0 before it said so."""
     finished: bool = False
-    error: str | None = None
-    error_ns: int = 0
+    failure: Failure | None = None
+    """What ended the worker, where it said so itself."""
     heard_s: float = 0.0
     """0 while nothing was ever heard: under another's launcher each process hears itself alone."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the host has gone on while its GPU is still at an earlier operation."""
+        return self.device is not None and self.op_id != NONE and self.device < (self.step, self.op_id)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The step and operation that the rank is at: of its GPU, where the host has gone on."""
+        return self.device if self.device is not None and self.is_ahead else (self.step, self.op_id)
 
 
 @dataclass
@@ -46,17 +59,19 @@ class JobState:
         state.heard_s = now_s
         match event["kind"]:
             case "setup":
-                state.phase = event["what"]
+                state.phase, state.op_id, state.device = event["what"], NONE, None
             case "ready":
                 state.phase, state.threads = "running", event["threads"]
             case "at":
                 state.step, state.op_id = event["step"], event["op"]
+            case "device":
+                state.device = event["step"], event["op"]
             case "step":
                 state.steps_done = event["step"] + 1
             case "finished":
                 state.finished = True
             case "error":
-                state.error, state.error_ns = event["message"], event["at_ns"]
+                state.failure = failure_from(event)
 
     @property
     def all_ready(self) -> bool:
@@ -79,14 +94,14 @@ class JobState:
         return max(state.threads for state in self.ranks)
 
     def died(self, rank: int, how: str) -> Finding:
-        """A rank's process ended early; ``how`` says how (a signal, an exit status)."""
-        what = self.ranks[rank].error
-        cause = f"{how}: {what}" if what else how
+        """A rank's process ended early; ``how`` says how (a signal, an exit status) where it did not say so itself."""
+        failure = self.ranks[rank].failure or Failure(how, 0)
+        what = failure.text if self.ranks[rank].failure else how
         return Finding(
-            DIED.code,
+            failure.code,
             Severity.ERROR,
-            f"{self.subject.coords_text(rank)} {cause}, {self._where(rank)}; {self._others(rank)}",
-            help="the other ranks were stopped; `--logs DIR` keeps what each worker printed",
+            f"{self.subject.coords_text(rank)} {what}, {self._where(rank)}{self._input(rank)}; {self._others(rank)}",
+            help=failure.help,
             witness=self._witness(rank),
         )
 
@@ -122,16 +137,17 @@ class JobState:
         graph, state = self.subject.graph, self.ranks[rank]
         if state.op_id == NONE:
             return self._behind_at_setup(state)
-        op = graph.ops[state.op_id]
+        step, op_id = state.place
+        op = graph.ops[op_id]
         if op.kind is OpKind.WAIT:
-            partner = graph.match_of.get(int(graph.waits_for[state.op_id]), NONE)
+            partner = graph.match_of.get(int(graph.waits_for[op_id]), NONE)
             if partner == NONE:
                 return None
             other = int(graph.rank[partner])
-            return other if self._is_before(other, state.step, partner) else None
-        for member in graph.members_of(state.op_id):
+            return other if self._is_before(other, step, partner) else None
+        for member in graph.members_of(op_id):
             other = int(graph.rank[member])
-            if other != rank and self._is_before(other, state.step, member):
+            if other != rank and self._is_before(other, step, member):
                 return other
         return None
 
@@ -147,15 +163,23 @@ class JobState:
 
     def _is_before(self, rank: int, step: int, op_id: int) -> bool:
         """Whether ``rank`` has not come past ``op_id`` of ``step`` yet."""
-        state = self.ranks[rank]
-        return (state.step, state.op_id) < (step, op_id)
+        return self.ranks[rank].place < (step, op_id)
 
     def _where(self, rank: int) -> str:
         state = self.ranks[rank]
         if state.op_id == NONE:
             return f"while {state.phase}"
-        op = self.subject.graph.ops[state.op_id]
-        return f"at {op} of step {state.step}; {self._expected(state.op_id)}"
+        ops, (step, op_id) = self.subject.graph.ops, state.place
+        ahead = (
+            f" on its GPU (its host has gone on to {ops[state.op_id]} of step {state.step})" if state.is_ahead else ""
+        )
+        return f"at {ops[op_id]} of step {step}{ahead}; {self._expected(op_id)}"
+
+    def _input(self, rank: int) -> str:
+        """What the operation that a rank is at works on, if it computes."""
+        op_id = self.ranks[rank].place[1]
+        text = "" if op_id == NONE else received_before(self.subject.graph, op_id)
+        return text and f"; {text}"
 
     def _expected(self, op_id: int) -> str:
         """What the graph expects at an operation: its counterpart, or the next transfer that hangs on it."""
@@ -183,14 +207,14 @@ class JobState:
         places = []
         for other, state in enumerate(self.ranks):
             if other != rank and state.heard_s > 0.0:
-                op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.op_id]}"
+                op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.place[1]]}"
                 places.append(f"rank {other} {'finished' if state.finished else state.phase}{op}")
         return "meanwhile " + ", ".join(places) if places else "of the other ranks nothing is known here"
 
     def _witness(self, rank: int) -> OpsWitness | None:
         graph = self.subject.graph
-        ids = [s.op_id for r, s in enumerate(self.ranks) if s.op_id != NONE and r != rank]
-        mine = self.ranks[rank].op_id
+        ids = [s.place[1] for r, s in enumerate(self.ranks) if s.op_id != NONE and r != rank]
+        mine = self.ranks[rank].place[1]
         ops = [mine, *ids] if mine != NONE else ids
         if not ops:
             return None

@@ -21,14 +21,19 @@ from pathlib import Path
 
 from pipeproof.exec.adapter import RankAdapter
 from pipeproof.exec.bare_messages import bare_messages
-from pipeproof.exec.frameworks import start_framework, start_replays
+from pipeproof.exec.clock import HostClock
+from pipeproof.exec.failures import event_of
+from pipeproof.exec.frameworks import start_framework, start_progress, start_replays, timed, timing_of
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
 from pipeproof.exec.judged import is_by_bound
+from pipeproof.exec.kept import go_on, leave_state
 from pipeproof.exec.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.own_layers import require_same_start
+from pipeproof.exec.progress import followed
 from pipeproof.exec.rendezvous import environment_rank
 from pipeproof.exec.replay import ReplayedSteps, num_logged_steps
 from pipeproof.exit_status import ExitStatus
+from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.verify.certificate import plan_digest
@@ -48,7 +53,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.digest)
     plan = subject.plan
-    framework = start_framework(plan.spec.run)
+    framework = start_framework(plan.spec.run, share_gpus=job.share_gpus)
     world = framework.connect(rank, plan, lambda what: emit("setup", what=what))
     fault = FaultPlan(job.fault, rank)
 
@@ -59,37 +64,57 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         tell(step, op_id)
         if replayed is not None:
             replayed.enter(op_id, plan.graph.ops[op_id].kind)
+        elif progress is not None and plan.graph.parent[op_id] == NONE:
+            progress.write(op_id)
         fault.strike(plan.graph.ops[op_id])
 
     replayed: ReplayedSteps | None = None
+    run = plan.spec.run
+    progress = (
+        None if job.profile or run.replay else start_progress(run, plan.graph.num_ops)
+    )  # the first is to cost none
 
     watch = LayerWatch() if job.layers else None
-    adapter = RankAdapter(plan, rank, framework, world, enter, watch)
+    seen, clock = timed(plan.spec.run, world) if job.profile else (world, HostClock())
+    adapter = RankAdapter(plan, rank, framework, seen, enter, watch, clock)
     if plan.spec.own_layers is not None:
         require_same_start(job, adapter.weights())
     machine = RankMachine(plan.graph, rank)
     if job.profile:
         emit("setup", what="timing bare messages")
-        times = bare_messages(world, framework.arrays, plan.graph)
+        times = bare_messages(world, framework.arrays, plan.graph, on_device=plan.spec.run.device == "gpu")
         job.bare_file(rank).write_text(json.dumps([asdict(message) for message in times]))
+    if job.kept.resume is not None:
+        emit("setup", what="loading the state")
+        go_on(adapter, framework.arrays, plan, rank, job.kept.resume)
     emit("ready", threads=framework.num_threads())
-    if num_logged_steps(plan.spec.run, layers=job.layers) < plan.spec.run.steps:
+    first = job.kept.first_step
+    if num_logged_steps(plan.spec.run, layers=job.layers, first_step=first) < plan.spec.run.steps - first:
         replays = start_replays(plan.graph.num_ops)
         replayed = ReplayedSteps(adapter, lambda step: run_step(machine, step, adapter.carry_out), replays, tell)
-    for step in range(plan.spec.run.steps):
+    if first and is_by_bound(plan):
+        save_arrays(job.weights_file(rank, first), adapter.weights() | adapter.biases())
+    for step in range(first, plan.spec.run.steps):
         if replayed is not None:
             replayed.run(step)
         else:
-            adapter.begin(step)
-            run_step(machine, step, adapter.carry_out)
-            adapter.finish()
+            if progress is not None:
+                progress.begin(step)
+            with followed(progress, lambda step, op_id: emit("device", step=step, op=op_id)):
+                adapter.begin(step)
+                run_step(machine, step, adapter.carry_out)
+                adapter.finish()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
         if is_by_bound(plan) and step + 1 < plan.spec.run.steps:
             save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
+        if job.kept.is_due(step, plan.spec.run.steps):
+            leave_state(job, adapter, framework.arrays, world, plan, step + 1, emit)
         emit("step", step=step)
-    world.channels.close()
+    seen.channels.close()
+    if job.profile:
+        timing_of(plan.spec.run, clock).save(job.timing_file(rank))
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
     emit("finished")
 
@@ -153,7 +178,7 @@ def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank
         work(Job.load(directory), environment_rank(), events.send)
     except Exception as error:  # noqa: BLE001 - whatever a framework raises: the launcher tells the person
         traceback.print_exc()
-        events.send("error", message=f"{type(error).__name__}: {error}", at_ns=time.monotonic_ns())
+        events.send("error", **event_of(error))
         return ExitStatus.WORKER_FAILED
     return 0
 

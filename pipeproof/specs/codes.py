@@ -16,6 +16,8 @@ class ExampleKind(StrEnum):
     """A program text, one line a rank, to be judged alone."""
     PYTHON = "python"
     """Python code that leaves what is to be judged in ``subject``."""
+    JOB = "job"
+    """Settings of another tool: training arguments of PaddleFormers, or a Fleet strategy as text."""
     COMMAND = "command"
     """What a person types."""
     OUTCOME = "outcome"
@@ -137,8 +139,8 @@ PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
             "release. It is refused rather than ignored, so that nothing is proved about a plan that "
             "would not run as written."
         ),
-        wrong="run: {backend: paddle, device: gpu}",
-        right="run: {backend: torch, device: gpu}",
+        wrong="run: {backend: paddle, dtype: bfloat16}",
+        right="run: {backend: torch, dtype: bfloat16}",
     ),
     RuleDoc(
         code="PP108",

@@ -29,7 +29,6 @@ def _with_paddle(run: Mapping[str, object]) -> bool:
 
 
 LATER: tuple[Later, ...] = (
-    Later("run", "device", ("gpu",), _with_paddle, "runs of Paddle on GPUs", "use cpu, or `backend: torch`"),
     Later(
         "run",
         "dtype",

@@ -59,16 +59,18 @@ def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
     return LoadedPlan(spec, source)
 
 
-def plan_from_dict(data: Mapping[str, object]) -> LoadedPlan:
+def plan_from_dict(data: Mapping[str, object], *, source: SourceMap | None = None) -> LoadedPlan:
     """Validate a plan made in Python; its keys and values are those of the file.
 
+    ``source`` says where they stand, for a plan that was made from other files.
+
     Raises:
-        PlanFileError: with everything found wrong, PP102 to PP109, without places.
+        PlanFileError: with everything found wrong, PP102 to PP109; without places, unless a source has them.
     """
     spec, problems = _validate(data)
     if spec is None:
-        raise PlanFileError(*_without_repeats(_finding(problem, None) for problem in problems))
-    return LoadedPlan(spec)
+        raise PlanFileError(*_without_repeats(_finding(problem, source) for problem in problems), source=source)
+    return LoadedPlan(spec, source)
 
 
 def _validate(data: object) -> tuple[PlanSpec | None, list[Problem]]:

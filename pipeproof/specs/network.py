@@ -41,11 +41,26 @@ class LinkSpec(BaseModel):
     )
 
 
+class EdgeSpec(BaseModel):
+    """What messages from one rank to another take, as measured; `pipeproof rehearse PLAN -o FILE` writes these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    source: int = Field(ge=0, description="Global rank that sends.")
+    destination: int = Field(ge=0, description="Global rank that receives.")
+    bandwidth: float = Field(gt=0, le=10**6, description="GB/s (10^9 bytes), as reached.")
+    latency_us: Time = Field(
+        default=Fraction(0),
+        description="What a message takes without its bytes, all in all: `launch_us` does not come on top.",
+        json_schema_extra={"default": 0},
+    )
+
+
 class NetworkSpec(BaseModel):
     """The links between ranks, from which messages and collectives have their times.
 
     Beside ``cost.analytic``, whose data sheet has the links, only
-    ``ranks_per_nic``, ``algorithm`` and ``contention`` may be given.
+    ``ranks_per_nic``, ``algorithm``, ``contention`` and ``edges`` may be given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -67,6 +82,13 @@ class NetworkSpec(BaseModel):
     )
     contention: bool = Field(
         default=False, description="Whether what uses a link at the same time shares it, or each has it to itself."
+    )
+    edges: tuple[EdgeSpec, ...] = Field(
+        default=(),
+        strict=False,
+        description="Pairs of ranks whose messages take what was measured of them, each pair and direction once; "
+        "those of all others, and all collectives, go by the rest.",
+        json_schema_extra={"default": []},
     )
 
 
@@ -96,8 +118,8 @@ def check_network(plan: PlanSpec) -> list[Problem]:
             )
             for key, mend in _OF_A_DATA_SHEET.items()
             if getattr(network, key) is not None
-        ]
-    return [*_latency(cost), *_missing(plan, network), *_odd_cards(network)]
+        ] + _odd_edges(plan, network)
+    return [*_latency(cost), *_missing(plan, network), *_odd_cards(network), *_odd_edges(plan, network)]
 
 
 def _latency(cost: CostSpec) -> list[Problem]:
@@ -137,3 +159,28 @@ def _odd_cards(network: NetworkSpec) -> list[Problem]:
     )
     mend = "a network card belongs to one node: choose a divisor"
     return [Problem("PP106", ("cost", "network", "ranks_per_nic"), message, help=mend)]
+
+
+def _odd_edges(plan: PlanSpec, network: NetworkSpec) -> list[Problem]:
+    """Each is between two ranks of the plan and stands once, and none has to share its link."""
+    here = ("cost", "network", "edges")
+    if network.edges and network.contention:
+        message = "`cost.network.edges` gives messages times of their own, and with `contention` they share links"
+        mend = "remove one of them: what was measured had its link to itself"
+        return [Problem("PP106", here, message, help=mend, at_key=True)]
+    problems, found = [], set()
+    last = plan.topology.num_ranks - 1
+    for index, edge in enumerate(network.edges):
+        pair = edge.source, edge.destination
+        name = f"cost.network.edges[{index}] {edge.source}->{edge.destination}"
+        if max(pair) > last:
+            mend = "measure the plan that is simulated, or remove the edge"
+            problems.append(Problem("PP106", (*here, index), f"{name}: the plan has ranks 0 to {last}", help=mend))
+        elif edge.source == edge.destination:
+            mend = "an edge joins two ranks"
+            problems.append(Problem("PP106", (*here, index), f"{name} leads nowhere", help=mend))
+        elif pair in found:
+            mend = "remove one of the two"
+            problems.append(Problem("PP106", (*here, index), f"{name} is given twice", help=mend))
+        found.add(pair)
+    return problems

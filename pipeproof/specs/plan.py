@@ -50,7 +50,7 @@ class RunSpec(Section):
         default="paddle", description="The framework that computes and communicates."
     )
     device: Literal["cpu", "gpu"] = Field(
-        default="cpu", description="Where it computes; on `gpu`, which is for torch, each rank on a GPU of its own."
+        default="cpu", description="Where it computes; on `gpu` each rank on a GPU of its own."
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights and activations; 16 bits are for torch."

@@ -95,6 +95,7 @@ class Machine(_Part):
     processes: _Count = Field(description="Processes of the plan's ranks; the reference runs after them.")
     threads: _Count = Field(description="Compute threads of each process.")
     framework: str = Field(description="What computes, with its version.")
+    devices: _Listed[str] = Field(default=(), description="The GPU of each rank; none where processors compute.")
     system: str = Field(description="The operating system.")
 
 
@@ -125,6 +126,27 @@ class Steps(_Part):
     counted: _Count = Field(description="The last ones, which are counted: without the first, where there are others.")
 
 
+class ClockOfTimes(_Part):
+    """Whose clock the times are of."""
+
+    name: Literal["host", "device"] = Field(
+        description="Of processes that wait for what they ask for, or of GPUs that run behind them."
+    )
+    accuracy_us: _Time = Field(description="How far times of two ranks may be off against each other, at most.")
+
+
+HOST_CLOCK = ClockOfTimes(name="host", accuracy_us=0.0)
+"""One for all processes of a machine."""
+
+
+class DeviceMemory(_Part):
+    """The most that one rank's allocator had in the last step."""
+
+    rank: int = Field(ge=0, description="Global rank.")
+    allocated_bytes: _Bytes = Field(description="Given out to tensors.")
+    reserved_bytes: _Bytes = Field(description="Taken from the device; the rest is rounding and gaps.")
+
+
 class Host(_Part):
     """What the host takes where a simulation has it take nothing; no prediction uses it."""
 
@@ -151,6 +173,8 @@ class Profile(_Part):
     )
     collectives: _Listed[CollectivePoint] = Field(description="By kind, axis size and bytes.")
     host: Host
+    clock: ClockOfTimes = Field(default=HOST_CLOCK)
+    memory: _Listed[DeviceMemory] = Field(default=(), description="By rank; none where processors compute.")
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

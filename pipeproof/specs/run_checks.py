@@ -10,20 +10,19 @@ if TYPE_CHECKING:
     from pipeproof.specs.plan import PlanSpec
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
+_ALIGNED = 8
+"""Numbers of 16 bits in the 16 bytes on which the kernel for all experts wants rows to begin."""
 
 
 def check_run(plan: PlanSpec) -> list[Problem]:
-    """PP106: Paddle runs on the CPU, and not in 16 bits there; own layers are Paddle's; what replays cannot do.
+    """PP106: Paddle runs in no 16 bits; own layers are Paddle's; what replays cannot do.
 
     Nor can 16 bits do all: they have no room for AdamW's epsilon (float16), nor for the squares of all gradients.
     """
     run, problems = plan.run, []
     if run.backend == "paddle":
-        if run.device == "gpu":
-            message = "run.device gpu is for `run.backend: torch`, and the backend is paddle"
-            problems.append(Problem("PP106", ("run", "device"), message, help="use cpu, or `backend: torch`"))
         if run.dtype in _SIXTEEN_BITS:
-            message = f"run.dtype {run.dtype} is for `run.backend: torch`: Paddle has no products of 16 bits on a CPU"
+            message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
             mend = "use float32 or float64, or `backend: torch`"
             problems.append(Problem("PP106", ("run", "dtype"), message, help=mend))
     elif plan.own_layers is not None:
@@ -45,12 +44,14 @@ def check_run(plan: PlanSpec) -> list[Problem]:
 def _check_replay(plan: PlanSpec) -> list[Problem]:
     """A CUDA graph has fixed shapes, and nothing in it waits for the host."""
     model, path = plan.model, ("run", "replay")
-    if plan.run.device != "gpu":
-        message = "run.replay captures a CUDA graph, and run.device is cpu"
+    if plan.run.device != "gpu" or plan.run.backend != "torch":
+        fact = "run.device is cpu" if plan.run.device != "gpu" else "run.backend is paddle"
+        message = f"run.replay captures a CUDA graph with PyTorch, and {fact}"
         return [Problem("PP106", path, message, help="remove it, or use `backend: torch` and `device: gpu`")]
     dynamic = []
-    if model.moe is not None:
-        dynamic.append(("model.moe", "how many tokens each expert gets is known in the step alone"))
+    if model.moe is not None and not _experts_ask_nothing(plan):
+        asked = "how many tokens each expert gets the host asks, but with ep 1, bfloat16 throughout and sizes of eights"
+        dynamic.append(("model.moe", asked))
     if model.dropout is not None:
         dynamic.append(("model.dropout", "masks are drawn on the host"))
     if plan.buffers.release_output != "after_backward":
@@ -59,3 +60,14 @@ def _check_replay(plan: PlanSpec) -> list[Problem]:
         Problem("PP106", path, f"run.replay with {key}: {reason}, and a CUDA graph is fixed", help="remove run.replay")
         for key, reason in dynamic
     ]
+
+
+def _experts_ask_nothing(plan: PlanSpec) -> bool:
+    """Whether all experts of a rank are one kernel that reads the numbers of tokens on the device.
+
+    As ``pipeproof.stages.torch.grouped`` has it; tokens of other ranks would be as many as the host must know.
+    """
+    moe, run, topology = plan.model.moe, plan.run, plan.topology
+    assert moe is not None
+    is_aligned = not any(size % _ALIGNED for size in (plan.model.hidden_size, moe.ffn_size // topology.tp))
+    return is_aligned and topology.ep == 1 and run.dtype == run.weight_dtype == "bfloat16"

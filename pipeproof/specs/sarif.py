@@ -7,7 +7,7 @@ URI, and the pages are part of a checkout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pipeproof.specs.codes import RuleDoc
 from pipeproof.specs.excerpt import shown_path
 from pipeproof.specs.finding import CycleWitness, Finding, Location, OpsWitness
+from pipeproof.specs.fingerprint import FINGERPRINT_NAME, fingerprint
 from pipeproof.specs.render import finding_to_json, witness_lines
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -28,11 +29,18 @@ _MOST_RELATED = 100
 
 @dataclass(frozen=True, slots=True)
 class SarifResult:
-    """A finding, and where it is suppressed: with which reason, at which place of the plan file."""
+    """A finding, and where it is suppressed: with which reason, at which place of the plan file.
+
+    ``known`` says whether a baseline has it (None without a baseline), ``known_because`` what that gives as the
+    reason; ``file`` is what was judged, where one log is about several.
+    """
 
     finding: Finding
     suppressed_because: str | None = None
     suppressed_at: Location | None = None
+    known: bool | None = None
+    known_because: str | None = None
+    file: str | None = None
 
 
 def sarif_log(
@@ -45,6 +53,7 @@ def sarif_log(
     digest: str | None = None,
     certified: bool = False,
     not_run: Sequence[str] = (),
+    plans: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """One run of ``pipeproof check`` as a SARIF log.
 
@@ -57,6 +66,7 @@ def sarif_log(
         digest: of what was verified, None where nothing was.
         certified: whether every rule ran and none found an error.
         not_run: the codes of the rules that were left out.
+        plans: file, digest and ``certified`` of each, where several were judged; ``digest`` is None then.
     """
     place_of_rule = {doc.code: index for index, doc in enumerate(docs)}
     invocation: dict[str, Any] = {"executionSuccessful": True, "exitCode": int(exit_status)}
@@ -77,7 +87,7 @@ def sarif_log(
         "invocations": [invocation],
         "columnKind": "unicodeCodePoints",
         "results": [_result(result, place_of_rule[result.finding.code], file) for result in results],
-        "properties": {"digest": digest, "certified": certified},
+        "properties": {"digest": digest, "certified": certified, **({"plans": list(plans)} if plans else {})},
     }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
@@ -96,7 +106,7 @@ def _rule(doc: RuleDoc) -> dict[str, Any]:
 
 
 def _result(result: SarifResult, rule_index: int, file: str) -> dict[str, Any]:
-    finding = result.finding
+    finding, file = result.finding, result.file or file
     mend = "" if finding.help is None else f"\nhelp: {finding.help}"
     content: dict[str, Any] = {
         "ruleId": finding.code,
@@ -104,11 +114,17 @@ def _result(result: SarifResult, rule_index: int, file: str) -> dict[str, Any]:
         "level": str(finding.severity),
         "message": {"text": f"{finding.message}{mend}"},
         "locations": [{"physicalLocation": _physical(finding.location, file)}],
+        "partialFingerprints": {FINGERPRINT_NAME: fingerprint(finding)},
         "properties": {"help": finding.help, "witness": finding_to_json(finding)["witness"]},
     }
     related = _related(finding)
     if related:
         content["relatedLocations"] = related
+    if result.known is not None:
+        content["baselineState"] = "unchanged" if result.known else "new"
+    if result.known and result.suppressed_because is None:
+        because = {} if result.known_because is None else {"justification": result.known_because}
+        content["suppressions"] = [{"kind": "external", "status": "accepted", **because}]
     if result.suppressed_because is not None:
         content["suppressions"] = [
             {

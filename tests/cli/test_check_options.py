@@ -277,8 +277,8 @@ def test_colours(option, environment, coloured, plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give one of PLAN and --program FILE"),
-        (("plan.yaml", "--program", "p.txt"), "give one of PLAN and --program FILE"),
+        ((), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
+        (("plan.yaml", "--program", "p.txt"), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
         (("plan.yaml", "--backend", "paddle-gloo"), "a plan says its backend itself"),
         (("plan.yaml", "--color", "blue"), "--color"),
         (("plan.yaml", "--format", "xml"), "--format"),

@@ -7,7 +7,8 @@ from pipeproof.stages.describe.balance import loss_weights, router_losses, route
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import Life, activations_of
-from pipeproof.stages.describe.work import Phase, layer_work
+from pipeproof.stages.describe.operations import Phase
+from pipeproof.stages.describe.work import layer_work
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1}

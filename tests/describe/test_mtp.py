@@ -10,7 +10,8 @@ from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.lanes import lanes_after, lanes_into
 from pipeproof.stages.describe.memory import Life, activations_of
-from pipeproof.stages.describe.work import Phase, Unit, layer_work
+from pipeproof.stages.describe.operations import Phase, Unit
+from pipeproof.stages.describe.work import layer_work
 from pipeproof.verify.check import check_subject
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, own

@@ -19,10 +19,11 @@ from pipeproof.stages.describe.edges import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import layer_kind
 from pipeproof.stages.describe.memory import Life, activations_of, keeps_input
+from pipeproof.stages.describe.operations import Phase
 from pipeproof.stages.describe.streams import INITIAL_SCALE, measured_with, streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.stages.describe.work import Phase, layer_work
+from pipeproof.stages.describe.work import layer_work
 from pipeproof.verify.check import check, check_subject
 from tests.plans import plan_dict, subject
 

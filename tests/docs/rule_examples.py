@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from pipeproof import cli
 from pipeproof.comm.loaded import blaming_plan, lower_loaded
+from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.codes import PLAN_FILE_CODES, ExampleKind
@@ -62,9 +63,19 @@ def findings_of(doc, text, folder):
             names = {}
             exec(compile(text, doc.code, "exec"), names)
             return check_subject(names["subject"]).findings
+        case ExampleKind.JOB:
+            return refused_or(lambda: of_job(text, folder))
         case ExampleKind.COMMAND:
             return of_command(text, folder)
     raise AssertionError(f"{doc.code}: an example of kind {doc.example_kind} cannot be run")
+
+
+def of_job(text, folder):
+    """The findings about settings of another tool, as ``check --from`` shows them."""
+    file = folder / "job"
+    file.write_text(text, encoding="utf-8")
+    kind = "fleet" if "_configs {" in text else "paddleformers"
+    return check_imported(import_files(kind, [file], Flags())).findings
 
 
 def refused_or(judge):

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 NOT_RUN = {
     "PP142": ("what is installed on the machine", "cli/test_schedule_solve.py"),
+    "PP155": ("a file beside the plan", "cli/test_baseline.py"),
+    "PP156": ("a file beside the plan", "cli/test_baseline.py"),
     "PP901": ("a log that differs from the graph", "exec/test_oplog.py"),
     "PP902": ("a worker that dies", "exec/test_run.py"),
     "PP903": ("a worker that hangs", "exec/test_run.py"),
@@ -27,6 +29,25 @@ NOT_RUN = {
     "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),
     "PP915": ("elements that really arrived", "exec/test_rehearsal.py"),
     "PP916": ("a scale that is asked for", "exec/test_rehearsal_parts.py"),
+    "PP917": ("a run of Fleet's", "exec/test_fleet.py"),
+    "PP918": ("a run of Fleet's", "exec/test_fleet.py"),
+    "PP919": ("a run of Fleet's", "exec/test_fleet.py"),
+    "PP920": ("a directory with a state", "exec/test_kept.py"),
+    "PP921": ("values of a run", "exec/test_failures.py"),
+    "PP922": ("a run whose memory ran out", "exec/test_failures.py"),
+    "PP930": ("a directory of dumps", "interop/hang/test_hang.py"),
+    "PP931": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP932": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP933": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP934": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP935": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP940": ("a directory of logs", "interop/record/test_read.py"),
+    "PP941": ("logs of a program", "interop/record/test_judge.py"),
+    "PP942": ("logs of a program", "interop/record/test_judge.py"),
+    "PP943": ("logs of a program", "interop/record/test_judge.py"),
+    "PP944": ("logs of a program", "interop/record/test_judge.py"),
+    "PP945": ("logs of a program", "interop/record/test_judge.py"),
+    "PP946": ("logs of a program", "interop/record/test_judge.py"),
 }
 """Codes whose findings come when commands run, not from what is written: why, and the test that brings them."""
 
@@ -86,3 +107,8 @@ def test_the_kind_of_an_example_shows(text, kind):
 def test_the_kind_can_be_said():
     doc = RuleDoc("PP999", "t", "e", wrong="rank 1 died", right="it lives", kind=ExampleKind.OUTCOME)
     assert doc.example_kind is ExampleKind.OUTCOME
+
+
+def test_no_code_stands_for_two_things() -> None:
+    codes = [doc.code for doc in all_docs()]
+    assert len(codes) == len(set(codes))

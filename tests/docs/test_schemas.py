@@ -20,6 +20,7 @@ from pipeproof.schedule.optable import Row
 from pipeproof.specs.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.specs.load import load_plan
 from pipeproof.specs.render import finding_to_json
+from pipeproof.state.index import state_json_schema
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.check import check_graph, check_subject
 from tests.plans import plan_dict, subject
@@ -51,7 +52,7 @@ def require_fit(name, content):
 def test_all_commands_with_json_have_a_schema():
     assert set(SCHEMAS) == {
         "advise", "check", "compare", "simulate", "run", "profile", "doctor", "schedule", "schedule_list", "sweep",
-        "jitter", "align", "record", "rehearse", "rehearsal_profile",
+        "jitter", "align", "record", "rehearse", "rehearsal_profile", "state", "baseline",
     }  # fmt: skip
 
 
@@ -318,20 +319,28 @@ def test_the_report_of_a_real_run_fits(tmp_path):
 
 @pytest.mark.needs_paddle
 def test_the_doctors_json_fits():
-    from pipeproof.exec.doctor import doctor_to_json, run_doctor
+    from pipeproof.exec.doctor import run_doctor
+    from pipeproof.exec.doctor_report import doctor_to_json
 
-    content = strict_json(json.dumps(doctor_to_json(run_doctor(keys=["send_completes", "matching"]))))
+    report = run_doctor(keys=["send_completes", "matching"], sizes=(8, 4096))
+    content = strict_json(json.dumps(doctor_to_json(report)))
     require_fit("doctor", content)
     assert {row["key"] for row in content["rows"]} == {"send_completes", "matching"}
+    assert [point["bytes"] for point in content["curve"]["points"]] == [8, 4096]
 
 
 def test_the_doctors_json_fits_without_a_backend(monkeypatch):
     from pipeproof.exec import doctor
+    from pipeproof.exec.doctor_report import doctor_to_json
 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    content = strict_json(json.dumps(doctor.doctor_to_json(doctor.run_doctor())))
+    content = strict_json(json.dumps(doctor_to_json(doctor.run_doctor())))
     require_fit("doctor", content)
     assert content["exit_status"] == 2
     assert content["rows"] == []
     assert not fits("doctor", {**content, "exit_status": 3})
     assert not fits("doctor", {**content, "problems": [""]})
+
+
+def test_the_schema_of_a_states_index_is_the_models():
+    assert SCHEMAS["state"] == state_json_schema()

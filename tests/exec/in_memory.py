@@ -114,10 +114,12 @@ class _RankWorld:
     collectives: dict
 
 
-def run_all(plan, seen=None):
-    """Every step of every rank: the outcomes by step and rank, and the adapters.
+def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: ends):
+    """Every step of every rank from ``first_step`` on: the outcomes by step and rank, and the adapters.
 
-    ``seen``, where it is given, gets by (step, rank) what crossed the borders between layers.
+    ``seen``, where it is given, gets by (step, rank) what crossed the borders between layers. ``prepare`` is called
+    with each adapter, the framework's arrays and the rank before the first step. ``around`` makes another of each
+    rank's world.
     """
     framework = start_framework(plan.spec.run)
     world = _World(framework, importlib.import_module(plan.spec.run.backend))
@@ -141,10 +143,12 @@ def run_all(plan, seen=None):
         }
         channels = _Channels(world, rank)
         watch = None if seen is None else LayerWatch()
-        ends = _RankWorld(rank, channels, collectives)
+        ends = around(_RankWorld(rank, channels, collectives))
         adapter = RankAdapter(plan, rank, framework, ends, lambda step, op_id: None, watch)
         adapters[rank], machine = adapter, RankMachine(plan.graph, rank)
-        for step in range(plan.spec.run.steps):
+        if prepare is not None:
+            prepare(adapter, framework.arrays, rank)
+        for step in range(first_step, plan.spec.run.steps):
             adapter.begin(step)
             instructions = machine.handle(Begin(step))
             while instructions:

@@ -156,8 +156,8 @@ class _World:
     collectives: dict
 
 
-def rehearsed(subject, faults=None, num_steps=2):
-    """What each rank looked at and found; the logs must be the graph's."""
+def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
+    """What each rank looked at and found; the logs must be the graph's. ``around`` changes each rank's world."""
     subject = subject.unfolded()
     graph, memory = subject.graph, _Memory(faults or Faults())
     adapters = [None] * graph.num_ranks
@@ -176,7 +176,7 @@ def rehearsed(subject, faults=None, num_steps=2):
             for index, group in enumerate(graph.groups)
             if rank in group.ranks
         }
-        world = _World(rank, _Channels(memory, rank), collectives)
+        world = around(_World(rank, _Channels(memory, rank), collectives))
         adapter = RehearsalAdapter(subject, rank, HostArrays(), world, lambda step, op_id: None)
         adapters[rank], machine = adapter, RankMachine(graph, rank)
         for step in range(num_steps):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipeproof.exec.compare import index_of
+from pipeproof.comm.held import index_of
 from pipeproof.exec.judged import is_by_bound, needs_ordered, whole_weights
 from pipeproof.exec.render import render_run, step_line
 from tests.exec.test_compare import LOSS, report_of, whole_of_one

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.bare import BareEnd
 from pipeproof.exec.rehearse.arrivals import Piece, pieces_of
 from pipeproof.exec.rehearse.edges import edges_of, network_of
 from pipeproof.exec.rehearse.identity import Source, addends, decoded, elements, encoded
 from pipeproof.exec.rehearse.scale import rehearsed_plan
+from pipeproof.exec.watchdog import JobState
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.load import PlanFileError, plan_from_dict
 from pipeproof.verify.subject import make_subject
@@ -111,39 +111,57 @@ def test_another_backend_is_judged_as_if_the_plan_said_so():
         rehearsed_plan(loaded, "paddle", None, Fraction(1))
 
 
-def bare_of(graph, time_ns):
-    """The ends of messages that took ``time_ns`` of their bytes, on every channel."""
-    ends = {rank: [] for rank in range(graph.num_ranks)}
-    for channel in graph.channels:
-        for size in (1000, 1000, 100_000, 1_000_000):
-            ends[channel.dst].append(BareEnd(str(channel), False, size, 0, 500 + time_ns(size, channel)))
-            ends[channel.src].append(BareEnd(str(channel), True, size, 500, 600))
-    return ends
+def times_of(graph, time_us):
+    """What messages of three sizes took on every channel, by their bytes."""
+    sizes = (1000, 100_000, 1_000_000)
+    return {str(channel): {size: (time_us(size, channel),) * 2 for size in sizes} for channel in graph.channels}
 
 
 def test_latency_and_bandwidth_of_an_edge_are_those_of_its_messages():
     graph = subject(topology={"pp": 3}).graph
-    bare = bare_of(graph, lambda size, channel: 20_000 + size // (2 if channel.src == 1 else 4))
-    found = {edge.channel: (edge.latency_us, edge.bandwidth) for edge in edges_of(graph, bare)}
+    times = times_of(graph, lambda size, channel: 20 + size / (2000 if channel.src == 1 else 4000))
+    found = {edge.channel: (edge.link.latency_us, edge.link.bandwidth) for edge in edges_of(graph, times)}
     assert found["forward 0->1"] == pytest.approx((20, 4), rel=1e-3)
     assert found["forward 1->2"] == pytest.approx((20, 2), rel=1e-3)
-    assert [message.num_bytes for message in edges_of(graph, bare)[0].messages] == [1000, 100_000, 1_000_000]
+    assert [message.num_bytes for message in edges_of(graph, times)[0].messages] == [1000, 100_000, 1_000_000]
+    assert [edge.channel for edge in edges_of(graph, {"forward 0->1": times["forward 0->1"]})] == ["forward 0->1"]
 
 
-@pytest.mark.parametrize(("times", "expected"), [((50, 40, 30), (0.0, 1000 / 30)), ((5, 5, 300), (4.7, 1000 / 295))])
-def test_neither_latency_nor_bandwidth_is_negative(times, expected):
-    graph = subject().graph
-    by_size = dict(zip((1000, 100_000, 1_000_000), times, strict=True))
-    edge = edges_of(graph, bare_of(graph, lambda size, _: by_size[size] * 1000))[0]
-    assert (edge.latency_us, edge.bandwidth) == pytest.approx(expected, rel=1e-2)
-
-
-def test_the_simulator_takes_what_was_measured():
+def test_the_simulator_takes_what_was_measured_of_each_edge():
+    """One micro-batch forth and back, one edge slow: the step is computations and both messages, to the nanosecond."""
     from pipeproof.sim.simulate import simulate
 
-    plain = subject()
-    network = network_of(2, bare_of(plain.graph, lambda size, _: 20_000 + size // 4))
-    assert network == {"ranks_per_node": 2, "node": {"latency_us": 20.0, "bandwidth": 4.0}}
-    free, slow = (simulate(subject(cost={"forward_us": 100, **cost}).plan) for cost in ({}, {"network": network}))
-    assert slow.timeline.makespan_us > free.timeline.makespan_us
-    assert network_of(1, {0: []}) is None
+    sections = {"schedule": {"kind": "gpipe", "num_micro_batches": 1}}
+    graph = subject(**sections).graph
+    times = times_of(graph, lambda size, channel: (900 if channel.src == 1 else 20) + size / 4000)
+    network = network_of(2, edges_of(graph, times), times)
+    assert network["ranks_per_node"] == 2
+    assert network["edges"] == [
+        {"source": 0, "destination": 1, "latency_us": 20.0, "bandwidth": 4.0},
+        {"source": 1, "destination": 0, "latency_us": 900.0, "bandwidth": 4.0},
+    ]
+    cost = {"forward_us": 100, "backward_us": 200, "network": network}
+    step = simulate(subject(**sections, cost=cost).plan).timeline.makespan_us
+    num_bytes = 8 * 2 * 16 * 4  # sequence, micro-batch, hidden, float32
+    assert float(step) == pytest.approx(2 * 300 + 20 + 900 + 2 * num_bytes / 4000, abs=0.01)
+    assert network_of(1, (), {}) is None
+
+
+def test_of_several_channels_between_two_ranks_the_slowest_is_their_edge():
+    graph = subject(schedule={"kind": "interleaved", "num_chunks": 2}).graph
+    assert [(c.src, c.dst) for c in graph.channels].count((0, 1)) == 2
+    times = times_of(graph, lambda size, channel: (50 if channel.communicator == "backward" else 10) + size / 1000)
+    edges = network_of(2, edges_of(graph, times), times)["edges"]
+    assert [(edge["source"], edge["destination"], edge["latency_us"]) for edge in edges] == [(0, 1, 50), (1, 0, 50)]
+
+
+def test_a_rank_that_hangs_while_edges_are_timed_is_said_to_do_that():
+    state = JobState(subject())
+    for rank in (0, 1):
+        state.handle(rank, {"kind": "ready", "threads": 1}, 1.0)
+        state.handle(rank, {"kind": "at", "step": 1, "op": 0}, 2.0)
+    state.handle(0, {"kind": "setup", "what": "timing forward 0->1"}, 3.0)
+    state.handle(1, {"kind": "setup", "what": "timing backward 1->0"}, 4.0)
+    assert "rank 0 (pp 0) hangs: no rank has made progress for 60 s; it is timing forward 0->1; " in (
+        state.hung(60.0).message
+    )

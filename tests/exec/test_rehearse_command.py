@@ -118,7 +118,7 @@ def refused(tmp_path, plan, *options):
         ({}, ["--scale", "1/3"], 2, "error[PP916]"),
         ({}, ["--scale", "3"], 2, "is not between 0 and 1"),
         ({}, ["--scale", "0/0"], 2, "is not a number such as 1/8"),
-        ({}, ["--device", "gpu"], 2, "error[PP107]"),
+        ({}, ["--share-gpus", "--profile", "edges.json"], 2, "--profile: ranks that share a GPU take turns on it"),
         ({}, ["--inject", "0:7F0:die"], 2, "--inject: rank 0 of 2 never runs 7F0"),
     ],
 )

@@ -72,12 +72,6 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):
     assert "rank 1 (pp 1) was killed by SIGKILL, at 1F2" in ended.output
 
 
-def test_times_of_messages_are_not_to_be_had_and_that_is_said(tmp_path):
-    ended = Run(tmp_path, torch_plan(), "--profile", str(tmp_path / "profile.json")).end()
-    assert ended.status == 2
-    assert "error[PP909]: --profile needs to know when each transfer ended" in ended.output
-
-
 def test_under_torchrun_each_process_is_a_rank(tmp_path):
     ended = Run(
         tmp_path, torch_plan(), command=("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")

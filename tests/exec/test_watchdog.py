@@ -62,7 +62,8 @@ def test_death_names_rank_operation_peer_and_what_the_graph_expected():
     assert found.code == "PP902"
     assert found.message == (
         "rank 1 (pp 1) was killed by SIGKILL, at 1F0 of step 0; the graph expects it to go on to 1SEND_B0, "
-        "which its peer rank 0 meets with 0RECV_B0; meanwhile rank 0 running at WAIT(0RECV_B0)"
+        "which its peer rank 0 meets with 0RECV_B0; it computes micro-batch 0 on stage 1, of what 1RECV_F0 brought "
+        "from rank 0; meanwhile rank 0 running at WAIT(0RECV_B0)"
     )
     assert isinstance(found.witness, OpsWitness)
     assert [(op.rank, op.op) for op in found.witness.ops] == [(1, "1F0"), (0, "WAIT(0RECV_B0)")]
@@ -75,7 +76,7 @@ def test_raise_carries_the_message():
     feed.tell(0, "error", message="ValueError: no such thing", at_ns=5)
     found = feed.state.died(0, "raised")
     assert "rank 0 (pp 0) raised: ValueError: no such thing, at 0B1 of step 3" in found.message
-    assert feed.state.ranks[0].error_ns == 5
+    assert feed.state.ranks[0].failure.at_ns == 5
 
 
 def test_death_at_a_wait_names_the_peer_and_its_counterpart():
@@ -343,3 +344,51 @@ def test_one_hanging_rank_among_honest_ones_is_found(data):
                 else:
                     feed.tell(rank, "finished")
     assert feed.state.hung(60.0).message.startswith(one.coords_text(guilty) + " hangs")
+
+
+# --- hosts that run ahead of a GPU ---
+
+
+def device_at(feed, rank, text, step=0):
+    op_id = next(i for i in feed.graph.rank_ops(rank) if str(feed.graph.ops[i]) == text)
+    feed.tell(rank, "device", step=step, op=op_id)
+
+
+def test_a_hang_is_named_at_the_operation_of_the_gpu_where_the_host_has_gone_on():
+    feed = Feed(PP2)
+    for rank, text in ((0, "0STEP"), (1, "1STEP")):
+        feed.at(rank, text)
+    device_at(feed, 0, "WAIT(0RECV_B1)")
+    device_at(feed, 1, "1F1")
+    found = feed.state.hung(5.0)
+    assert found.message.startswith(
+        "rank 1 (pp 1) hangs: no rank has made progress for 5 s; it is at 1F1 of step 0 on its GPU (its host has gone "
+        "on to 1STEP of step 0); the graph expects it to go on to 1SEND_B1"
+    )
+    assert "meanwhile rank 0 running at WAIT(0RECV_B1)" in found.message
+    assert [str(op.op) for op in found.witness.ops] == ["1F1", "WAIT(0RECV_B1)"]
+
+
+def test_a_gpu_that_is_where_its_host_is_changes_nothing_and_set_up_forgets_it():
+    feed = Feed(PP2)
+    feed.at(1, "1F0")
+    before = feed.state.died(1, "ended")
+    device_at(feed, 1, "1F0")
+    assert feed.state.died(1, "ended") == before
+    feed.at(1, "1F0", step=1)
+    assert "1F0 of step 0 on its GPU" in feed.state.died(1, "ended").message
+    feed.tell(1, "setup", what="saving the state after step 0")
+    assert "while saving the state after step 0" in feed.state.died(1, "ended").message
+
+
+def test_memory_that_ran_out_has_a_code_of_its_own_and_says_what_was_held():
+    feed = Feed(PP2)
+    feed.at(1, "1F2")
+    feed.tell(1, "error", message="MemoryError: ..", at_ns=3, memory="it held 1 GiB, and 2 GiB more were asked for")
+    found = feed.state.died(1, "raised")
+    assert found.code == "PP922"
+    assert found.message.startswith(
+        "rank 1 (pp 1) ran out of memory: it held 1 GiB, and 2 GiB more were asked for, at 1F2 of step 0"
+    )
+    assert "it computes micro-batch 2 on stage 1, of what 1RECV_F2 brought from rank 0" in found.message
+    assert "memory.recompute" in found.help

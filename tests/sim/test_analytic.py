@@ -29,7 +29,8 @@ from pipeproof.specs.times import GRID_US
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
+from pipeproof.stages.describe.operations import Phase, Unit, Work
+from pipeproof.stages.describe.work import layer_work
 from tests.plans import plan_dict
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}

@@ -14,7 +14,8 @@ from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.load import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.work import Phase, Unit, Work, layer_work
+from pipeproof.stages.describe.operations import Phase, Unit, Work
+from pipeproof.stages.describe.work import layer_work
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 24, "num_shared_experts": 2, "dense_layers": 1}

@@ -392,7 +392,7 @@ def test_a_shape_counts_members_of_nodes_and_cards():
 
 def test_the_figures_of_the_page_are_those_of_its_plan():
     text = (Path(__file__).parents[2] / "docs" / "network.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    block = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0]
     data = yaml.safe_load(block)
     rows = []
     for contention in (False, True):

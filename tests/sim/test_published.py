@@ -11,7 +11,8 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.finding import Severity
 from pipeproof.specs.load import load_plan
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.work import Phase, Unit, layer_work
+from pipeproof.stages.describe.operations import Phase, Unit
+from pipeproof.stages.describe.work import layer_work
 from pipeproof.verify.check import check_subject
 from pipeproof.verify.subject import make_subject
 

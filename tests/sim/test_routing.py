@@ -21,7 +21,7 @@ from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.memory import activations_of
-from pipeproof.stages.describe.work import Phase
+from pipeproof.stages.describe.operations import Phase
 from pipeproof.verify.certificate import plan_digest
 from pipeproof.verify.check import check_subject
 from tests.plans import plan_dict, subject

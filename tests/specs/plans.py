@@ -1,5 +1,7 @@
 """The issue's plan as text and as data, and the outcome of loading as a pair."""
 
+from pathlib import Path
+
 import yaml
 
 from pipeproof.specs.finding import BadPlanError
@@ -30,3 +32,11 @@ def outcome(load, what):
         return load(what).spec, None
     except BadPlanError as error:
         return None, error
+
+
+def example_plans():
+    """The plan files of the repository's examples; beside them are files that other programs have written."""
+    examples = Path(__file__).parents[2] / "examples"
+    found = [path for path in sorted(examples.rglob("*.yaml")) if examples / "importing" not in path.parents]
+    assert found
+    return found

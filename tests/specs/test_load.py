@@ -18,7 +18,7 @@ from pipeproof.specs.later import LATER
 from pipeproof.specs.load import MAX_BYTES, LoadedPlan, PlanFileError, load_plan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
-from tests.specs.plans import EXAMPLE, example, outcome
+from tests.specs.plans import EXAMPLE, example, example_plans, outcome
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def test_example_with_its_defaults(write):
 
 
 def test_shipped_examples_load():
-    examples = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
-    assert examples
-    for path in examples:
+    for path in example_plans():
         assert isinstance(load_plan(path), LoadedPlan)
 
 
@@ -185,7 +183,7 @@ def test_every_row_of_the_later_table_is_refused_and_said_so():
 
 
 def test_all_findings_come_at_once():
-    plan = example(model={"num_heads": "4"}, run={"seed": -1, "sead": 1, "device": "gpu"}, topology={"pp": 0})
+    plan = example(model={"num_heads": "4"}, run={"seed": -1, "sead": 1, "dtype": "float16"}, topology={"pp": 0})
     assert sorted(code for code, _ in refused(plan)) == ["PP102", "PP105", "PP106", "PP106", "PP107"]
 
 

@@ -27,8 +27,8 @@ def test_what_pytorch_runs(run):
 @pytest.mark.parametrize(
     ("run", "fact"),
     [
-        ({"device": "gpu"}, "run.device gpu is for `run.backend: torch`"),
-        ({"dtype": "bfloat16"}, "Paddle has no products of 16 bits on a CPU"),
+        ({"dtype": "bfloat16"}, "run.dtype bfloat16 is for `run.backend: torch`, and the backend is paddle"),
+        ({"device": "gpu", "replay": True}, "run.replay captures a CUDA graph with PyTorch, and run.backend is paddle"),
         ({"backend": "torch", "dtype": "float16"}, "AdamW's epsilon, 1e-8, is zero in float16"),
         ({**SIXTEEN, "clip_norm": 1.0}, "which bfloat16 cannot add up"),
     ],
@@ -40,6 +40,10 @@ def test_what_no_run_can_do_is_refused_where_it_stands(run, fact):
         plan_from_dict(plan_dict(run=run))
     (finding,) = refused.value.findings
     assert finding.code in ("PP106", "PP107")
+
+
+def test_paddle_computes_on_gpus_too():
+    assert plan_from_dict(plan_dict(run={"backend": "paddle", "device": "gpu"})).spec.run.device == "gpu"
 
 
 def test_own_layers_are_paddles():
@@ -59,8 +63,13 @@ def test_own_layers_are_paddles():
 GPU = {"backend": "torch", "device": "gpu", "replay": True}
 
 
-def test_a_step_of_fixed_shapes_is_replayed():
-    assert plan_from_dict(plan_dict(run=GPU)).spec.run.replay
+SIXTEEN = {**GPU, "dtype": "bfloat16"}
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
+
+
+@pytest.mark.parametrize("sections", [{"run": GPU}, {"run": SIXTEEN, "model": {"moe": EXPERTS}}])
+def test_a_step_of_fixed_shapes_is_replayed(sections):
+    assert plan_from_dict(plan_dict(**sections)).spec.run.replay
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,10 @@ def test_a_step_of_fixed_shapes_is_replayed():
     [
         ({"run": {"backend": "torch", "replay": True}}, "run.device is cpu"),
         ({"run": GPU, "model": {"dropout": 0.1}}, "model.dropout: masks are drawn on the host"),
-        ({"run": GPU, "model": {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8}}}, "model.moe: how many tokens"),
+        ({"run": GPU, "model": {"moe": EXPERTS}}, "model.moe: how many tokens"),
+        ({"run": {**SIXTEEN, "main_grad_dtype": "float32"}, "model": {"moe": EXPERTS}}, "model.moe: how many tokens"),
+        ({"run": SIXTEEN, "model": {"moe": {**EXPERTS, "ffn_size": 12}}}, "model.moe: how many tokens"),
+        ({"run": SIXTEEN, "model": {"moe": EXPERTS}, "topology": {"ep": 2}}, "model.moe: how many tokens"),
         ({"run": GPU, "buffers": {"release_output": "after_wait"}}, "buffers.release_output: memory that is given"),
     ],
 )

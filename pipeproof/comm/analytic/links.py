@@ -110,7 +110,8 @@ class Links:
         )
 
     def _one_message_us(self, boundary: Boundary, transport: str) -> Fraction:
-        time = self.network.message_us(Fraction(message_bytes(boundary, transport)), crosses=self.crosses("pp"))
+        num_bytes = Fraction(message_bytes(boundary, transport))
+        time = self.network.slowest_message_us(num_bytes, crosses=self.crosses("pp"))
         if _is_sliced(boundary, transport):
             share = prod(boundary.local_shape) // boundary.num_tp_ranks
             gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)

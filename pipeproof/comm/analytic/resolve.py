@@ -32,9 +32,10 @@ from pipeproof.specs.times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.stages.describe.boundary import MicroBatchSize, unit_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.operations import ATTENTION_CORE, Phase, Unit, Work
 from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.stages.describe.state import moved_by_update, state_of_weights
-from pipeproof.stages.describe.work import ATTENTION_CORE, Phase, Unit, Work, layer_work
+from pipeproof.stages.describe.work import layer_work
 
 _ZERO = Fraction(0)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeproof.comm.analytic.resolve import AnalyticCosts, PhaseTime
-from pipeproof.stages.describe.work import Phase
+from pipeproof.stages.describe.operations import Phase
 
 
 def render_costs(costs: AnalyticCosts, console: Console) -> None:

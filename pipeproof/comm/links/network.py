@@ -41,7 +41,7 @@ from pipeproof.schedule.ops import GATHER_KINDS, OpKind
 from pipeproof.specs.analytic import AnalyticSpec
 from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.specs.network import Algorithm, LinkSpec, NetworkSpec
+from pipeproof.specs.network import Algorithm, EdgeSpec, LinkSpec, NetworkSpec
 
 
 def exact(value: float) -> Fraction:
@@ -57,9 +57,13 @@ class Link:
     bytes_per_us: Fraction
 
     @classmethod
-    def of(cls, spec: LinkSpec) -> Self:
+    def of(cls, spec: LinkSpec | EdgeSpec) -> Self:
         """The link that a plan describes."""
         return cls(spec.latency_us, exact(spec.bandwidth) * 1000)
+
+    def message_us(self, num_bytes: Fraction) -> Fraction:
+        """Time of one message that has the link to itself."""
+        return self.latency_us + num_bytes / self.bytes_per_us
 
 
 _RING: Mapping[OpKind, Callable[[int], tuple[int, Fraction]]] = MappingProxyType(
@@ -112,6 +116,8 @@ class Network:
     algorithm: Algorithm = "ring"
     contention: bool = False
     routing: Routing | None = None
+    edges: tuple[tuple[tuple[int, int], Link], ...] = ()
+    """By sender and receiver, what messages between them really take, all in all."""
 
     @classmethod
     def of_spec(cls, spec: NetworkSpec) -> Self:
@@ -122,7 +128,15 @@ class Network:
         between = node if spec.between is None else Link.of(spec.between)
         launch = spec.launch_us or Fraction(0)
         return cls(
-            spec.ranks_per_node, node, node, between, launch, spec.ranks_per_nic, spec.algorithm, spec.contention
+            spec.ranks_per_node,
+            node,
+            node,
+            between,
+            launch,
+            spec.ranks_per_nic,
+            spec.algorithm,
+            spec.contention,
+            edges=_edges_of(spec),
         )
 
     @classmethod
@@ -152,6 +166,7 @@ class Network:
             spec.ranks_per_nic,
             spec.algorithm,
             spec.contention,
+            edges=_edges_of(spec),
         )
 
     def routed(self, moe: MoeSpec | None) -> Self:
@@ -163,7 +178,12 @@ class Network:
     def message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
         """Time of one message, inside a node or between two."""
         link = self.between if crosses else self.peer
-        return self.launch_us + link.latency_us + num_bytes / link.bytes_per_us
+        return self.launch_us + link.message_us(num_bytes)
+
+    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
+        """The same where it is not said between which ranks: no edge that was measured takes longer."""
+        measured = [link.message_us(num_bytes) for _, link in self.edges]
+        return max(self.message_us(num_bytes, crosses=crosses), *measured, Fraction(0))
 
     def collective_us(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Fraction:
         """Time of a collective into which each member puts ``num_bytes``; nothing for one rank alone.
@@ -224,3 +244,7 @@ class Network:
         nodes = min(self.routing.nodes_per_token, self.routing.top_k, len(shape.on_nodes))
         latency = self.between.latency_us + (self.node.latency_us if shape.has_neighbours else 0)
         return Way(latency, num_bytes / on_node), Way(latency, piece * nodes / self.routing.top_k)
+
+
+def _edges_of(spec: NetworkSpec) -> tuple[tuple[tuple[int, int], Link], ...]:
+    return tuple(((edge.source, edge.destination), Link.of(edge)) for edge in spec.edges)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from pipeproof.comm.links.network import Network
+from pipeproof.comm.links.network import Link, Network
 from pipeproof.comm.links.shape import Shape, shapes_of
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import OpKind
@@ -58,11 +59,20 @@ class NetworkTimes:
         shared = (one.launch_us, one.node.latency_us, one.between.latency_us) if one.contention else ()
         return (GRID_US, *shared)
 
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], Link]:
+        return dict(self.network.edges)
+
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these messages."""
         sender, receiver = (pairs // self.network.ranks_per_node).T
-        ways = {bool(crosses) for crosses in (sender != receiver).tolist()}
-        return max(self.network.message_us(Fraction(num_bytes), crosses=crosses) for crosses in ways)
+        edges = [self._edges.get((a, b)) for a, b in pairs.tolist()] if self._edges else [None] * len(pairs)
+        ways = {edge or crosses for edge, crosses in zip(edges, (sender != receiver).tolist(), strict=True)}
+        size = Fraction(num_bytes)
+        return max(
+            way.message_us(size) if isinstance(way, Link) else self.network.message_us(size, crosses=way)
+            for way in ways
+        )
 
     def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these groups."""

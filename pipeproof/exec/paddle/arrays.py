@@ -15,10 +15,10 @@ from pipeproof.specs.dtypes import dtype_bytes
 
 
 class PaddleArrays:
-    """Tensors on the CPU; an ``Arrays``."""
+    """Tensors on the device on which Paddle was started; an ``Arrays``."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> paddle.Tensor:
-        return paddle.zeros(list(shape), dtype=dtype)
+        return paddle.empty(list(shape), dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> paddle.Tensor:
         return paddle.zeros(list(shape), dtype=dtype)
@@ -43,6 +43,10 @@ class PaddleArrays:
 
     def to_bytes(self, tensor: paddle.Tensor) -> npt.NDArray[np.uint8]:
         return np.frombuffer(tensor.numpy().tobytes(), dtype=np.uint8)
+
+    def synchronize(self) -> None:
+        if paddle.device.get_device() != "cpu":
+            paddle.device.cuda.synchronize()
 
     def want_gradient(self, tensor: paddle.Tensor, *, wanted: bool) -> None:
         tensor.stop_gradient = not wanted

@@ -126,6 +126,10 @@ class PairwiseCollectives:
         self._rank = rank
         self._pairs = pairs
 
+    def among(self, ranks: Sequence[int]) -> PairwiseCollectives:
+        """The same over some of the members, of which this rank is one."""
+        return PairwiseCollectives(self._rank, Group("part", tuple(ranks)), self._pairs)
+
     def gather(self, tensor: paddle.Tensor) -> list[paddle.Tensor]:
         """What every member put in, in group order; all shapes and dtypes must be the same."""
         parts = {self._rank: tensor}

@@ -1,4 +1,4 @@
-"""One of two processes that the doctor probes Paddle's gloo with: ``python -m pipeproof.exec.paddle.endpoint FD``.
+"""One of two processes that the doctor probes Paddle with: ``python -m pipeproof.exec.paddle.endpoint FD DEVICE``.
 
 What it says over the connection FD stands at ``exec.endpoint_process``.
 """
@@ -13,22 +13,32 @@ from typing import Any
 
 from pipeproof.exec.endpoint_process import serve
 from pipeproof.exec.group_endpoint import CHANNELS, GroupEndpoint, numpy_of
-from pipeproof.stages.paddle.runtime import start_paddle
+from pipeproof.exec.pings import HostPingClock, Wire
+from pipeproof.exec.sharing import taken_gpu
+from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint import Array
 
 
 class PaddleEndpoint(GroupEndpoint):
-    """Paddle's own calls on a two-rank gloo group, and the adapter's posts; an ``Endpoint``."""
+    """Paddle's own calls on a two-rank group, over gloo or NCCL, and the adapter's posts; an ``Endpoint``."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: str) -> None:
         import paddle
         import paddle.distributed as dist
 
-        from pipeproof.exec.paddle.comm import connect
+        from pipeproof.exec.paddle import comm, nccl
+        from pipeproof.exec.paddle.arrays import PaddleArrays
 
-        posts = connect(rank, CHANNELS, (), lambda _: None).channels
-        super().__init__(rank, paddle, dist, dist.new_group([0, 1], backend="gloo"), posts)
-        dist.barrier()
+        arrays, on_device = PaddleArrays(), device == "gpu"
+        world: Any
+        if on_device:
+            world = nccl.connect(rank, 2, CHANNELS, (), lambda _: None, computes=False)
+        else:
+            world = comm.connect(rank, CHANNELS, (), lambda _: None)
+        group = dist.new_group([0, 1], backend="nccl" if on_device else "gloo")
+        wire = Wire(rank, world.channels, arrays, HostPingClock(arrays.synchronize))
+        super().__init__(wire, paddle, dist, group, on_device=on_device)
+        world.barrier()
 
     def all_gather(self, array: Array) -> list[Array]:
         parts: list[Any] = []
@@ -49,13 +59,42 @@ class PaddleEndpoint(GroupEndpoint):
         self._group.process_group.recv_partial(tensor, peer, num_slices, index).wait()
         return numpy_of(tensor)
 
+    def facts(self) -> dict[str, str]:
+        if not self._on_device:
+            return {}
+        cuda, about = self._library.device.cuda, self._library.device.cuda.get_device_properties()
+        try:
+            require_kernels()
+            kernels = ""
+        except RuntimeError as error:
+            kernels = str(error)
+        return {
+            "cuda": str(self._library.version.cuda()),
+            "device": f"{self._library.device.get_device()} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "gpus": str(cuda.device_count()),
+            "kernels": kernels,
+        }
+
+    def _request(self, transfer: Any) -> Any:
+        return transfer.task
+
     def _tensor(self, array: Array) -> Any:
         return self._library.to_tensor(array)
 
 
 def main(arguments: list[str]) -> None:
     """Serve bodies until the connection closes, which ends the process."""
-    serve(arguments, start_paddle, lambda: PaddleEndpoint(int(os.environ["PADDLE_TRAINER_ID"])))
+    (fd, kind), rank = arguments, int(os.environ["PADDLE_TRAINER_ID"])
+
+    def start() -> None:
+        if kind == "cpu":
+            start_paddle()
+            return
+        from pipeproof.exec.paddle.device import num_gpus
+
+        start_paddle(taken_gpu(rank, num_gpus()), computes=False)
+
+    serve([fd], start, lambda: PaddleEndpoint(rank, kind))
 
 
 if __name__ == "__main__":

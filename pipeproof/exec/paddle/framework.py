@@ -10,9 +10,9 @@ import numpy as np
 import paddle
 
 from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.framework import StageCollectives
+from pipeproof.exec.framework import StageCollectives, World
+from pipeproof.exec.paddle import comm, nccl
 from pipeproof.exec.paddle.arrays import PaddleArrays
-from pipeproof.exec.paddle.comm import PaddleWorld, connect
 from pipeproof.exec.paddle.stages import PaddleStages
 from pipeproof.exec.rendezvous import await_store
 from pipeproof.specs.plan import RunSpec
@@ -23,18 +23,25 @@ from pipeproof.stages.paddle.sharded import ShardedOptimizer
 
 
 class PaddleFramework:
-    """Paddle on the CPU, over gloo; a ``Framework`` whose weights are tensors with their gradient in ``grad``."""
+    """Paddle over gloo, or over NCCL; a ``Framework`` whose weights are tensors with their gradient in ``grad``.
 
-    def __init__(self) -> None:
+    It is on the device on which ``start_paddle`` put it; ``computes`` says whether kernels are to be used there.
+    """
+
+    def __init__(self, device: str = "cpu", *, computes: bool = True) -> None:
         self.arrays = PaddleArrays()
+        self._device, self._computes = device, computes
 
     def num_threads(self) -> int:
         return num_math_threads()
 
-    def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> PaddleWorld:
+    def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> World:
         if rank > 0 and "PADDLE_MASTER" in os.environ:
             await_store(os.environ["PADDLE_MASTER"])
-        return connect(rank, plan.graph.channels, plan.graph.groups, progress)
+        channels, groups = plan.graph.channels, plan.graph.groups
+        if self._device == "gpu":
+            return nccl.connect(rank, plan.mesh.num_ranks, channels, groups, progress, computes=self._computes)
+        return comm.connect(rank, channels, groups, progress)
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> PaddleStages:
         return PaddleStages(plan, coords, collectives)
@@ -55,6 +62,9 @@ class PaddleFramework:
 
     def put_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
         weight.grad.set_value(gradient)
+
+    def main(self, weight: paddle.Tensor) -> paddle.Tensor:
+        return weight
 
     def value(self, weight: paddle.Tensor) -> np.ndarray:
         return self.arrays.to_numpy(weight)

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.framework import Array, RankStage, StageCollectives
+from pipeproof.exec.framework import Array, RankStage, StageCollectives, WeightGradients
 from pipeproof.exec.gpt_members import activation_place, local_part, put_into, taken_from
 from pipeproof.exec.paddle.arrays import PaddleArrays
 from pipeproof.schedule.ops import OpKind
@@ -18,7 +18,6 @@ from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.paddle.weights import WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor
 Value: TypeAlias = tuple[Tensor, ...]
@@ -166,6 +165,14 @@ class PaddleRouters:
     def set_load(self, experts: str, load: Tensor) -> None:
         """As ``Balance.set_load``, from a tensor."""
         self._balance.set_load(experts, load.numpy())
+
+    def bias(self, experts: str) -> Tensor:
+        """The bias of one router, as a tensor."""
+        return paddle.to_tensor(self._balance.biases[experts])
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace it, in place."""
+        self._balance.biases[experts][...] = bias.numpy()
 
     def shown(self) -> dict[str, Array]:
         """As ``Balance.shown``."""

@@ -60,7 +60,7 @@ class RehearsalAdapter:
             self._transfers.drain()
             collectives = self._world.collectives[instruction.row.group]
             own = self._transfers.gathered(op_id, collectives)
-            ranks, numel, dtype = collectives.ranks, self._arrays.numel(own), self._arrays.dtype(own)
+            ranks, (numel, dtype) = collectives.ranks, self._transfers.size_of(own)
         elif self._graph.group[op_id] != NONE:
             self._transfers.drain()
             issued = self._collectives.issue(op_id, step)

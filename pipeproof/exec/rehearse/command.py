@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeproof.exec.command import status_of_failure
+from pipeproof.exec.gpus import sharing_line
 from pipeproof.exec.launched import launched_rank
 from pipeproof.exec.rehearse.rehearse import RehearsalOptions, rehearse, rehearse_launched
 from pipeproof.exec.rehearse.report import Rehearsal
@@ -44,7 +45,9 @@ def rehearse_command(
         return status
     if result is None:  # another rank than 0 under a launcher of somebody else's
         return ExitStatus.OK
-    _render(result, console)
+    if options.share_gpus:
+        console.print(f"[bold yellow]{sharing_line(report.subject)}[/]", soft_wrap=True)
+    _render(result, console, timed=not options.share_gpus)
     if report_file is not None:
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     if profile_file is not None:
@@ -75,18 +78,20 @@ def _launched(rank: int, report: Report, options: RehearsalOptions, console: Con
     )
 
 
-def _render(result: Rehearsal, console: Console) -> None:
+def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
     render_text(result.findings, result.subject.source, console=console)
     if result.edges:
         console.print(_edge_table(result))
     if result.network is not None:
         node = result.network["node"]
         console.print(
-            f"all edges together: {node['latency_us']:g} us and {node['bandwidth']:g} GB/s; in a plan on this machine: "
-            f"`cost: {{network: {{ranks_per_node: {result.network['ranks_per_node']}, "
-            f"node: {{latency_us: {node['latency_us']:g}, bandwidth: {node['bandwidth']:g}}}}}}}`",
+            f"all edges together: {node['latency_us']:g} us and {node['bandwidth']:g} GB/s; `network` of `--profile` "
+            "is for `cost.network` of a plan on this machine",
             soft_wrap=True,
         )
+    num_channels = len(result.subject.graph.channels)
+    if timed and num_channels > len(result.edges):
+        console.print(f"{num_channels - len(result.edges)} channels without a way back were not timed")
     counts = result.to_json()
     verb = "is not" if result.log_findings else "is"
     console.print(
@@ -105,16 +110,17 @@ def _render(result: Rehearsal, console: Console) -> None:
 
 def _edge_table(result: Rehearsal) -> Table:
     """Latency and bandwidth of each edge, in the order of the graph, or the slowest ones."""
-    shown, title = result.edges, "edges, one message at a time"
-    if result.subject.plan.spec.run.device == "gpu":
-        title += ", by the clock of a host that waits for its GPU each time: links are faster"
+    clock = "GPU" if result.subject.plan.spec.run.device == "gpu" else "host"
+    shown, title = result.edges, f"edges, one message at a time, by the {clock}'s clock"
     if len(shown) > _MOST_EDGES:
-        shown = tuple(sorted(shown, key=lambda edge: edge.bandwidth)[:_MOST_EDGES])
+        shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("edge", no_wrap=True)
     table.add_column("latency us", justify="right")
     table.add_column("GB/s", justify="right")
+    table.add_column("line is off by", justify="right")
     for edge in shown:
-        table.add_row(edge.channel, f"{edge.latency_us:g}", f"{edge.bandwidth:g}")
+        link = edge.link
+        table.add_row(edge.channel, f"{link.latency_us:g}", f"{link.bandwidth:g}", f"{link.residual:.0%}")
     return table

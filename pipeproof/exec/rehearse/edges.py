@@ -1,30 +1,28 @@
-"""Latency and bandwidth of every edge, from bare messages, in the form that the simulator takes."""
+"""Latency and bandwidth of every edge, from messages timed on it, in the form that the simulator takes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeproof.exec.bare import BareEnd
-from pipeproof.exec.profile import bare_samples, by_size
+from pipeproof.exec.link_fit import LinkFit, fit_link
+from pipeproof.exec.profile import by_size
+from pipeproof.exec.rehearse.pinged import EdgeTimes
 from pipeproof.schedule.optable import OpGraph
-from pipeproof.specs.network import LinkSpec
+from pipeproof.specs.network import NetworkSpec
 from pipeproof.specs.profile_file import SizedSpread
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One channel as measured: ``messages``, and the line through them.
-
-    ``latency_us`` are microseconds, ``bandwidth`` is in GB/s (10^9 bytes).
-    """
+    """One channel as measured: ``messages``, and the line through them."""
 
     channel: str
     source: int
     destination: int
-    latency_us: float
-    bandwidth: float
+    link: LinkFit
     messages: tuple[SizedSpread, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -33,44 +31,60 @@ class Edge:
             "channel": self.channel,
             "source": self.source,
             "destination": self.destination,
-            "latency_us": self.latency_us,
-            "bandwidth": self.bandwidth,
+            "latency_us": self.link.latency_us,
+            "bandwidth": self.link.bandwidth,
+            "residual": self.link.residual,
             "messages": [message.model_dump(mode="json", by_alias=True) for message in self.messages],
         }
 
 
-def edges_of(graph: OpGraph, bare: Mapping[int, Sequence[BareEnd]]) -> tuple[Edge, ...]:
-    """Each channel of a graph on which a message was timed; ``bare`` has the ends by rank."""
+def edges_of(graph: OpGraph, times: EdgeTimes) -> tuple[Edge, ...]:
+    """Each channel of a graph on which messages were timed."""
     found = []
     for channel in graph.channels:
         name = str(channel)
-        ends = {rank: [end for end in bare[rank] if end.channel == name] for rank in (channel.src, channel.dst)}
-        messages = by_size(bare_samples(ends))
-        if messages:
-            found.append(Edge(name, channel.src, channel.dst, *fitted(messages), messages))
+        if name in times:
+            messages = spread_of([times[name]])
+            found.append(Edge(name, channel.src, channel.dst, fitted(messages), messages))
     return tuple(found)
 
 
-def network_of(num_ranks: int, bare: Mapping[int, Sequence[BareEnd]]) -> dict[str, Any] | None:
-    """``cost.network`` of a plan whose ranks are all on this machine, every edge alike; None without a message."""
-    messages = by_size(bare_samples(bare))
-    if not messages:
-        return None
-    latency_us, bandwidth = fitted(messages)
-    LinkSpec.model_validate({"latency_us": latency_us, "bandwidth": bandwidth})
-    return {"ranks_per_node": num_ranks, "node": {"latency_us": latency_us, "bandwidth": bandwidth}}
+def network_of(num_ranks: int, edges: Sequence[Edge], times: EdgeTimes) -> dict[str, Any] | None:
+    """``cost.network`` of a plan whose ranks are all on this machine; None without an edge.
 
-
-def fitted(messages: Sequence[SizedSpread]) -> tuple[float, float]:
-    """Microseconds and GB/s of the line through the medians of the smallest and the largest messages.
-
-    Neither is negative: where larger messages took no longer, all the time of the largest is for its bytes.
+    ``node`` is the line through the messages of all edges, for what has none of its own; of several channels between
+    two ranks the slowest is their edge.
     """
-    small, large = messages[0], messages[-1]
-    times = [max(message.median_us, 1e-3) for message in (small, large)]
-    if times[1] > times[0]:
-        per_byte = (times[1] - times[0]) / (large.num_bytes - small.num_bytes)
-    else:
-        per_byte = times[1] / large.num_bytes
-    latency_us = max(0.0, times[0] - per_byte * small.num_bytes) if times[1] > times[0] else 0.0
-    return round(latency_us, 3), round(1e-3 / per_byte, 4)
+    if not edges:
+        return None
+    node = fitted(spread_of(list(times.values())))
+    slowest: dict[tuple[int, int], LinkFit] = {}
+    for edge in edges:
+        pair, largest = (edge.source, edge.destination), edge.messages[-1].num_bytes
+        if pair not in slowest or edge.link.time_us(largest) > slowest[pair].time_us(largest):
+            slowest[pair] = edge.link
+    network = {
+        "ranks_per_node": num_ranks,
+        "node": _link(node),
+        "edges": [{"source": a, "destination": b, **_link(link)} for (a, b), link in slowest.items()],
+    }
+    NetworkSpec.model_validate(network)
+    return network
+
+
+def spread_of(times: Sequence[Mapping[int, Sequence[float]]]) -> tuple[SizedSpread, ...]:
+    """By bytes, how long messages took; several channels together."""
+    nanoseconds = defaultdict[int, list[int]](list)
+    for of_channel in times:
+        for num_bytes, microseconds in of_channel.items():
+            nanoseconds[num_bytes] += [round(time * 1000) for time in microseconds]
+    return by_size((num_bytes, time) for num_bytes, of_size in nanoseconds.items() for time in of_size)
+
+
+def fitted(messages: Sequence[SizedSpread]) -> LinkFit:
+    """The line through their medians."""
+    return fit_link([(message.num_bytes, message.median_us) for message in messages])
+
+
+def _link(link: LinkFit) -> dict[str, float]:
+    return {"latency_us": link.latency_us, "bandwidth": link.bandwidth}

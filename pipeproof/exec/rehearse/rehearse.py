@@ -28,6 +28,7 @@ class RehearsalOptions:
     fault: Fault | None = None
     unsafe: bool = False
     scale: Fraction = Fraction(1)
+    share_gpus: bool = False
 
 
 def rehearse(report: Report, options: RehearsalOptions, on_progress: Callable[[str], None]) -> Rehearsal:
@@ -79,11 +80,12 @@ def _require(report: Report, options: RehearsalOptions) -> None:
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
     require_issued(report.subject)
-    require_environment(report.subject)
+    require_environment(report.subject, share_gpus=options.share_gpus)
     require_fault_op(report.subject, options.fault)
 
 
 def _job(directory: Path, report: Report, options: RehearsalOptions) -> Job:
-    job = Job(directory, dump_plan(report.subject.loaded), report.digest, options.fault)
+    plan = dump_plan(report.subject.loaded)
+    job = Job(directory, plan, report.digest, options.fault, share_gpus=options.share_gpus)
     job.save()
     return job

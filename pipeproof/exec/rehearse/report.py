@@ -10,12 +10,12 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from pipeproof.exec.bare import read_bare
 from pipeproof.exec.codes import UNVERIFIED
 from pipeproof.exec.jobs import Job
 from pipeproof.exec.oplog import LogEntry, compare_log
 from pipeproof.exec.rehearse.edges import Edge, edges_of, network_of
 from pipeproof.exec.rehearse.faults import Checked, findings_of
+from pipeproof.exec.rehearse.pinged import read_edges
 from pipeproof.exec.rehearse.worker import found_file
 from pipeproof.specs.finding import Finding, Severity
 from pipeproof.specs.render import finding_to_json
@@ -83,7 +83,7 @@ class Rehearsal:
         }
 
     def profile(self) -> dict[str, Any]:
-        """The form of ``rehearse --profile``: every edge, and ``cost.network`` of a plan whose edges are all alike."""
+        """The form of ``rehearse --profile``: every edge, and ``cost.network`` with all of them."""
         run = self.subject.plan.spec.run
         return {
             "rehearsal": 1,
@@ -103,12 +103,14 @@ def read_rehearsal(report: Report, job: Job, scale: Fraction) -> Rehearsal:
     ranks = range(graph.num_ranks)
     checked = {rank: Checked.from_json(json.loads(found_file(job, rank).read_text())) for rank in ranks}
     logs = {rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())] for rank in ranks}
-    bare = {rank: read_bare(job.bare_file(rank)) for rank in ranks}
-    types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}
+    times = read_edges(job, graph.num_ranks)
+    edges = edges_of(graph, times)
     different = [
         finding
         for rank, entries in logs.items()
-        for finding in compare_log(graph, rank, entries, num_steps=run.steps, **types)
+        for finding in compare_log(
+            graph, rank, entries, num_steps=run.steps, dtype=run.dtype, weight_dtype=run.weight_dtype
+        )
     ]
     entries = [entry for one in logs.values() for entry in one]
     first, last = min(entry.start_ns for entry in entries), max(entry.end_ns for entry in entries)
@@ -119,7 +121,7 @@ def read_rehearsal(report: Report, job: Job, scale: Fraction) -> Rehearsal:
         scale=scale,
         checked=checked,
         log_findings=tuple(different),
-        edges=edges_of(graph, bare),
-        network=network_of(graph.num_ranks, bare) if subject.plan.spec.run.device == "cpu" else None,
+        edges=edges,
+        network=network_of(graph.num_ranks, edges, times),
         seconds=(last - first) / 1e9,
     )

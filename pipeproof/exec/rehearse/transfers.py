@@ -1,15 +1,17 @@
 """Messages of a rehearsal: posted as those of a run, with elements that say where they come from; read on arrival.
 
-Slices of the partial transport are cut, and put together, on the host; the
-gather that joins them is real. Nothing is handed from what a stage receives to
-what it sends: each boundary tensor is made anew by its sender, so that a
-message that went wrong is found where it went wrong, and nowhere else.
+Slices of the partial transport are cut, and put together, on the host, but where
+the backend itself moves ranges of tensors; the gather that joins them is real.
+Nothing is handed from what a stage receives to what it sends: each boundary
+tensor is made anew by its sender, so that a message that went wrong is found
+where it went wrong, and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from pipeproof.exec.oplog import LogEntry
 from pipeproof.exec.rehearse.arrivals import Piece, pieces_of
 from pipeproof.exec.rehearse.faults import Checked, Fault
 from pipeproof.exec.rehearse.identity import Bytes, Source
+from pipeproof.exec.slices import Slice, SliceCollectives, whole_of
 from pipeproof.exec.transfers import RankTransfers
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.optable import NONE
@@ -49,7 +52,7 @@ class RehearsedTransfers(RankTransfers):
                 if self._graph.rank[delivery.receive] == rank:
                     self._deliveries.setdefault(self._reader(delivery.receive), []).append(delivery)
         self.step = -1
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor | Slice] = {}
         """Of transfers under way, and of receives that are read once more."""
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._received: dict[tuple[_Reader, int], list[int]] = {}
@@ -64,13 +67,18 @@ class RehearsedTransfers(RankTransfers):
     def post(self, op_id: int) -> None:
         """Begin a transfer: of this rank's own elements, or into zeros."""
         message, order = self._message(op_id), self._order(op_id)
-        count, pool = message.stop - message.start, (order.channel, message.is_forward)
+        by_backend = message.is_slice and self._slicing is not None
+        start, stop = (0, prod(message.shape)) if by_backend else (message.start, message.stop)
+        count, pool = stop - start, (order.channel, message.is_forward)
         slots = self._send_slots if message.is_send else self._receive_slots
+        buffer: Tensor | Slice
         if message.is_send:
-            content = self._source(op_id, self.step).content(message.start, message.stop, message.dtype)
+            content = self._source(op_id, self.step).content(start, stop, message.dtype)
         else:
             content = np.zeros(count * dtype_bytes(message.dtype), dtype=np.uint8)
-        if slots is None:
+        if by_backend:
+            buffer = message.slice_of(self._arrays.from_bytes(content, [count], message.dtype))
+        elif slots is None:
             buffer = self._arrays.from_bytes(content, [count], message.dtype)
         else:
             buffer = slots.take(pool, [count], message.dtype)
@@ -91,18 +99,21 @@ class RehearsedTransfers(RankTransfers):
         self._checked.messages += 1
         key = self._reader(target), int(self._graph.tensor[target])
         self._received.setdefault(key, []).append(target)
-        is_slice = not message.is_whole and not message.changes_layout
-        if self._receive_slots is None and not is_slice:
+        if self._receive_slots is None and not message.is_slice:
             del self._buffers[target]
         return entry
 
-    def gathered(self, op_id: int, collectives: Collectives) -> Tensor:
+    def gathered(self, op_id: int, collectives: Collectives) -> Tensor | Slice:
         """Join the slices that all TP ranks received, and read what came; this rank's slice."""
         message = self._message(op_id)
         of_tensor = [d for d in self._deliveries[self._reader(op_id)] if self._tensor(d) == self._graph.tensor[op_id]]
         (delivery,) = of_tensor
         own = self._buffers.pop(delivery.receive)
-        content = self._arrays.to_bytes(collectives.all_gather(own, 0))
+        if isinstance(own, Slice):
+            assert isinstance(collectives, SliceCollectives)
+            content = self._arrays.to_bytes(collectives.gather_slices(own))
+        else:
+            content = self._arrays.to_bytes(collectives.all_gather(own, 0))
         send = int(self._graph.match[delivery.receive])
         wanted = [
             Piece(one.start, one.stop, self._source(send, self.step, one.source_rank), one.source_start)
@@ -143,14 +154,18 @@ class RehearsedTransfers(RankTransfers):
                 if receive in self._buffers:
                     self._pieces[receive] = self._read(receive, f"when {op} reads it, ")
 
-    def _put_in_place(self, message: object, buffer: Tensor) -> None:
+    def _put_in_place(self, message: object, buffer: Tensor | Slice) -> None:
         """Ranges stay where they came: what they make is put together by their identities alone."""
 
     def _read(self, receive: int, when: str = "") -> tuple[Piece, ...]:
         graph, message = self._graph, self._message(receive)
         send = int(graph.match[receive])
         wanted = Piece(0, message.stop - message.start, self._source(send, self.step), int(graph.start[send]))
-        content = self._arrays.to_bytes(self._buffers[receive])
+        tensor, num_slices = whole_of(self._buffers[receive])
+        content = self._arrays.to_bytes(tensor)
+        if num_slices > 1:
+            size = dtype_bytes(message.dtype)
+            content = content[message.start * size : message.stop * size]
         return self._compared(
             receive, str(graph.channels[int(graph.channel[receive])]), content, message.dtype, [wanted], when
         )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from pipeproof.exec.bare_messages import bare_messages
-from pipeproof.exec.frameworks import start_framework
+from pipeproof.exec.frameworks import start_framework, start_ping_clock
 from pipeproof.exec.jobs import Job
 from pipeproof.exec.machine import RankMachine
 from pipeproof.exec.rehearse.adapter import RehearsalAdapter
+from pipeproof.exec.rehearse.pinged import EdgeTimes, ping_edges, save_edges
 from pipeproof.exec.worker import Emit, FaultPlan, main, require_same_plan, run_step
 from pipeproof.verify.subject import make_subject
 
@@ -28,7 +27,7 @@ def found_file(job: Job, rank: int) -> Path:
 
 
 def rehearse_rank(job: Job, rank: int, emit: Emit) -> None:
-    """Carry out every step's communication of one rank; leaves what it found, the op log and the bare messages' times.
+    """Carry out every step's communication of one rank; leaves what it found, the op log and the edges' times.
 
     Raises:
         RuntimeError: the plan that this process derives is not the one that was checked, a peer died, or the backend
@@ -37,7 +36,7 @@ def rehearse_rank(job: Job, rank: int, emit: Emit) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.digest)
     plan = subject.plan
-    framework = start_framework(plan.spec.run, computes=False)
+    framework = start_framework(plan.spec.run, computes=False, share_gpus=job.share_gpus)
     world = framework.connect(rank, plan, lambda what: emit("setup", what=what))
     fault = FaultPlan(job.fault, rank)
 
@@ -47,14 +46,22 @@ def rehearse_rank(job: Job, rank: int, emit: Emit) -> None:
 
     adapter = RehearsalAdapter(subject, rank, framework.arrays, world, enter)
     machine = RankMachine(plan.graph, rank)
-    emit("setup", what="timing bare messages")
-    times = bare_messages(world, framework.arrays, plan.graph, on_device=plan.spec.run.device == "gpu")
-    job.bare_file(rank).write_text(json.dumps([asdict(message) for message in times]))
     emit("ready", threads=framework.num_threads())
     for step in range(plan.spec.run.steps):
         adapter.begin(step)
         run_step(machine, step, adapter.carry_out)
         emit("step", step=step)
+    run = plan.spec.run
+    times: EdgeTimes = {}
+    if not job.share_gpus:  # edges are sockets then
+        clock = start_ping_clock(run, framework.arrays)
+        times = ping_edges(
+            world, framework.arrays, clock, plan.graph, run.device, lambda what: emit("setup", what=what)
+        )
+    save_edges(job, rank, times)
+    # The host runs ahead of a GPU: a rank that left now would leave its peers without what it sends last.
+    framework.arrays.synchronize()
+    world.barrier()
     world.channels.close()
     found_file(job, rank).write_text(json.dumps(adapter.checked.to_json()))
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))

@@ -55,6 +55,10 @@ class TorchArrays:
         there = tensor.detach().cpu().flatten()
         return np.array(there.view(torch.uint8).numpy())
 
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def want_gradient(self, tensor: torch.Tensor, *, wanted: bool) -> None:
         tensor.requires_grad_(wanted)
 

@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipeproof.exec.framework import Channels
 from pipeproof.schedule.optable import Channel, Group
 
 CONNECT_TIMEOUT = timedelta(minutes=30)
@@ -83,9 +84,11 @@ class GroupCollectives:
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """What every member put in, joined along ``dim`` in group order; all shapes and types must be the same."""
-        if self._native and dim == 0:
-            joined = tensor.new_empty([len(self.ranks) * tensor.shape[0], *tensor.shape[1:]])
-            dist.all_gather_into_tensor(joined, tensor, group=self._group)
+        if self._native and _is_outermost(tensor, dim):
+            shape = list(tensor.shape)
+            shape[dim] *= len(self.ranks)
+            joined = tensor.new_empty(shape)
+            dist.all_gather_into_tensor(joined.view(-1), tensor.view(-1), group=self._group)
             return joined
         return torch.cat(self._parts(tensor), dim)
 
@@ -110,6 +113,12 @@ class GroupCollectives:
         """This member's part along ``dim`` of the sum over all; on gloo added in group order."""
         if not self._native:
             return self.reduce(tensor, "sum").chunk(len(self.ranks), dim)[self._place].contiguous()
+        if _is_outermost(tensor, dim) and tensor.shape[dim] % len(self.ranks) == 0:
+            shape = list(tensor.shape)
+            shape[dim] //= len(self.ranks)
+            result = tensor.new_empty(shape)
+            dist.reduce_scatter_tensor(result.view(-1), tensor.view(-1), group=self._group)
+            return result
         parts = [part.contiguous() for part in tensor.chunk(len(self.ranks), dim)]
         result = torch.empty_like(parts[0])
         dist.reduce_scatter(result, parts, group=self._group)
@@ -136,6 +145,11 @@ class GroupCollectives:
         return result
 
 
+def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether parts along a dim lie one behind the other in memory: nothing is copied to join or to cut them."""
+    return all(size == 1 for size in tensor.shape[:dim])
+
+
 _NATIVE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -145,7 +159,7 @@ class TorchWorld:
 
     rank: int
     device: torch.device
-    channels: TorchChannels
+    channels: Channels
     collectives: dict[int, GroupCollectives]
     """By index of the graph's groups, those that this rank is a member of."""
 

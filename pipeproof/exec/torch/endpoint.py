@@ -1,4 +1,4 @@
-"""One of two processes that the doctor probes PyTorch's gloo with: ``python -m pipeproof.exec.torch.endpoint FD``.
+"""One of two processes that the doctor probes PyTorch with: ``python -m pipeproof.exec.torch.endpoint FD DEVICE``.
 
 What it says over the connection FD stands at ``exec.endpoint_process``.
 """
@@ -15,20 +15,31 @@ import numpy as np
 
 from pipeproof.exec.endpoint_process import serve
 from pipeproof.exec.group_endpoint import CHANNELS, GroupEndpoint, numpy_of
+from pipeproof.exec.pings import HostPingClock, Wire
+from pipeproof.exec.sharing import taken_gpu
 from pipeproof.testing.endpoint import Array
 
 
 class TorchEndpoint(GroupEndpoint):
-    """PyTorch's own calls on a two-rank gloo group, and the adapter's posts; an ``Endpoint``."""
+    """PyTorch's own calls on a two-rank group, over gloo or NCCL, and the adapter's posts; an ``Endpoint``."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: Any) -> None:
         import torch
         import torch.distributed as dist
 
+        from pipeproof.exec.torch.arrays import TorchArrays
         from pipeproof.exec.torch.comm import connect
+        from pipeproof.exec.torch.ping_clock import CudaPingClock
 
-        posts = connect(rank, 2, torch.device("cpu"), CHANNELS, (), lambda _: None).channels
-        super().__init__(rank, torch, dist, dist.new_group([0, 1]), posts)
+        self._device, on_device = device, device.type == "cuda"
+        world = connect(rank, 2, device, CHANNELS, (), lambda _: None)
+        clock = CudaPingClock() if on_device else HostPingClock()
+        wire = Wire(rank, world.channels, TorchArrays(device), clock)
+        super().__init__(wire, torch, dist, dist.new_group([0, 1]), on_device=on_device)
+        if on_device:  # NCCL connects at first use, which takes the time of many messages
+            for root in (0, 1):
+                self.broadcast(np.zeros(1, np.float32), root)
+            self._meet()
         dist.barrier()
 
     def all_gather(self, array: Array) -> list[Array]:
@@ -49,19 +60,59 @@ class TorchEndpoint(GroupEndpoint):
     def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
         raise NotImplementedError("PyTorch has no partial receive")
 
+    def facts(self) -> dict[str, str]:
+        if not self._on_device:
+            return {}
+        from pipeproof.stages.torch.runtime import require_kernels
+
+        cuda = self._library.cuda
+        about = cuda.get_device_properties(self._device)
+        try:
+            require_kernels(self._device)
+            kernels = ""
+        except RuntimeError as error:
+            kernels = str(error)
+        return {
+            "cuda": str(self._library.version.cuda),
+            "nccl": ".".join(map(str, cuda.nccl.version())),
+            "device": f"{self._device} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "gpus": str(cuda.device_count()),
+            "kernels": kernels,
+        }
+
+    def _meet(self) -> None:
+        """A message each way on the group."""
+        token, peer = np.zeros(1, np.float32), 1 - self.rank
+        for sender in (0, 1):
+            if self.rank == sender:
+                self.send(token, peer)
+            else:
+                self.recv(token, peer)
+
+    def _request(self, transfer: Any) -> Any:
+        return transfer.work
+
     def _tensor(self, array: Array) -> Any:
-        return self._library.from_numpy(np.array(array))
-
-
-def _start() -> None:
-    from pipeproof.stages.torch.runtime import start_torch
-
-    start_torch("cpu")
+        return self._library.from_numpy(np.array(array)).to(self._device)
 
 
 def main(arguments: list[str]) -> None:
     """Serve bodies until the connection closes, which ends the process."""
-    serve(arguments, _start, lambda: TorchEndpoint(int(os.environ["RANK"])))
+    (fd, kind), rank = arguments, int(os.environ["RANK"])
+    device: Any = None
+
+    def start() -> None:
+        nonlocal device
+        from pipeproof.stages.torch.runtime import start_torch
+
+        if kind == "cpu":
+            device = start_torch(kind)
+            return
+        from pipeproof.exec.torch.device import num_gpus
+
+        device = start_torch(kind, taken_gpu(rank, num_gpus()), computes=False)
+
+    serve([fd], start, lambda: TorchEndpoint(rank, device))
 
 
 if __name__ == "__main__":

@@ -60,5 +60,8 @@ class TorchFramework:
     def put_gradient(self, weight: Weight, gradient: torch.Tensor) -> None:
         weight.gradient.copy_(gradient)
 
+    def main(self, weight: Weight) -> torch.Tensor:
+        return weight.main
+
     def value(self, weight: Weight) -> np.ndarray:
         return self.arrays.to_numpy(weight.main)

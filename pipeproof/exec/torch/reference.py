@@ -28,6 +28,9 @@ def run_torch_reference(job: Job, plan: LoweredPlan, on_step: Callable[[int], No
     start_torch(plan.spec.run.device)
     watch = LayerWatch() if job.layers else None
     for result in _results(job, plan, watch):
+        if result.step < job.kept.first_step:
+            on_step(result.step)
+            continue
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
         save_step(job.step_file("uncut", result.step), result.loss, result.gradients, result.routers)
@@ -39,8 +42,9 @@ def _results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> Iterator[
     if not is_by_bound(plan):
         yield from alone
         return
-    yield next(alone)
-    for step in range(1, plan.spec.run.steps):
+    if job.kept.first_step == 0:
+        yield next(alone)
+    for step in range(max(1, job.kept.first_step), plan.spec.run.steps):
         files = [job.weights_file(rank, step) for rank in range(plan.mesh.num_ranks)]
         weights = whole_weights(plan, [_taken(file) for file in files])
         yield uncut_step(plan.spec, weights, step)

@@ -8,15 +8,16 @@ from typing import TypeAlias
 import torch
 
 from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.framework import Array, RankStage, StageCollectives
+from pipeproof.exec.framework import Array, RankStage, StageCollectives, WeightGradients
 from pipeproof.exec.gpt_members import activation_place
+from pipeproof.stages.common.units import Unit
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.batches import StepBatches, Unit
+from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.members import put_into, taken_from
 from pipeproof.stages.torch.stage import TorchStage
-from pipeproof.stages.torch.weights import Weight, WeightGradients
+from pipeproof.stages.torch.weights import Weight
 
 Tensor: TypeAlias = torch.Tensor
 Value: TypeAlias = tuple[Tensor, ...]
@@ -38,7 +39,7 @@ class TorchGptStage:
         self._tp, self._part_of_sequence = coords["tp"], coords["cp"] if plan.spec.topology.cp > 1 else None
         self._batch_first = plan.spec.model.activation_order == "bsh"
         self._dtype: torch.dtype = getattr(torch, plan.spec.run.dtype)
-        self.parameters, self.balance = stage.weights, stage.balance
+        self.parameters, self.balance = stage.parameters, stage.balance
 
     def forward(self, inputs: Value, *, step: int, index: int, piece: int, watch: LayerWatch | None) -> Value:
         """Run one unit of work on the micro-batch, which every stage has.
@@ -132,6 +133,14 @@ class TorchRouters:
     def biased(self) -> Sequence[str]:
         """The experts whose routers have a bias that moves."""
         return list(self._balance.biases)
+
+    def bias(self, experts: str) -> Tensor:
+        """The bias of one router."""
+        return self._balance.biases[experts]
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace it, in place."""
+        self._balance.biases[experts].copy_(bias)
 
     def shown(self) -> dict[str, Array]:
         """As ``Balance.shown``."""

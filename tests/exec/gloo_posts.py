@@ -1,0 +1,41 @@
+"""One of two processes that rehearse a pipeline with the world that Paddle has on GPUs, here over gloo.
+
+``python -m tests.exec.gloo_posts PLAN``, with Paddle's environment of the rank, writes what it looked at.
+"""
+
+import json
+import os
+import sys
+
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.stages.paddle.runtime import start_paddle
+from pipeproof.verify.subject import make_subject
+
+
+def main(plan):
+    start_paddle()
+    from pipeproof.exec.machine import RankMachine
+    from pipeproof.exec.paddle import nccl
+    from pipeproof.exec.paddle.arrays import PaddleArrays
+    from pipeproof.exec.rehearse.adapter import RehearsalAdapter
+    from pipeproof.exec.worker import run_step
+
+    rank = int(os.environ["PADDLE_TRAINER_ID"])
+    subject = make_subject(plan_from_dict(plan)).unfolded()
+    graph = subject.graph
+    world = nccl.connect(rank, graph.num_ranks, graph.channels, graph.groups, lambda what: None, computes=False)
+    adapter = RehearsalAdapter(subject, rank, PaddleArrays(), world, lambda step, op: None)
+    machine = RankMachine(graph, rank)
+    for step in range(2):
+        adapter.begin(step)
+        run_step(machine, step, adapter.carry_out)
+        world.barrier()
+    world.channels.close()
+    checked = adapter.checked
+    sys.stdout.write(json.dumps([checked.messages, checked.elements, checked.num_faults]) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

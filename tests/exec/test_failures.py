@@ -1,0 +1,123 @@
+"""What ended a worker, and numbers that are none: what is said of them."""
+
+import numpy as np
+import pytest
+
+from pipeproof.exec.failures import event_of, failure_from, is_out_of_memory, received_before
+from pipeproof.exec.not_finite import NotFiniteError, require_finite
+from tests.plans import subject
+
+PP2 = subject()
+
+
+class OutOfMemoryError(RuntimeError):
+    """Called as PyTorch's is."""
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return failure_from(event_of(caught))
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (MemoryError("Unable to allocate 2.00 GiB for an array"), "more was asked for"),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .."),
+            "20.00 GiB more were asked for",
+        ),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes. Error .."
+            ),
+            "1.00 GiB more were asked for",
+        ),
+        (MemoryError("(ResourceExhausted) Fail to alloc memory of 536870912 size, .."), "0.50 GiB more were asked for"),
+        (OSError(12, "Cannot allocate memory"), "more was asked for"),
+    ],
+)
+def test_memory_that_ran_out_is_known_whoever_says_so(error, asked):
+    failure = raised(error)
+    assert failure.code == "PP922"
+    assert failure.memory.startswith("the process held 0.")
+    assert failure.memory.endswith(asked)
+    assert failure.text.startswith("ran out of memory (test_failures.py:")
+
+
+def test_what_was_raised_for_it_is_looked_at_behind_an_error_of_ours():
+    error = RuntimeError("a layer raised")
+    error.__cause__ = MemoryError("no room")
+    assert failure_from(event_of(error)).code == "PP922"
+
+
+def test_other_errors_are_not_about_memory_and_name_the_line_of_a_persons_code():
+    failure = raised(ValueError("out of memory is a word here"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert failure.code == "PP902"
+    assert failure.text.startswith("raised: ValueError: out of memory is a word here (test_failures.py:")
+    assert failure.text.endswith("in raised)")
+
+
+def test_errors_of_our_own_lines_name_none_and_long_ones_are_cut():
+    with pytest.raises(ValueError, match="x") as caught:
+        int("x" * 1000)
+    caught.value.__traceback__ = None
+    failure = failure_from(event_of(caught.value))
+    assert failure.place is None
+    assert len(failure.message) < 450
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "story"),
+    [
+        (0, "0F1", "it computes micro-batch 1 on stage 0"),
+        (1, "1F2", "it computes micro-batch 2 on stage 1, of what 1RECV_F2 brought from rank 0"),
+        (0, "0B1", "it computes micro-batch 1 on stage 0, of what 0RECV_B1 brought from rank 1"),
+        (1, "WAIT(1RECV_F2)", ""),
+    ],
+)
+def test_the_story_of_a_computation_has_what_it_received(rank, text, story):
+    op_id = next(i for i in PP2.graph.rank_ops(rank) if str(PP2.graph.ops[i]) == text)
+    assert received_before(PP2.graph, op_id) == story
+
+
+ONE = np.float32(1.0)
+GOOD = {"w": np.ones(3, np.float32)}
+BAD = {"w": np.array([1, np.nan, 2], np.float32)}
+
+
+def test_numbers_that_are_finite_are_not_spoken_of():
+    require_finite(PP2.graph, 0, [(None, GOOD), (ONE, {"v": GOOD["w"]})], ["", ""], (ONE, GOOD))
+
+
+def test_the_first_micro_batch_whose_loss_is_no_number_is_named_with_what_it_received():
+    with pytest.raises(NotFiniteError) as caught:
+        require_finite(PP2.graph, 3, [(None, BAD), (np.float32(np.nan), {"v": GOOD["w"]})], ["", "1F2"], (ONE, GOOD))
+    (finding,) = caught.value.findings
+    assert finding.code == "PP921"
+    assert finding.message == (
+        "step 3: the loss is not a number, on rank 1 first at 1F2; it computes micro-batch 2 on stage 1, of what "
+        "1RECV_F2 brought from rank 0; gradients that are not finite: 1 of 2, on ranks 0, w; the reference's loss and "
+        "gradients are all finite"
+    )
+    assert "the plan's run alone has it" in finding.help
+    assert [one.op for one in finding.witness.ops] == ["1F2"]
+
+
+def test_gradients_alone_and_a_reference_that_has_them_too():
+    with pytest.raises(NotFiniteError) as caught:
+        require_finite(PP2.graph, 0, [(None, BAD), (ONE, GOOD)], ["", ""], (ONE, {"w": np.array([np.inf])}))
+    (finding,) = caught.value.findings
+    assert finding.message == (
+        "step 0: every loss is finite; gradients that are not finite: 1 of 1, on ranks 0, w; the reference has such "
+        "ones, too"
+    )
+    assert "learning_rate" in finding.help
+
+
+def test_an_infinite_loss_is_called_that():
+    with pytest.raises(NotFiniteError, match="the loss is infinite, on rank 1 first at 1F0"):
+        require_finite(PP2.graph, 0, [(None, GOOD), (np.float32(np.inf), GOOD)], ["", "1F0"], (ONE, GOOD))

@@ -1,0 +1,230 @@
+"""Round trips between two ranks whose messages take what a model says, the lines through them, and the curve."""
+
+import itertools
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.exec import curve as curves
+from pipeproof.exec.curve import Curve, CurvePoint, measure_curve
+from pipeproof.exec.group_endpoint import CHANNELS
+from pipeproof.exec.link_fit import fit_link
+from pipeproof.exec.pings import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
+from pipeproof.schedule.optable import Channel
+from pipeproof.testing.endpoint import Outcome
+
+FORWARD, BACKWARD = CHANNELS[0], CHANNELS[1]
+WAIT_S = 10.0
+
+
+@dataclass
+class ModelledLink:
+    """Both ranks' channels, arrays and clock: a message takes ``latency_us`` and its bytes at the rate of its channel.
+
+    Nobody waits really: each rank has a time of its own, which the end of a message sets forward on both.
+    """
+
+    latency_us: float
+    bytes_per_us: dict
+    messages: dict = field(default_factory=lambda: {channel: queue.Queue() for channel in CHANNELS})
+
+    def wire(self, rank):
+        end = ModelledEnd(self, rank)
+        return Wire(rank, end, end, end)
+
+    def both(self, act):
+        """What ``act`` returns on each rank."""
+        found = [None, None]
+
+        def run(rank):
+            found[rank] = act(self.wire(rank))
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        return found
+
+
+@dataclass
+class ModelledEnd:
+    link: ModelledLink
+    rank: int
+    now_us: float = 0.0
+
+    def empty(self, shape, dtype):
+        assert dtype == "uint8"
+        return shape[0]
+
+    def post(self, channel, num_bytes):
+        if self.rank == channel.src:
+            arrives = self.now_us + self.link.latency_us + num_bytes / self.link.bytes_per_us[channel]
+            self.link.messages[channel].put(arrives)
+            return ModelledTransfer(self, channel, arrives)
+        return ModelledTransfer(self, channel)
+
+    def hold(self):
+        self.now_us += 500 * (self.rank + 1)  # the ranks do not begin together
+
+    def mark(self):
+        return self.now_us
+
+    def between_us(self, first, second):
+        return second - first
+
+
+@dataclass
+class ModelledTransfer:
+    end: ModelledEnd
+    channel: Channel
+    arrives_us: float | None = None
+
+    def wait(self):
+        if self.arrives_us is None:
+            self.arrives_us = self.end.link.messages[self.channel].get(timeout=WAIT_S)
+        self.end.now_us = max(self.end.now_us, self.arrives_us)
+
+
+def link(forward=1000.0, backward=250.0, latency_us=30.0):
+    return ModelledLink(latency_us, dict(zip(CHANNELS, (forward, backward, forward), strict=True)))
+
+
+@pytest.mark.parametrize(("there", "back", "rate"), [(FORWARD, BACKWARD, 1000.0), (BACKWARD, FORWARD, 250.0)])
+def test_a_message_takes_its_round_trip_without_the_way_back(there, back, rate):
+    sizes = (8, 1000, 2**20)
+    found = link().both(lambda wire: one_way_us(wire, there, back, sizes))
+    times, others = found[there.src], found[there.dst]
+    assert {size: len(times[size]) for size in sizes} == {8: 20, 1000: 20, 2**20: 10}
+    for size in sizes:
+        assert times[size] == pytest.approx([30 + size / rate] * len(times[size]), abs=0.02)  # of the token's bytes
+    assert others == dict.fromkeys(sizes, ())
+
+
+def test_messages_that_cross_take_as_long_as_the_slower():
+    times = link().both(lambda wire: crossing_us(wire, FORWARD, BACKWARD, 10**6))
+    for of_rank in times:
+        assert of_rank == pytest.approx([30 + 10**6 / 250] * repeats_of(10**6))
+
+
+def test_a_message_never_takes_less_than_half_of_its_round_trip():
+    """A busy machine may take 100 us for two tokens and 60 for a message and a token."""
+    marks = itertools.accumulate([0, *[100] * 20, 0, *[60] * 20])
+
+    def on_a_busy_machine(wire):
+        if wire.rank == 0:
+            wire.clock.mark = marks.__next__
+        return one_way_us(wire, FORWARD, BACKWARD, [64])
+
+    times = link().both(on_a_busy_machine)[0]
+    assert times[64] == (30,) * 20
+
+
+def test_the_hosts_clock_is_read_when_the_device_is_done():
+    seen = []
+    clock = HostPingClock(lambda: seen.append("settled"))
+    clock.hold()
+    first = clock.mark()
+    assert seen == ["settled"]
+    assert clock.between_us(first, first + 2500) == 2.5
+
+
+def test_the_way_back_leads_from_the_receiver_to_the_sender():
+    channels = [Channel("forward", 0, 1), Channel("forward", 1, 2), Channel("backward", 1, 0)]
+    assert way_back(channels, channels[0]) == channels[2]
+    assert way_back(channels, channels[1]) is None
+
+
+# Lines
+
+SIZES = (8, 4096, 2**18, 2**24, 2**28)
+
+
+@settings(deadline=None, max_examples=50)
+@given(latency=st.floats(0.5, 500), rate=st.floats(0.1, 900))
+def test_a_line_is_found_again(latency, rate):
+    found = fit_link([(size, latency + size / rate / 1000) for size in SIZES])
+    assert (found.latency_us, found.bandwidth) == pytest.approx((latency, rate), rel=2e-3)
+    assert found.residual < 0.01
+
+
+def test_how_far_the_line_is_off_is_that_of_the_worst_point():
+    exact = [(size, 10 + size / 1000) for size in SIZES]
+    bent = [(size, time * (1.5 if size == 4096 else 1)) for size, time in exact]
+    found = fit_link(bent)
+    worst = max(abs(found.time_us(size) / time - 1) for size, time in bent)
+    assert found.residual == pytest.approx(worst, abs=0.001)
+    assert found.residual > 0.1
+
+
+def test_a_point_of_twice_the_time_moves_the_line_as_far_as_one_of_half_the_time():
+    """Of large messages, where their bytes are all, the line goes through the middle of their shares."""
+    exact = [(size, 10 + size / 1000) for size in SIZES]
+    slow, fast = (fit_link([*exact, (2**28, factor * 2**28 / 1000)]) for factor in (2, 0.5))
+    assert slow.bandwidth * fast.bandwidth == pytest.approx(1.0, rel=0.01)
+    assert slow.bandwidth < 0.9
+    assert fast.bandwidth > 1.1
+
+
+@pytest.mark.parametrize(
+    ("points", "latency", "bandwidth"),
+    [
+        ([(1000, 50), (10**6, 30)], 0, 10**6 / 30 / 1000),  # larger is faster: all of it is for the bytes
+        ([(1000, 5), (10**6, 40_000)], 0, 1 / (5 * 40) ** 0.5),  # each byte takes 5 ns, or 40: in the middle of shares
+        ([(1000, 7)], 0, 1 / 7),
+        ([(8, 0), (16, 0)], 0, 16),
+    ],
+)
+def test_neither_latency_nor_bandwidth_is_negative(points, latency, bandwidth):
+    found = fit_link(points)
+    assert found.latency_us == latency
+    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
+
+
+# The curve
+
+
+class World:
+    """Two ranks on a modelled link; beyond ``most_bytes`` messages do not come through."""
+
+    def __init__(self, one, most_bytes=2**40):
+        self.one, self.most_bytes = one, most_bytes
+
+    def run(self, body, timeout_s):
+        if body.keywords["num_bytes"] > self.most_bytes:
+            return Outcome("returned"), Outcome("died", detail="SIGKILL")
+        found = self.one.both(lambda wire: body(type("End", (), {"wire": wire})))
+        return tuple(Outcome("returned", value) for value in found)
+
+
+def test_the_curve_has_each_direction_and_both_at_once():
+    curve = measure_curve(World(link()), (8, 4096, 2**20))
+    assert [point.num_bytes for point in curve.points] == [8, 4096, 2**20]
+    assert curve.ended == ""
+    assert (curve.forward.latency_us, curve.forward.bandwidth) == pytest.approx((30, 1), rel=1e-2)
+    assert (curve.backward.latency_us, curve.backward.bandwidth) == pytest.approx((30, 0.25), rel=1e-2)
+    assert (curve.both.latency_us, curve.both.bandwidth) == pytest.approx((30, 0.25), rel=1e-2)
+
+
+def test_a_size_that_does_not_come_through_ends_the_curve_and_is_named():
+    curve = measure_curve(World(link(), most_bytes=4096), (8, 4096, 2**20))
+    assert [point.num_bytes for point in curve.points] == [8, 4096]
+    assert curve.ended == "messages of 1048576 bytes did not come through: rank 1 died: SIGKILL"
+    assert curve.is_broken
+
+
+def test_the_curve_ends_before_it_takes_too_long(monkeypatch):
+    monkeypatch.setattr(curves, "BUDGET_S", 0.0)
+    curve = measure_curve(World(link()), (8, 2**20, 2**24))
+    assert [point.num_bytes for point in curve.points] == [8, 2**20]
+    assert "messages of 16777216 bytes would take the curve beyond 0 s" in curve.ended
+    assert not curve.is_broken
+
+
+def test_the_line_of_both_directions_lies_between_them():
+    points = tuple(CurvePoint(size, 10 + size / 1000, 10 + size / 500, 1) for size in SIZES)
+    assert 0.5 < Curve(points).one_way.bandwidth < 1
