@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from pipeproof.exec.replay import POLL_S
+POLL_S = 0.1
+"""How often it is looked how far a device has come."""
 
 
 class DeviceProgress(Protocol):
@@ -27,9 +28,12 @@ class DeviceProgress(Protocol):
 
 
 @contextmanager
-def followed(progress: DeviceProgress | None, tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Meanwhile ``tell`` the step and operation that the device is at, whenever it has come on; nothing without one."""
-    if progress is None:
+def followed(read: Callable[[], tuple[int, int]] | None, tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Meanwhile ``tell`` what ``read`` says, the step and operation of a device, whenever it has come on.
+
+    Numbers below 0 say that it has come to nothing yet. Without ``read`` nothing is told.
+    """
+    if read is None:
         yield
         return
     ended = threading.Event()
@@ -37,7 +41,7 @@ def followed(progress: DeviceProgress | None, tell: Callable[[int, int], None]) 
     def look() -> None:
         last = (-1, -1)
         while not ended.wait(POLL_S):
-            now = progress.read()
+            now = read()
             if -1 not in now and now != last:
                 tell(*now)
                 last = now

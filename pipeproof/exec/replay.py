@@ -8,17 +8,13 @@ connections, have a log.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from pipeproof.exec.adapter import RankAdapter
+from pipeproof.exec.progress import followed
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.specs.plan import RunSpec
-
-POLL_S = 0.1
-"""How often it is looked how far a replay has come."""
 
 
 class Replays(Protocol):
@@ -84,27 +80,6 @@ class ReplayedSteps:
             self._is_capturing = False
         else:
             self._adapter.begin_again(step)
-        with self._told(step):
+        with followed(lambda: (step, self._replays.read()), self._tell):  # the host itself sees nothing of a replay
             self._replay()
             self._adapter.finish()  # reads what the step made, and so waits for it
-
-    @contextmanager
-    def _told(self, step: int) -> Iterator[None]:
-        """Meanwhile say how far the device has come: the host itself sees nothing of a replay."""
-        ended = threading.Event()
-
-        def look() -> None:
-            last = -1
-            while not ended.wait(POLL_S):
-                now = self._replays.read()
-                if now not in (-1, last):
-                    self._tell(step, now)
-                    last = now
-
-        thread = threading.Thread(target=look, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()

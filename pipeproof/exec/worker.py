@@ -100,7 +100,9 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         else:
             if progress is not None:
                 progress.begin(step)
-            with followed(progress, lambda step, op_id: emit("device", step=step, op=op_id)):
+            with followed(
+                None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
+            ):
                 adapter.begin(step)
                 run_step(machine, step, adapter.carry_out)
                 adapter.finish()

@@ -2,8 +2,7 @@
 
 import time
 
-from pipeproof.exec.progress import followed
-from pipeproof.exec.replay import POLL_S
+from pipeproof.exec.progress import POLL_S, followed
 
 
 class Device:
@@ -16,7 +15,7 @@ class Device:
 
 def test_what_the_device_comes_to_is_told_once_each():
     device, told = Device(), []
-    with followed(device, lambda step, op_id: told.append((step, op_id))):
+    with followed(device.read, lambda step, op_id: told.append((step, op_id))):
         time.sleep(1.5 * POLL_S)
         for now in ((0, 3), (0, 7)):
             device.now = now

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from pipeproof.exec.replay import POLL_S, ReplayedSteps, num_logged_steps
+from pipeproof.exec.progress import POLL_S
+from pipeproof.exec.replay import ReplayedSteps, num_logged_steps
 from pipeproof.schedule.ops import OpKind
 from tests.plans import subject
 
