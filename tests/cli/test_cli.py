@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import pipeproof
-from pipeproof import cli
 from pipeproof.explain import all_docs
 from tests.cli.commands import BROKEN, EXAMPLES, REPOSITORY, invoke, process
 from tests.plans import plan_dict
@@ -242,7 +241,7 @@ def test_an_interrupted_command_ends_with_130(good, monkeypatch):
     def interrupt(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupt)
+    monkeypatch.setattr("pipeproof.specs.load.load_plan", interrupt)
     result = invoke("check", good)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
