@@ -47,6 +47,11 @@ class _Commands(SectionedGroup):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
+        finally:
+            # CPython ends `python -m` by SIGINT, whatever the status, if an interrupt ever went through code that was
+            # executed from a string (dataclasses are made so), caught or not; executing another one resets that
+            # (pythonrun.c, run_eval_code_obj).
+            exec("")  # noqa: S102 - nothing
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

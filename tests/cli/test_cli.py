@@ -237,6 +237,28 @@ def test_a_reader_that_has_gone(arguments):
     assert "BrokenPipe" not in result.stderr
 
 
+def test_an_interrupt_in_code_that_is_made_while_it_runs_ends_with_130_too(good, tmp_path):
+    """As one that comes while a module with dataclasses is imported."""
+    program = f"""
+import sys
+from pipeproof import cli
+from pipeproof.specs import load
+
+def interrupt(path):
+    exec("raise KeyboardInterrupt")
+
+load.load_plan = interrupt
+cli.main(["check", {str(good)!r}])
+"""
+    (tmp_path / "interrupted.py").write_text(program)
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    result = subprocess.run(
+        [sys.executable, "-m", "interrupted"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
 def test_an_interrupted_command_ends_with_130(good, monkeypatch):
     def interrupt(path):
         raise KeyboardInterrupt
