@@ -97,7 +97,7 @@ def render_run(report: RunReport, console: Console) -> None:
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
     console.print(f"executed log {verb} the verified graph{_unlogged(report)}{CLOCKS[report.clock]}")
     if report.passed and report.is_by_bound:
-        gradients = " and every gradient of the first step" if report.steps[0].step == 0 else ""
+        gradients = " and every gradient of the first step" if report.begins_initial else ""
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
     elif report.passed:
         console.print("[bold green]matches[/]: every loss and every gradient, bit for bit")

@@ -76,12 +76,20 @@ def test_a_gradient_beyond_the_bound_fails_the_first_step_and_warns_in_a_later_o
     assert [(f.code, f.severity.value) for f in later.findings] == [("PP908", "warning")]
 
 
+def test_a_first_step_from_weights_of_a_state_is_judged_as_a_later_one():
+    trained = replace(by_bound(moved(2 * BOUND)), reference_from_state=True)
+    assert trained.passed
+    assert [(f.code, f.severity.value) for f in trained.findings] == [("PP908", "warning")]
+    assert "matches: every loss, within the bound" in said(trained)
+
+
 @pytest.mark.parametrize("loss", [LOSS * (1 + 2 * BOUND), np.nan])
-def test_a_loss_beyond_the_bound_fails_in_any_step(loss):
-    report = by_bound(whole_of_one(), step=1, loss=np.float32(loss))
+@pytest.mark.parametrize(("step", "from_state"), [(1, False), (0, True)])
+def test_a_loss_beyond_the_bound_fails_in_any_step(loss, step, from_state):
+    report = replace(by_bound(whole_of_one(), step=step, loss=np.float32(loss)), reference_from_state=from_state)
     assert not report.passed
     assert "PP904" in [finding.code for finding in report.findings]
-    assert "step 1: the loss is" in report.findings[0].message
+    assert f"step {step}: the loss is" in report.findings[0].message
 
 
 def test_ranks_that_hold_the_same_part_must_hold_the_same_bits():

@@ -181,6 +181,9 @@ class TorchUncutModel:
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
         """Softmax attention of [B, K, G, S, D] over [B, K, S, D] and values, in the order of activations [.., H]."""
+        # PyTorch may take halves of one column for images in channels last, and joins them to heads that lie so in
+        # memory; of those, attention is computed by another kernel, with other bits.
+        q, k = q.contiguous(), k.contiguous()
         if self.chance.drops_probabilities():
             scores = torch.matmul(q, k.unsqueeze(2).mT) * q.shape[-1] ** -0.5
             is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
