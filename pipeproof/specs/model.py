@@ -38,6 +38,12 @@ class ModelSpec(Section):
     )
     ffn_size: int = Field(ge=1, le=2**24, description="Inner size of the MLP.")
     vocab_size: int = Field(ge=2, le=2**26, description="Number of distinct tokens.")
+    unpadded_vocab_size: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**26,
+        description="Rows of the vocabulary from this one on are padding: no token has such an id. Without it, no row.",
+    )
     seq_length: int = Field(ge=1, le=2**26, description="Tokens per sequence.")
     activation_order: Literal["sbh", "bsh"] = Field(
         default="sbh",
@@ -82,6 +88,11 @@ class ModelSpec(Section):
     def num_empty(self) -> tuple[int, int]:
         """Empty layers before the blocks, and behind them."""
         return (0, 0) if self.empty_layers is None else (self.empty_layers.head, self.empty_layers.tail)
+
+    @property
+    def num_token_ids(self) -> int:
+        """How many ids tokens have: the vocabulary without its padding."""
+        return self.vocab_size if self.unpadded_vocab_size is None else self.unpadded_vocab_size
 
     @property
     def kv_heads(self) -> int:

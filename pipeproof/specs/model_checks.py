@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def check_model(model: ModelSpec) -> list[Problem]:
     """Heads fit the hidden size and are even (PP108); the parts of a model fit it and each other (PP106, PP108)."""
     heads = _check_latent(model) if model.mla is not None else [*_check_head_size(model), *_check_groups(model)]
-    return [*heads, *_check_experts(model)]
+    return [*heads, *_check_vocabulary(model), *_check_experts(model)]
 
 
 def _check_head_size(model: ModelSpec) -> list[Problem]:
@@ -73,6 +73,16 @@ def _check_latent(model: ModelSpec) -> list[Problem]:
         message = f"model.mla.rope_head_size {size} is odd, and rotary attention needs an even number"
         problems.append(Problem("PP108", ("mla", "rope_head_size"), message, help=f"set it to {multiples(size, 2)}"))
     return problems
+
+
+def _check_vocabulary(model: ModelSpec) -> list[Problem]:
+    """Padding makes a vocabulary larger."""
+    size = model.num_token_ids
+    if size <= model.vocab_size:
+        return []
+    message = f"model.unpadded_vocab_size {size} is more than model.vocab_size {model.vocab_size}, its padding included"
+    mend = f"set model.vocab_size to a multiple of topology.tp from {size} on"
+    return [Problem("PP106", ("unpadded_vocab_size",), message, help=mend)]
 
 
 def _check_experts(model: ModelSpec) -> list[Problem]:

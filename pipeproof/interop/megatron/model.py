@@ -83,8 +83,9 @@ def _ffn(given: Given, config: Draft, hidden: int) -> None:
 
 
 def _vocabulary(given: Given, config: Draft, tp: int) -> None:
-    """Megatron-LM pads the vocabulary to a multiple of a number and tp."""
+    """Megatron-LM pads the vocabulary to a multiple of a number and tp; the plan says how large it was, where known."""
     draft, key = given.draft, ("model", "vocab_size")
+    unpadded = "model", "unpadded_vocab_size"
     multiple = (given.number("--make-vocab-size-divisible-by") or 128) * tp
     padded, size = given.number("--padded-vocab-size"), given.number("--vocab-size")
     if padded is not None:
@@ -94,9 +95,13 @@ def _vocabulary(given: Given, config: Draft, tp: int) -> None:
     elif key in config:
         of_config = int(config.get(*key))
         draft.set(key, -(-of_config // multiple) * multiple, "vocab_size of the model's configuration")
+        if of_config % multiple:
+            draft.set(unpadded, of_config, "vocab_size of the model's configuration")
     else:
         why = "the tokenizer has the size of the vocabulary"
         draft.assume(key, -(-_ASSUMED_VOCABULARY // multiple) * multiple, why, given.place("--tokenizer-model"))
+    if size is not None and (padded > size if padded is not None else size % multiple):
+        given.take("--vocab-size", unpadded, size)
 
 
 def _heads(given: Given, hidden: int, heads: int) -> None:

@@ -55,14 +55,14 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     Data ranks are those with micro-batches of their own, over ``dp`` and ``ep``; that at (dp, ep) is dp * (number of
     ep ranks) + ep.
 
-    Low token ids are more frequent, so that there is something to learn. Each
+    Low token ids are more frequent, so that there is something to learn; none is of the vocabulary's padding. Each
     row counts a random number of leading positions: micro-batches differ in
     their number of counted tokens, as real ones do.
     """
     size = _size(plan, index)
     length = size.seq_length
     draws = _generator("tokens", plan.run.seed, step, index).random((size.num_rows, length + 1))
-    text = np.floor(plan.model.vocab_size * draws**2).astype(np.int64)
+    text = np.floor(plan.model.num_token_ids * draws**2).astype(np.int64)
     is_counted = np.arange(length) < _counted_lengths(plan, step, index)[:, None]
     return Batch(text[:, :-1].copy(), np.where(is_counted, text[:, 1:], IGNORED))
 

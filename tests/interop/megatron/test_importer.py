@@ -187,12 +187,28 @@ def test_the_transport_of_older_versions(tmp_path, flags, transport):
     assert errors(made) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("", (1024, 1000)),
+        ("--tensor-model-parallel-size 4", (1024, 1000)),
+        ("--make-vocab-size-divisible-by 250", (1000, None)),
+        ("--padded-vocab-size 1280", (1280, 1000)),
+    ],
+)
+def test_the_vocabulary_is_padded_and_the_plan_says_how_large_it_was(tmp_path, flags, sizes):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flags}")
+    assert (made.plan["model"]["vocab_size"], made.plan["model"].get("unpadded_vocab_size")) == sizes
+    assert errors(made) == []
+
+
 def test_a_model_configuration_fills_in_and_does_not_overrule(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"hidden_size": 512, "num_attention_heads": 16, "vocab_size": 1000, "num_hidden_layers": 6}')
     made = imported(tmp_path, f"run --hidden-size 256 {BATCHES}{PP2}", model_config=config)
     model = made.plan["model"]
     assert (model["hidden_size"], model["num_heads"], model["num_layers"], model["vocab_size"]) == (256, 16, 6, 1024)
+    assert model["unpadded_vocab_size"] == 1000
 
 
 @pytest.mark.parametrize(
