@@ -24,7 +24,6 @@ from pipeproof.exec.step_end import StepEnd
 from pipeproof.exec.transfers import RankTransfers
 from pipeproof.schedule.columns import unit_of
 from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, TRANSFER_KINDS, Op, OpKind
-from pipeproof.stages.describe.balance import bias_key
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.watch import LayerWatch
 
@@ -116,10 +115,6 @@ class RankAdapter:
         """Go on with what ``state`` gave; before the first step."""
         self._step_end.put_state(state)
         self._balance.put_state(state)
-
-    def biases(self) -> dict[str, np.ndarray]:
-        """What moves the choices of this rank's routers, as ``outcome.routers`` names it after a step."""
-        return {bias_key(experts): self._arrays.to_numpy(one) for (experts, _), one in self._balance.state().items()}
 
     def begin(self, step: int) -> None:
         """Forget the step before, and put in place what this one reads."""

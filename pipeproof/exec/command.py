@@ -58,7 +58,8 @@ def run_command(
         return ExitStatus.OK
     if options.share_gpus:
         console.print(f"[bold yellow]{sharing_line(report.subject)}[/]", soft_wrap=True)
-    for line in kept_lines(options.kept, [step.step for step in result.steps]):
+    kept = replace(options.kept, reference_from_state=result.reference_from_state)
+    for line in kept_lines(kept, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
     render_run(result, console)
     if report_file is not None:

@@ -6,6 +6,11 @@ tensor and data parallelism do, schedules whose backwards are not in the order
 of micro-batches, and copies of stages, it trains the ordered model instead, and
 takes each step of the uncut one from the same weights: the optimizer would turn
 differences that are rounding alone into whole steps. Both leave a file per step.
+
+Of a run that goes on from a state it repeats the steps before, from step 0 on:
+what a state lost or mixed then shows. Where these steps have no such bits (they
+were added in another plan's order, or were another program's) it begins with
+the whole state.
 PyTorch's is ``exec.torch.reference``.
 """
 
@@ -36,6 +41,7 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle(0 if plan.spec.run.device == "gpu" else None)
+    from pipeproof.exec.reference_start import start_of
     from pipeproof.stages.reference.ordered import run_ordered
     from pipeproof.stages.reference.orders import Orders
     from pipeproof.stages.reference.uncut import run_uncut, uncut_step
@@ -43,7 +49,8 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     spec, ordered, orders = plan.spec, needs_ordered(plan), sum_orders(plan)
     watch = LayerWatch(join_dim=plan.boundary.tp.dim) if job.layers else None
     in_order = Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan))
-    results = run_ordered(spec, in_order, watch) if ordered else run_uncut(spec, watch)
+    start = start_of(job.kept, spec) if job.kept.reference_from_state else None
+    results = run_ordered(spec, in_order, watch, start) if ordered else run_uncut(spec, watch, start)
     for result in results:
         if result.step == 0 and spec.own_layers is not None:
             require_same_start(job, result.weights)

@@ -58,6 +58,8 @@ class RunReport:
     """What the times of the log are of."""
     num_logged_steps: int | None = None
     """Steps that have a log, where it is not all of them: later ones were replays."""
+    reference_from_state: bool = False
+    """Whether the reference, too, began with the state that the run went on from, instead of training up to it."""
 
     @property
     def gradients(self) -> tuple[GradientResult, ...]:
@@ -71,12 +73,17 @@ class RunReport:
 
     @property
     def within_bound(self) -> bool:
-        """Whether the first step keeps the bound.
+        """Whether the step from initial weights, where it was run, keeps the bound.
 
         The bound presumes layers that do not amplify relative errors. Initial weights are such; what training
-        makes of them need not be, so later steps beyond it are a warning only.
+        makes of them need not be, so other steps beyond it are a warning only.
         """
-        return not any(gradient.step == 0 for gradient in self.beyond_bound)
+        return not (self.begins_initial and any(gradient.step == 0 for gradient in self.beyond_bound))
+
+    @property
+    def begins_initial(self) -> bool:
+        """Whether the first step is from initial weights; a step 0 from a state of weights alone is not."""
+        return self.steps[0].step == 0 and not self.reference_from_state
 
     @property
     def matches(self) -> bool:
@@ -151,6 +158,7 @@ class RunReport:
             "dtype": self.subject.plan.spec.run.dtype,
             "parallel_bound": self.parallel_bound,
             "judged_by": "bound" if self.is_by_bound else "bits",
+            "reference_from": "state" if self.reference_from_state else "beginning",
             "clock": self.clock,
             "log_matches_graph": not self.log_findings,
             "steps": [

@@ -314,6 +314,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         parallel_bound=parallel_bound(spec) if needs_ordered(subject.plan) else 0.0,
         is_by_bound=is_by_bound(subject.plan),
         num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.kept.first_step),
+        reference_from_state=job.kept.reference_from_state,
         threads=threads,
         accumulation=accumulation_of(subject.plan),
         profile=profile,

@@ -2,7 +2,9 @@
 
 Where the plan adds as the uncut model does, that trains beside the ranks. Else
 each step but the first is taken from the weights that the ranks ended the step
-before with, as they leave them.
+before with, as they leave them; the first from those that it begins with, or,
+of a run that goes on from a state, from the state itself, not from what the
+ranks made of it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.exec.framework import Array
 from pipeproof.exec.jobs import Job, load_arrays, save_arrays, save_step
 from pipeproof.exec.judged import is_by_bound, whole_weights
+from pipeproof.exec.reference_start import start_of
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.reference.result import StepResult
 from pipeproof.stages.reference.torch_uncut import run_uncut, uncut_step
@@ -38,13 +41,14 @@ def run_torch_reference(job: Job, plan: LoweredPlan, on_step: Callable[[int], No
 
 
 def _results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> Iterator[StepResult]:
-    alone = run_uncut(plan.spec, watch)
-    if not is_by_bound(plan):
+    by_bound = is_by_bound(plan)
+    from_state = job.kept.reference_from_state or (by_bound and job.kept.resume is not None)
+    alone = run_uncut(plan.spec, watch, start_of(job.kept, plan.spec) if from_state else None)
+    if not by_bound:
         yield from alone
         return
-    if job.kept.first_step == 0:
-        yield next(alone)
-    for step in range(max(1, job.kept.first_step), plan.spec.run.steps):
+    yield next(alone)
+    for step in range(job.kept.first_step + 1, plan.spec.run.steps):
         files = [job.weights_file(rank, step) for rank in range(plan.mesh.num_ranks)]
         weights = whole_weights(plan, [_taken(file) for file in files])
         yield uncut_step(plan.spec, weights, step)

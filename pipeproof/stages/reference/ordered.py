@@ -53,28 +53,35 @@ from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.reference.clip import clip_factor
 from pipeproof.stages.reference.lanes import trained_on
+from pipeproof.stages.reference.optimizer import go_on, optimizer_of
 from pipeproof.stages.reference.ordered_model import OrderedModel
 from pipeproof.stages.reference.orders import ByCopy, Orders
 from pipeproof.stages.reference.own_ordered import run_own_ordered
 from pipeproof.stages.reference.pieces import Pieces, add, add_pieces, is_of_experts
 from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.start import Start, beginning
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-def run_ordered(plan: PlanSpec, orders: Orders, watch: LayerWatch | None = None) -> Iterator[StepResult]:
+def run_ordered(
+    plan: PlanSpec, orders: Orders, watch: LayerWatch | None = None, start: Start | None = None
+) -> Iterator[StepResult]:
     """Train for the plan's steps in the order of sums of its parallel run, yielding after each; lazy.
 
+    Training begins with ``start`` where it is given, whatever the order in which that came about.
     ``watch`` is shown what crosses the borders between layers; it joins pieces of sequences along their dim.
     """
     if plan.own_layers is not None:
         yield from run_own_ordered(plan, orders, watch)
         return
-    model = OrderedModel(plan, watch)
-    optimizer = _optimizer(plan, [piece for pieces in model.weights.values() for piece in pieces])
+    start = start or beginning(plan)
+    model = OrderedModel(plan, watch, start.weights)
+    optimizer = optimizer_of(plan.run, [piece for pieces in model.weights.values() for piece in pieces])
+    go_on(optimizer, model.weights, {key: model.cut(key[0], array) for key, array in start.kept.items()})
     num_dp, num_ep, num_cp = plan.topology.dp, plan.topology.ep, plan.topology.cp
     num_micro_batches = plan.schedule.num_micro_batches
-    for step in range(plan.run.steps):
+    for step in range(start.step, plan.run.steps):
         weights = {name: model.joined(name, pieces) for name, pieces in model.weights.items()}
         losses, sums, biases = [], [], model.routers.begin_step()
         for dp in range(num_dp):
@@ -156,12 +163,3 @@ def _micro_batches(
         [(loss.numpy()[()], model.gradients(split, rank)) for rank, loss in enumerate(of_split)]
         for split, of_split in enumerate(losses)
     ]
-
-
-def _optimizer(plan: PlanSpec, weights: Pieces) -> paddle.optimizer.Optimizer:
-    """Paddle's SGD, or its AdamW with betas 0.9 and 0.999, epsilon 1e-8 and decay 0.01 of every weight."""
-    if plan.run.optimizer == "sgd":
-        return paddle.optimizer.SGD(plan.run.learning_rate, parameters=weights)
-    return paddle.optimizer.AdamW(
-        plan.run.learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, parameters=weights
-    )

@@ -37,9 +37,9 @@ class OrderedLayers(OrderedWeights):
     parallelism, else one whole tensor.
     """
 
-    def __init__(self, plan: PlanSpec) -> None:
-        super().__init__(plan)
-        self.routers = Routers(plan)
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
+        super().__init__(plan, weights)
+        self.routers = Routers(plan, weights)
         self.indices: Sequence[int] = (0,)
         self.sequence_first = plan.model.activation_order == "sbh"
         self.sequence_dim = 0 if self.sequence_first else 1

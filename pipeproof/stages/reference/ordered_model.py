@@ -7,11 +7,12 @@ heads of each, D head size, V vocabulary, T pieces. Activations are written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
@@ -24,6 +25,7 @@ from pipeproof.stages.reference.lanes import for_lanes, together
 from pipeproof.stages.reference.ordered_layers import OrderedLayers
 from pipeproof.stages.reference.pieces import Pieces, products
 from pipeproof.stages.reference.residual import Residual, closed, opened, residual
+from pipeproof.stages.reference.start import beginning
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -31,8 +33,10 @@ Tensor: TypeAlias = paddle.Tensor
 class OrderedModel(OrderedLayers):
     """The GPT of the plan, its weights in pieces, its sums in piece order."""
 
-    def __init__(self, plan: PlanSpec, watch: LayerWatch | None = None) -> None:
-        super().__init__(plan)
+    def __init__(
+        self, plan: PlanSpec, watch: LayerWatch | None = None, weights: Mapping[str, npt.NDArray[Any]] | None = None
+    ) -> None:
+        super().__init__(plan, beginning(plan).weights if weights is None else weights)
         self.watch = watch
 
     def losses(self, batches: Sequence[Batch], indices: Sequence[int] = (0,)) -> list[list[Tensor]]:

@@ -6,6 +6,7 @@ for each piece of the sequence, and a router's for each tensor-parallel rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,41 +14,39 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.lanes import embeds_again, num_modules
-from pipeproof.stages.describe.synthetic import initial_weight
+from pipeproof.stages.reference.balance import without_biases
 from pipeproof.stages.reference.pieces import Pieces, add, cut_dim, is_of_experts, leaf
 
 Tensor: TypeAlias = paddle.Tensor
 
 
 class OrderedWeights:
-    """The weights of the plan's GPT in pieces.
+    """The weights of the plan's GPT in pieces; ``weights`` has them whole, and perhaps biases of routers beside them.
 
     ``of_units`` has the leaves that each split of a sequence and each
     expert-parallel rank computes with: ``of_units[split][rank]``, by name.
     What a context-parallel rank has of a sequence is a split, too.
     """
 
-    def __init__(self, plan: PlanSpec) -> None:
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
         self.plan = plan
         self.num_pieces, self.num_ranks = plan.topology.tp, plan.topology.ep
         self.num_splits = plan.schedule.num_sequence_splits * plan.topology.cp
         self.sequence_pieces = self.num_pieces if plan.topology.sequence_parallel else 1
         self.weights: dict[str, Pieces] = {
-            p.name: self._in_pieces(
-                p.name, initial_weight(p, plan.run.seed, plan.run.dtype).astype(plan.run.weight_dtype)
-            )
-            for layer in describe_gpt(plan)
-            for p in layer.parameters
+            name: [paddle.to_tensor(array, stop_gradient=False) for array in self.cut(name, whole)]
+            for name, whole in without_biases(weights).items()
         }
         self.of_units = [[self.weights] * self.num_ranks for _ in range(self.num_splits)]
 
-    def _in_pieces(self, name: str, whole: npt.NDArray[Any]) -> Pieces:
+    def cut(self, name: str, whole: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """An array of the named weight's shape as its pieces have it; of a number that goes with it a copy for each."""
         dim = cut_dim(name)
-        num_copies = self.num_pieces if name.endswith("router.weight") else self.sequence_pieces
-        arrays = np.split(whole, self.num_pieces, dim) if dim is not None else [whole] * num_copies
-        return [paddle.to_tensor(np.ascontiguousarray(array), stop_gradient=False) for array in arrays]
+        if dim is not None and whole.ndim:
+            return [np.ascontiguousarray(array) for array in np.split(whole, self.num_pieces, dim)]
+        is_of_each = dim is not None or name.endswith("router.weight")
+        return [whole] * (self.num_pieces if is_of_each else self.sequence_pieces)
 
     def zero_gradients(self) -> None:
         """Begin every gradient buffer as +0.0.

@@ -21,8 +21,9 @@ from pipeproof.stages.describe.shares import num_shares
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.own.model import OwnModel
 from pipeproof.stages.reference.clip import clip_factor
+from pipeproof.stages.reference.optimizer import optimizer_of
 from pipeproof.stages.reference.orders import ByCopy, Orders
-from pipeproof.stages.reference.own_uncut import built, own_optimizer, scaled_loss
+from pipeproof.stages.reference.own_uncut import built, scaled_loss
 from pipeproof.stages.reference.pieces import add
 from pipeproof.stages.reference.result import StepResult
 
@@ -35,7 +36,7 @@ def run_own_ordered(plan: PlanSpec, orders: Orders, watch: LayerWatch | None = N
     """As ``run_ordered``, for own layers."""
     model = built(plan)
     weights = model.weights()
-    optimizer = own_optimizer(plan.run, list(weights.values()))
+    optimizer = optimizer_of(plan.run, list(weights.values()))
     for step in range(plan.run.steps):
         before = {name: weight.numpy().copy() for name, weight in weights.items()}
         ranks = [_of_rank(plan, model, orders, step, dp, watch) for dp in range(plan.topology.dp)]

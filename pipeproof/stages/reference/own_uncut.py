@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
-from pipeproof.specs.plan import PlanSpec, RunSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.own.model import OwnModel
 from pipeproof.stages.reference.clip import clip_factor
+from pipeproof.stages.reference.optimizer import optimizer_of
 from pipeproof.stages.reference.result import StepResult
 
 Tensor: TypeAlias = paddle.Tensor
@@ -26,7 +27,7 @@ Tensor: TypeAlias = paddle.Tensor
 def run_own_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepResult]:
     """As ``run_uncut``, for own layers."""
     model = built(plan)
-    optimizer = own_optimizer(plan.run, list(model.weights().values()))
+    optimizer = optimizer_of(plan.run, list(model.weights().values()))
     for step in range(plan.run.steps):
         result = _gradients(plan, model, step, watch)
         optimizer.step()
@@ -66,15 +67,6 @@ def scaled_loss(model: OwnModel, plan: PlanSpec, step: int, index: int, watch: L
     if watch is not None:
         watch.see_loss(last.name, index, 0, loss)
     return loss
-
-
-def own_optimizer(run: RunSpec, weights: list[Tensor]) -> paddle.optimizer.Optimizer:
-    """Paddle's SGD, or its AdamW with betas 0.9 and 0.999, epsilon 1e-8 and decay 0.01 of every weight."""
-    if run.optimizer == "sgd":
-        return paddle.optimizer.SGD(run.learning_rate, parameters=weights)
-    return paddle.optimizer.AdamW(
-        run.learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, parameters=weights
-    )
 
 
 def _gradients(plan: PlanSpec, model: OwnModel, step: int, watch: LayerWatch | None) -> StepResult:

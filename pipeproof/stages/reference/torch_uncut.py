@@ -10,8 +10,9 @@ Values of bfloat16 and float16 leave it as float32, which holds them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,22 +25,28 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch, Side
 from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.start import Start
 from pipeproof.stages.reference.torch_model import TorchUncutModel, look_away
 
 Tensor: TypeAlias = torch.Tensor
 Array: TypeAlias = npt.NDArray[Any]
 
+_THEIRS = MappingProxyType({"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"})
+"""What AdamW keeps of each weight: by slot, what PyTorch calls it."""
 
-def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepResult]:
-    """Train the whole model for the plan's steps, yielding after each; lazy.
+
+def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None, start: Start | None = None) -> Iterator[StepResult]:
+    """Train the whole model for the plan's steps, from ``start`` on where it is given, yielding after each; lazy.
 
     All micro-batches of all data-parallel ranks run one after another in their
     order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype, for 16 bits in float32.
     ``watch`` is shown what crosses the borders between layers.
     """
-    model = TorchUncutModel(plan, _initial_weights(plan))
+    start = start or Start(0, _initial_weights(plan))
+    model = TorchUncutModel(plan, start.weights)
     optimizer = _optimizer(plan, list(model.weights.main.values()))
-    for step in range(plan.run.steps):
+    _go_on(optimizer, model.weights.main, start.kept)
+    for step in range(start.step, plan.run.steps):
         result = _gradients(model, step, watch)
         optimizer.step()
         yield result
@@ -128,3 +135,13 @@ def _optimizer(plan: PlanSpec, weights: list[Tensor]) -> torch.optim.Optimizer:
         foreach=None if fused else False,
         capturable=fused,
     )
+
+
+def _go_on(optimizer: torch.optim.Optimizer, names: Iterable[str], kept: Mapping[tuple[str, str], Array]) -> None:
+    """Let an optimizer of the named weights that has made no step go on with what is ``kept`` by weight and slot."""
+    places = {name: place for place, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for (name, slot), array in kept.items():
+        state.setdefault(places[name], {})[_THEIRS[slot]] = torch.tensor(array)
+    if state:
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -22,10 +22,9 @@ import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.ahead import ahead
-from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.lanes import num_modules
 from pipeproof.stages.describe.order import layer_order
-from pipeproof.stages.describe.synthetic import Batch, initial_weight, loss_scale, micro_batch
+from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch, Side
 from pipeproof.stages.reference import streams
 from pipeproof.stages.reference.balance import Routers, without_biases
@@ -34,18 +33,20 @@ from pipeproof.stages.reference.clip import clip_factor
 from pipeproof.stages.reference.gated import gated
 from pipeproof.stages.reference.lanes import for_lanes, together, trained_on
 from pipeproof.stages.reference.mixture import mixture
+from pipeproof.stages.reference.optimizer import go_on, optimizer_of
 from pipeproof.stages.reference.own_uncut import own_uncut_step, run_own_uncut
 from pipeproof.stages.reference.pieces import Copies
 from pipeproof.stages.reference.result import StepResult
 from pipeproof.stages.reference.rounded import rounded
+from pipeproof.stages.reference.start import Start, beginning
 
 Tensor: TypeAlias = paddle.Tensor
 Look: TypeAlias = Callable[[str, Side, Tensor], None]
 """Is told what a layer takes or gives."""
 
 
-def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepResult]:
-    """Train the whole model for the plan's steps, yielding after each; lazy.
+def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None, start: Start | None = None) -> Iterator[StepResult]:
+    """Train the whole model for the plan's steps, from ``start`` on where it is given, yielding after each; lazy.
 
     All micro-batches of all data-parallel ranks run one after another in their
     order. Gradient buffers begin as +0.0; the loss adds up in the run's dtype.
@@ -54,9 +55,15 @@ def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepR
     if plan.own_layers is not None:
         yield from run_own_uncut(plan, watch)
         return
-    model = UncutModel(plan, _initial_weights(plan))
-    optimizer = _optimizer(plan, list(model.main.values()))
-    for step in range(plan.run.steps):
+    start = start or beginning(plan)
+    model = UncutModel(plan, start.weights)
+    optimizer = optimizer_of(plan.run, list(model.main.values()))
+    go_on(
+        optimizer,
+        {name: [weight] for name, weight in model.main.items()},
+        {key: [array] for key, array in start.kept.items()},
+    )
+    for step in range(start.step, plan.run.steps):
         result = _gradients(model, step, watch)
         optimizer.step()
         yield result
@@ -108,12 +115,6 @@ def _look_away(layer: str, side: Side, tensor: Tensor) -> None:
 
 def _show(watch: LayerWatch, index: int, layer: str, side: Side, tensor: Tensor) -> None:
     watch.see(layer, side, index, 0, [tensor])
-
-
-def _initial_weights(plan: PlanSpec) -> dict[str, npt.NDArray[Any]]:
-    parameters = [p for layer in describe_gpt(plan) for p in layer.parameters]
-    run = plan.run
-    return {p.name: initial_weight(p, run.seed, run.dtype).astype(run.weight_dtype) for p in parameters}
 
 
 class UncutModel:
@@ -300,12 +301,3 @@ class UncutModel:
         gate = paddle.matmul(x, self.weights[f"{name}.gate.weight"])
         up = paddle.matmul(x, self.weights[f"{name}.up.weight"])
         return paddle.matmul(gated(gate, up, self.plan.model.swiglu_limit), self.weights[f"{name}.down.weight"])
-
-
-def _optimizer(plan: PlanSpec, weights: list[Tensor]) -> paddle.optimizer.Optimizer:
-    """Paddle's SGD, or its AdamW with betas 0.9 and 0.999, epsilon 1e-8 and decay 0.01 of every weight."""
-    if plan.run.optimizer == "sgd":
-        return paddle.optimizer.SGD(plan.run.learning_rate, parameters=weights)
-    return paddle.optimizer.AdamW(
-        plan.run.learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, parameters=weights
-    )
