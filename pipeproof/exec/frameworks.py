@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeproof.exec.clock import Clock, HostClock, Timing
 from pipeproof.exec.framework import Arrays, Framework, World
 from pipeproof.exec.gpus import take_gpu
+from pipeproof.exec.kept import WriteByPaddle
 from pipeproof.exec.pings import HostPingClock, PingClock
 from pipeproof.exec.progress import DeviceProgress
 from pipeproof.exec.replay import Replays
@@ -32,6 +33,13 @@ def start_framework(run: RunSpec, *, computes: bool = True, share_gpus: bool = F
     from pipeproof.exec.paddle.framework import PaddleFramework
 
     return PaddleFramework(run.device, computes=computes)
+
+
+def paddle_writer() -> WriteByPaddle:
+    """What has Paddle, which has been started in this process, write a rank's part of a state."""
+    from pipeproof.exec.paddle.flex import write_flex_part
+
+    return write_flex_part
 
 
 def timed(run: RunSpec, world: World) -> tuple[World, Clock]:

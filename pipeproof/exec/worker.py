@@ -23,7 +23,7 @@ from pipeproof.exec.adapter import RankAdapter
 from pipeproof.exec.bare_messages import bare_messages
 from pipeproof.exec.clock import HostClock
 from pipeproof.exec.failures import event_of
-from pipeproof.exec.frameworks import start_framework, start_progress, start_replays, timed, timing_of
+from pipeproof.exec.frameworks import paddle_writer, start_framework, start_progress, start_replays, timed, timing_of
 from pipeproof.exec.jobs import EventSink, Fault, Job, save_arrays, save_step
 from pipeproof.exec.judged import is_by_bound
 from pipeproof.exec.kept import go_on, leave_state
@@ -92,8 +92,6 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     if num_logged_steps(plan.spec.run, layers=job.layers, first_step=first) < plan.spec.run.steps - first:
         replays = start_replays(plan.graph.num_ops)
         replayed = ReplayedSteps(adapter, lambda step: run_step(machine, step, adapter.carry_out), replays, tell)
-    if first and is_by_bound(plan):
-        save_arrays(job.weights_file(rank, first), adapter.weights() | adapter.biases())
     for step in range(first, plan.spec.run.steps):
         if replayed is not None:
             replayed.run(step)
@@ -112,7 +110,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         if is_by_bound(plan) and step + 1 < plan.spec.run.steps:
             save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
         if job.kept.is_due(step, plan.spec.run.steps):
-            leave_state(job, adapter, framework.arrays, world, plan, step + 1, emit)
+            write_by_paddle = paddle_writer() if job.kept.by_paddle else None
+            leave_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
         emit("step", step=step)
     seen.channels.close()
     if job.profile:

@@ -10,10 +10,12 @@ NOT_THIS_STATE = RuleDoc(
     title="a run cannot go on from this state",
     severity="error",
     explanation=(
-        "A state was saved by a run of one plan, and is bits: it fits runs of the same graph, the same values that "
-        "training depends on (model, loss, seed, optimizer, ..) and the same framework alone. Its files must all be "
-        "there, as large and with the SHA-256 that the index has, and hold what the plan asks for. Everything is "
-        "looked at before the first process starts, so that nothing is ever loaded in part."
+        "A run goes on from a state where training by its plan is the same: the same framework and the same values of "
+        "everything that training depends on (model, loss, seed, optimizer, micro-batches of a step over all data "
+        "ranks). Topology, schedule, cut and sharding may be others: each rank reads what it holds from wherever it "
+        "stands. A state of weights alone may be of another framework, and the optimizer begins anew. The state's "
+        "files must all be there, as large and with the SHA-256 that the index has, and hold every element of every "
+        "tensor once. Everything is looked at before the first process starts, so that nothing is ever loaded in part."
     ),
     wrong="pipeproof run plan.yaml --resume states   # saved with run.seed 7, the plan has 8",
     right="pipeproof run plan.yaml --resume states   # the plan that it was saved with",

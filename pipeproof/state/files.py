@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize_file
+from safetensors import SafetensorError, TensorSpec, deserialize, serialize_file
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.codes import StateError
+from pipeproof.state.header import read_header
 from pipeproof.state.index import ShardFile, TensorEntry
+from pipeproof.state.regular import regular_size
 
 _NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
 """Types as the files name them."""
@@ -76,39 +78,45 @@ def require_whole(directory: Path, file: ShardFile, tensors: Mapping[str, Tensor
     """
     path = directory / file.name
     try:
-        size = path.stat().st_size
-    except OSError as error:
+        size = regular_size(path)
+    except FileNotFoundError as error:
         first = file.shards[0].tensor if file.shards else "nothing"
         raise StateError(f"{path} is missing; it holds {len(file.shards)} tensors, {first} first", _MEND) from error
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
     if size != file.size_bytes:
         how = "cut short" if size < file.size_bytes else "longer"
         raise StateError(f"{path} is {how}: it has {size} bytes, and the index says {file.size_bytes}", _MEND)
-    if digest_of(path) != file.sha256:
+    try:
+        sha256 = digest_of(path)
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+    if sha256 != file.sha256:
         raise StateError(f"{path} was changed: its SHA-256 is not the {file.sha256[:12]}.. of the index", _MEND)
     _require_header(path, file, tensors)
 
 
 def _require_header(path: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
-    with safe_open(path, framework="np") as content:
-        found = set(content.keys())
-        for shard in file.shards:
-            name = shard.tensor
-            if name not in tensors or name not in found:
-                where = "the index has no tensor of that name" if name in found else "it is not there"
-                raise StateError(f"{path} is to hold {name}, and {where}", _MEND)
-            part = content.get_slice(name)
-            is_now = part.get_dtype(), tuple(part.get_shape())
-            if is_now != (_NAMES.get(tensors[name].dtype), shard.shape):
-                message = f"{path} has {name} as {is_now[0]} {list(is_now[1])}"
-                raise StateError(f"{message}, and the index says {tensors[name].dtype} {list(shard.shape)}", _MEND)
+    found = read_header(path).arrays
+    for shard in file.shards:
+        name, key = shard.tensor, file.key_of(shard.tensor)
+        if name not in tensors or key not in found:
+            where = "the index has no tensor of that name" if key in found else "it is not there"
+            raise StateError(f"{path} is to hold {name}, and {where}", _MEND)
+        part = found[key]
+        is_now = part.dtype, part.shape or (1,)  # Paddle's numbers have one dim
+        if is_now != (tensors[name].dtype, shard.shape or (1,)):
+            message = f"{path} has {name} as {is_now[0]} {list(is_now[1])}"
+            raise StateError(f"{message}, and the index says {tensors[name].dtype} {list(shard.shape)}", _MEND)
 
 
-def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
+def digest_of(path: Path, between: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file; ``between`` is called between blocks, and may raise."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
+            between()
     return digest.hexdigest()
 
 

@@ -12,13 +12,16 @@ The files are safetensors; the key of a part in its file is the tensor's name.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from pipeproof.state.codes import StateError
+from pipeproof.state.regular import regular_size
 
 INDEX_FILE = "index.json"
 MAX_BYTES = 2**28
@@ -28,6 +31,8 @@ _Count = Annotated[int, Field(ge=0)]
 _Dims = Annotated[tuple[_Count, ...], Field(strict=False)]
 _BY_NAME: dict[str, JsonValue] = {"required": []}
 """For a mapping whose keys are names: none of them must be there."""
+_Keys: TypeAlias = Annotated[dict[str, str], Field(json_schema_extra=_BY_NAME)]
+Cut: TypeAlias = Annotated[dict[str, _Count | Literal["flat"]], Field(json_schema_extra=_BY_NAME)]
 TensorKind = Literal["weight", "moment", "counter", "expert_bias"]
 
 
@@ -45,12 +50,21 @@ class TensorEntry(_Part):
     dtype: str = Field(description="Type of the elements.")
     shape: _Dims = Field(description="The whole tensor's, as if there were one rank.")
     weight: str | None = Field(default=None, description="Of which weight a moment or counter is.")
+    cut: Cut | None = Field(
+        default=None,
+        description="By axis of the mesh the dim along which its ranks have parts, in their order; `flat`: each has a "
+        "range of the flattened part. Empty where it is not cut; not there where nobody said.",
+    )
+
+    def is_same(self, other: TensorEntry) -> bool:
+        """Whether both are one tensor, however it is cut."""
+        return (self.kind, self.dtype, self.shape, self.weight) == (other.kind, other.dtype, other.shape, other.weight)
 
 
 class Shard(_Part):
     """A part of a tensor, in the file that names it."""
 
-    tensor: str = Field(description="Name of the tensor, and key in the file.")
+    tensor: str = Field(description="Name of the tensor, and key in the file, if that has no `keys`.")
     offsets: _Dims = Field(description="Where the part begins in the whole tensor, per dim.")
     extents: _Dims = Field(description="How far it goes, per dim.")
     flat: Annotated[tuple[_Count, _Count], Field(strict=False)] | None = Field(
@@ -80,14 +94,30 @@ class ShardFile(_Part):
     size_bytes: _Count = Field(description="Its size.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the whole file.")
     shards: Annotated[tuple[Shard, ...], Field(strict=False)] = Field(description="The parts that it holds.")
+    keys: _Keys | None = Field(
+        default=None,
+        description="By tensor its key in the file, where that is not its name: in files that Paddle wrote.",
+    )
+
+    def key_of(self, tensor: str) -> str:
+        """Under which key the file has its part of a tensor."""
+        return (self.keys or {}).get(tensor, tensor)
 
 
 class StateIndex(_Part):
     """What stands in ``index.json``."""
 
     pipeproof_state: Literal[1] = Field(description="Version of the format.")
-    steps_done: Annotated[int, Field(ge=1)] = Field(description="Optimizer steps behind this state; the next counts.")
-    digest: str = Field(description="Digest of the plan that saved it.")
+    steps_done: _Count = Field(
+        description="Optimizer steps behind this state; the next counts. 0: these are weights alone, of whatever "
+        "origin, from which training begins."
+    )
+    digest: str = Field(description="Digest of the plan that saved it, or for which it was cut anew.")
+    from_beginning: bool = Field(
+        default=True,
+        description="Whether that plan alone made it, from step 0 on. Where it is false, steps of another plan, "
+        "which adds in another order, or other weights are behind it.",
+    )
     framework: str = Field(description="`run.backend` of that plan.")
     versions: dict[str, str] = Field(
         json_schema_extra=_BY_NAME, description="Of pipeproof, the framework, numpy and Python."
@@ -100,6 +130,24 @@ class StateIndex(_Part):
     )
     tensors: dict[str, TensorEntry] = Field(json_schema_extra=_BY_NAME, description="The tensors by name.")
     files: Annotated[tuple[ShardFile, ...], Field(strict=False)] = Field(description="The files.")
+    sha256: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="The SHA-256 of the index itself: of its JSON without this key, keys sorted and nothing between.",
+    )
+
+    @property
+    def is_weights_only(self) -> bool:
+        """Whether an optimizer is to begin anew with it."""
+        return self.steps_done == 0
+
+    @model_validator(mode="after")
+    def _has_no_step_or_one(self) -> Self:
+        made = (name for name, one in self.tensors.items() if one.kind in ("moment", "counter"))
+        first = next(made, None) if self.is_weights_only else None
+        if first is not None:
+            raise ValueError(f"steps_done is 0, and {first} is what an optimizer has after a step")
+        return self
 
 
 def read_index(directory: Path) -> StateIndex:
@@ -111,15 +159,38 @@ def read_index(directory: Path) -> StateIndex:
     file = directory / INDEX_FILE
     mend = "name a directory that `pipeproof run --save` wrote"
     try:
-        if file.stat().st_size > MAX_BYTES:
+        if regular_size(file) > MAX_BYTES:
             raise StateError(f"{file} has more than {MAX_BYTES} bytes", mend)
-        return StateIndex.model_validate_json(file.read_bytes())
+        content = file.read_bytes()
+        index = StateIndex.model_validate_json(content)
     except OSError as error:
         raise StateError(f"{file} cannot be read: {error.strerror}", mend) from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise StateError(f"{file} is not the index of a state: {place}: {first['msg']}", mend) from error
+    if index.sha256 is not None and index.sha256 != _own_sha256(content):
+        raise StateError(
+            f"{file} was changed: its SHA-256 is not the {index.sha256[:12]}.. that it has of itself",
+            "copy the state anew from where it was saved; who changes an index on purpose leaves its `sha256` out",
+        )
+    return index
+
+
+def index_text(index: StateIndex) -> str:
+    """The index as its file has it, with the SHA-256 of itself: a place of a part that is changed moves values."""
+    bare = index.model_copy(update={"sha256": None}).model_dump_json(exclude_none=True)
+    return index.model_copy(update={"sha256": _own_sha256(bare)}).model_dump_json(indent=1, exclude_none=True) + "\n"
+
+
+def _own_sha256(content: bytes | str) -> str:
+    try:
+        whole = json.loads(content)
+    except ValueError:  # a number of more digits than Python reads: nothing that was written here
+        return ""
+    bare = {key: value for key, value in whole.items() if key != "sha256"}
+    text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def state_json_schema() -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Which parts of which tensors a rank has of a plan's state, and which rank writes each: from the plan alone.
 
-Of ranks that hold the same part the first one writes it.
+Of ranks that hold the same part the first one writes it. A rank's number grows
+with each of its coordinates, so the first one is at 0 on every axis along which
+the part is the same: nobody is searched for, and the work is that of the pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from pipeproof.comm.held import index_of
@@ -14,7 +17,8 @@ from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layers import Parameter, loss_dtype
 from pipeproof.stages.describe.shares import num_shares, share_range
-from pipeproof.state.index import Shard, TensorEntry
+from pipeproof.state.boxes import whole_box
+from pipeproof.state.index import Cut, Shard, TensorEntry
 
 MOMENTS = {"sgd": (), "adamw": ("moment1", "moment2")}
 """By optimizer, what it keeps of the shape of a weight."""
@@ -23,6 +27,8 @@ COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "adamw": {"paddle": ("beta1_power", "beta2_power"), "torch": ("step",)},
 }
 """By optimizer and framework, what it keeps beside: of each weight a number."""
+COUNTERS_AT_FIRST = {"beta1_power": 0.9, "beta2_power": 0.999, "step": 0.0}
+"""What the frameworks' counters begin with: Paddle's are the powers for the step to come, of the betas of all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +56,121 @@ def moment_name(weight: str, slot: str) -> str:
     return f"optimizer/{slot}/{weight}"
 
 
+def file_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank{rank}.safetensors"
+
+
 def pieces_of(plan: LoweredPlan, rank: int) -> Iterator[Piece]:
     """What a rank has of the state, in the order of its stages. The plan is one of a GPT."""
-    seen: set[str] = set()
-    for stage in plan.stages_of_rank(rank):
-        for parameter in plan.weights_of(stage, plan.mesh.coords(rank)["pp"]):
-            if parameter.name not in seen:
-                seen.add(parameter.name)
-                yield from _of_weight(plan, stage, parameter, rank)
-        if moves_biases(plan.spec):
-            for name in routers(plan.layers_of(stage)):
-                yield _of_bias(plan, stage, name)
+    return _pieces(_kinds(plan, plan.mesh.coords(rank)["pp"]), plan, rank)
+
+
+def files_of(plan: LoweredPlan) -> dict[str, tuple[Shard, ...]]:
+    """By file what its rank writes, in the order of ``pieces_of``; some ranks write nothing into theirs."""
+    files: dict[str, list[Shard]] = {file_name(rank): [] for rank in range(plan.mesh.num_ranks)}
+    alike: dict[tuple[object, ...], list[tuple[int, Shard]]] = {}
+    for pp in range(plan.mesh.size("pp")):
+        first = plan.mesh.rank({**dict.fromkeys(plan.mesh.axes, 0), "pp": pp})
+        for kind in _kinds(plan, pp):
+            if kind.first_pp != pp:
+                continue
+            cut = tuple((kind.tensor.cut or {}).items())
+            key = kind.tensor.kind, kind.tensor.shape, kind.parameter and kind.parameter.shape, cut
+            if key not in alike:  # layers have the same ones: worked out once, and counted from the stage's first rank
+                alike[key] = [(rank - first, piece.shard) for rank, piece in _written(plan, kind)]
+            for beyond, shard in alike[key]:
+                files[file_name(first + beyond)].append(shard.model_copy(update={"tensor": kind.name}))
+    return {name: tuple(shards) for name, shards in files.items()}
+
+
+def _written(plan: LoweredPlan, kind: _Kind) -> Iterator[tuple[int, Piece]]:
+    """The parts of a tensor, each with its writer."""
+    counts = [
+        range(size if axis in (kind.tensor.cut or ()) else 1)
+        for axis, size in zip(plan.mesh.axes, plan.mesh.sizes, strict=True)
+    ]
+    for place in product(*counts):
+        rank = plan.mesh.rank({**dict(zip(plan.mesh.axes, place, strict=True)), "pp": kind.first_pp})
+        for piece in _pieces([kind], plan, rank):
+            yield rank, piece
 
 
 def whole_state(plan: LoweredPlan) -> dict[str, TensorEntry]:
     """The tensors of the plan's state by name."""
-    pieces = (piece for rank in range(plan.mesh.num_ranks) for piece in pieces_of(plan, rank))
-    return {piece.shard.tensor: piece.tensor for piece in pieces}
+    return {kind.name: kind.tensor for pp in range(plan.mesh.size("pp")) for kind in _kinds(plan, pp)}
 
 
-def _of_weight(plan: LoweredPlan, stage: int, parameter: Parameter, rank: int) -> Iterator[Piece]:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A tensor that all ranks at one place of the pipeline have, whole or cut.
+
+    ``parameter`` is the weight that it is, or of which it is. ``first_pp`` is the first pipeline rank that holds it.
+    """
+
+    weight: str
+    slot: str
+    name: str
+    tensor: TensorEntry
+    parameter: Parameter | None
+    first_pp: int
+
+
+def _kinds(plan: LoweredPlan, pp: int) -> Iterator[_Kind]:
+    """What ranks at one place of the pipeline have, in their order."""
+    seen: set[str] = set()
+    for stage, holders in enumerate(plan.holders):
+        if pp not in holders:
+            continue
+        for parameter in plan.weights_of(stage, pp):
+            if parameter.name not in seen:
+                seen.add(parameter.name)
+                yield from _kinds_of_weight(plan, parameter, min(plan.shared_weights.places(stage, parameter.name)))
+        for name in routers(plan.layers_of(stage)) if moves_biases(plan.spec) else ():
+            yield _Kind(name, "bias", bias_name(name), _bias(plan), None, holders[0])
+
+
+def _kinds_of_weight(plan: LoweredPlan, parameter: Parameter, first_pp: int) -> Iterator[_Kind]:
     run, name = plan.spec.run, parameter.name
-    box = index_of(plan, parameter, rank)
-    offsets, extents = tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
-    all_holders = plan.ranks_of_weight(stage, name)
-    holders = [other for other in all_holders if index_of(plan, parameter, other) == box]
-    whole = TensorEntry(kind="weight", dtype=run.weight_dtype, shape=parameter.shape)
-    yield Piece(name, "", whole, Shard(tensor=name, offsets=offsets, extents=extents), holders[0])
-    shares, place, flat = num_shares(plan.spec), plan.mesh.coords(rank)["dp"], None
-    if shares > 1:
-        flat = share_range(prod(extents), shares, place)
-        holders = [other for other in holders if plan.mesh.coords(other)["dp"] == place]
-        if flat[0] == flat[1]:  # the last shares of a small weight are empty, and have no state
-            return
+    dims = {"tp": parameter.tp.dim, "ep": parameter.ep.dim}
+    cut: Cut = {axis: dim for axis, dim in dims.items() if dim is not None and plan.mesh.size(axis) > 1}
+    whole = TensorEntry(kind="weight", dtype=run.weight_dtype, shape=parameter.shape, cut=cut)
+    yield _Kind(name, "", name, whole, parameter, first_pp)
+    cut_of_moment: Cut = {**cut, "dp": "flat"} if num_shares(plan.spec) > 1 else cut
+    moment = whole.model_copy(update={"kind": "moment", "weight": name, "cut": cut_of_moment})
     for slot in MOMENTS[run.optimizer]:
-        entry = whole.model_copy(update={"kind": "moment", "weight": name})
-        shard = Shard(tensor=moment_name(name, slot), offsets=offsets, extents=extents, flat=flat)
-        yield Piece(name, slot, entry, shard, holders[0])
+        yield _Kind(name, slot, moment_name(name, slot), moment, parameter, first_pp)
+    dtype = "float32" if run.backend == "torch" else run.weight_dtype
+    counter = TensorEntry(kind="counter", dtype=dtype, shape=(), weight=name, cut={})
     for slot in COUNTERS[run.optimizer][run.backend]:
-        dtype = "float32" if run.backend == "torch" else run.weight_dtype
-        entry = TensorEntry(kind="counter", dtype=dtype, shape=(), weight=name)
-        yield Piece(name, slot, entry, Shard(tensor=moment_name(name, slot), offsets=(), extents=()), all_holders[0])
+        yield _Kind(name, slot, moment_name(name, slot), counter, parameter, first_pp)
 
 
-def _of_bias(plan: LoweredPlan, stage: int, experts: str) -> Piece:
+def _bias(plan: LoweredPlan) -> TensorEntry:
     run, moe = plan.spec.run, plan.spec.model.moe
     assert moe is not None
-    name, shape = bias_name(experts), (moe.num_experts,)
-    dtype = loss_dtype(run.dtype) or run.dtype
-    entry = TensorEntry(kind="expert_bias", dtype=dtype, shape=shape)
-    shard = Shard(tensor=name, offsets=(0,), extents=shape)
-    return Piece(experts, "bias", entry, shard, plan.ranks_of_stage(stage)[0])
+    return TensorEntry(kind="expert_bias", dtype=loss_dtype(run.dtype) or run.dtype, shape=(moe.num_experts,), cut={})
+
+
+def _pieces(kinds: Iterable[_Kind], plan: LoweredPlan, rank: int) -> Iterator[Piece]:
+    coords, shares = plan.mesh.coords(rank), num_shares(plan.spec)
+    for kind in kinds:
+        tensor, flat = kind.tensor, None
+        offsets, extents = whole_box(tensor.shape)
+        if kind.parameter is not None:
+            box = index_of(plan, kind.parameter, rank)
+            if tensor.kind != "counter":
+                offsets, extents = tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
+            if shares > 1 and kind.slot:
+                share = share_range(prod(stop - start for start, stop in box), shares, coords["dp"])
+                if share[0] == share[1]:
+                    continue  # the last shares of a small weight are empty, and have no state
+                flat = share if tensor.kind == "moment" else None
+        shard = Shard(tensor=kind.name, offsets=offsets, extents=extents, flat=flat)
+        yield Piece(kind.weight, kind.slot, tensor, shard, _writer(plan, kind, coords))
+
+
+def _writer(plan: LoweredPlan, kind: _Kind, coords: Mapping[str, int]) -> int:
+    """The first rank that holds the same part."""
+    same = {axis: coords[axis] if axis in (kind.tensor.cut or ()) else 0 for axis in plan.mesh.axes}
+    return plan.mesh.rank({**same, "pp": kind.first_pp})

@@ -20,11 +20,14 @@ from pipeproof import __version__
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.files import ByteArray, sync, write_file
-from pipeproof.state.index import INDEX_FILE, ShardFile, StateIndex
-from pipeproof.state.layout import pieces_of, whole_state
+from pipeproof.state.index import INDEX_FILE, ShardFile, StateIndex, index_text
+from pipeproof.state.layout import file_name, pieces_of, whole_state
 
 _NOT_VALUES = ("steps", "replay", "device", "backend")
 """Keys of ``run`` that a run may have others of when it goes on: the framework is compared by itself."""
+_OF_SCHEDULE = {
+    "num_micro_batches", "micro_batch_size", "last_micro_batch_size", "seq_lengths", "num_sequence_splits"
+}  # fmt: skip
 
 
 def step_directory(root: Path, steps_done: int) -> Path:
@@ -42,7 +45,7 @@ def write_part(
 ) -> None:
     """Write what one rank has to write of a state; ``arrays`` has all that it holds, by weight and slot."""
     mine = [piece for piece in pieces_of(plan, rank) if piece.writer == rank]
-    directory, name = part_directory(root, steps_done, job), f"rank{rank}.safetensors"
+    directory, name = part_directory(root, steps_done, job), file_name(rank)
     directory.mkdir(parents=True, exist_ok=True)
     content = {}
     for piece in mine:
@@ -54,8 +57,19 @@ def write_part(
     (directory / f"rank{rank}.json").write_text(file.model_dump_json(exclude_none=True))
 
 
-def finish_state(root: Path, steps_done: int, job: str, plan: LoweredPlan, digest: str, framework_version: str) -> Path:
+def finish_state(
+    root: Path,
+    steps_done: int,
+    job: str,
+    plan: LoweredPlan,
+    digest: str,
+    framework_version: str,
+    *,
+    from_beginning: bool = True,
+) -> Path:
     """When every rank has written its part: write the index, and give the state its name; the directory.
+
+    ``from_beginning`` says whether runs of this plan alone made it.
 
     Raises:
         OSError: a state of that name is there already, or the disk refuses.
@@ -68,6 +82,7 @@ def finish_state(root: Path, steps_done: int, job: str, plan: LoweredPlan, diges
         pipeproof_state=1,
         steps_done=steps_done,
         digest=digest,
+        from_beginning=from_beginning,
         framework=backend,
         versions={
             "pipeproof": __version__,
@@ -80,7 +95,7 @@ def finish_state(root: Path, steps_done: int, job: str, plan: LoweredPlan, diges
         tensors=whole_state(plan),
         files=files,
     )
-    (directory / INDEX_FILE).write_text(index.model_dump_json(indent=1, exclude_none=True) + "\n")
+    (directory / INDEX_FILE).write_text(index_text(index))
     sync(directory / INDEX_FILE)
     for note in notes:
         note.unlink()
@@ -100,9 +115,7 @@ def values_of(spec: PlanSpec) -> dict[str, Any]:
     """The plan's keys on which the values of training depend beside its graph, dotted."""
     run = {key: value for key, value in spec.run.model_dump(mode="json").items() if key not in _NOT_VALUES}
     sections = {"model": spec.model.model_dump(mode="json"), "loss": spec.loss.model_dump(mode="json"), "run": run}
-    sections["schedule"] = {
-        key: getattr(spec.schedule, key) for key in ("num_micro_batches", "micro_batch_size", "num_sequence_splits")
-    }
+    sections["schedule"] = spec.schedule.model_dump(mode="json", include=_OF_SCHEDULE)
     sections["memory"] = {"shard_optimizer": spec.memory.shard_optimizer}
     return dict(_dotted("", sections))
 

@@ -1,7 +1,8 @@
 """Runs in one process that save their state, or go on from it."""
 
 from pipeproof.exec.kept import go_on, part_of
-from pipeproof.state.load import find_state, require_fits
+from pipeproof.state.fits import require_fits
+from pipeproof.state.load import find_state
 from pipeproof.state.save import finish_state, write_part
 from pipeproof.verify.certificate import plan_digest
 from tests.plans import subject

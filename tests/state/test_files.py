@@ -14,9 +14,11 @@ from safetensors.numpy import load_file
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.codes import StateError
 from pipeproof.state.files import ByteArray
+from pipeproof.state.fits import require_fits
 from pipeproof.state.index import read_index
 from pipeproof.state.layout import pieces_of, whole_state
-from pipeproof.state.load import find_state, read_part, require_fits, require_room
+from pipeproof.state.load import find_state, require_room
+from pipeproof.state.parts import read_part
 from pipeproof.state.save import finish_state, part_directory, remove_parts, write_part
 from pipeproof.verify.certificate import plan_digest
 from tests.state.runs import MOE, plan_of
@@ -42,9 +44,9 @@ def cut(piece, whole):
     return part if piece.shard.flat is None else part.reshape(-1)[slice(*piece.shard.flat)]
 
 
-def write(at, root, steps_done=1):
-    """The state of a subject as its ranks would write it, of ``numbers``."""
-    whole = numbers(at.plan)
+def write(at, root, steps_done=1, **others):
+    """The state of a subject as its ranks would write it, of ``numbers``, or of ``others`` by tensor."""
+    whole = numbers(at.plan) | others
     for rank in range(at.plan.mesh.num_ranks):
         arrays = {
             (piece.weight, piece.slot): ByteArray(
@@ -135,6 +137,7 @@ def refused(tmp_path, match, at=None, path=None):
 def edit(directory, change):
     file = directory / "index.json"
     content = json.loads(file.read_text())
+    content.pop("sha256", None)  # of the index itself: what stands behind it is looked at, too
     change(content)
     file.write_text(json.dumps(content))
 
@@ -148,8 +151,15 @@ def edit(directory, change):
         ({"run": {"dtype": "float64"}}, 'run.dtype was "float32" and is "float64"'),
         ({"model": {"hidden_size": 16}}, "model.hidden_size was 8 and is 16"),
         ({"backend": "torch"}, "saved by paddle, and the plan runs on torch"),
-        ({"topology": {"tp": 2}}, "saved by another plan: digest"),
-        ({"schedule": {"kind": "gpipe"}}, "saved by another plan: digest"),
+        ({"topology": {"dp": 2}}, r"dp \* ep \* schedule.num_micro_batches was 4 and is 8"),
+        ({"schedule": {"num_micro_batches": 8}}, r"dp \* ep \* schedule.num_micro_batches was 4 and is 8"),
+        ({"schedule": {"micro_batch_size": 2}}, "schedule.micro_batch_size was 1 and is 2"),
+        (
+            {"schedule": {"micro_batch_size": 2, "last_micro_batch_size": 1}},
+            "micro_batch_size was 1 and is 2, micro-batch 0 of a step was 1 x 4 tokens and is 2 x 4 tokens",
+        ),
+        ({"schedule": {"seq_lengths": [4, 4, 2, 4]}}, "micro-batch 2 of a step was 1 x 4 tokens and is 1 x 2 tokens"),
+        ({"model": {"moe": MOE}}, "model.moe.aux_loss was not there and is 0.1, .*, and 7 more keys"),
         ({"steps": 1}, "is the state after step 0, and the plan has 1 steps"),
     ],
 )
@@ -206,7 +216,50 @@ def test_an_index_without_a_part_or_with_another_type_of_it_is_refused(tmp_path)
     refused(tmp_path, "of optimizer/moment2/norm.weight, moment, float32 .8.; it is not there")
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: content["files"][1]["shards"].pop())
-    refused(tmp_path, "no file has that part")
+    refused(tmp_path, r"rank 1 needs \[\] from \[\] on of optimizer/beta2_power/head.weight; no file has that part")
+
+
+def test_tensors_that_no_rank_needs_and_parts_that_overlap_or_stand_outside_are_refused(tmp_path):
+    at = plan_of(topology={"pp": 1, "tp": 2})
+    directory = write(at, tmp_path)
+    good = (directory / "index.json").read_text()
+
+    def of_second(content, name):
+        return next(one for one in content["files"][1]["shards"] if one["tensor"] == name)
+
+    def more(content):
+        content["tensors"]["other.weight"] = content["tensors"]["head.weight"]
+        content["tensors"]["another.weight"] = content["tensors"]["head.weight"]
+
+    edit(directory, more)
+    match = r"it has other.weight, weight, float32 \[8, 16\], and the plan has no tensor .*; 1 more tensors are not"
+    refused(tmp_path, match, at)
+    (directory / "index.json").write_text(good)
+    edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 7]))
+    refused(
+        tmp_path, r"rank 0 needs \[8, 1\] from \[0, 7\] on of head.weight; rank0.* and rank1.* have that part, 2", at
+    )
+    (directory / "index.json").write_text(good)
+    edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 9]))
+    refused(tmp_path, r"rank1.safetensors is to have \[8, 8\] from \[0, 9\] on of head.weight, whose shape is", at)
+    (directory / "index.json").write_text(good)
+    edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 8], extents=[8, 7]))
+    refused(tmp_path, r"rank 1 needs \[8, 1\] from \[0, 15\] on of head.weight; no file has that part", at)
+
+
+def test_what_changes_between_the_check_and_the_loading_is_refused(tmp_path):
+    at = plan_of()
+    directory = write(at, tmp_path)
+    state = find_state(tmp_path)
+    require_fits(state, at.plan, plan_digest(at))
+    file = directory / "rank1.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(StateError, match=r"rank1.safetensors is cut short"):
+        read_part(state, at.plan, 1)
+    file.unlink()
+    with pytest.raises(StateError, match=r"rank1.safetensors cannot be read"):
+        read_part(state, at.plan, 1)
 
 
 def test_a_file_whose_tensors_are_not_those_of_the_index_is_refused(tmp_path):

@@ -1,0 +1,190 @@
+"""Arrays on disk, of whatever origin: what there is, and where each part of each tensor stands. It reads headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pipeproof.state.codes import StateError
+from pipeproof.state.header import Header, StoredArray, read_header
+from pipeproof.state.index import INDEX_FILE, Shard, ShardFile, StateIndex, TensorEntry
+from pipeproof.state.load import SavedState, find_state
+
+SUFFIX = ".safetensors"
+INDEX_KEY = "pipeproof_state"
+"""Under which a merged file's metadata has the index of the state that it holds."""
+_OPEN_INDEX = "model.safetensors.index.json"
+"""Beside the files of a model, in the directories of Hugging Face; it has by tensor the file."""
+_OPEN_FILE = "model.safetensors"
+_MEND = "copy the checkpoint anew from where it was saved, or name another one"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Which part of which tensor stands where. ``start`` is the byte of the file where its first element is."""
+
+    shard: Shard
+    file: Path
+    key: str
+    """Its name in that file."""
+    start: int
+    rank: int | None
+    """Who wrote it, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a person named, opened."""
+
+    place: Path
+    kind: str
+    """``state``, ``merged`` (whole tensors in one file or some) or ``flex`` (Paddle's)."""
+    tensors: Mapping[str, TensorEntry]
+    """Whole tensors by name."""
+    parts: Mapping[str, tuple[StoredPart, ...]]
+    """By tensor."""
+    files: Mapping[Path, ShardFile | None]
+    """Every file, and what the index says of it, where there is one."""
+    index: StateIndex | None
+    """Of a state; of a merged file the one that its metadata has, if any."""
+
+
+def open_checkpoint(place: Path) -> Checkpoint:
+    """A state or the newest below ``place``, a safetensors file, a model's directory, or Paddle's checkpoint.
+
+    Raises:
+        StateError: nothing of these is there, or it is incomplete, cut short, or says two things.
+    """
+    if place.is_file():
+        return _merged(place)
+    if not (place / INDEX_FILE).exists():
+        if (place / _OPEN_INDEX).exists():
+            return _of_many(place)
+        if (place / _OPEN_FILE).exists():
+            return _merged(place / _OPEN_FILE)
+        from pipeproof.state.flex import is_flex, open_flex
+
+        if is_flex(place):
+            return open_flex(place)
+    return _of_state(find_state(place))
+
+
+def _of_state(state: SavedState) -> Checkpoint:
+    index, parts = state.index, dict[str, list[StoredPart]]()
+    index_file = state.directory / INDEX_FILE
+    files = {state.directory / file.name: file for file in index.files}
+    if len(files) != len(index.files):
+        raise StateError(f"{index_file} names a file twice", _MEND)
+    for path, file in files.items():
+        header = _header_of_size(path, file)
+        for shard in file.shards:
+            entry = index.tensors.get(shard.tensor)
+            if entry is None:
+                raise StateError(f"{path} is to hold {shard.tensor}, and the index has no tensor of that name", _MEND)
+            if len(shard.extents) != len(entry.shape):
+                message = f"{index_file}: the part of {shard.tensor} in {file.name} has {len(shard.extents)} dims"
+                raise StateError(f"{message}, and the tensor {len(entry.shape)}", _MEND)
+            key = file.key_of(shard.tensor)
+            array = _require(path, header, key, entry.dtype, shard.shape)
+            parts.setdefault(shard.tensor, []).append(StoredPart(shard, path, key, array.start, file.rank))
+        _require_no_more(path, header, [file.key_of(shard.tensor) for shard in file.shards])
+    return Checkpoint(state.directory, "state", index.tensors, _in_order(parts), files, index)
+
+
+def _merged(file: Path) -> Checkpoint:
+    header = read_header(file)
+    tensors = {name: _weight(array) for name, array in header.arrays.items()}
+    index = None
+    if INDEX_KEY in header.metadata:
+        try:
+            index = StateIndex.model_validate_json(header.metadata[INDEX_KEY])
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or INDEX_KEY
+            raise StateError(f"{file}: its metadata has no index of a state: {place}: {first['msg']}", _MEND) from error
+        for name, entry in index.tensors.items():
+            _require(file, header, name, entry.dtype, entry.shape)
+        _require_no_more(file, header, index.tensors)
+        tensors = dict(index.tensors)
+    parts = {name: (_whole(name, entry, file, header.arrays[name]),) for name, entry in tensors.items()}
+    return Checkpoint(file, "merged", tensors, parts, {file: None}, index)
+
+
+def _of_many(place: Path) -> Checkpoint:
+    """A directory as Hugging Face has it: the index gives for each tensor its file."""
+    file = place / _OPEN_INDEX
+    try:
+        by_name = json.loads(file.read_bytes())["weight_map"]
+        names_of = dict[str, list[str]]()
+        for name, file_name in by_name.items():
+            names_of.setdefault(_file_name(file_name), []).append(name)
+    except OSError as error:
+        raise StateError(f"{file} cannot be read: {error.strerror}", _MEND) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StateError(f"{file} is no index of safetensors files: {error}", _MEND) from error
+    tensors, parts = dict[str, TensorEntry](), dict[str, tuple[StoredPart, ...]]()
+    for file_name, names in sorted(names_of.items()):
+        path = place / file_name
+        header = read_header(path)
+        for name in names:
+            if name not in header.arrays:
+                raise StateError(f"{path} is to hold {name}, and it is not there", _MEND)
+            tensors[name] = _weight(header.arrays[name])
+            parts[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
+        _require_no_more(path, header, names)
+    return Checkpoint(place, "merged", tensors, parts, {place / name: None for name in sorted(names_of)}, None)
+
+
+def _file_name(text: str) -> str:
+    if Path(text).name != text or not text.endswith(SUFFIX):
+        raise ValueError(f"{text!r} is no name of a safetensors file beside it")
+    return text
+
+
+def _header_of_size(path: Path, file: ShardFile) -> Header:
+    header = read_header(path)
+    if header.size_bytes != file.size_bytes:
+        message = f"{path} has {header.size_bytes} bytes, and the index says {file.size_bytes}"
+        raise StateError(message, _MEND)
+    return header
+
+
+def _require(path: Path, header: Header, name: str, dtype: str, shape: tuple[int, ...]) -> StoredArray:
+    """The array of a file, which is as an index says."""
+    array = header.arrays.get(name)
+    if array is None:
+        raise StateError(f"{path} is to hold {name}, and it is not there", _MEND)
+    if array.dtype != dtype or (array.shape or (1,)) != (shape or (1,)):  # Paddle's numbers have one dim
+        message = f"{path} has {name} as {array.dtype} {list(array.shape)}"
+        raise StateError(f"{message}, and the index says {dtype} {list(shape)}", _MEND)
+    return array
+
+
+def _require_no_more(path: Path, header: Header, names: Iterable[str]) -> None:
+    """Refuse what no index speaks of: it would be lost without a word. Nor may an index speak of one key twice."""
+    listed = list(names)
+    more = sorted(header.arrays.keys() - set(listed))
+    if more:
+        shown = more[0] + (f" and {len(more) - 1} more" if len(more) > 1 else "")
+        raise StateError(f"{path} holds {shown}, and the index does not say so", _MEND)
+    if len(listed) > len(header.arrays):
+        twice = next(name for name in listed if listed.count(name) > 1)
+        raise StateError(f"the index has two parts of {twice} in {path}, which holds one", _MEND)
+
+
+def _weight(array: StoredArray) -> TensorEntry:
+    """What a tensor is that nobody says anything of."""
+    return TensorEntry(kind="weight", dtype=array.dtype, shape=array.shape)
+
+
+def _whole(name: str, entry: TensorEntry, file: Path, array: StoredArray) -> StoredPart:
+    shard = Shard(tensor=name, offsets=(0,) * len(entry.shape), extents=entry.shape)
+    return StoredPart(shard, file, name, array.start, None)
+
+
+def _in_order(parts: Mapping[str, Iterable[StoredPart]]) -> dict[str, tuple[StoredPart, ...]]:
+    return {name: tuple(of_one) for name, of_one in parts.items()}

@@ -1,0 +1,61 @@
+"""Small states without a framework, of values of which no two tensors, elements or steps have the same."""
+
+import zlib
+from math import prod
+
+import numpy as np
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.files import ByteArray
+from pipeproof.state.layout import pieces_of, whole_state
+from pipeproof.state.save import finish_state, write_part
+from pipeproof.verify.certificate import plan_digest
+
+
+def values(plan, steps_done):
+    """Every tensor of a plan's state, whole: random numbers that the name and the step decide."""
+    found = {}
+    for name, entry in whole_state(plan).items():
+        draw = np.random.default_rng([zlib.crc32(name.encode()), steps_done])
+        found[name] = draw.standard_normal(prod(entry.shape)).astype(entry.dtype).reshape(entry.shape)
+        assert found[name].itemsize == dtype_bytes(entry.dtype)
+    return found
+
+
+def part_of_rank(plan, rank, whole):
+    """What a rank holds of it, as ``write_part`` takes it."""
+    return {
+        (piece.weight, piece.slot): ByteArray(piece.tensor.dtype, piece.shape, as_bytes(cut(piece.shard, whole)))
+        for piece in pieces_of(plan, rank)
+    }
+
+
+def cut(shard, whole):
+    """A part of one of the tensors."""
+    box = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
+    part = np.ascontiguousarray(whole[shard.tensor][box])
+    return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
+
+
+def as_bytes(array):
+    return np.frombuffer(array.tobytes(), np.uint8)
+
+
+def write_rank(at, root, rank, steps_done=1, job="job"):
+    write_part(root, steps_done, job, at.plan, rank, part_of_rank(at.plan, rank, values(at.plan, steps_done)))
+
+
+def finish(at, root, steps_done=1, job="job"):
+    return finish_state(root, steps_done, job, at.plan, plan_digest(at), "1.0")
+
+
+def write_state(at, root, steps_done=1, job="job"):
+    """The state of a subject as its ranks would write it; its directory."""
+    for rank in range(at.plan.mesh.num_ranks):
+        write_rank(at, root, rank, steps_done, job)
+    return finish(at, root, steps_done, job)
+
+
+def files_below(root):
+    """Every file below a directory and its bytes."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
