@@ -1,0 +1,148 @@
+"""One rank of a test: ``python -m tests.state.flex.rank TASKS``, with Paddle's environment of the rank.
+
+Prints, as its last line, a JSON list with the result of each task.
+"""
+
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from pipeproof.stages.paddle.runtime import start_paddle
+from tests.state.flex.ranks import here, moe_plan, part_of, values_of
+
+
+def save(root, topology):
+    """A state of known values, as a run of the plan saves it."""
+    import paddle
+    import paddle.distributed as dist
+
+    from pipeproof.exec.paddle.flex import write_flex_part
+    from pipeproof.state.flex.save import require_all_written
+    from pipeproof.state.layout import pieces_of
+    from pipeproof.state.save import finish_state, part_directory
+    from pipeproof.verify.certificate import plan_digest
+
+    at, root = moe_plan(**topology), Path(root)
+    values = values_of(at.plan)
+    held = {
+        (piece.weight, piece.slot): paddle.to_tensor(part_of(values[piece.shard.tensor], piece.shard))
+        for piece in pieces_of(at.plan, here())
+    }
+    directory = part_directory(root, 2, "job")
+    write_flex_part(directory, at.plan, here(), held)
+    dist.barrier()
+    if here() == 0:
+        require_all_written(directory, at.plan)
+        finish_state(root, 2, "job", at.plan, plan_digest(at), "3.3.1")
+    dist.barrier()
+
+
+def load(directory, topology):
+    """The tensors of which Paddle's own loading gives this rank of a plan wrong values."""
+    import paddle
+    from paddle.distributed import load_state_dict
+
+    from pipeproof.exec.paddle.flex import sharded
+    from pipeproof.state.layout import pieces_of
+
+    at = moe_plan(**topology)
+    values, pieces = values_of(at.plan), list(pieces_of(at.plan, here()))
+    targets = {}
+    for piece in pieces:
+        empty = paddle.full(piece.shape, -1.0, dtype=piece.tensor.dtype)
+        one = sharded(piece, empty)
+        targets[one.key] = one
+    with with_gpu_calls_on_cpu(paddle):
+        load_state_dict(targets, directory, safetensors=True)
+    return [
+        piece.shard.tensor
+        for piece, one in zip(pieces, targets.values(), strict=True)
+        if one.local_tensor.numpy().ravel().tobytes() != part_of(values[piece.shard.tensor], piece.shard).tobytes()
+    ]
+
+
+def load_without_gpu(root):
+    """What Paddle's own loading says where a rank needs what another one reads, on CPUs."""
+    import paddle
+    import paddle.distributed as dist
+    from paddle.distributed import ShardedWeight, load_state_dict, save_state_dict
+
+    row = ShardedWeight("w", paddle.ones([1, 4]), (1, 4), (2, 4), (here(), 0))
+    save_state_dict({"w": row}, root, unique_id=0, safetensors=True)
+    dist.barrier()
+    whole = ShardedWeight("w", paddle.zeros([2, 4]), (2, 4), (2, 4), (0, 0))
+    try:
+        load_state_dict({"w": whole}, root, safetensors=True)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def flattened(root, shape, cut):
+    """How many elements are wrong when two shares of a flattened tensor are loaded as a whole one."""
+    import paddle
+    import paddle.distributed as dist
+    from paddle.distributed import ShardedWeight, load_state_dict, save_state_dict
+
+    values, zeros = np.arange(np.prod(shape), dtype=np.float32) + 1, (0,) * len(shape)
+    start, stop = [(0, cut), (cut, values.size)][here()]
+    share = ShardedWeight("m", paddle.to_tensor(values[start:stop]), shape, shape, zeros, True, slice(start, stop))
+    save_state_dict({"m": share}, root, unique_id=0, safetensors=True)
+    dist.barrier()
+    whole = ShardedWeight("m", paddle.zeros(shape), shape, shape, zeros)
+    with with_gpu_calls_on_cpu(paddle):
+        load_state_dict({"m": whole}, root, safetensors=True)
+    return int((whole.local_tensor.numpy().ravel() != values).sum())
+
+
+def leave_early(root):
+    """Whether rank 0 comes back from saving before the file of rank 1 is there."""
+    import paddle
+    import paddle.distributed as dist
+    from paddle.distributed import ShardedWeight, save_state_dict
+
+    write = paddle.save
+
+    def slowly(*given, **more):
+        time.sleep(1.0 if here() else 0.0)
+        write(*given, **more)
+
+    paddle.save = slowly
+    row = ShardedWeight("w", paddle.ones([1, 4]), (1, 4), (2, 4), (here(), 0))
+    save_state_dict({"w": row}, root, unique_id=0, safetensors=True)
+    early = not (Path(root) / "1_0.safetensors").exists()
+    paddle.save = write
+    dist.barrier()
+    return early
+
+
+@contextmanager
+def with_gpu_calls_on_cpu(paddle):
+    """Paddle moves every tensor to a GPU before it sends it; here it stays where it is."""
+    to_gpu = paddle.Tensor.cuda
+    paddle.Tensor.cuda = lambda tensor, *given, **more: tensor.clone()
+    yield
+    paddle.Tensor.cuda = to_gpu
+
+
+def main(tasks):
+    start_paddle()
+    import paddle.distributed as dist
+    from paddle.distributed.fleet.utils.log_util import logger
+
+    logger.setLevel("ERROR")
+    dist.init_parallel_env()
+    results = [globals()[name](*given) for name, *given in tasks]
+    dist.barrier()
+    sys.stdout.write("\n" + json.dumps(results) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
