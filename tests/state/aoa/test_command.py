@@ -1,0 +1,84 @@
+"""``pipeproof aoa``: what it prints, in the words of its page, and how it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.cli import main
+from pipeproof.state.aoa.engine import map_of
+from pipeproof.state.aoa.meta import metas_of_plan
+from pipeproof.state.aoa.read import read_file, read_statements
+
+ROOT = Path(__file__).parents[3]
+FILE, PLAN = "examples/aoa/names.aoa", "examples/gpt_pp2_tp2_sp_full.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def aoa(*arguments):
+    return CliRunner().invoke(main, ["aoa", *map(str, arguments)])
+
+
+def test_the_page_has_the_example():
+    assert (ROOT / FILE).read_text() in (ROOT / "docs" / "aoa.md").read_text()
+
+
+def test_statements_without_patterns_make_the_same():
+    plain = aoa(FILE, "--source", PLAN, "--expand").stdout
+    assert "$" not in plain
+    assert len(plain.splitlines()) == 20
+    metas = _metas()
+    program = read_statements(plain, "plain.aoa")
+    assert map_of(program, metas, None) == map_of(read_file(Path(FILE)), metas, None)
+
+
+def test_the_inverse_can_be_written_to_a_file_and_used(tmp_path):
+    for options in ((), ("--expand",)):
+        back = aoa(FILE, "--source", PLAN, "--inverse", *options).stdout
+        made = made_metas(map_of(read_file(Path(FILE)), _metas(), None).tensors)
+        assert set(map_of(read_statements(back, "back.aoa"), made, _metas()).tensors) == set(_metas())
+
+
+def made_metas(tensors):
+    from pipeproof.state.aoa.meta import TensorMeta
+
+    return {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _metas():
+    from pipeproof.comm.loaded import lower_loaded
+    from pipeproof.specs.load import load_plan
+
+    return metas_of_plan(lower_loaded(load_plan(PLAN)))
+
+
+def test_json_has_every_slab():
+    shown = json.loads(aoa(FILE, "--source", PLAN, "--json").stdout)
+    query = shown["tensors"]["model.layers.3.self_attn.q_proj.weight"]
+    assert [slab["source_offsets"] for slab in query["slabs"]] == [[0, 0], [0, 48], [0, 96], [0, 144]]
+    assert query["slabs"][0]["permutation"] == [1, 0]
+    assert json.loads(aoa(FILE, "--source", PLAN, "--json", "--inverse").stdout).keys() == {"aoa_statements"}
+
+
+def test_what_is_wrong_is_shown_in_its_line(tmp_path):
+    file = tmp_path / "map.aoa"
+    file.write_text("# names\nlayer.$LAYER_ID.attn.qvk.weight -> a.$LAYER_ID\n")
+    refused = aoa(file, "--source", PLAN)
+    assert refused.exit_code == 2
+    assert "error[PP181]: `layer.$LAYER_ID.attn.qvk.weight` fits no tensor of the source" in refused.stderr
+    assert "2 | layer.$LAYER_ID.attn.qvk.weight -> a.$LAYER_ID" in refused.stderr
+    assert "did you mean `layer.0.attn.qkv.weight`?" in refused.stderr
+    findings = json.loads(aoa(file, "--source", PLAN, "--json").stdout)["findings"]
+    assert [finding["code"] for finding in findings] == ["PP181"]
+
+
+def test_a_source_that_is_no_checkpoint_is_bad_input(tmp_path):
+    for file, source, code in ((FILE, tmp_path, "PP9"), (FILE, "nowhere.yaml", "PP100"), ("nowhere", PLAN, "PP180")):
+        refused = aoa(file, "--source", source)
+        assert refused.exit_code == 2
+        assert f"error[{code}" in refused.stderr
