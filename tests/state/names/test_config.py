@@ -1,0 +1,68 @@
+"""The configuration beside Hugging Face's names says of what sizes the model is, and which class computes it."""
+
+import json
+
+import pytest
+
+from pipeproof.interop.draft import Draft
+from pipeproof.interop.imported import Flags
+from pipeproof.interop.model_sizes import read_model_config
+from pipeproof.state.names.config import config_of
+from pipeproof.state.names.convention import names_of
+from tests.state.names.models import MODELS, plan_of
+
+CLASSES = {
+    "dense with grouped queries": "LlamaForCausalLM",
+    "dense, a head of another size": "LlamaForCausalLM",
+    "tied": "LlamaForCausalLM",
+    "tied with modules": "LlamaForCausalLM",
+    "experts as Mixtral": "MixtralForCausalLM",
+    "experts, some shared": "DeepseekForCausalLM",
+    "experts with biases": "Glm4MoeForCausalLM",
+    "latent, dense": "DeepseekV3ForCausalLM",
+    "latent, experts": "DeepseekV2ForCausalLM",
+    "latent with modules": "DeepseekV3ForCausalLM",
+}
+SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "tied_embedding")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind):
+    model = plan_of(**MODELS[kind]).model
+    config = config_of(model, "float64")
+    assert config["architectures"] == [CLASSES[kind]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draft = Draft("model config", Flags())
+    read_model_config(draft, tmp_path / "config.json")
+    for key in SIZES:
+        assert draft.get("model", key, default=False) == getattr(model, key), key
+    assert draft.get("model", "ffn_size") == (model.moe.ffn_size if "Mixtral" in kind else model.ffn_size)
+    for section, keys in {
+        "moe": ("num_experts", "top_k", "num_shared_experts", "dense_layers"),
+        "mla": ("q_rank", "kv_rank", "nope_head_size", "rope_head_size", "value_head_size"),
+        "mtp": ("num_modules",),
+    }.items():
+        part = getattr(model, section)
+        for key in keys if part is not None else ():
+            assert draft.get("model", section, key) == (getattr(part, key) or None), key
+    if model.mla is None:
+        assert draft.get("model", "num_kv_heads") == model.kv_heads
+        assert draft.get("model", "head_size") == model.size_of_head
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_shapes_of_tensors_follow_from_it(kind):
+    model = plan_of(**MODELS[kind], unpadded_vocab_size=29).model
+    config, theirs = config_of(model, "float64"), names_of("huggingface", model, "float64").tensors
+    assert theirs["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    mlp = theirs.get("model.layers.0.mlp.gate_proj.weight", None)
+    assert mlp is None or mlp.shape == (config["intermediate_size"], config["hidden_size"])
+    attention = {name.rpartition(".layers.0.self_attn.")[2]: one.shape for name, one in theirs.items()}
+    if model.mla is None:
+        assert attention["q_proj.weight"][0] == config["num_attention_heads"] * config["head_dim"]
+        assert attention["v_proj.weight"][0] == config["num_key_value_heads"] * config["head_dim"]
+    else:
+        assert attention["kv_a_proj_with_mqa.weight"][0] == config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        assert attention["o_proj.weight"][1] == config["num_attention_heads"] * config["v_head_dim"]
+    experts = [name for name in theirs if ".layers.1." in name and "down_proj" in name and ".experts." in name]
+    assert len(experts) == (config.get("n_routed_experts") or 0 if model.mla or "Mixtral" not in kind else 0)

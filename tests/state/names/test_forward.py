@@ -1,0 +1,56 @@
+"""What other tools compute with the weights under their names is what the reference computes with pipeproof's."""
+
+import numpy as np
+import pytest
+
+from pipeproof.state.names.convention import names_of
+from pipeproof.state.names.parts import weights_of
+from tests.state.names.models import MODELS, plan_of
+from tests.state.names.moved import carried_out
+from tests.state.names.open_models import OPEN_MODELS
+
+pytestmark = pytest.mark.needs_paddle
+
+
+def random_weights(model):
+    """Large enough that every product matters, norms not all alike, biases that change the choice of experts."""
+    draw = np.random.default_rng(5)
+    return {name: draw.normal(0.2, 0.4, entry.shape) for name, entry in weights_of(model, "float64").items()}
+
+
+def reference_losses(plan, weights, batch):
+    from pipeproof.stages.describe.balance import bias_key
+    from pipeproof.stages.reference.uncut import UncutModel
+
+    biases = {name: array for name, array in weights.items() if name.endswith("router.bias")}
+    named = {bias_key(name.removesuffix(".router.bias")): array for name, array in biases.items()}
+    model = UncutModel(plan, {name: array for name, array in weights.items() if name not in biases} | named)
+    model.chance.turn_to(0, 0)
+    model.routers.turn_to(0)
+    return [float(loss) for loss in model.losses(batch)]
+
+
+def cross_entropy(logits, labels):
+    counted = labels >= 0
+    logits, labels = logits[counted], labels[counted]
+    largest = logits.max(axis=-1)
+    sums = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
+    return float((sums - logits[np.arange(len(labels)), labels]).sum())
+
+
+@pytest.mark.parametrize("convention", OPEN_MODELS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_another_tools_forward_pass_with_its_names_has_the_references_losses(kind, convention):
+    from pipeproof.stages.describe.ahead import ahead
+    from pipeproof.stages.describe.synthetic import micro_batch
+
+    plan = plan_of(**MODELS[kind])
+    weights = random_weights(plan.model)
+    theirs = carried_out(names_of(convention, plan.model, "float64"), weights)
+    batch = micro_batch(plan, 0, 0)
+    lanes = [ahead(batch, distance) for distance in range(1 + (plan.model.mtp.num_modules if plan.model.mtp else 0))]
+    other = OPEN_MODELS[convention](theirs, plan.model.model_dump())
+    logits = other.logits([lane.tokens for lane in lanes])
+    losses = [cross_entropy(found, lane.labels) for found, lane in zip(logits, lanes, strict=True)]
+    assert losses == pytest.approx(reference_losses(plan, weights, batch), rel=1e-11)
+    assert other.read == theirs.keys()

@@ -1,0 +1,94 @@
+"""Statements between two conventions say what the conventions' own maps say."""
+
+import pytest
+
+from pipeproof.state.aoa.engine import map_of
+from pipeproof.state.aoa.meta import TensorMeta
+from pipeproof.state.aoa.read import read_statements
+from pipeproof.state.mapping import differences, joined, turned_round
+from pipeproof.state.names.codes import NoNamesError
+from pipeproof.state.names.convention import CONVENTIONS, copies_of, names_of
+from pipeproof.state.names.parts import weights_of
+from pipeproof.state.names.statements import statements_between
+from tests.state.aoa.arrays import carried_out, carried_out_by_paddle, engine, numbers, same
+from tests.state.names.models import MODELS, plan_of
+
+PAIRS = [(one, other) for one in CONVENTIONS for other in CONVENTIONS if one != other]
+
+
+def metas(convention, model):
+    named = names_of(convention, model, "bfloat16").tensors
+    return {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in named.items()}
+
+
+def between(one, other, model):
+    return joined(
+        turned_round(names_of(one, model, "bfloat16"), weights_of(model, "bfloat16")),
+        names_of(other, model, "bfloat16"),
+    )
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_joined(kind, one, other):
+    model = plan_of(**MODELS[kind]).model
+    if "pipeproof" in (one, other) and (model.moe or model.mla):
+        with pytest.raises(NoNamesError, match="takes"):
+            statements_between(one, other, model)
+        return
+    program = read_statements(statements_between(one, other, model), "statements.aoa")
+    said = map_of(program, metas(one, model), metas(other, model))
+    right = between(one, other, model)
+    assert said.tensors.keys() == right.tensors.keys()
+    assert {name: tensor.shape for name, tensor in said.tensors.items()} == {
+        name: tensor.shape for name, tensor in right.tensors.items()
+    }
+    # A copy may be made of another copy: what both are is the same element of pipeproof's own.
+    ours = names_of(one, model, "bfloat16")
+    assert not list(differences(joined(ours, said), joined(ours, right)))
+
+
+def test_layers_that_are_alike_share_statements_and_experts_too():
+    model = plan_of(num_kv_heads=3, moe=MODELS["experts as Mixtral"]["moe"]).model
+    text = statements_between("huggingface", "paddleformers", model)
+    layer, mlp = "model.layers.$LAYER_ID", "model.layers.$LAYER_ID.mlp"
+    experts = f"{layer}.block_sparse_moe.experts.$EXPERT_ID"
+    attention = ", ".join(f"{layer}.self_attn.{part}_proj.weight^T" for part in "qkv")
+    assert text.splitlines() == [
+        f"{attention} -> {layer}.self_attn.qkv_proj.weight, fused_qkv, num_heads=6, num_key_value_groups=3",
+        f"{layer}.self_attn.o_proj.weight^T -> {layer}.self_attn.o_proj.weight",
+        f"{layer}.block_sparse_moe.gate.weight^T -> {mlp}.gate.weight",
+        f"{experts}.w1.weight^T, {experts}.w3.weight^T -> {mlp}.experts.$EXPERT_ID.up_gate_proj.weight, fused_ffn",
+        f"{experts}.w2.weight^T -> {mlp}.experts.$EXPERT_ID.down_proj.weight",
+    ]
+
+
+def test_layers_of_two_kinds_are_told_apart_where_one_name_stands_for_both():
+    model = plan_of(num_layers=3, moe=MODELS["experts, some shared"]["moe"]).model
+    norms = [line for line in statements_between("huggingface", "megatron", model).splitlines() if "post_" in line]
+    assert norms == [
+        "model.layers.0.post_attention_layernorm.weight -> decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "model.layers.1.post_attention_layernorm.weight -> decoder.layers.1.pre_mlp_layernorm.weight",
+        "model.layers.2.post_attention_layernorm.weight -> decoder.layers.2.pre_mlp_layernorm.weight",
+    ]
+
+
+def test_the_padding_of_a_vocabulary_is_beyond_statements():
+    model = plan_of(unpadded_vocab_size=30).model
+    assert statements_between("huggingface", "paddleformers", model)
+    with pytest.raises(NoNamesError, match="padding"):
+        statements_between("huggingface", "megatron", model)
+
+
+@pytest.mark.needs_paddle
+@pytest.mark.parametrize("other", ["paddleformers", "paddleformers-unfused"])
+@pytest.mark.parametrize("kind", ["tied with modules", "experts as Mixtral", "experts with biases", "latent, experts"])
+def test_paddles_own_engine_makes_the_same_of_them(kind, other):
+    model = plan_of(**MODELS[kind]).model
+    source, target = metas("huggingface", model), metas(other, model)
+    lines = statements_between("huggingface", other, model).splitlines()
+    arrays = numbers(source)
+    arrays |= {copy: arrays[of] for copy, of in copies_of("huggingface", model).items() if copy in arrays}
+    made, _ = carried_out_by_paddle(engine(lines, source, target), arrays, target)
+    expected, _ = carried_out(between("huggingface", other, model), arrays)
+    assert same({name: made[name] for name in target}, expected)
