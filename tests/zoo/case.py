@@ -4,8 +4,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeproof.specs.finding import Severity
+from pipeproof.state.mapping import StateMap
+from pipeproof.state.reshard.meaning import prove_meaning
+from pipeproof.state.reshard.proof import prove
+from pipeproof.state.reshard.sides import Side
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.subject import Subject
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A state that is to be made of another by a map; ``right`` is the map that means the same, where that is known."""
+
+    source: Side
+    state_map: StateMap
+    target: Side
+    right: StateMap | None = None
+
+    def findings(self):
+        """All that the proof has to say."""
+        found = prove(self.source, self.state_map, self.target)
+        if self.right is None:
+            return found
+        return (*found, *prove_meaning(self.state_map, self.right, self.target.plan.spec.model, self.target))
 
 
 @dataclass(frozen=True)
@@ -20,8 +41,8 @@ class Case:
     id: str
     mutation: str
     """What was changed, in one line."""
-    correct: Callable[[], Subject]
-    mutant: Callable[[], Subject]
+    correct: Callable[[], Subject | Moved]
+    mutant: Callable[[], Subject | Moved]
     kills: tuple[str, ...]
     ran: str = ""
     """What real processes did, where a test runs the mutant."""
@@ -33,7 +54,9 @@ class Case:
 
 
 def error_codes(subject):
-    """The codes of the error findings of a subject, by every rule that can judge it."""
+    """The codes of the error findings of a subject, by every rule that can judge it; of a moved state, by its proof."""
+    if isinstance(subject, Moved):
+        return tuple(sorted({found.code for found in subject.findings() if found.severity is Severity.ERROR}))
     return tuple(
         sorted(
             {

@@ -1,9 +1,10 @@
-"""Family K: checkpoints and resharding, as maps from local to global indices."""
+"""Family K: checkpoints and resharding: stated maps from local to global indices, and states that are moved."""
 
 from pipeproof.stages.describe.index_map import expert_map, fused_qkv_map
 from pipeproof.verify.layouts.facts import HeldTensor, LoadedParameter, MapUse
 from tests.zoo.case import Case
 from tests.zoo.facts import stated
+from tests.zoo.reshards import by_name, fused, offsets_from_0
 
 RANKS = range(2)
 
@@ -37,6 +38,34 @@ CASES = (
         "the fused weight is cut in equal runs of rows, though its rows interleave by key-value group",
         lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True)),
         lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=False)),
+        kills=("PP211",),
+    ),
+    Case(
+        "K2.index",
+        "the index of a saved state has every rank's experts from expert 0 on",
+        lambda: offsets_from_0(False),
+        lambda: offsets_from_0(True),
+        kills=("PP210",),
+    ),
+    Case(
+        "K2.names",
+        "expert e is read by the name of expert e modulo the number on a rank",
+        lambda: by_name(lambda e: e),
+        lambda: by_name(lambda e: e % 6),
+        kills=("PP211", "PP213"),
+    ),
+    Case(
+        "K2.strings",
+        "experts are stacked in the order of their names as strings: 0, 1, 10, 11, 2",
+        lambda: by_name(lambda e: e),
+        lambda: by_name(sorted(range(12), key=str).__getitem__),
+        kills=("PP211",),
+    ),
+    Case(
+        "K3.map",
+        "queries, keys and values are joined one behind the other into a weight that is in groups",
+        lambda: fused(grouped=True),
+        lambda: fused(grouped=False),
         kills=("PP211",),
     ),
     Case(

@@ -16,6 +16,7 @@ from tests.zoo.accept import LOSS_ON_RANK_0
 from tests.zoo.case import Case
 from tests.zoo.e_scale import of_scale
 from tests.zoo.programs import of_program, program
+from tests.zoo.reshards import RESHARDS
 from tests.zoo.rows import changed
 
 
@@ -355,4 +356,5 @@ CASES = (
         with_budget("gpipe"),
         kills=("PP701",),
     ),
+    *RESHARDS,
 )

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from pipeproof.specs.finding import Severity
+from pipeproof.state.reshard.codes import PROOF_CODES
 from pipeproof.verify.registry import RULES
 from tests.zoo import (
     a_layout,
@@ -40,7 +41,7 @@ ONLY_A_RUN = ("F5", "F6", "J4", "J5", "J6")
 ACCEPTED_ROW = "J7"
 """Not a bug: the same sum in another order. It must be accepted."""
 
-ERROR_RULES = tuple(rule.doc.code for rule in RULES if rule.doc.severity == Severity.ERROR)
+ERROR_RULES = tuple(doc.code for doc in (*(rule.doc for rule in RULES), *PROOF_CODES) if doc.severity == Severity.ERROR)
 
 
 def only_killer(code):

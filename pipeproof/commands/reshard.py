@@ -1,0 +1,249 @@
+"""``pipeproof reshard``: a checkpoint for another topology, as one file, or under other names; first the proof."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.commands.complete import PlanFile
+from pipeproof.commands.line import refusing_bad_plans
+from pipeproof.commands.reshard_shown import Outcome, show_findings, show_outcome, showing_progress
+from pipeproof.exit_status import ExitStatus
+from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError, Severity
+
+if TYPE_CHECKING:
+    from pipeproof.comm.lowered import LoweredPlan
+    from pipeproof.state.checkpoint import Checkpoint
+    from pipeproof.state.mapping import StateMap
+    from pipeproof.state.reshard.goals import Goal
+    from pipeproof.state.reshard.sides import Side
+
+_PLANS = (".yaml", ".yml", ".json")
+_FILE = ".safetensors"
+_WITH_CONFIG = "huggingface"
+"""The names whose directories have a configuration beside the weights."""
+_MOST_JOBS = 16
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was typed."""
+
+    source: Path
+    plan: Path | None
+    out: Path | None
+    aoa: Path | None
+    names: str | None
+    weights_only: bool
+    by_paddle: bool
+    jobs: int
+    as_json: bool
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target_plan", type=PlanFile(), required=False)
+@click.option("--to", "to_plan", type=PlanFile(), metavar="PLAN", help="The plan that is to go on; as TARGET_PLAN.")
+@click.option("--check", is_flag=True, help="Prove that nothing is lost or mixed, and write nothing.")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), metavar="OUT",
+              help="What to make: a directory, or if it ends with .safetensors, one file of all.")  # fmt: skip
+@click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
+              help="AOA statements that make the target's tensors of the source's.")  # fmt: skip
+@click.option("--names", metavar="CONVENTION",
+              help="How tensors of the one file are to be named; with a plan, how those of SOURCE are.")  # fmt: skip
+@click.option("--weights-only", is_flag=True, help="Leave out what the optimizer keeps: training begins at step 0.")
+@click.option("--format", "file_format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof",
+              show_default=True, help="Of a plan's state; flex: Paddle's own checkpoint, with our index.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N", help="Files at once; by default two a core.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def reshard(
+    source: Path, target_plan: Path | None, to_plan: Path | None, check: bool, out: Path | None, aoa: Path | None,
+    names: str | None, weights_only: bool, file_format: str, jobs: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Cut a checkpoint anew for another plan, or merge it into one file; first the proof that nothing is lost.
+
+    SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
+    Hugging Face has it, or a checkpoint of Paddle's; with --check a plan will do, too. The output appears whole or not
+    at all, and the same command goes on with what an interrupted one left.
+    """
+    if target_plan is not None and to_plan is not None:
+        raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
+    cores = len(os.sched_getaffinity(0))  # two jobs a core: one computes while the other waits for the disk
+    plan = to_plan if target_plan is None else target_plan
+    jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), file_format == "flex"
+    asked = _Asked(source, plan, out, aoa, names, weights_only, by_paddle, jobs, as_json)
+    _require_sense(asked, check=check)
+    with refusing_bad_plans("json" if as_json else "text", source if plan is None else plan):
+        try:
+            status = _of_plan(asked) if _is_plan(source) else _of_checkpoint(asked)
+        except BadPlanError:
+            raise
+        except PipeproofError as error:  # what cannot be opened is bad input, too
+            raise BadPlanError(*error.findings) from error
+    sys.exit(status)
+
+
+def _is_plan(path: Path) -> bool:
+    return path.suffix in _PLANS and not path.is_dir()
+
+
+def _require_sense(asked: _Asked, *, check: bool) -> None:
+    if check == (asked.out is not None):
+        raise click.UsageError("give -o OUT, what to make, or --check to prove it alone")
+    if _is_plan(asked.source) and not check:
+        raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
+    if asked.by_paddle and (asked.plan is None or asked.out is None):
+        raise click.UsageError("--format says how the state of a plan is written: give --to PLAN and -o OUT")
+    if asked.out is None:
+        if asked.plan is None and asked.aoa is None and asked.names is None:
+            raise click.UsageError("--check needs to know for what: a plan, --aoa or --names")
+        if _is_plan(asked.source) and asked.plan is None:
+            raise click.UsageError("give the plan that is to go on: --to PLAN")
+    elif (asked.plan is None) != (asked.out.suffix == _FILE):
+        if asked.plan is None and asked.names != _WITH_CONFIG:
+            raise click.UsageError(f"give the plan that is to go on, --to PLAN, or an OUT that ends with {_FILE}")
+        if asked.plan is not None:
+            raise click.UsageError(f"the state of a plan is a directory: OUT may not end with {_FILE}")
+
+
+def _of_plan(asked: _Asked) -> ExitStatus:
+    """The proof for all states that runs of one plan save, and runs of the other go on from."""
+    from pipeproof.state.aoa.meta import metas_of
+    from pipeproof.state.reshard.goals import require_gpt
+    from pipeproof.state.reshard.naming import map_of_statements
+    from pipeproof.state.reshard.padding import padded_map
+    from pipeproof.state.reshard.sides import side_of_plan
+    from pipeproof.state.save import values_of
+
+    assert asked.plan is not None
+    one, other = _lowered(asked.source), _lowered(asked.plan)
+    for plan in (one, other):
+        require_gpt(plan)
+    source, target = side_of_plan(one, str(asked.source)), side_of_plan(other, str(asked.plan))
+    if asked.aoa is None:
+        state_map = padded_map(source.tensors, values_of(one.spec), other.spec.model)
+    else:
+        metas = [
+            metas_of(side.tensors, (part.shard for parts in side.parts.values() for part in parts))
+            for side in (source, target)
+        ]
+        state_map = map_of_statements(asked.aoa, *metas)
+    return _judged(asked, source, state_map, target)[0]
+
+
+def _of_checkpoint(asked: _Asked) -> ExitStatus:
+    from pipeproof.state.checkpoint import open_checkpoint
+    from pipeproof.state.reshard.carry import carry_out, require_place
+    from pipeproof.state.reshard.sides import side_of_checkpoint
+    from pipeproof.state.reshard.workplace import workplace_of
+
+    source = open_checkpoint(asked.source)
+    if asked.out is not None:
+        require_place(source, asked.out)
+    goal, meant_wrong = _goal(source, asked)
+    status, outcome = _judged(asked, side_of_checkpoint(source), goal.state_map, goal.side, meant_wrong)
+    if status is not ExitStatus.OK or asked.out is None:
+        return status
+    started = time.monotonic()
+    try:
+        with showing_progress(goal.target.size_bytes) as (begun, tell):
+            made = carry_out(source, goal, asked.out, begun, tell, asked.jobs)
+    except KeyboardInterrupt:
+        click.echo(f"what is written stays in {workplace_of(asked.out)}: the same command goes on", err=True)
+        raise
+    show_outcome(outcome, asked.as_json, asked.out, made, time.monotonic() - started, asked.plan)
+    return status
+
+
+def _goal(source: Checkpoint, asked: _Asked) -> tuple[Goal, tuple[Finding, ...]]:
+    """What is to be made, and where statements bring elements to others than those that mean the same."""
+    from pipeproof.state.aoa.meta import metas_of
+    from pipeproof.state.layout import files_of, whole_state
+    from pipeproof.state.reshard.goals import has_steps, of_weights
+    from pipeproof.state.reshard.naming import findings_of_meaning, map_of_names, map_of_statements
+
+    plan, digest = None, ""
+    if asked.plan is not None:
+        plan, digest = _with_digest(asked.plan)
+    weights_only = asked.weights_only or (plan is not None and not has_steps(source))
+    if weights_only and not asked.weights_only:
+        click.echo(
+            f"{source.place} says of no step: its weights alone are taken, and training begins at step 0", err=True
+        )
+    named: StateMap | None = None
+    if asked.aoa is not None:
+        shards = () if plan is None else (shard for shards in files_of(plan).values() for shard in shards)
+        asked_for = {} if plan is None else whole_state(plan)
+        target = None if plan is None else metas_of(of_weights(asked_for) if weights_only else asked_for, shards)
+        parts = (part.shard for of_one in source.parts.values() for part in of_one)
+        metas = metas_of(of_weights(source.tensors) if weights_only else source.tensors, parts)
+        named = map_of_statements(asked.aoa, metas, target)
+    elif asked.names is not None:
+        named = map_of_names(asked.names, source, plan)
+    goal = _goal_of(source, asked, plan, digest, named, weights_only=weights_only)
+    if asked.aoa is None or asked.names is None or named is None:
+        return goal, ()
+    return goal, findings_of_meaning(asked.names, named, source, plan, goal.side)
+
+
+def _goal_of(
+    source: Checkpoint,
+    asked: _Asked,
+    plan: LoweredPlan | None,
+    digest: str,
+    named: StateMap | None,
+    *,
+    weights_only: bool,
+) -> Goal:
+    """A plan's state, one file, or a directory with a file and what stands beside."""
+    from pipeproof.state.flex.goal import as_flex
+    from pipeproof.state.reshard.goals import goal_of_file, goal_of_plan
+    from pipeproof.state.reshard.naming import files_beside
+
+    if plan is not None:
+        name = str(asked.plan if asked.out is None else asked.out)
+        goal = goal_of_plan(source, plan, name, digest, named, weights_only=weights_only)
+        return as_flex(goal) if asked.by_paddle else goal
+    model = Path(f"model{_FILE}")
+    if asked.out is None or asked.out.suffix == _FILE:
+        return goal_of_file(source, asked.out or model, named, weights_only=weights_only)
+    goal = goal_of_file(source, model, named, weights_only=weights_only)
+    return replace(goal, one_file=None, beside=files_beside(source))
+
+
+def _judged(
+    asked: _Asked, source: Side, state_map: StateMap, target: Side, meant_wrong: tuple[Finding, ...] = ()
+) -> tuple[ExitStatus, Outcome]:
+    """Prove, and show what was found, and the outcome where nothing is going to be written."""
+    from pipeproof.state.reshard.proof import prove
+
+    findings = (*prove(source, state_map, target), *meant_wrong)
+    failed = any(finding.severity is Severity.ERROR for finding in findings)
+    outcome = Outcome(source, target, findings)
+    if not asked.as_json:
+        show_findings(findings)
+    if failed or asked.out is None:
+        show_outcome(outcome, asked.as_json)
+    return ExitStatus.FAILED if failed else ExitStatus.OK, outcome
+
+
+def _lowered(path: Path) -> LoweredPlan:
+    from pipeproof.comm.loaded import lower_loaded
+    from pipeproof.specs.load import load_plan
+
+    return lower_loaded(load_plan(path))
+
+
+def _with_digest(path: Path) -> tuple[LoweredPlan, str]:
+    from pipeproof.specs.load import load_plan
+    from pipeproof.verify.certificate import plan_digest
+    from pipeproof.verify.subject import make_subject
+
+    subject = make_subject(load_plan(path))
+    return subject.plan, plan_digest(subject)

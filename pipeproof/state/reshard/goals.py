@@ -1,0 +1,157 @@
+"""What a reshard is to make of a checkpoint: the files, what is in them, and of what that is made."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from pipeproof import __version__
+from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.state.boxes import whole_box
+from pipeproof.state.checkpoint import INDEX_KEY, Checkpoint
+from pipeproof.state.index import Shard, StateIndex, TensorEntry
+from pipeproof.state.layout import files_of, whole_state
+from pipeproof.state.mapping import StateMap, identity_map
+from pipeproof.state.reshard.move import Target
+from pipeproof.state.reshard.padding import as_if_padded, padded_map
+from pipeproof.state.reshard.refused import NOT_MADE_OF_IT, RefusedError
+from pipeproof.state.reshard.sides import Side, side_of_files
+from pipeproof.state.save import values_of
+from pipeproof.state.training import require_same_training
+
+_OF_OPTIMIZER = ("moment", "counter")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is to be made: the target, how it is made of the source, and the target as the proof looks at it.
+
+    ``index`` is that of a state, still without files; a merged file has none beside it, and is ``one_file``.
+    ``beside`` are further files of a directory, by name.
+    """
+
+    target: Target
+    state_map: StateMap
+    side: Side
+    index: StateIndex | None = None
+    one_file: str | None = None
+    beside: Mapping[str, str | bytes] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def has_steps(source: Checkpoint) -> bool:
+    """Whether a checkpoint is of a training, and not of weights alone."""
+    return source.index is not None and source.index.steps_done > 0
+
+
+def goal_of_plan(
+    source: Checkpoint, plan: LoweredPlan, name: str, digest: str, named: StateMap | None, *, weights_only: bool
+) -> Goal:
+    """A state as runs of a plan save it.
+
+    ``named`` makes the plan's tensors of those of the source, where these have other names; ``digest`` is the plan's.
+
+    Raises:
+        StateError: the source is of another training.
+        RefusedError: the plan has own layers.
+        PipeproofError: vocabularies differ in more than their padding.
+    """
+    require_gpt(plan)
+    index = source.index
+    if index is not None:
+        padded = index.model_copy(update={"values": as_if_padded(index.values, plan.spec.model)})
+        require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
+    tensors = of_weights(whole_state(plan)) if weights_only else whole_state(plan)
+    if named is None:
+        kept = of_weights(source.tensors) if weights_only else source.tensors
+        named = padded_map(kept, {} if index is None else index.values, plan.spec.model)
+    if weights_only:
+        named = replace(named, removed=named.removed | (source.tensors.keys() - of_weights(source.tensors).keys()))
+    files = {
+        file: tuple(shard for shard in shards if shard.tensor in tensors) for file, shards in files_of(plan).items()
+    }
+    ranks = {file: rank for rank, file in enumerate(files)}
+    made = StateIndex(
+        pipeproof_state=1,
+        steps_done=0 if weights_only or index is None else index.steps_done,
+        digest=digest,
+        from_beginning=index is not None and not weights_only and index.from_beginning and index.digest == digest,
+        framework=plan.spec.run.backend,
+        versions={
+            **({} if index is None else index.versions),
+            "pipeproof": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        values=values_of(plan.spec),
+        tensors=tensors,
+        files=(),
+    )
+    return Goal(Target(files, tensors, ranks), named, side_of_files(name, tensors, files, ranks, plan), made)
+
+
+def goal_of_file(source: Checkpoint, out: Path, named: StateMap | None, *, weights_only: bool) -> Goal:
+    """One file with every tensor whole; under the source's names, of a state, it can be made a state again.
+
+    ``named`` makes the file's tensors of those of the source, where they are to have other names.
+    """
+    metadata = {"format": "pt"}
+    kept = of_weights(source.tensors) if weights_only else dict(source.tensors)
+    if named is None:
+        entries = {name: entry.model_copy(update={"cut": None}) for name, entry in kept.items()}
+        state_map = identity_map(entries)
+        if source.index is not None:
+            index = _without_steps(source.index) if weights_only else source.index
+            index = index.model_copy(update={"tensors": entries, "files": (), "sha256": None})
+            metadata[INDEX_KEY] = index.model_dump_json(exclude_none=True)
+    else:
+        state_map = named
+        entries = {
+            name: TensorEntry(kind="weight", dtype=one.dtype, shape=one.shape) for name, one in named.tensors.items()
+        }
+    state_map = replace(state_map, removed=state_map.removed | (source.tensors.keys() - kept.keys()))
+    shards = tuple(_whole(name, entry) for name, entry in sorted(entries.items()))
+    target = Target({out.name: shards}, entries, {out.name: 0}, MappingProxyType(metadata))
+    return Goal(target, state_map, side_of_files(str(out), entries, target.files, {}), one_file=out.name)
+
+
+def require_gpt(plan: LoweredPlan) -> None:
+    """Refuse a plan of own layers, of whose state there is no description.
+
+    Raises:
+        RefusedError: it is one.
+    """
+    if plan.spec.own_layers is not None:
+        message = "own layers may keep more than weights, and a plan does not say how that is cut"
+        raise RefusedError(NOT_MADE_OF_IT, message, "states are of plans of a GPT: `model: {kind: gpt, ..}`")
+
+
+def require_index(source: Checkpoint, what: str) -> StateIndex:
+    """The index of a checkpoint that needs one.
+
+    Raises:
+        RefusedError: it has none.
+    """
+    if source.index is None:
+        mend = "give the plan of the model: `--to PLAN`"
+        raise RefusedError(NOT_MADE_OF_IT, f"{source.place} does not say of which model it is, and {what}", mend)
+    return source.index
+
+
+def _without_steps(index: StateIndex) -> StateIndex:
+    return index.model_copy(update={"steps_done": 0, "from_beginning": False, "tensors": of_weights(index.tensors)})
+
+
+def of_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Without what the optimizer keeps."""
+    return {name: entry for name, entry in tensors.items() if entry.kind not in _OF_OPTIMIZER}
+
+
+def _whole(name: str, entry: TensorEntry) -> Shard:
+    offsets, extents = whole_box(entry.shape)
+    return Shard(tensor=name, offsets=offsets, extents=extents)

@@ -1,0 +1,120 @@
+"""Boxes of tensors in words: which rows and columns, and what they are for the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.state.boxes import Box, whole_box
+
+_NAMED = {1: ("elements",), 2: ("rows", "columns")}
+_BLOCK = r"(?:layer|mtp)\.\d+"
+_OWN_NAME = re.compile(
+    rf"(?:optimizer/\w+/)?({_BLOCK}\.(?:attn|mlp|\w+_norm|\w+_streams|proj)\S*|(?:embed|head|norm)\.weight)"
+)
+_NUMBER_OF_EXPERT = re.compile(r"experts\.(\d+)(?!\d)")
+_SHOWN = 3
+
+
+def weight_name(name: str) -> str | None:
+    """The weight, as pipeproof calls it, that a tensor is, or a moment of it; None for other names."""
+    match = _OWN_NAME.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def number_of_expert(name: str, box: Box) -> int | None:
+    """Of which expert a part is: by its name, or its place in a tensor that has all of them."""
+    match = _NUMBER_OF_EXPERT.search(name)
+    if match is not None:
+        return int(match[1])
+    return box.offsets[0] if "experts" in name and box.offsets else None
+
+
+def box_words(box: Box, shape: Sequence[int]) -> str:
+    """``rows 0..3, columns 64..95``: dims in which the box is all of the tensor are left out."""
+    dims = [dim for dim, size in enumerate(shape) if (box.offsets[dim], box.extents[dim]) != (0, size)]
+    if not dims:
+        return "the whole of it"
+    names = _NAMED.get(len(shape))
+    if names is None:
+        ranges = [f"{start}..{stop - 1}" for start, stop in zip(box.offsets, box.stops, strict=True)]
+        return f"[{', '.join(ranges)}]"
+    return ", ".join(f"{names[dim]} {box.offsets[dim]}..{box.stops[dim] - 1}" for dim in dims)
+
+
+def and_more(number: int, what: str) -> str:
+    """`` and 3 more tensors``; nothing for none."""
+    if number < 1:
+        return ""
+    return f" and {number} more" + (f" {what}{'s' if number > 1 else ''}" if what else "")
+
+
+def part_words(name: str, box: Box, shape: Sequence[int], what: str | None = None) -> str:
+    """``layer.3.attn.qkv.weight columns 64..95 (key of group 2)``: name, range unless all of it, and ``what`` it is."""
+    where = "" if box == whole_box(shape) else f" {box_words(box, shape)}"
+    return f"{name}{where}" + (f" ({what})" if what else "")
+
+
+def meaning(name: str, box: Box, model: ModelSpec) -> str | None:
+    """What a box of one of pipeproof's tensors is for the model; None where there is nothing to say.
+
+    The fused ``qkv`` has, for each group of heads, the columns of its queries, of its key and of its value.
+    """
+    weight = weight_name(name)
+    if weight is None or not box.offsets:
+        return None
+    last = box.offsets[-1], box.stops[-1]
+    first = box.offsets[0], box.stops[0]
+    if weight.endswith("attn.qkv.weight"):
+        return _heads(*last, model)
+    if weight == "embed.weight":
+        return _ids(*first, model)
+    if weight == "head.weight":
+        return _ids(*last, model)
+    if model.moe is None or ".mlp." not in weight:
+        return None
+    if ".mlp.experts." in weight:
+        return _experts(*first, model.moe.num_experts)
+    return _experts(*last, model.moe.num_experts) if ".mlp.router" in weight else None
+
+
+def role_of_column(column: int, model: ModelSpec) -> tuple[str, int, int]:
+    """Of a column of the fused ``qkv``: query, key or value, its head (counted for itself), and its group."""
+    per_group = model.num_heads // model.kv_heads
+    head, _ = divmod(column, model.size_of_head)
+    group, inside = divmod(head, per_group + 2)
+    if inside < per_group:
+        return "query", group * per_group + inside, group
+    return ("key" if inside == per_group else "value"), group, group
+
+
+def _heads(start: int, stop: int, model: ModelSpec) -> str:
+    size = model.size_of_head
+    roles = list(dict.fromkeys(role_of_column(column, model) for column in (*range(start, stop, size), stop - 1)))
+    words: list[str] = []
+    while roles:
+        kind, first, group = roles.pop(0)
+        last = first
+        while roles and kind == "query" and roles[0] == (kind, last + 1, group):
+            last = roles.pop(0)[1]
+        if kind != "query":
+            words.append(f"{kind} of group {group}")
+        else:
+            words.append(f"{f'query {first}' if first == last else f'queries {first} to {last}'} of group {group}")
+    return ", ".join(words) if len(words) <= _SHOWN else f"{words[0]} to {words[-1]}"
+
+
+def _ids(start: int, stop: int, model: ModelSpec) -> str:
+    ids = model.num_token_ids
+    if start >= ids:
+        return "padding"
+    return f"ids {start}..{min(stop, ids) - 1}" + (" and padding" if stop > ids else "")
+
+
+def _experts(start: int, stop: int, num_experts: int) -> str:
+    return (
+        f"expert {start} (of {num_experts})"
+        if stop == start + 1
+        else f"experts {start} to {stop - 1} (of {num_experts})"
+    )

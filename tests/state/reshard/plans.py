@@ -1,0 +1,62 @@
+"""One training on several topologies, and states of it by the command."""
+
+from pathlib import Path
+
+import yaml
+from click.testing import CliRunner
+
+from pipeproof.cli import main
+from pipeproof.specs.load import load_plan
+from pipeproof.verify.subject import make_subject
+from tests.plans import plan_dict
+from tests.state.tiny import write_state
+
+MOE = {"num_experts": 12, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
+"""More experts than ten, so that their order as strings is another one than that of their numbers."""
+DENSE = {"num_layers": 4, "hidden_size": 8, "ffn_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 16}
+WITH_ALL = {**DENSE, "moe": MOE, "tied_embedding": True, "mtp": {"num_modules": 1}}
+TOPOLOGIES = {
+    "one": {"topology": {"pp": 1}},
+    "dp2": {"topology": {"pp": 1, "dp": 2}, "num": 2},
+    "sd4": {"topology": {"pp": 1, "dp": 4}, "num": 1, "memory": {"shard_optimizer": "dp"}},
+    "tp2": {"topology": {"pp": 1, "tp": 2}},
+    "tp2_pp2": {"topology": {"pp": 2, "tp": 2}},
+    "vpp": {"topology": {"pp": 2}, "schedule": {"kind": "interleaved", "num_chunks": 2}},
+    "pp2_sd2": {"topology": {"pp": 2, "dp": 2}, "num": 2, "memory": {"shard_optimizer": "dp"}},
+    "ep2_tp2": {"topology": {"pp": 1, "ep": 2, "tp": 2}, "num": 2},
+    "ep2_pp2": {"topology": {"pp": 2, "ep": 2}, "num": 2},
+}
+
+
+def write_plan(path: Path, topology: str, model=None, backend="paddle", **run) -> Path:
+    """The plan of a topology, of which every one trains on four micro-batches a step."""
+    asked = TOPOLOGIES[topology]
+    plan = plan_dict(
+        topology=asked["topology"],
+        schedule={"num_micro_batches": asked.get("num", 4), "micro_batch_size": 1, **asked.get("schedule", {})},
+        memory=asked.get("memory", {}),
+        run={"backend": backend, "steps": 9, "optimizer": "adamw", **run},
+    )
+    plan["model"] = {"kind": "gpt", "seq_length": 4, **(WITH_ALL if model is None else model)}
+    path.write_text(yaml.safe_dump(plan))
+    return path
+
+
+def subject_of(path: Path):
+    return make_subject(load_plan(path))
+
+
+def state_of(path: Path, root: Path, steps_done=3) -> Path:
+    """The state that runs of a plan save, whose values do not depend on its topology."""
+    return write_state(subject_of(path), root, steps_done)
+
+
+def reshard(*words, status=0):
+    """What the command prints on both streams."""
+    result = CliRunner().invoke(main, ["reshard", *map(str, words)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}

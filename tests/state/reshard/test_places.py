@@ -1,0 +1,168 @@
+"""Where a reshard writes: whole or not at all, gone on with, and never over anything."""
+
+import fcntl
+import json
+import os
+import shutil
+
+import pytest
+
+from pipeproof.commands import reshard_shown
+from pipeproof.state.reshard import carry
+from pipeproof.state.reshard import move as moving
+from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
+from tests.state.tiny import files_below
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A state, another plan, the files that are to come of it, and where."""
+    a, b = write_plan(tmp_path / "a.yaml", "tp2", DENSE), write_plan(tmp_path / "b.yaml", "pp2_sd2", DENSE)
+    (tmp_path / "saved").mkdir()
+    source, expected = state_of(a, tmp_path / "saved"), state_of(b, tmp_path / "of_b")
+    return source, b, files_of(expected), tmp_path / "made"
+
+
+def fail_at(monkeypatch, number, error):
+    """End the reshard by an error when so many files are noted."""
+    noted = []
+    right = carry.Workplace.note
+
+    def note(self, file):
+        if len(noted) == number:
+            raise error
+        noted.append(file.name)
+        right(self, file)
+
+    monkeypatch.setattr(carry.Workplace, "note", note)
+    return noted
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_same_command_goes_on_with_what_is_there(job, monkeypatch, number):
+    source, plan, expected, made = job
+    before = files_below(source)
+    with monkeypatch.context() as patch:
+        noted = fail_at(patch, number, OSError(28, "No space left on device"))
+        said = reshard(source, plan, "-o", made, "--jobs", 1, status=2)
+    assert "cannot be written: No space left on device" in said
+    assert "the same command goes on" in said
+    assert not made.exists()
+    again = []
+    right = moving._Mover.write
+    monkeypatch.setattr(
+        moving._Mover, "write", lambda self, name, *rest: again.append(name) or right(self, name, *rest)
+    )
+    said = reshard(source, plan, "-o", made)
+    assert (f"going on: {number} of 4 files are there" in said) == (number > 0)
+    assert sorted(again) == sorted(expected.keys() - set(noted))
+    assert files_of(made) == expected
+    assert files_below(source) == before
+    assert not [*made.parent.glob(".*")]
+
+
+def test_an_interrupt_ends_with_130_and_can_be_gone_on_with(job, monkeypatch):
+    source, plan, expected, made = job
+    with monkeypatch.context() as patch:
+        fail_at(patch, 2, KeyboardInterrupt())
+        said = reshard(source, plan, "-o", made, status=130)
+    assert "the same command goes on" in said
+    assert "interrupted" in said
+    assert "going on: " in reshard(source, plan, "-o", made)
+    assert files_of(made) == expected
+
+
+def test_what_another_job_left_is_not_gone_on_with(job, monkeypatch, tmp_path):
+    source, plan, _, made = job
+    with monkeypatch.context() as patch:
+        fail_at(patch, 1, OSError(5, "Input/output error"))
+        reshard(source, plan, "-o", made, status=2)
+    left = files_below(tmp_path / ".made.reshard")
+    other = write_plan(tmp_path / "other.yaml", "vpp", DENSE)
+    said = reshard(source, other, "-o", made, status=2)
+    assert "was left by a reshard that is not this one: the target differs" in said
+    assert files_below(tmp_path / ".made.reshard") == left
+
+
+def test_half_a_note_is_none(job, monkeypatch, tmp_path):
+    source, plan, expected, made = job
+    with monkeypatch.context() as patch:
+        fail_at(patch, 2, OSError(5, "Input/output error"))
+        reshard(source, plan, "-o", made, "--jobs", 1, status=2)
+    (note, *_) = sorted((tmp_path / ".made.reshard" / "done").iterdir())
+    note.write_text(note.read_text()[:40])
+    assert "going on: 1 of 4" in reshard(source, plan, "-o", made)
+    assert files_of(made) == expected
+
+
+def test_two_at_once_are_refused(job, tmp_path):
+    source, plan, _, made = job
+    (tmp_path / ".made.reshard").mkdir()
+    with (tmp_path / ".made.reshard" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another process is writing made" in reshard(source, plan, "-o", made, status=2)
+    reshard(source, plan, "-o", made)
+
+
+def test_nothing_is_written_over_nor_into_the_source(job, tmp_path):
+    source, plan, _, made = job
+    before = files_below(source)
+    made.mkdir()
+    assert "made exists already" in reshard(source, plan, "-o", made, status=2)
+    made.rmdir()
+    made.symlink_to("nowhere")
+    assert "made exists already" in reshard(source, plan, "-o", made, status=2)
+    assert f"lies in {source}" in reshard(source, plan, "-o", source / "there", status=2)
+    assert "there is no directory" in reshard(source, plan, "-o", tmp_path / "a" / "b", status=2)
+    assert "exists already" in reshard(source, plan, "-o", tmp_path / "saved", status=2)
+    assert files_below(source) == before
+    (tmp_path / "one.safetensors").write_bytes(b"mine")
+    assert "one.safetensors exists already" in reshard(source, "-o", tmp_path / "one.safetensors", status=2)
+    assert (tmp_path / "one.safetensors").read_bytes() == b"mine"
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(job, monkeypatch):
+    source, plan, _, made = job
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))
+    said = reshard(source, plan, "-o", made, status=2)
+    assert "PP923" in said
+    assert "GB free" in said
+    assert not made.exists()
+
+
+def test_a_changed_source_ends_it_without_output(job):
+    source, plan, _, made = job
+    file = source / "rank1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    assert "rank1.safetensors was changed" in reshard(source, plan, "-o", made, status=2)
+    assert not made.exists()
+
+
+def test_what_stays_behind_when_nothing_can_be_removed_does_no_harm(job, monkeypatch, tmp_path):
+    source, plan, expected, made = job
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        reshard(source, plan, "-o", made)
+    assert files_of(made) == expected
+    assert (tmp_path / ".made.reshard").exists()
+    assert "from making it, can be removed" in reshard(source, plan, "-o", made, status=2)
+    shutil.rmtree(made)
+    reshard(source, plan, "-o", made)
+    assert files_of(made) == expected
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(job, monkeypatch):
+    source, plan, _, made = job
+    monkeypatch.setattr(reshard_shown, "_TOLD_EVERY_S", 0.0)
+    assert " of 0.00 GB" in reshard(source, plan, "-o", made)
+
+
+def test_the_result_as_json(job):
+    source, plan, expected, made = job
+    content = json.loads(reshard(source, plan, "-o", made, "--json"))
+    output = content["output"]
+    assert (output["num_files"], output["num_files_from_before"]) == (4, 0)
+    assert output["size_bytes"] == sum(map(len, expected.values()))
+    assert content["findings"] == []

@@ -1,0 +1,29 @@
+"""Small plans, and what their ranks write, for the proof."""
+
+from pipeproof.comm.lower import lower
+from pipeproof.specs.load import plan_from_dict
+from pipeproof.state.reshard.sides import side_of_plan
+from tests.plans import plan_dict
+
+DENSE = {"num_layers": 2, "num_kv_heads": 2, "vocab_size": 24, "tied_embedding": True}
+EXPERTS = {"num_layers": 2, "moe": {"num_experts": 12, "top_k": 2, "ffn_size": 8}, "mtp": {"num_modules": 1}}
+TOPOLOGIES = (
+    {"pp": 1, "tp": 1},
+    {"pp": 2, "tp": 1},
+    {"pp": 2, "tp": 2},
+    {"pp": 1, "tp": 2, "dp": 3},
+    {"pp": 1, "tp": 2, "ep": 2},
+)
+
+
+def lowered(topology, model=None, *, sharded=True, **sections):
+    """A lowered plan on these ranks, whose optimizer is sharded over its data-parallel ones."""
+    run = {"optimizer": "adamw", "backend": "torch", **sections.pop("run", {})}
+    memory = {"shard_optimizer": "dp"} if sharded and topology.get("dp", 1) > 1 else {}
+    plan = plan_dict(model=DENSE if model is None else model, topology=topology, memory=memory, run=run, **sections)
+    return lower(plan_from_dict(plan).spec)
+
+
+def side(topology, model=None, name="plan", **sections):
+    """What the ranks of such a plan write."""
+    return side_of_plan(lowered(topology, model, **sections), name)
