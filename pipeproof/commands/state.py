@@ -1,0 +1,164 @@
+"""``pipeproof state``: what a checkpoint holds, MD5 of its tensors, whether it is whole, and two side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeproof.commands.line import console_for, refusing_bad_plans
+from pipeproof.exit_status import ExitStatus
+from pipeproof.specs.finding import BadPlanError, PipeproofError
+
+if TYPE_CHECKING:
+    from pipeproof.state.checkpoint import Checkpoint
+    from pipeproof.state.compare import StateComparison
+
+_MANY = 40
+"""Of more tensors those that are alike are shown as one row."""
+_SHOWN = 20
+_Place = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("path", type=_Place)
+@click.argument("other", type=_Place, required=False)
+@click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
+@click.option("--verify", is_flag=True, help="Hold every file against the index, SHA-256 included; list all faults.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def state(path: Path, other: Path | None, *, md5: bool, verify: bool, as_json: bool) -> None:
+    """Say what a checkpoint holds; with OTHER, which tensors of the two differ, and where.
+
+    A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
+    them, or one of Paddle's. The two may be of any topologies and kinds. An MD5 is that of a whole tensor's bytes,
+    however it is cut. The exit status is 1 where --verify finds a fault or the two differ.
+    """
+    if md5 and other is not None:
+        raise click.UsageError("two checkpoints are compared bit by bit; --md5 is of one")
+    with refusing_bad_plans("json" if as_json else "text", path), _as_bad_input():
+        if verify and not _is_whole([path] if other is None else [path, other], as_json=as_json):
+            sys.exit(ExitStatus.FAILED)
+        from pipeproof.state.checkpoint import open_checkpoint
+
+        opened = open_checkpoint(path)
+        if other is not None:
+            _compare(opened, open_checkpoint(other), as_json=as_json)
+        elif md5:
+            _show_md5(opened, as_json=as_json)
+        elif verify and not as_json:
+            _say_whole(opened)
+        else:
+            _show(opened, as_json=as_json)
+
+
+@contextmanager
+def _as_bad_input() -> Iterator[None]:
+    """A checkpoint that cannot be opened is bad input, as a plan that cannot be read is."""
+    try:
+        yield
+    except PipeproofError as error:
+        raise BadPlanError(*error.findings) from error
+
+
+def _is_whole(places: Sequence[Path], *, as_json: bool) -> bool:
+    from pipeproof.specs.render import finding_to_json, render_text
+    from pipeproof.state.faults import faults_of
+
+    found = [(place, faults_of(place)) for place in places if place.exists()]  # else there is none to be whole
+    if any(faults for _, faults in found):
+        if as_json:
+            _write({"faults": [finding_to_json(fault) for _, faults in found for fault in faults]})
+        for place, faults in found:
+            if faults and not as_json:
+                render_text(faults, None, console=console_for(stderr=True))
+                click.echo(f"{place}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
+        return False
+    return True
+
+
+def _say_whole(opened: Checkpoint) -> None:
+    from pipeproof.state.faults import num_hashed
+
+    hashed, num_files = num_hashed(opened), len(opened.files)
+    if hashed == num_files:
+        how = "has the size, SHA-256 and tensors that the index says"
+    else:
+        how = "is as long as its header says; there is no SHA-256 of it to hold its content against"
+    which = "its file" if num_files == 1 else f"each of its {num_files} files"
+    click.echo(f"{opened.place}: {which} {how}; the parts make up every tensor")
+
+
+def _show(opened: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.describe import checkpoint_to_json, kinds_of, tensor_rows, what_it_is
+
+    if as_json:
+        _write(checkpoint_to_json(opened))
+        return
+    for line in what_it_is(opened):
+        click.echo(line)
+    kinds = [(kind, dtype, *(f"{number:,}" for number in numbers)) for kind, dtype, *numbers in kinds_of(opened)]
+    _show_table(("kind", "type", "tensors", "elements", "bytes"), kinds, right=(2, 3, 4))
+    rows = [
+        (row.name, str(row.num), row.entry.dtype, " x ".join(map(str, row.entry.shape)) or "()", row.cut, row.kept)
+        for row in tensor_rows(opened, fold=len(opened.tensors) > _MANY)
+    ]
+    _show_table(("tensor", "alike", "type", "shape", "cut", "of the optimizer"), rows, right=(1,))
+
+
+def _show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+    """Columns side by side without lines, as wide as they are: names are not cut, and can be searched."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    click.echo()
+    for row in (heads, *rows):
+        texts = (
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join(texts).rstrip())
+
+
+def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.digests import md5_lines, md5_of_all, tensor_md5s
+
+    digests = tensor_md5s(opened)
+    if as_json:
+        _write({"md5": md5_of_all(digests), "tensors": digests})
+        return
+    click.echo(f"{md5_lines(digests)}all {len(digests)} tensors  {md5_of_all(digests)}")
+
+
+def _compare(one: Checkpoint, other: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.compare import compare_checkpoints, comparison_to_json
+
+    comparison = compare_checkpoints(one, other)
+    if as_json:
+        _write(comparison_to_json(comparison))
+    else:
+        _say_compared(one, other, comparison)
+    sys.exit(ExitStatus.OK if comparison.equal else ExitStatus.FAILED)
+
+
+def _say_compared(one: Checkpoint, other: Checkpoint, comparison: StateComparison) -> None:
+    from pipeproof.state.compare import what_differs
+
+    for checkpoint, names in ((one, comparison.only_one), (other, comparison.only_other)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            click.echo(f"{len(names)} only in {checkpoint.place}: {', '.join(names[:_SHOWN])}{more}")
+    for difference in comparison.differ[:_SHOWN]:
+        click.echo(f"{difference.name}: {what_differs(difference)}")
+    if len(comparison.differ) > _SHOWN:
+        click.echo(f"and {len(comparison.differ) - _SHOWN} more tensors; `--json` has them all")
+    if comparison.steps is not None and comparison.steps[0] != comparison.steps[1]:
+        click.echo(f"one is the state after {comparison.steps[0]} steps, the other after {comparison.steps[1]}")
+    alike = f"{comparison.num_alike} tensors have the same type, shape and bits"
+    click.echo(f"{alike}, {len(comparison.differ)} differ" if not comparison.equal else f"all {alike}")
+
+
+def _write(content: dict[str, Any]) -> None:
+    click.echo(json.dumps(content, indent=2))

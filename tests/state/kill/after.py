@@ -1,0 +1,37 @@
+"""What must hold of a directory of states after whatever happened to who wrote there."""
+
+from pipeproof.state.checkpoint import open_checkpoint
+from pipeproof.state.codes import StateError
+from pipeproof.state.faults import faults_of
+from pipeproof.state.load import find_state
+from tests.state.tiny import files_below
+
+
+def require_old_or_new(root, old, new, name):
+    """The old states as they were; the new one, called ``name``, absent or whole; whether it is there.
+
+    ``old`` and ``new`` are files and bytes: of what was below ``root``, and of what an undisturbed process makes.
+    """
+    now = files_below(root)
+    assert {path: now.get(path) for path in old} == old
+    there = (root / name).exists()
+    if there:
+        assert files_below(root / name) == new
+        assert not faults_of(root / name)
+    finished = {path.split("/")[0] for path in old} | ({name} if there else set())
+    for path in root.iterdir():
+        if path.name not in finished:
+            assert path.name.startswith("."), path
+            require_not_taken(path, new)
+    assert find_state(root).directory.name == max(finished)
+    return there
+
+
+def require_not_taken(unfinished, new):
+    """Nobody opens it, even by its hidden name, but where nothing is missing any more but the last name."""
+    try:
+        open_checkpoint(unfinished)
+    except StateError:
+        return
+    now = files_below(unfinished)
+    assert {path: now.get(path) for path in new} == new
