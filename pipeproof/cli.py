@@ -12,6 +12,7 @@ import click
 from pipeproof import __version__
 from pipeproof.commands.advise import advise
 from pipeproof.commands.align import align
+from pipeproof.commands.aoa import aoa
 from pipeproof.commands.check_command import check
 from pipeproof.commands.compare import compare
 from pipeproof.commands.complete import PlanFile, complete_code
@@ -25,8 +26,10 @@ from pipeproof.commands.import_plan import import_plan
 from pipeproof.commands.jitter import jitter
 from pipeproof.commands.line import console_for, refusing_bad_plans
 from pipeproof.commands.rehearse import rehearse
+from pipeproof.commands.reshard import reshard
 from pipeproof.commands.run import run
 from pipeproof.commands.schedule import schedule
+from pipeproof.commands.state import state
 from pipeproof.commands.sweep import sweep
 from pipeproof.commands.timeline_file import timeline_file, write_timeline
 from pipeproof.exit_status import ExitStatus
@@ -78,6 +81,9 @@ main.add_command(rehearse)
 main.add_command(fleet)
 main.add_command(import_plan)
 main.add_command(hang)
+main.add_command(reshard)
+main.add_command(state)
+main.add_command(aoa)
 main.add_command(completion)
 
 

@@ -19,7 +19,12 @@ from pipeproof.specs.profile import PROFILE_CODES
 from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.stages.own.codes import OWN_CODES
+from pipeproof.state.aoa.codes import AOA_CODES
 from pipeproof.state.codes import STATE_CODES
+from pipeproof.state.flex.codes import FLEX_CODES
+from pipeproof.state.names.codes import NAMES_CODES
+from pipeproof.state.reshard.codes import PROOF_CODES
+from pipeproof.state.reshard.refused import REFUSED_CODES
 from pipeproof.verify.baseline import BASELINE_CODES
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.suppress import SUPPRESSION_CODES
@@ -52,6 +57,11 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *HANG_CODES,
         *RECORD_CODES,
         *STATE_CODES,
+        *PROOF_CODES,
+        *AOA_CODES,
+        *NAMES_CODES,
+        *REFUSED_CODES,
+        *FLEX_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))
 

@@ -12,6 +12,7 @@ SECTIONS: Final = (
     ("Begin with what you have", ("import", "convert", "describe")),
     ("Predict", ("simulate", "schedule", "advise", "sweep", "jitter")),
     ("Carry it out", ("doctor", "rehearse", "run", "fleet")),
+    ("State, saved and moved", ("reshard", "state", "aoa")),
     ("Compare, and find what went wrong", ("compare", "align", "hang")),
     ("Your shell", ("completion",)),
 )
@@ -23,6 +24,7 @@ EXAMPLES: Final = MappingProxyType(
     {
         "advise": "pipeproof advise plan.yaml",
         "align": "pipeproof align records/run records/reference",
+        "aoa": "pipeproof aoa names.aoa --source states --inverse",
         "check": "pipeproof check plan.yaml",
         "compare": "pipeproof compare plan.yaml run.json",
         "completion": "pipeproof completion bash",
@@ -35,6 +37,7 @@ EXAMPLES: Final = MappingProxyType(
         "import": "pipeproof import megatron pretrain.sh -o plan.yaml",
         "jitter": "pipeproof jitter plan.yaml --cv 0.1",
         "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
+        "reshard": "pipeproof reshard states --to plan_b.yaml -o moved",
         "run": "pipeproof run plan.yaml --report run.json",
         "schedule list": "pipeproof schedule list",
         "schedule show": "pipeproof schedule show zb_v -p 4 -m 8",
@@ -42,6 +45,7 @@ EXAMPLES: Final = MappingProxyType(
         "schema": "pipeproof schema > plan.schema.json",
         "show": "pipeproof show plan.yaml --rank 0",
         "simulate": "pipeproof simulate plan.yaml -o timeline.html",
+        "state": "pipeproof state states/step-00000002 --md5",
         "sweep": "pipeproof sweep sweep.yaml --top 5",
     }
 )
