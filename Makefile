@@ -38,6 +38,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_equality.py
 	$(BIN)/python docs/make_fleet.py
+	$(BIN)/python docs/make_reshard.py
 	$(BIN)/python docs/make_refused.py
 	$(BIN)/python docs/make_seed_experiment.py
 	$(BIN)/python docs/make_alignment_log.py
@@ -58,6 +59,7 @@ bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/whole.py
+	$(BIN)/python benchmarks/reshard.py
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md

@@ -34,6 +34,7 @@ def docs_module(monkeypatch):
         "make_prediction.py",
         "make_equality.py",
         "make_fleet.py",
+        "make_reshard.py",
         "make_refused.py",
         "make_forms.py",
         "make_receives.py",

@@ -43,6 +43,7 @@ EXEMPT = {
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
     "mutation.md": "hours",
+    "reshard-matrix.md": "a quarter of an hour of runs; tests/docs/test_reshard_matrix.py",
     "names.md": "states, and files of other tools; tests/state/names",
     "prediction.md": "GPUs",
     "recording.md": "programs of PyTorch and Paddle, and their logs; tests/interop/record",
