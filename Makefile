@@ -59,7 +59,8 @@ bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/whole.py
-	$(BIN)/python benchmarks/reshard.py
+	$(BIN)/python benchmarks/reshard_check.py
+	$(BIN)/python benchmarks/reshard.py --gb 2
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md
