@@ -23,6 +23,7 @@ FEATURES = {
     "hyper-connections": {"model": {"hyper_connections": {"streams": 2}}},
     "MTP": {"model": {"mtp": {"num_modules": 2}}},
     "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},
+    "padding of the vocabulary": {"model": {"unpadded_vocab_size": 29}},
     "tied embedding": {"model": {"tied_embedding": True}},
     "dropout": {"model": {"dropout": 0.1}},
     "clamped SwiGLU": {"model": {"swiglu_limit": 0.05}},

@@ -1,4 +1,4 @@
-"""``pipeproof aoa``: what AOA statements make of a checkpoint, without patterns, and turned round."""
+"""``pipeproof aoa``: what AOA statements make of a checkpoint, without patterns, turned round; and writing them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pipeproof.commands.line import refusing_bad_plans
 from pipeproof.specs.finding import BadPlanError, PipeproofError
 
 if TYPE_CHECKING:
+    from pipeproof.specs.model import ModelSpec
     from pipeproof.state.aoa.engine import Mapped
     from pipeproof.state.aoa.meta import TensorMeta
     from pipeproof.state.aoa.syntax import Program
@@ -21,20 +22,34 @@ _Place = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--source", required=True, type=_Place, metavar="PLACE",
+@click.argument("file", metavar="FILE", type=_Place)
+@click.option("--source", type=_Place, metavar="PLACE",
               help="The checkpoint that statements read, or a plan whose runs save it.")  # fmt: skip
 @click.option("--to", "target", type=_Place, metavar="PLACE",
-              help="The checkpoint or plan whose tensors they make; without it, whatever they make.")  # fmt: skip
+              help="The checkpoint or plan whose tensors they make; without it, whatever they make. With --from, the "
+              "other convention.")  # fmt: skip
+@click.option("--from", "convention", metavar="CONVENTION",
+              help="Write the statements from this convention of names to another, --to.")  # fmt: skip
 @click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
 @click.option("--inverse", "turn_round", is_flag=True, help="Print the statements that make the source again.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def aoa(file: Path, *, source: Path, target: Path | None, expand: bool, turn_round: bool, as_json: bool) -> None:
-    """Read AOA statements strictly, and say which tensor they make of what.
+def aoa(
+    file: Path, *, source: Path | None, target: Path | None, convention: str | None, expand: bool, turn_round: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Read AOA statements strictly, and say which tensor they make of what; or write them between conventions.
 
     FILE has a statement a line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config has it. No
-    tensor is read: headers of checkpoints, and plans, have what is to be known.
+    tensor is read: headers of checkpoints, and plans, have what is to be known. With --from CONVENTION --to CONVENTION
+    it is the plan of a model, or a state, for whose tensors statements are to be written.
     """
+    if convention is not None:
+        if target is None or source is not None or expand or turn_round:
+            raise click.UsageError("--from CONVENTION goes with --to CONVENTION and a plan, and --json alone beside")
+        _write_between(convention, str(target), file, as_json=as_json)
+        return
+    if source is None:
+        raise click.UsageError("--source PLACE is missing: the checkpoint that statements read, or a plan")
     with refusing_bad_plans("json" if as_json else "text", file):
         from pipeproof.state.aoa.engine import mapped
         from pipeproof.state.aoa.read import read_file
@@ -63,6 +78,35 @@ def aoa(file: Path, *, source: Path, target: Path | None, expand: bool, turn_rou
         click.echo(write_statements(shown), nl=False)
     else:
         _show(program, before, result)
+
+
+def _write_between(one: str, other: str, place: Path, *, as_json: bool) -> None:
+    with refusing_bad_plans("json" if as_json else "text", place):
+        from pipeproof.state.names.statements import statements_between
+
+        try:
+            statements = statements_between(one, other, _model(place))
+        except PipeproofError as error:
+            raise BadPlanError(*error.findings) from error
+    content = {"aoa_statements": statements.splitlines()}
+    click.echo(json.dumps(content, indent=2) if as_json else statements, nl=as_json)
+
+
+def _model(place: Path) -> ModelSpec:
+    """The model of a plan, or of the plan that saved a state."""
+    if _is_plan(place):
+        from pipeproof.specs.load import load_plan
+
+        return load_plan(place).spec.model
+    from pipeproof.state.checkpoint import open_checkpoint
+    from pipeproof.state.names.convention import model_of
+    from pipeproof.state.reshard.goals import require_index
+
+    return model_of(require_index(open_checkpoint(place), "names are given by the model").values)
+
+
+def _is_plan(place: Path) -> bool:
+    return place.suffix in _PLANS and not place.is_dir()
 
 
 def _show(program: Program, before: dict[str, TensorMeta], result: Mapped) -> None:
@@ -104,7 +148,7 @@ def _metas(place: Path) -> dict[str, TensorMeta]:
     """The tensors of a checkpoint, or of what runs of a plan save."""
     from pipeproof.state.aoa.meta import metas_of_checkpoint, metas_of_plan
 
-    if place.suffix in _PLANS and not place.is_dir():
+    if _is_plan(place):
         from pipeproof.comm.loaded import lower_loaded
         from pipeproof.specs.load import load_plan
         from pipeproof.state.reshard.goals import require_gpt

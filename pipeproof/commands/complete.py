@@ -53,6 +53,13 @@ def complete_schedule(context: click.Context, parameter: click.Parameter, incomp
     return [CompletionItem(k.name, help=k.title) for k in SCHEDULE_KINDS.values() if k.name.startswith(incomplete)]
 
 
+def complete_convention(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The conventions of names that tensors may have."""
+    from pipeproof.state.names.tables import CONVENTIONS
+
+    return [CompletionItem(name) for name in CONVENTIONS if name.startswith(incomplete)]
+
+
 def complete_importer(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The kinds of files that can be imported."""
     from pipeproof.interop.kinds import KINDS

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.commands.complete import PlanFile
+from pipeproof.commands.complete import PlanFile, complete_convention
 from pipeproof.commands.line import refusing_bad_plans
+from pipeproof.commands.reshard_asked import FILE, Asked, is_plan, require_sense
 from pipeproof.commands.reshard_shown import Outcome, show_findings, show_outcome, showing_progress
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError, Severity
@@ -24,26 +25,7 @@ if TYPE_CHECKING:
     from pipeproof.state.reshard.goals import Goal
     from pipeproof.state.reshard.sides import Side
 
-_PLANS = (".yaml", ".yml", ".json")
-_FILE = ".safetensors"
-_WITH_CONFIG = "huggingface"
-"""The names whose directories have a configuration beside the weights."""
 _MOST_JOBS = 16
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What was typed."""
-
-    source: Path
-    plan: Path | None
-    out: Path | None
-    aoa: Path | None
-    names: str | None
-    weights_only: bool
-    by_paddle: bool
-    jobs: int
-    as_json: bool
 
 
 @click.command()
@@ -55,8 +37,9 @@ class _Asked:
               help="What to make: a directory, or if it ends with .safetensors, one file of all.")  # fmt: skip
 @click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
               help="AOA statements that make the target's tensors of the source's.")  # fmt: skip
-@click.option("--names", metavar="CONVENTION",
-              help="How tensors of the one file are to be named; with a plan, how those of SOURCE are.")  # fmt: skip
+@click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
+              help="How tensors of the one file are to be named (huggingface, megatron, paddleformers, ..); with a "
+              "plan, how those of SOURCE are.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out what the optimizer keeps: training begins at step 0.")
 @click.option("--format", "file_format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof",
               show_default=True, help="Of a plan's state; flex: Paddle's own checkpoint, with our index.")  # fmt: skip
@@ -77,11 +60,11 @@ def reshard(
     cores = len(os.sched_getaffinity(0))  # two jobs a core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
     jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), file_format == "flex"
-    asked = _Asked(source, plan, out, aoa, names, weights_only, by_paddle, jobs, as_json)
-    _require_sense(asked, check=check)
+    asked = Asked(source, plan, out, aoa, names, weights_only, by_paddle, jobs, as_json)
+    require_sense(asked, check=check)
     with refusing_bad_plans("json" if as_json else "text", source if plan is None else plan):
         try:
-            status = _of_plan(asked) if _is_plan(source) else _of_checkpoint(asked)
+            status = _of_plan(asked) if is_plan(source) else _of_checkpoint(asked)
         except BadPlanError:
             raise
         except PipeproofError as error:  # what cannot be opened is bad input, too
@@ -89,34 +72,9 @@ def reshard(
     sys.exit(status)
 
 
-def _is_plan(path: Path) -> bool:
-    return path.suffix in _PLANS and not path.is_dir()
-
-
-def _require_sense(asked: _Asked, *, check: bool) -> None:
-    if check == (asked.out is not None):
-        raise click.UsageError("give -o OUT, what to make, or --check to prove it alone")
-    if _is_plan(asked.source) and not check:
-        raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
-    if asked.by_paddle and (asked.plan is None or asked.out is None):
-        raise click.UsageError("--format says how the state of a plan is written: give --to PLAN and -o OUT")
-    if asked.out is None:
-        if asked.plan is None and asked.aoa is None and asked.names is None:
-            raise click.UsageError("--check needs to know for what: a plan, --aoa or --names")
-        if _is_plan(asked.source) and asked.plan is None:
-            raise click.UsageError("give the plan that is to go on: --to PLAN")
-    elif (asked.plan is None) != (asked.out.suffix == _FILE):
-        if asked.plan is None and asked.names != _WITH_CONFIG:
-            raise click.UsageError(f"give the plan that is to go on, --to PLAN, or an OUT that ends with {_FILE}")
-        if asked.plan is not None:
-            raise click.UsageError(f"the state of a plan is a directory: OUT may not end with {_FILE}")
-
-
-def _of_plan(asked: _Asked) -> ExitStatus:
+def _of_plan(asked: Asked) -> ExitStatus:
     """The proof for all states that runs of one plan save, and runs of the other go on from."""
-    from pipeproof.state.aoa.meta import metas_of
-    from pipeproof.state.reshard.goals import require_gpt
-    from pipeproof.state.reshard.naming import map_of_statements
+    from pipeproof.state.reshard.goals import require_gpt, training_faults, weights_of_side
     from pipeproof.state.reshard.padding import padded_map
     from pipeproof.state.reshard.sides import side_of_plan
     from pipeproof.state.save import values_of
@@ -126,23 +84,32 @@ def _of_plan(asked: _Asked) -> ExitStatus:
     for plan in (one, other):
         require_gpt(plan)
     source, target = side_of_plan(one, str(asked.source)), side_of_plan(other, str(asked.plan))
+    if asked.weights_only:
+        source, target = weights_of_side(source), weights_of_side(target)
     if asked.aoa is None:
         state_map = padded_map(source.tensors, values_of(one.spec), other.spec.model)
     else:
+        from pipeproof.state.aoa.engine import map_of
+        from pipeproof.state.aoa.meta import metas_of
+        from pipeproof.state.aoa.read import read_file
+
         metas = [
             metas_of(side.tensors, (part.shard for parts in side.parts.values() for part in parts))
             for side in (source, target)
         ]
-        state_map = map_of_statements(asked.aoa, *metas)
-    return _judged(asked, source, state_map, target)[0]
+        state_map = map_of(read_file(asked.aoa), *metas)
+    return _judged(asked, source, state_map, target, training_faults(one, other, weights_only=asked.weights_only))[0]
 
 
-def _of_checkpoint(asked: _Asked) -> ExitStatus:
+def _of_checkpoint(asked: Asked) -> ExitStatus:
     from pipeproof.state.checkpoint import open_checkpoint
+    from pipeproof.state.faults import num_hashed
     from pipeproof.state.reshard.carry import carry_out, require_place
+    from pipeproof.state.reshard.refused import require_no_part
     from pipeproof.state.reshard.sides import side_of_checkpoint
     from pipeproof.state.reshard.workplace import workplace_of
 
+    require_no_part(asked.source)
     source = open_checkpoint(asked.source)
     if asked.out is not None:
         require_place(source, asked.out)
@@ -150,6 +117,8 @@ def _of_checkpoint(asked: _Asked) -> ExitStatus:
     status, outcome = _judged(asked, side_of_checkpoint(source), goal.state_map, goal.side, meant_wrong)
     if status is not ExitStatus.OK or asked.out is None:
         return status
+    if num_hashed(source) < len(source.files):
+        click.echo(f"{source.place} has no SHA-256 of its content: its bytes are taken as they are", err=True)
     started = time.monotonic()
     try:
         with showing_progress(goal.target.size_bytes) as (begun, tell):
@@ -161,12 +130,9 @@ def _of_checkpoint(asked: _Asked) -> ExitStatus:
     return status
 
 
-def _goal(source: Checkpoint, asked: _Asked) -> tuple[Goal, tuple[Finding, ...]]:
+def _goal(source: Checkpoint, asked: Asked) -> tuple[Goal, tuple[Finding, ...]]:
     """What is to be made, and where statements bring elements to others than those that mean the same."""
-    from pipeproof.state.aoa.meta import metas_of
-    from pipeproof.state.layout import files_of, whole_state
-    from pipeproof.state.reshard.goals import has_steps, of_weights
-    from pipeproof.state.reshard.naming import findings_of_meaning, map_of_names, map_of_statements
+    from pipeproof.state.reshard.goals import has_steps
 
     plan, digest = None, ""
     if asked.plan is not None:
@@ -174,27 +140,35 @@ def _goal(source: Checkpoint, asked: _Asked) -> tuple[Goal, tuple[Finding, ...]]
     weights_only = asked.weights_only or (plan is not None and not has_steps(source))
     if weights_only and not asked.weights_only:
         click.echo(
-            f"{source.place} says of no step: its weights alone are taken, and training begins at step 0", err=True
+            f"{source.place} does not say after which step it is: its weights alone are taken, and training begins "
+            "at step 0",
+            err=True,
         )
     named: StateMap | None = None
     if asked.aoa is not None:
-        shards = () if plan is None else (shard for shards in files_of(plan).values() for shard in shards)
-        asked_for = {} if plan is None else whole_state(plan)
-        target = None if plan is None else metas_of(of_weights(asked_for) if weights_only else asked_for, shards)
-        parts = (part.shard for of_one in source.parts.values() for part in of_one)
-        metas = metas_of(of_weights(source.tensors) if weights_only else source.tensors, parts)
-        named = map_of_statements(asked.aoa, metas, target)
+        from pipeproof.state.reshard.statements import map_of_statements
+
+        named = map_of_statements(asked.aoa, source, plan, weights_only=weights_only)
     elif asked.names is not None:
+        from pipeproof.state.reshard.naming import map_of_names, require_other_names
+
+        if plan is not None and source.index is not None:
+            require_other_names(asked.names, source.place)
         named = map_of_names(asked.names, source, plan)
+        kept = sum(entry.kind in ("moment", "counter") for entry in source.tensors.values())
+        if kept and not asked.weights_only:
+            click.echo(f"names are of weights: {kept} tensors of the optimizer are left out", err=True)
     goal = _goal_of(source, asked, plan, digest, named, weights_only=weights_only)
     if asked.aoa is None or asked.names is None or named is None:
         return goal, ()
+    from pipeproof.state.reshard.naming import findings_of_meaning
+
     return goal, findings_of_meaning(asked.names, named, source, plan, goal.side)
 
 
 def _goal_of(
     source: Checkpoint,
-    asked: _Asked,
+    asked: Asked,
     plan: LoweredPlan | None,
     digest: str,
     named: StateMap | None,
@@ -202,28 +176,32 @@ def _goal_of(
     weights_only: bool,
 ) -> Goal:
     """A plan's state, one file, or a directory with a file and what stands beside."""
-    from pipeproof.state.flex.goal import as_flex
     from pipeproof.state.reshard.goals import goal_of_file, goal_of_plan
-    from pipeproof.state.reshard.naming import files_beside
 
     if plan is not None:
         name = str(asked.plan if asked.out is None else asked.out)
         goal = goal_of_plan(source, plan, name, digest, named, weights_only=weights_only)
-        return as_flex(goal) if asked.by_paddle else goal
-    model = Path(f"model{_FILE}")
-    if asked.out is None or asked.out.suffix == _FILE:
+        if asked.by_paddle:
+            from pipeproof.state.flex.goal import as_flex
+
+            return as_flex(goal)
+        return goal
+    model = Path(f"model{FILE}")
+    if asked.out is None or asked.out.suffix == FILE:
         return goal_of_file(source, asked.out or model, named, weights_only=weights_only)
+    from pipeproof.state.reshard.naming import files_beside
+
     goal = goal_of_file(source, model, named, weights_only=weights_only)
     return replace(goal, one_file=None, beside=files_beside(source))
 
 
 def _judged(
-    asked: _Asked, source: Side, state_map: StateMap, target: Side, meant_wrong: tuple[Finding, ...] = ()
+    asked: Asked, source: Side, state_map: StateMap, target: Side, others: tuple[Finding, ...] = ()
 ) -> tuple[ExitStatus, Outcome]:
-    """Prove, and show what was found, and the outcome where nothing is going to be written."""
+    """Prove, show what was found, by others too, and the outcome where nothing is going to be written."""
     from pipeproof.state.reshard.proof import prove
 
-    findings = (*prove(source, state_map, target), *meant_wrong)
+    findings = (*prove(source, state_map, target), *others)
     failed = any(finding.severity is Severity.ERROR for finding in findings)
     outcome = Outcome(source, target, findings)
     if not asked.as_json:

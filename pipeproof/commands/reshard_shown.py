@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _TOLD_EVERY_S = 10.0
 """Where there is no terminal to draw a bar on."""
+_LARGE = 100_000_000
+"""Of fewer bytes a speed is not worth a word."""
 Begun = Callable[[int, int], None]
 Tell = Callable[[int, int], None]
 
@@ -63,15 +66,22 @@ def show_outcome(
         num = sum(finding.severity is Severity.ERROR for finding in outcome.findings)
         click.echo(f"not proved: {num} {'error' if num == 1 else 'errors'}; nothing was written")
         return
+    from pipeproof.state.reshard.words import counted, size_words
+
+    tensors, parts = counted(len(outcome.target.tensors), "tensor"), counted(_num_parts(outcome.source), "part")
     click.echo(
-        f"proved: {len(outcome.target.tensors):,} tensors, {_num_parts(outcome.source):,} parts of "
-        f"{outcome.source.name} to {_num_parts(outcome.target):,}: every element has one place"
+        f"proved: {tensors}, {parts} of {outcome.source.name} to {_num_parts(outcome.target):,}: every element has "
+        "its place"
     )
     if made is not None and out is not None:
-        rate = made.size_bytes / 1e9 / max(seconds, 1e-9)
-        files = f"{len(made.files)} files" if len(made.files) != 1 else "1 file"
-        before = f", {made.num_finished} of them from before" if made.num_finished else ""
-        click.echo(f"{out}: {made.size_bytes / 1e9:.3f} GB in {files}{before}, {seconds:.1f} s, {rate:.2f} GB/s")
+        size = f"{size_words(made.size_bytes)} in {counted(made.num_files, 'file')}"
+        if made.was_there:
+            click.echo(f"{out} is there already, and whole: {size} that this command made before it was ended")
+        else:
+            before = f", {made.num_finished} of them from before" if made.num_finished else ""
+            has_speed = made.size_bytes >= _LARGE and not before
+            speed = f", {size_words(round(made.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
+            click.echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
         if plan is not None:
             click.echo(f"go on: pipeproof run {plan} --resume {out}")
 
@@ -79,27 +89,33 @@ def show_outcome(
 @contextmanager
 def showing_progress(num_bytes: int) -> Iterator[tuple[Begun, Tell]]:
     """A bar on standard error, or where that is no terminal a line now and then; what is told is bytes."""
-    console = console_for(stderr=True)
 
     def begun(finished: int, num_files: int) -> None:
         if finished:
             click.echo(f"going on: {finished} of {num_files} files are there from an earlier call", err=True)
 
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
+        from pipeproof.state.reshard.words import size_words
+
         last = time.monotonic()
 
         def line(done: int, total: int) -> None:
             nonlocal last
             if time.monotonic() - last >= _TOLD_EVERY_S:
                 last = time.monotonic()
-                click.echo(f"{done / 1e9:.2f} of {total / 1e9:.2f} GB", err=True)
+                click.echo(f"{size_words(done)} of {size_words(total)}", err=True)
 
         yield begun, line
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     with Progress(
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console_for(stderr=True),
+        transient=True,
     ) as bars:
         task = bars.add_task("bytes", total=num_bytes)
         yield begun, lambda done, total: bars.update(task, completed=done, total=total)
@@ -121,7 +137,7 @@ def _to_json(outcome: Outcome, out: Path | None, made: Made | None, seconds: flo
     if made is not None:
         content["output"] = {
             "path": str(out),
-            "num_files": len(made.files),
+            "num_files": made.num_files,
             "num_files_from_before": made.num_finished,
             "size_bytes": made.size_bytes,
             "seconds": round(seconds, 3),

@@ -84,11 +84,15 @@ def _is_whole(places: Sequence[Path], *, as_json: bool) -> bool:
 def _say_whole(opened: Checkpoint) -> None:
     from pipeproof.state.faults import num_hashed
 
-    hashed, num_files = num_hashed(opened), len(opened.files)
-    if hashed == num_files:
-        how = "has the size, SHA-256 and tensors that the index says"
+    num_files = len(opened.files)
+    bare = num_files - num_hashed(opened)
+    if bare:
+        what = "it" if num_files == 1 else f"{bare} of them"
+        how = f"is as long as its header says; there is no SHA-256 of {what} to hold the content against"
+    elif opened.seals:
+        how = "has the SHA-256 that it has of itself"
     else:
-        how = "is as long as its header says; there is no SHA-256 of it to hold its content against"
+        how = "has the size, SHA-256 and tensors that the index says"
     which = "its file" if num_files == 1 else f"each of its {num_files} files"
     click.echo(f"{opened.place}: {which} {how}; the parts make up every tensor")
 

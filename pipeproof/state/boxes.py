@@ -53,6 +53,13 @@ class Fault(NamedTuple):
     holders: tuple[int, ...]
 
 
+def is_outside(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box has something that a tensor of that shape has not, or other dims; an empty box may lie in it."""
+    return len(box.extents) != len(shape) or any(
+        start < 0 or stop > size for start, stop, size in zip(box.offsets, box.stops, shape, strict=True)
+    )
+
+
 def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))

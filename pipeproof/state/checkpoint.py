@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from pydantic import ValidationError
-
-from pipeproof.state.codes import StateError
+from pipeproof.state.codes import StateError, unreadable
 from pipeproof.state.header import Header, StoredArray, read_header
-from pipeproof.state.index import INDEX_FILE, Shard, ShardFile, StateIndex, TensorEntry
+from pipeproof.state.index import INDEX_FILE, Shard, ShardFile, StateIndex, TensorEntry, parse_index
 from pipeproof.state.load import SavedState, find_state
+from pipeproof.state.seal import seal_in
 
 SUFFIX = ".safetensors"
 INDEX_KEY = "pipeproof_state"
@@ -20,6 +20,7 @@ INDEX_KEY = "pipeproof_state"
 _OPEN_INDEX = "model.safetensors.index.json"
 """Beside the files of a model, in the directories of Hugging Face; it has by tensor the file."""
 _OPEN_FILE = "model.safetensors"
+_PICKLES = ("pytorch_model.bin", ".pdparams", "pytorch_model-*.bin")
 _MEND = "copy the checkpoint anew from where it was saved, or name another one"
 
 
@@ -51,6 +52,12 @@ class Checkpoint:
     """Every file, and what the index says of it, where there is one."""
     index: StateIndex | None
     """Of a state; of a merged file the one that its metadata has, if any."""
+    seals: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By file the SHA-256 that it has of itself, see ``seal``: of merged files that were written here."""
+
+    def has_sha256(self, file: Path) -> bool:
+        """Whether there is anything to hold the content of a file against."""
+        return self.files[file] is not None or file in self.seals
 
 
 def open_checkpoint(place: Path) -> Checkpoint:
@@ -59,6 +66,8 @@ def open_checkpoint(place: Path) -> Checkpoint:
     Raises:
         StateError: nothing of these is there, or it is incomplete, cut short, or says two things.
     """
+    if place.name == INDEX_FILE or place.name == _OPEN_INDEX:
+        place = place.parent
     if place.is_file():
         return _merged(place)
     if not (place / INDEX_FILE).exists():
@@ -70,7 +79,21 @@ def open_checkpoint(place: Path) -> Checkpoint:
 
         if is_flex(place):
             return open_flex(place)
+    _require_no_other_files(place)
     return _of_state(find_state(place))
+
+
+def _require_no_other_files(place: Path) -> None:
+    """Say what is missing of a model's directory, in place of that there is no state."""
+    if (place / INDEX_FILE).exists():
+        return
+    if any(place.glob(f"*{SUFFIX}")):
+        mend = f"name one of the files; several that make up a model need the {_OPEN_INDEX} that was saved with them"
+        raise StateError(f"{place} has safetensors files, and no {_OPEN_INDEX}", mend)
+    pickles = next((file.name for end in _PICKLES for file in sorted(place.glob(f"*{end}"))), None)
+    if pickles is not None:
+        mend = "save it as safetensors with the tool that wrote it: `save_pretrained(.., safe_serialization=True)`"
+        raise StateError(f"{place} has {pickles}, which is no safetensors file", mend)
 
 
 def _of_state(state: SavedState) -> Checkpoint:
@@ -100,43 +123,50 @@ def _merged(file: Path) -> Checkpoint:
     tensors = {name: _weight(array) for name, array in header.arrays.items()}
     index = None
     if INDEX_KEY in header.metadata:
-        try:
-            index = StateIndex.model_validate_json(header.metadata[INDEX_KEY])
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or INDEX_KEY
-            raise StateError(f"{file}: its metadata has no index of a state: {place}: {first['msg']}", _MEND) from error
+        index = parse_index(header.metadata[INDEX_KEY], f"`{INDEX_KEY}` in the metadata of {file}", _MEND)
         for name, entry in index.tensors.items():
             _require(file, header, name, entry.dtype, entry.shape)
         _require_no_more(file, header, index.tensors)
         tensors = dict(index.tensors)
     parts = {name: (_whole(name, entry, file, header.arrays[name]),) for name, entry in tensors.items()}
-    return Checkpoint(file, "merged", tensors, parts, {file: None}, index)
+    return Checkpoint(file, "merged", tensors, parts, {file: None}, index, _seals({file: header}))
 
 
 def _of_many(place: Path) -> Checkpoint:
     """A directory as Hugging Face has it: the index gives for each tensor its file."""
     file = place / _OPEN_INDEX
     try:
-        by_name = json.loads(file.read_bytes())["weight_map"]
+        by_name = _weight_map(json.loads(file.read_bytes()))
         names_of = dict[str, list[str]]()
         for name, file_name in by_name.items():
             names_of.setdefault(_file_name(file_name), []).append(name)
     except OSError as error:
-        raise StateError(f"{file} cannot be read: {error.strerror}", _MEND) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise unreadable(file, error, _MEND) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", _MEND) from error
     tensors, parts = dict[str, TensorEntry](), dict[str, tuple[StoredPart, ...]]()
+    headers = dict[Path, Header]()
     for file_name, names in sorted(names_of.items()):
         path = place / file_name
-        header = read_header(path)
+        header = headers[path] = read_header(path)
         for name in names:
             if name not in header.arrays:
                 raise StateError(f"{path} is to hold {name}, and it is not there", _MEND)
             tensors[name] = _weight(header.arrays[name])
             parts[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
         _require_no_more(path, header, names)
-    return Checkpoint(place, "merged", tensors, parts, {place / name: None for name in sorted(names_of)}, None)
+    return Checkpoint(place, "merged", tensors, parts, dict.fromkeys(headers), None, _seals(headers))
+
+
+def _seals(headers: Mapping[Path, Header]) -> dict[Path, str]:
+    found = {path: seal_in(header.metadata, path) for path, header in headers.items()}
+    return {path: seal for path, seal in found.items() if seal is not None}
+
+
+def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
+    if "weight_map" not in content:
+        raise ValueError("it has no `weight_map`")
+    return content["weight_map"]
 
 
 def _file_name(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 
@@ -30,3 +32,10 @@ class StateError(PipeproofError):
 
     def __init__(self, message: str, mend: str) -> None:
         super().__init__(Finding(NOT_THIS_STATE.code, Severity.ERROR, message, help=mend))
+
+
+def unreadable(path: Path, error: OSError, mend: str) -> StateError:
+    """What is said of a file that the system does not read; ``mend`` is for files that are not there, or broken."""
+    if isinstance(error, PermissionError):
+        mend = "give this user leave to read it"
+    return StateError(f"{path} cannot be read: {error.strerror}", mend)

@@ -13,6 +13,7 @@ from pipeproof.state.codes import StateError
 from pipeproof.state.files import require_whole
 from pipeproof.state.index import ShardFile, TensorEntry
 from pipeproof.state.load import find_state
+from pipeproof.state.seal import require_sealed
 from pipeproof.state.stream import require_tiled
 
 _HASHED_AT_ONCE = 4
@@ -22,19 +23,21 @@ _Look = Callable[[], object]
 def faults_of(place: Path) -> tuple[Finding, ...]:
     """What opening refuses, files against the index, SHA-256 included, and whether parts make up each tensor.
 
-    Where there is no index (checkpoints of other people) there are headers alone to look at.
+    Merged files are held against the SHA-256 that they have of themselves. Where there is neither (checkpoints of other
+    people) there are headers alone to look at.
     """
     try:
         checkpoint = open_checkpoint(place)
     except StateError as error:
         return _faults_of_state(place) or error.findings
     tiled: list[_Look] = [partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors)]
-    return _faults([*_whole(checkpoint.files, checkpoint.tensors), *tiled])
+    sealed: list[_Look] = [partial(require_sealed, path, seal) for path, seal in checkpoint.seals.items()]
+    return _faults([*_whole(checkpoint.files, checkpoint.tensors), *sealed, *tiled])
 
 
 def num_hashed(checkpoint: Checkpoint) -> int:
     """Of how many files there is a SHA-256 to hold them against."""
-    return sum(file is not None for file in checkpoint.files.values())
+    return sum(map(checkpoint.has_sha256, checkpoint.files))
 
 
 def _faults_of_state(place: Path) -> tuple[Finding, ...]:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize_file
+from safetensors import TensorSpec, serialize_file
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.codes import StateError
@@ -20,8 +19,6 @@ from pipeproof.state.header import read_header
 from pipeproof.state.index import ShardFile, TensorEntry
 from pipeproof.state.regular import regular_size
 
-_NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
-"""Types as the files name them."""
 _BLOCK = 2**20
 _MEND = "name an older state (`--resume DIR/step-..`), or copy the file anew from where it was saved"
 
@@ -57,16 +54,14 @@ def read_file(path: Path) -> dict[str, ByteArray]:
     Raises:
         StateError: it is not there, or no such file.
     """
-    types = {short: name for name, short in _NAMES.items()}
+    arrays = read_header(path).arrays
     try:
-        content: list[tuple[str, dict[str, Any]]] = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        content = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
-    except SafetensorError as error:
-        raise StateError(f"{path} is damaged: {error}", _MEND) from error
     return {
-        name: ByteArray(types[one["dtype"]], tuple(one["shape"]), np.frombuffer(one["data"], dtype=np.uint8))
-        for name, one in content
+        name: ByteArray(one.dtype, one.shape, content[one.start : one.start + one.num_bytes])
+        for name, one in arrays.items()
     }
 
 
@@ -110,10 +105,14 @@ def _require_header(path: Path, file: ShardFile, tensors: Mapping[str, TensorEnt
             raise StateError(f"{message}, and the index says {tensors[name].dtype} {list(shard.shape)}", _MEND)
 
 
-def digest_of(path: Path, between: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file; ``between`` is called between blocks, and may raise."""
-    digest = hashlib.sha256()
+def digest_of(path: Path, between: Callable[[], None] = lambda: None, start: bytes = b"") -> str:
+    """The SHA-256 of a file, with ``start`` in place of as many of its first bytes.
+
+    ``between`` is called between blocks, and may raise.
+    """
+    digest = hashlib.sha256(start)
     with path.open("rb") as stream:
+        stream.seek(len(start))
         while block := stream.read(_BLOCK):
             digest.update(block)
             between()

@@ -12,7 +12,7 @@ from pipeproof.state.index import INDEX_FILE, TensorEntry
 from pipeproof.state.layout import pieces_of, whole_state
 from pipeproof.state.load import SavedState
 from pipeproof.state.parts import shards_of
-from pipeproof.state.reshard.tiling import boxes_of, cut_fault
+from pipeproof.state.reshard.tiling import cut_fault
 from pipeproof.state.training import require_same_training
 
 _HASHED_AT_ONCE = 4
@@ -97,7 +97,7 @@ def _needs(plan: LoweredPlan, name: str, box: Box | None = None) -> str:
     for rank in range(plan.mesh.num_ranks):
         for piece in pieces_of(plan, rank):
             if piece.shard.tensor == name:
-                for own in boxes_of(piece.shard):
+                for _, own in piece.shard.boxes():
                     common = own if box is None else meet(own, box)
                     if common is not None:
                         where = f"{list(common.extents)} from {list(common.offsets)} on"

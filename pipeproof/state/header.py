@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.codes import StateError
+from pipeproof.state.codes import StateError, unreadable
 from pipeproof.state.regular import regular_size
 
 METADATA = "__metadata__"
@@ -44,6 +44,10 @@ _MAX_BYTES = 100_000_000
 """Of a header; the library's own limit."""
 _LENGTH_BYTES = 8
 _MEND = "copy the file anew from where it was saved, or name another checkpoint"
+
+
+class _UnknownTypeError(ValueError):
+    """A type that newer releases of the library have, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,14 @@ def read_header(path: Path) -> Header:
                 raise StateError(f"{path} is cut short, or no safetensors file: it has {size} bytes", _MEND)
             content = stream.read(length)
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+        raise unreadable(path, error, _MEND) from error
     try:
         table = json.loads(content, object_pairs_hook=_once)
         metadata = _texts(table.pop(METADATA, {}))
         spans = sorted((_span(name, one) for name, one in table.items()), key=lambda span: (span[2], span[3], span[0]))
+    except _UnknownTypeError as error:
+        mend = "leave such tensors out, or turn them into one of these types"
+        raise StateError(f"{path}: {error}, and read are {', '.join(_TYPES)}", mend) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is damaged: its header cannot be read: {error}", _MEND) from error
     at, arrays = 0, {}
@@ -105,6 +112,17 @@ def read_header(path: Path) -> Header:
         how = "cut short" if size < whole else "longer"
         raise StateError(f"{path} is {how}: it has {size} bytes, and its header says {whole}", _MEND)
     return Header(arrays, metadata, whole)
+
+
+def header_bytes(path: Path) -> bytes:
+    """All of a file before its first tensor, of one that ``read_header`` reads.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        length = stream.read(_LENGTH_BYTES)
+        return length + stream.read(min(int.from_bytes(length, "little"), _MAX_BYTES))
 
 
 def make_header(arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
@@ -131,7 +149,7 @@ def make_header(arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Map
 def _span(name: str, one: Mapping[str, Any]) -> tuple[str, StoredArray, int, int]:
     """Name, type and shape of a tensor, and where it begins and ends behind the header."""
     if one["dtype"] not in _TYPES:
-        raise ValueError(f"{name} has the type {one['dtype']!r}; known are {', '.join(_TYPES)}")
+        raise _UnknownTypeError(f"{name} has the type {one['dtype']!r}")
     numbers = [*one["shape"], *one["data_offsets"]]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{name} has a shape or place that is not of whole numbers")

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from pipeproof.state.codes import StateError
+from pipeproof.state.boxes import Box, flat_boxes
+from pipeproof.state.codes import StateError, unreadable
 from pipeproof.state.regular import regular_size
 
 INDEX_FILE = "index.json"
@@ -76,6 +78,16 @@ class Shard(_Part):
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         return self.extents if self.flat is None else (self.flat[1] - self.flat[0],)
+
+    def boxes(self) -> Iterator[tuple[int, Box]]:
+        """Its elements as boxes of the whole tensor, each one range of what the file has; how many stand before it."""
+        if self.flat is None:
+            yield 0, Box(self.offsets, self.extents)
+            return
+        first = 0
+        for box in flat_boxes(self.extents, self.flat):
+            yield first, box.moved(self.offsets)
+            first += box.numel
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -162,25 +174,36 @@ def read_index(directory: Path) -> StateIndex:
         if regular_size(file) > MAX_BYTES:
             raise StateError(f"{file} has more than {MAX_BYTES} bytes", mend)
         content = file.read_bytes()
-        index = StateIndex.model_validate_json(content)
     except OSError as error:
-        raise StateError(f"{file} cannot be read: {error.strerror}", mend) from error
+        raise unreadable(file, error, mend) from error
+    return parse_index(content, str(file), mend)
+
+
+def parse_index(content: bytes | str, where: str, mend: str) -> StateIndex:
+    """The index in a text; ``where`` that stands, for people.
+
+    Raises:
+        StateError: it is none, or has not the SHA-256 that it has of itself.
+    """
+    try:
+        index = StateIndex.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise StateError(f"{file} is not the index of a state: {place}: {first['msg']}", mend) from error
+        place = ".".join(map(str, first["loc"])) or "the whole of it"
+        raise StateError(f"{where} is not the index of a state: {place}: {first['msg']}", mend) from error
     if index.sha256 is not None and index.sha256 != _own_sha256(content):
         raise StateError(
-            f"{file} was changed: its SHA-256 is not the {index.sha256[:12]}.. that it has of itself",
+            f"{where} was changed: its SHA-256 is not the {index.sha256[:12]}.. that it has of itself",
             "copy the state anew from where it was saved; who changes an index on purpose leaves its `sha256` out",
         )
     return index
 
 
-def index_text(index: StateIndex) -> str:
+def index_text(index: StateIndex, indent: int | None = 1) -> str:
     """The index as its file has it, with the SHA-256 of itself: a place of a part that is changed moves values."""
     bare = index.model_copy(update={"sha256": None}).model_dump_json(exclude_none=True)
-    return index.model_copy(update={"sha256": _own_sha256(bare)}).model_dump_json(indent=1, exclude_none=True) + "\n"
+    whole = index.model_copy(update={"sha256": _own_sha256(bare)})
+    return whole.model_dump_json(indent=indent, exclude_none=True) + ("\n" if indent else "")
 
 
 def _own_sha256(content: bytes | str) -> str:

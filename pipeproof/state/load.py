@@ -46,6 +46,11 @@ def find_state(path: Path) -> SavedState:
                     "Paddle's checkpoint does not say of which training it is; its weights can be begun with: "
                     f"`pipeproof reshard {path} --to PLAN -o STATE`, then `--resume STATE`"
                 )
+            elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
+                mend = (
+                    "this is no state yet: make one of it with `pipeproof reshard "
+                    f"{path} --to PLAN -o STATE` (of other tools' names: `--names`), then `--resume STATE`"
+                )
             raise StateError(f"there is no state at {path}, nor below it", mend)
         path = found[-1]
     return SavedState(path, read_index(path))

@@ -25,7 +25,6 @@ from pipeproof.state.header import Header, read_header
 from pipeproof.state.index import Shard, ShardFile, StateIndex
 from pipeproof.state.layout import COUNTERS_AT_FIRST, Piece, pieces_of
 from pipeproof.state.load import SavedState
-from pipeproof.state.reshard.tiling import boxes_of
 
 _BLOCK = 2**26
 """Most bytes that are read at once beside where they go."""
@@ -72,14 +71,12 @@ def _read(piece: Piece, held: Sequence[tuple[Shard, ShardFile]], files: _Files) 
     """The elements of a piece; whatever parts hold them tile it."""
     item = dtype_bytes(piece.tensor.dtype)
     values = np.empty((prod(piece.shape), item), dtype=np.uint8)
-    there, mine = Box(piece.shard.offsets, piece.shard.extents), 0
+    there = Box(piece.shard.offsets, piece.shard.extents)
     near = [(shard, file) for shard, file in held if meet(Box(shard.offsets, shard.extents), there) is not None]
-    for own in boxes_of(piece.shard):
+    for mine, own in piece.shard.boxes():
         target = values[mine : mine + own.numel].reshape(*own.extents, item)
-        mine += own.numel
         for shard, file in near:
-            theirs = 0
-            for box in boxes_of(shard):
+            for theirs, box in shard.boxes():
                 common = meet(own, box)
                 if common is not None:
                     start = files.start(file.name, file.key_of(shard.tensor)) + theirs * item
@@ -87,7 +84,6 @@ def _read(piece: Piece, held: Sequence[tuple[Shard, ShardFile]], files: _Files) 
                         inside = block.moved(box.offsets).within(own)
                         place = tuple(map(slice, inside.offsets, inside.stops))
                         target[place] = files.read(file.name, start, block, box.extents, item)
-                theirs += box.numel
     return values
 
 

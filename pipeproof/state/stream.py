@@ -32,13 +32,7 @@ class Stretch:
 
 def stretches_of(part: StoredPart, item: int) -> Iterator[Stretch]:
     """A part as boxes that are each one range of its file; ``item`` is the bytes of an element."""
-    shard, start = part.shard, part.start
-    if shard.flat is None:
-        yield Stretch(Box(shard.offsets, shard.extents), part.file, start)
-        return
-    for box in flat_boxes(shard.extents, shard.flat):
-        yield Stretch(box.moved(shard.offsets), part.file, start)
-        start += box.numel * item
+    return (Stretch(box, part.file, part.start + first * item) for first, box in part.shard.boxes())
 
 
 def require_tiled(checkpoint: Checkpoint, name: str) -> list[Stretch]:

@@ -32,6 +32,10 @@ def offered(*words):
     return [item.value if item.type == "plain" else f"<{item.type}>" for item in items]
 
 
+def test_conventions_of_names():
+    assert offered("reshard", "states", "--names", "pa") == ["paddleformers", "paddleformers-unfused"]
+
+
 def test_commands_and_options():
     assert offered("ch") == ["check"]
     assert offered("schedule", "s") == ["show", "solve"]

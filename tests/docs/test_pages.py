@@ -54,11 +54,12 @@ PLACES = (ROOT, ROOT / "pipeproof")
 
 
 def commands(page):
-    """Command lines of console blocks and of code quotes, without comments, prompts and redirections."""
+    """Command lines of console blocks and of code quotes, without comments, prompts, redirections and output."""
     lines = [
         line.removeprefix("$ ")
         for block in re.findall(r"```console\n(.*?)```", TEXT[page], re.DOTALL)
         for line in block.splitlines()
+        if line.startswith("$ ")
     ]
     lines += [
         span for span in re.findall(r"`([^`\n]+)`", TEXT[page]) if re.match(r"(\S*/)?(pipeproof|python|make) ", span)
@@ -95,7 +96,7 @@ def test_pipeproof_commands_can_be_typed(command):
     if arguments:  # else it is a name in a sentence
         found.make_context(name, list(arguments), parent=parent)
     for argument in arguments:
-        others = ("examples/importing/", "examples/recording/")  # files of other tools, and logs
+        others = ("examples/aoa/", "examples/importing/", "examples/recording/")  # statements, files of others, logs
         if argument.startswith("examples/") and not argument.startswith(others):
             load_plan(ROOT / argument)
 
@@ -112,6 +113,9 @@ def test_python_commands_name_what_exists(command):
     if arguments[:2] == ["-m", "pytest"]:
         paths = [argument for argument in arguments[2:] if "/" in argument or argument == "tests"]
         assert paths or "-m" in arguments[2:]
+    elif arguments[0] == "-c":
+        paths = []
+        compile(arguments[1], "-c", "exec")
     else:
         paths = arguments[:1]
         assert paths[0].endswith(".py")

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.exec.kept import KeptState, kept_lines
 from tests.exec.processes import Run
-from tests.exec.test_reference_from_state import SHARED_OUT, SP, TIED, TORCH, ZB_V, merged
+from tests.exec.test_reference_from_state import SP, TIED, TORCH, ZB_V, merged
 from tests.plans import plan_dict
 
 
@@ -17,10 +17,10 @@ def test_a_run_says_where_it_and_its_reference_began(tmp_path, steps, where):
     assert kept_lines(KeptState(resume=tmp_path), steps) == [where]
 
 
-def runs_that_go_on(tmp_path, before, *after, **both):
+def runs_that_go_on(tmp_path, before, *after, save=(), **both):
     """Two steps of a plan that saves, and two of each other one that goes on from them; real processes."""
     both = merged({"run": {"steps": 2, "optimizer": "adamw"}}, both)
-    first = Run(tmp_path / "first", plan_dict(**merged(both, before)), "--save", str(tmp_path / "states")).end()
+    first = Run(tmp_path / "first", plan_dict(**merged(both, before)), "--save", str(tmp_path / "states"), *save).end()
     assert first.status == 0, first.output
     assert first.report["reference_from"] == "beginning"
     for number, changes in enumerate(after):
@@ -34,13 +34,14 @@ def runs_that_go_on(tmp_path, before, *after, **both):
 
 
 @pytest.mark.needs_paddle
-def test_a_run_goes_on_with_a_state_of_another_topology_and_is_held_against_a_reference_from_it(tmp_path):
-    (report,) = runs_that_go_on(tmp_path, {"topology": {"pp": 1, **SP}}, ZB_V, **TIED)
+def test_a_run_goes_on_with_what_paddle_saved_on_another_topology_and_is_held_against_a_reference_from_it(tmp_path):
+    (report,) = runs_that_go_on(tmp_path, {"topology": {"pp": 1, **SP}}, ZB_V, **TIED, save=("--save-format", "flex"))
+    assert (tmp_path / "states" / "step-00000002" / "0.metadata").exists()
     assert [step["bitwise"] for step in report["steps"]] == [True, True]
 
 
 @pytest.mark.needs_torch
 def test_so_does_a_run_on_torch(tmp_path):
-    before, after = merged(SHARED_OUT, {"topology": {"pp": 1}}), {"topology": {"pp": 1, "tp": 2}}
-    reports = runs_that_go_on(tmp_path, before, {}, after, **TORCH)
+    one_rank, tp2 = {"topology": {"pp": 1}}, {"topology": {"pp": 1, "tp": 2}}
+    reports = runs_that_go_on(tmp_path, one_rank, {}, tp2, **TORCH)
     assert [report["judged_by"] for report in reports] == ["bits", "bound"]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.state.boxes import Box, first_held, flat_boxes, meet, minus, tiling_fault, whole_box
+from pipeproof.state.index import Shard
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -84,3 +85,20 @@ def test_the_first_box_held_so_often_is_found_whatever_stands_before_it(drawn, s
 def test_a_box_that_reaches_out_of_the_tensor_is_a_fault():
     fault = tiling_fault((4, 4), [Box((0, 0), (4, 4)), Box((4, 0), (1, 4))])
     assert fault == (Box((4, 0), (1, 4)), 1, (1,))
+
+
+@given(st.data())
+def test_a_part_of_a_tensor_is_boxes_that_each_are_a_range_of_its_file(data):
+    shape = data.draw(SHAPES)
+    numbers = np.arange(prod(shape)).reshape(shape)
+    box = data.draw(boxes_in(shape).filter(lambda box: box.numel))
+    start = data.draw(st.integers(0, box.numel - 1))
+    flat = data.draw(st.none() | st.tuples(st.just(start), st.integers(start + 1, box.numel)))
+    shard = Shard(tensor="a", offsets=box.offsets, extents=box.extents, flat=flat)
+    stored = numbers[slices(box)].reshape(-1)[slice(*flat or (None,))]
+    done = 0
+    for first, part in shard.boxes():
+        assert first == done
+        assert (stored[first : first + part.numel] == numbers[slices(part)].reshape(-1)).all()
+        done += part.numel
+    assert done == len(stored)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.codes import StateError
-from pipeproof.state.files import ByteArray
+from pipeproof.state.files import ByteArray, read_file
 from pipeproof.state.fits import require_fits
 from pipeproof.state.index import read_index
 from pipeproof.state.layout import pieces_of, whole_state
@@ -195,7 +195,7 @@ def test_an_index_that_is_not_one_is_refused_by_the_place(tmp_path):
     good = file.read_text()
     refused(tmp_path / "nowhere", "there is no state at", path=tmp_path / "nowhere")
     for bad, match in (
-        (good[: len(good) // 2], "is not the index of a state: the file: Invalid JSON"),
+        (good[: len(good) // 2], "is not the index of a state: the whole of it: Invalid JSON"),
         (good.replace('"steps_done": 1', '"steps_done": "1"'), "steps_done: Input should be a valid integer"),
         (good.replace('"pipeproof_state": 1', '"pipeproof_state": 2'), "pipeproof_state: Input should be 1"),
         (good.replace("rank0.safetensors", "../rank0"), "files.0.name: String should match pattern"),
@@ -311,3 +311,17 @@ def test_a_state_is_never_written_over(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         write(at, tmp_path)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_arrays_of_every_type_are_read_and_what_is_none_is_refused(tmp_path):
+    arrays = {
+        name: np.arange(6).reshape(2, 3).astype(name)
+        for name in ("bool", "uint8", "int8", "int16", "int32", "uint64", "float16", "float32", "float64")
+    }
+    save_file(arrays, tmp_path / "x")
+    found = read_file(tmp_path / "x")
+    assert {name: (one.dtype, one.shape) for name, one in found.items()} == {name: (name, (2, 3)) for name in arrays}
+    assert all(found[name].content.tobytes() == array.tobytes() for name, array in arrays.items())
+    (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes().replace(b'"I16"', b'"X16"'))
+    with pytest.raises(StateError, match="int16 has the type 'X16'"):
+        read_file(tmp_path / "x")

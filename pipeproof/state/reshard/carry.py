@@ -14,31 +14,35 @@ from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.files import sync
 from pipeproof.state.index import INDEX_FILE, ShardFile, index_text
 from pipeproof.state.reshard.goals import Goal
+from pipeproof.state.reshard.made import is_made
 from pipeproof.state.reshard.move import move
 from pipeproof.state.reshard.refused import NO_PLACE, RefusedError, writing
-from pipeproof.state.reshard.workplace import Workplace, require_free, workplace, workplace_of
+from pipeproof.state.reshard.words import size_words
+from pipeproof.state.reshard.workplace import left_behind, require_free, workplace, workplace_of
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was written; ``num_finished`` files of it by an earlier call."""
+    """What was written; ``num_finished`` files of it by an earlier call, or even the whole (``was_there``)."""
 
-    files: tuple[ShardFile, ...]
+    num_files: int
+    size_bytes: int
     num_finished: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all files."""
-        return sum(file.size_bytes for file in self.files)
+    was_there: bool = False
 
 
 def require_place(source: Checkpoint, out: Path) -> None:
     """Refuse an output that is there, or in the source.
 
+    One that an interrupted call may have made is looked at when it is known what is to be made.
+
     Raises:
         RefusedError: it is so, or the directory that it is to be in is not there or may not be written to.
     """
-    require_free(out)
+    if not out.name:
+        raise RefusedError(NO_PLACE, f"`{out}` is there, and is no name for what is to be made", "give one: `-o NAME`")
+    if not workplace_of(out).is_dir():
+        require_free(out)
     parent = out.absolute().parent
     if not parent.is_dir():
         raise RefusedError(NO_PLACE, f"there is no directory {parent}", "make it, or name another place")
@@ -58,7 +62,7 @@ def carry_out(
     tell: Callable[[int, int], None],
     jobs: int,
 ) -> Made:
-    """Make ``out``, or go on with what an interrupted call left.
+    """Make ``out``, or go on with what an interrupted call left; where that was only to tidy up, ``out`` is verified.
 
     ``begun`` is told how many files are there already, and of how many; ``tell`` is as for ``move``.
 
@@ -67,9 +71,16 @@ def carry_out(
         StateError: a file of the source is damaged.
     """
     require_place(source, out)
-    with writing(workplace_of(out)), workplace(out, _job(source, goal)) as place:
+    job = _job(source, goal)
+    if os.path.lexists(out):
+        with writing(workplace_of(out)), left_behind(out, job, goal.one_file) as is_of_job:
+            if not is_of_job or not is_made(out, goal):
+                require_free(out)
+        sizes = [goal.target.header_of(name)[1].size_bytes for name in goal.target.files]
+        return Made(len(sizes), sum(sizes), len(sizes), was_there=True)
+    _require_room(goal, out)
+    with writing(workplace_of(out)), workplace(out, job) as place:
         finished = place.finished(goal.target.files)
-        _require_room(goal, place, finished)
         begun(len(finished), len(goal.target.files))
         files = move(source, goal.state_map, goal.target, place.new, tell, jobs, finished, place.note)
         if goal.index is not None:
@@ -77,16 +88,18 @@ def carry_out(
         for name, content in goal.beside.items():
             _write(place.new / name, content)
         place.publish(goal.one_file)
-    return Made(files, len(finished))
+    return Made(len(files), sum(file.size_bytes for file in files), len(finished))
 
 
-def _require_room(goal: Goal, place: Workplace, finished: Iterable[str]) -> None:
-    there = sum(file.stat().st_size for file in place.new.iterdir())  # unfinished files are written over
-    sizes = {name: goal.target.header_of(name)[1].size_bytes for name in goal.target.files}
-    needed, free = sum(sizes.values()) - there, shutil.disk_usage(place.directory).free
+def _require_room(goal: Goal, out: Path) -> None:
+    """Before anything is made, so that a full disk leaves no hidden directory; unfinished files are written over."""
+    there = sum(file.stat().st_size for file in (workplace_of(out) / "new").glob("*"))
+    sizes = (goal.target.header_of(name)[1].size_bytes for name in goal.target.files)
+    parent = out.absolute().parent
+    needed, free = sum(sizes) - there, shutil.disk_usage(parent).free
     if needed > free:
-        message = f"{place.output} takes {needed / 1e9:.2f} GB more, and {place.directory.parent.absolute()} has "
-        raise RefusedError(NO_PLACE, f"{message}{free / 1e9:.2f} GB free", "make room, or name a place on another disk")
+        message = f"{out} takes {size_words(needed)} more, and {parent} has {size_words(free)} free"
+        raise RefusedError(NO_PLACE, message, "make room, or name a place on another disk")
 
 
 def _write(path: Path, content: str | bytes) -> None:

@@ -12,9 +12,11 @@ import numpy as np
 
 from pipeproof import __version__
 from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.specs.finding import Finding
 from pipeproof.state.boxes import whole_box
 from pipeproof.state.checkpoint import INDEX_KEY, Checkpoint
-from pipeproof.state.index import Shard, StateIndex, TensorEntry
+from pipeproof.state.codes import StateError
+from pipeproof.state.index import Shard, StateIndex, TensorEntry, index_text
 from pipeproof.state.layout import files_of, whole_state
 from pipeproof.state.mapping import StateMap, identity_map
 from pipeproof.state.reshard.move import Target
@@ -22,9 +24,12 @@ from pipeproof.state.reshard.padding import as_if_padded, padded_map
 from pipeproof.state.reshard.refused import NOT_MADE_OF_IT, RefusedError
 from pipeproof.state.reshard.sides import Side, side_of_files
 from pipeproof.state.save import values_of
+from pipeproof.state.seal import SEAL_KEY, UNSEALED
 from pipeproof.state.training import require_same_training
 
 _OF_OPTIMIZER = ("moment", "counter")
+_ONE_FILE = "model.safetensors"
+"""What a file with everything is called until it gets its own name, which may be any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +100,40 @@ def goal_of_plan(
     return Goal(Target(files, tensors, ranks), named, side_of_files(name, tensors, files, ranks, plan), made)
 
 
+def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool) -> tuple[Finding, ...]:
+    """Why training by the plan ``other`` does not go on from states that runs of ``plan`` save; nothing if it does."""
+    saved = StateIndex(
+        pipeproof_state=1,
+        steps_done=0 if weights_only else 1,
+        digest="",
+        framework=plan.spec.run.backend,
+        versions={},
+        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        values=as_if_padded(values_of(plan.spec), other.spec.model),
+        tensors={},
+        files=(),
+    )
+    try:
+        require_same_training(saved, other)
+    except StateError as error:
+        return error.findings
+    return ()
+
+
 def goal_of_file(source: Checkpoint, out: Path, named: StateMap | None, *, weights_only: bool) -> Goal:
     """One file with every tensor whole; under the source's names, of a state, it can be made a state again.
 
     ``named`` makes the file's tensors of those of the source, where they are to have other names.
     """
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", SEAL_KEY: UNSEALED}
     kept = of_weights(source.tensors) if weights_only else dict(source.tensors)
     if named is None:
         entries = {name: entry.model_copy(update={"cut": None}) for name, entry in kept.items()}
         state_map = identity_map(entries)
         if source.index is not None:
             index = _without_steps(source.index) if weights_only else source.index
-            index = index.model_copy(update={"tensors": entries, "files": (), "sha256": None})
-            metadata[INDEX_KEY] = index.model_dump_json(exclude_none=True)
+            index = index.model_copy(update={"tensors": entries, "files": ()})
+            metadata[INDEX_KEY] = index_text(index, indent=None)
     else:
         state_map = named
         entries = {
@@ -116,8 +141,8 @@ def goal_of_file(source: Checkpoint, out: Path, named: StateMap | None, *, weigh
         }
     state_map = replace(state_map, removed=state_map.removed | (source.tensors.keys() - kept.keys()))
     shards = tuple(_whole(name, entry) for name, entry in sorted(entries.items()))
-    target = Target({out.name: shards}, entries, {out.name: 0}, MappingProxyType(metadata))
-    return Goal(target, state_map, side_of_files(str(out), entries, target.files, {}), one_file=out.name)
+    target = Target({_ONE_FILE: shards}, entries, {_ONE_FILE: 0}, MappingProxyType(metadata))
+    return Goal(target, state_map, side_of_files(str(out), entries, {out.name: shards}, {}), one_file=_ONE_FILE)
 
 
 def require_gpt(plan: LoweredPlan) -> None:
@@ -145,6 +170,12 @@ def require_index(source: Checkpoint, what: str) -> StateIndex:
 
 def _without_steps(index: StateIndex) -> StateIndex:
     return index.model_copy(update={"steps_done": 0, "from_beginning": False, "tensors": of_weights(index.tensors)})
+
+
+def weights_of_side(side: Side) -> Side:
+    """A side without what the optimizer keeps."""
+    tensors = of_weights(side.tensors)
+    return replace(side, tensors=tensors, parts={name: side.parts[name] for name in tensors})
 
 
 def of_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

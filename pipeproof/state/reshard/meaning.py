@@ -14,7 +14,6 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.state.boxes import Box, meet
 from pipeproof.state.mapping import Difference, Slab, StateMap, differences
 from pipeproof.state.reshard.sides import Side
-from pipeproof.state.reshard.tiling import boxes_of
 from pipeproof.state.reshard.words import and_more, meaning, number_of_expert, part_words, weight_name
 from pipeproof.verify.layouts.maps import OTHER_INDICES
 
@@ -125,6 +124,7 @@ def _finding(kind: str, found: list[_Wrong], claimed: StateMap, readers: _Reader
     at = first.at
     where = part_words(at.tensor, at.box, claimed.tensors[at.tensor].shape)
     comes, asked = readers.words(at.one, first.comes), readers.words(at.other, first.asked)
+    order = " with its dims in another order" if comes == asked else ""
     begin = {"qkv": "the fused qkv is not cut by groups of heads: ", "gate and up": "gate and up are exchanged: "}
     if kind == "experts":
         begin["experts"] = f"{_experts_in_words(found, readers.model)}: "
@@ -137,7 +137,7 @@ def _finding(kind: str, found: list[_Wrong], claimed: StateMap, readers: _Reader
         "zeros": "only padding and what is added are zeros",
         "other": "take each tensor for what it is called",
     }
-    message = f"{begin.get(kind, '')}`{where}` would be `{comes}`, and is `{asked}`{rank}{more}"
+    message = f"{begin.get(kind, '')}`{where}` would be `{comes}`, and is `{asked}`{order}{rank}{more}"
     return Finding(OTHER_INDICES.code, Severity.ERROR, message, help=mends[kind])
 
 
@@ -174,6 +174,6 @@ def _listed(numbers: list[int]) -> str:
 def _getter(at: Difference, target: Side) -> str:
     """The first rank that gets some of it."""
     for part in target.parts.get(at.tensor, ()):
-        if part.rank is not None and any(meet(box, at.box) is not None for box in boxes_of(part.shard)):
+        if part.rank is not None and any(meet(box, at.box) is not None for _, box in part.shard.boxes()):
             return f", on {part.where}"
     return ""

@@ -26,6 +26,7 @@ from pipeproof.state.mapping import StateMap, slabs_of
 from pipeproof.state.reshard.cast import Bits, bits_dtype
 from pipeproof.state.reshard.refused import writing
 from pipeproof.state.reshard.source import Source
+from pipeproof.state.seal import place_of_seal, require_sealed
 
 _BLOCKS_BYTES = 2**26
 """Most bytes of tensors that all threads hold: each a block of its target, and as much of the source."""
@@ -43,7 +44,7 @@ class Target:
     ranks: Mapping[str, int]
     """By file name its rank."""
     metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """What each file's header says beside."""
+    """What each file's header says beside; if it has room for a seal (see ``state.seal``), the file gets one."""
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """By tensor its key in the files, as Paddle has them; else its name. Paddle's numbers have one dim."""
 
@@ -82,7 +83,7 @@ def move(
 
     ``tell`` is told bytes done and in all, by whichever thread. Files that are ``finished`` are left as they are;
     of each other one ``note`` is told when it is on the disk and the source's files that it is made of have the
-    SHA-256 that the source's index says.
+    SHA-256 that the source's index, or they themselves, say.
 
     Raises:
         StateError: a file of the source was changed, or cannot be read.
@@ -97,9 +98,13 @@ def move(
             if name in finished:
                 mover.told(finished[name])
                 continue
-            written[name] = pool.submit(mover.write, name, note)
             needed = mover.sources_of(name)
-            tasks += [written[name], *(pool.submit(mover.verify, path) for path in sorted(needed - begun))]
+            if len(target.files) < jobs:  # a thread to itself takes longest, and is not to begin last
+                written[name] = pool.submit(mover.write, name, note)
+            tasks += [pool.submit(mover.verify, path) for path in sorted(needed - begun)]
+            if name not in written:  # its sources are read once from the disk, one after the other, and then again
+                written[name] = pool.submit(mover.write, name, note)
+            tasks.append(written[name])
             begun |= needed
         try:
             wait(tasks, return_when=FIRST_EXCEPTION)
@@ -131,18 +136,18 @@ class _Mover:
         self.stop = Event()
 
     def sources_of(self, name: str) -> set[Path]:
-        """The files with a SHA-256 in the index that a target's file is made of, or may be."""
+        """The files with a SHA-256 that a target's file is made of, or may be."""
         return {
             path
             for shard in self._target.files[name]
             for slab in slabs_of(self._map.tensors[shard.tensor], Box(shard.offsets, shard.extents))
             if slab.source is not None
             for path in self._source.files_of(slab.source, slab.source_box)
-            if self._checkpoint.files[path] is not None
+            if self._checkpoint.has_sha256(path)
         }
 
     def verify(self, path: Path) -> None:
-        """Hold a file of the source against its index, or wait for the thread that does."""
+        """Hold a file of the source against its SHA-256, or wait for the thread that does."""
         with self._lock:
             is_first = path not in self._verified
             verified = self._verified.setdefault(path, Future())
@@ -157,7 +162,9 @@ class _Mover:
 
     def _require_sha256(self, path: Path) -> None:
         entry = self._checkpoint.files[path]
-        assert entry is not None
+        if entry is None:
+            require_sealed(path, self._checkpoint.seals[path], self._require_going_on)
+            return
         try:
             sha256 = digest_of(path, self._require_going_on)
         except OSError as error:
@@ -182,6 +189,10 @@ class _Mover:
                     os.posix_fadvise(handle, max(0, 2 * told - at), 0, os.POSIX_FADV_DONTNEED)
                     told = at
                 self._count(block.nbytes)
+            place = place_of_seal(start)
+            if place >= 0:
+                os.lseek(handle, place, os.SEEK_SET)
+                _write(handle, memoryview(digest.hexdigest().encode()))
             os.fsync(handle)
         for path in sorted(self.sources_of(name)):
             self.verify(path)

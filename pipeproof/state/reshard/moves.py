@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeproof.specs.finding import Finding, Severity
-from pipeproof.state.boxes import Box, Fault, first_held, meet, tiling_fault, whole_box
+from pipeproof.state.boxes import Box, Fault, first_held, is_outside, tiling_fault, whole_box
 from pipeproof.state.mapping import Slab, StateMap
 from pipeproof.state.reshard.codes import LOST_ON_THE_WAY, SEVERAL_PLACES
 from pipeproof.state.reshard.sides import Side
@@ -71,8 +71,8 @@ def _slab_fault(slab: Slab, source: Side) -> str | None:
     if entry is None:
         return None
     box = slab.source_box
-    if len(box.extents) != len(entry.shape) or (entry.shape and meet(box, whole_box(entry.shape)) != box):
-        return f"is made of {box_words(box, ())} of `{slab.source}`, which is {list(entry.shape)}"
+    if is_outside(box, entry.shape):
+        return None  # said with the shapes
     seen = box if slab.permutation is None else box.permuted(slab.permutation)
     if seen.extents != slab.box.extents:
         return f"is made of as many as {list(seen.extents)} of `{slab.source}`"
@@ -88,7 +88,7 @@ def _read_wrong(source: Side, state_map: StateMap, answers: _Answers) -> Iterato
     lost, twice = list[str](), list[str]()
     for name, found in readers.items():
         entry = source.tensors.get(name)
-        if entry is None or any(_slab_outside(box, entry.shape) for box, _ in found):
+        if entry is None or any(is_outside(box, entry.shape) for box, _ in found):
             continue  # said already
         shape, whole = entry.shape, whole_box(entry.shape)
         boxes = tuple(box for box, _ in found)
@@ -103,13 +103,10 @@ def _read_wrong(source: Side, state_map: StateMap, answers: _Answers) -> Iterato
             twice.append(f"`{name}` {box_words(again.box, shape)}: {again.times} times, for {to}")
     if lost:
         message = f"{source.name}: nothing is made of {lost[0]}{and_more(len(lost) - 1, 'tensor')}"
-        mend = "read every part once; what is left out on purpose is removed by name: `NAME -> _` in an AOA file"
+        mend = "take the checkpoint and the plan of one model; what is left out on purpose is removed by name: "
+        mend += "`NAME -> _` in an AOA file"
         yield Finding(LOST_ON_THE_WAY.code, Severity.ERROR, message, help=mend)
     if twice:
         message = f"{source.name}: several tensors are made of {twice[0]}{and_more(len(twice) - 1, 'tensor')}"
         mend = "see that these are copies on purpose, such as a head that is the embedding"
         yield Finding(SEVERAL_PLACES.code, Severity.WARNING, message, help=mend)
-
-
-def _slab_outside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.extents) != len(shape) or (bool(shape) and meet(box, whole_box(shape)) != box)

@@ -1,4 +1,4 @@
-"""Which map goes with what was asked: AOA statements, a convention of names, both or neither."""
+"""Which map goes with a convention of names, and what a person's own statements are held against."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from pathlib import Path
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.specs.finding import Finding
 from pipeproof.specs.model import ModelSpec
-from pipeproof.state.aoa.engine import map_of
-from pipeproof.state.aoa.meta import TensorMeta
-from pipeproof.state.aoa.read import read_statements
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.mapping import StateMap
 from pipeproof.state.names.config import CONFIG_FILE, config_of
 from pipeproof.state.names.convention import model_of, written_names
 from pipeproof.state.names.read import read_names
+from pipeproof.state.names.tables import OURS
 from pipeproof.state.reshard.goals import require_index
 from pipeproof.state.reshard.meaning import prove_meaning
+from pipeproof.state.reshard.refused import NOT_MADE_OF_IT, RefusedError
 from pipeproof.state.reshard.sides import Side
 
 
@@ -30,6 +29,17 @@ def map_of_names(convention: str, source: Checkpoint, plan: LoweredPlan | None) 
     if plan is not None:
         return read_names(convention, source, plan.spec)
     return written_names(convention, source.tensors, _model(source, None), _dtype(source))
+
+
+def require_other_names(convention: str, place: Path) -> None:
+    """Refuse to read what pipeproof wrote under the names of others.
+
+    Raises:
+        RefusedError: the convention is another one than pipeproof's own.
+    """
+    if convention != OURS:
+        message = f"the tensors of {place} have pipeproof's own names, and not those of `{convention}`"
+        raise RefusedError(NOT_MADE_OF_IT, message, "leave `--names` out")
 
 
 def files_beside(source: Checkpoint) -> dict[str, str]:
@@ -51,16 +61,6 @@ def findings_of_meaning(
         PipeproofError: as ``map_of_names``.
     """
     return prove_meaning(claimed, map_of_names(convention, source, plan), _model(source, plan), target)
-
-
-def map_of_statements(file: Path, source: dict[str, TensorMeta], target: dict[str, TensorMeta] | None) -> StateMap:
-    """The map that AOA statements in a file say.
-
-    Raises:
-        PipeproofError: a statement cannot be read, or does not fit.
-        OSError: the file cannot be read.
-    """
-    return map_of(read_statements(file.read_text(), str(file)), source, target)
 
 
 def _dtype(source: Checkpoint) -> str:

@@ -18,7 +18,7 @@ from pipeproof.state.mapping import Slab, StateMap, TensorMap, as_it_is
 from pipeproof.state.reshard.codes import OTHER_SHAPES
 from pipeproof.state.reshard.words import weight_name
 
-_DIM_OF_IDS = {"embed.weight": 0, "head.weight": 1}
+DIM_OF_IDS = {"embed.weight": 0, "head.weight": 1}
 """Which dim of a weight, and of its moments, counts ids."""
 _KEY = "model.unpadded_vocab_size"
 _SIZE = "model.vocab_size"
@@ -38,15 +38,15 @@ def padded_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue
     sizes = values.get(_SIZE, model.vocab_size), model.vocab_size
     ids = values.get(_KEY), model.unpadded_vocab_size
     if sizes[0] != sizes[1] and (ids[0] is None or ids[0] != ids[1]):
-        said = " and ".join("nothing" if number is None else f"{number}" for number in ids)
-        message = f"{_SIZE} was {sizes[0]} and is {sizes[1]}, and of {_KEY} the two say {said}"
+        was, is_now = ("not given" if number is None else f"{number}" for number in ids)
+        message = f"{_SIZE} was {sizes[0]} and is {sizes[1]}, and {_KEY} was {was} and is {is_now}"
         mend = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
         raise PipeproofError(Finding(OTHER_SHAPES.code, Severity.ERROR, message, help=mend))
     if sizes[0] == sizes[1]:
         return StateMap({name: as_it_is(name, entry.dtype, entry.shape) for name, entry in source.items()})
     tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Box, ...]]()
     for name, entry in source.items():
-        dim = None if entry.kind == "counter" else _DIM_OF_IDS.get(weight_name(name) or "")
+        dim = None if entry.kind == "counter" else DIM_OF_IDS.get(weight_name(name) or "")
         if dim is None:
             tensors[name] = as_it_is(name, entry.dtype, entry.shape)
         else:

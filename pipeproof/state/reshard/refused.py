@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pipeproof.specs.codes import ExampleKind, RuleDoc
 from pipeproof.specs.finding import BadPlanError, Finding, Severity
+from pipeproof.state.checkpoint import SUFFIX
+from pipeproof.state.index import INDEX_FILE, read_index
 
 NO_PLACE = RuleDoc(
     code="PP923",
@@ -46,6 +48,21 @@ class RefusedError(BadPlanError):
 
     def __init__(self, doc: RuleDoc, message: str, mend: str) -> None:
         super().__init__(Finding(doc.code, Severity.ERROR, message, help=mend))
+
+
+def require_no_part(place: Path) -> None:
+    """Refuse one file of a state, which has parts of tensors.
+
+    Raises:
+        RefusedError: it is one.
+        StateError: the index beside it cannot be read.
+    """
+    directory = place.parent
+    if place.suffix != SUFFIX or not place.is_file() or not (directory / INDEX_FILE).is_file():
+        return
+    if any(file.name == place.name for file in read_index(directory).files):
+        message = f"{place} is one file of the state {directory}, with parts of its tensors"
+        raise RefusedError(NOT_MADE_OF_IT, message, f"name the state: {directory}")
 
 
 @contextmanager

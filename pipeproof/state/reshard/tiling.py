@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from pipeproof.state.boxes import Box, Fault, flat_boxes, tiling_fault
+from pipeproof.state.boxes import Box, Fault, tiling_fault
 from pipeproof.state.index import Shard
 from pipeproof.state.reshard.sides import Side
 
@@ -49,18 +49,11 @@ def cut_fault(shape: Sequence[int], shards: Sequence[Shard]) -> Fault | None:
         return None
     boxes, owner = list[Box](), list[int]()
     for number, shard in enumerate(shards):
-        for box in boxes_of(shard):
+        for _, box in shard.boxes():
             boxes.append(box)
             owner.append(number)
     fault = tiling_fault(shape, boxes)
     return None if fault is None else fault._replace(holders=tuple(owner[number] for number in fault.holders))
-
-
-def boxes_of(shard: Shard) -> Iterable[Box]:
-    """The elements of a shard as boxes of the whole tensor."""
-    if shard.flat is None:
-        return (Box(shard.offsets, shard.extents),)
-    return (box.moved(shard.offsets) for box in flat_boxes(shard.extents, shard.flat))
 
 
 def _whole_boxes_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:

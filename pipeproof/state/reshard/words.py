@@ -44,10 +44,21 @@ def box_words(box: Box, shape: Sequence[int]) -> str:
 
 
 def and_more(number: int, what: str) -> str:
-    """`` and 3 more tensors``; nothing for none."""
-    if number < 1:
-        return ""
-    return f" and {number} more" + (f" {what}{'s' if number > 1 else ''}" if what else "")
+    """`` (and 3 more tensors)``; nothing for none."""
+    return f" (and {number} more {what}{'s' if number > 1 else ''})" if number > 0 else ""
+
+
+def counted(number: int, what: str) -> str:
+    """``1 tensor``, ``1,200 tensors``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def size_words(num_bytes: int) -> str:
+    """``939.5 MB``: a size of files, in the units that disks are sold in."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{num_bytes / 10**power:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def part_words(name: str, box: Box, shape: Sequence[int], what: str | None = None) -> str:

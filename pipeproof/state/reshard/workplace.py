@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,42 @@ def workplace(output: Path, job: Mapping[str, object]) -> Iterator[Workplace]:
             (directory / name).mkdir(exist_ok=True)
         yield Workplace(output, directory)
         if output.exists():
-            shutil.rmtree(directory, ignore_errors=True)  # what stays of it is in nobody's way
+            _tidy(directory)
+
+
+@contextmanager
+def left_behind(output: Path, job: Mapping[str, object], one_file: str | None) -> Iterator[bool]:
+    """What is beside an output that is there, locked: whether this job made the output, and was killed while it tidied.
+
+    If so, it is removed at the end.
+
+    Raises:
+        RefusedError: another process is at it.
+    """
+    directory = workplace_of(output)
+    if not directory.is_dir():
+        yield False
+        return
+    with _locked(directory):
+        if not any((directory / name).exists() for name in (_JOB, _NEW, _DONE)):  # was removed but for the lock
+            _tidy(directory)
+            yield False
+            return
+        made = directory / _NEW if one_file is None else directory / _NEW / one_file
+        is_of_job = _job_in(directory) == json.loads(_job_text(job)) and not made.exists()
+        yield is_of_job
+        if is_of_job:
+            _tidy(directory)
+
+
+def _tidy(directory: Path) -> None:
+    """Remove the directory, last of all what says of which job it is; what cannot be removed is in nobody's way."""
+    with suppress(OSError):
+        for inner in (_NEW, _DONE):
+            if (directory / inner).exists():
+                shutil.rmtree(directory / inner)
+        (directory / _LOCK).unlink()
+        shutil.rmtree(directory)
 
 
 def workplace_of(output: Path) -> Path:
@@ -132,23 +167,33 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _require_same_job(directory: Path, job: Mapping[str, object]) -> None:
     file = directory / _JOB
-    text = json.dumps(job, sort_keys=True)
+    text = _job_text(job)
     if not file.exists():
         for name in (_NEW, _DONE):  # begun before the job was said: worth nothing
             shutil.rmtree(directory / name, ignore_errors=True)
         _write_whole(file, text)
         return
-    try:
-        left = json.loads(file.read_bytes())
-    except ValueError:
-        left = {}
+    left = _job_in(directory)
     if left != json.loads(text):
-        differs = next((key for key in job if not isinstance(left, dict) or left.get(key) != job[key]), "what it made")
+        differs = next((key for key in job if left.get(key) != job[key]), "what it made")
         raise RefusedError(
             NO_PLACE,
             f"{directory} was left by a reshard that is not this one: {differs} differs",
             f"run that one again to its end, remove {directory}, or name another output",
         )
+
+
+def _job_text(job: Mapping[str, object]) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+def _job_in(directory: Path) -> dict[str, object]:
+    """The job that is noted there; nothing where none can be read."""
+    try:
+        left = json.loads((directory / _JOB).read_bytes())
+    except (OSError, ValueError):
+        left = None
+    return left if isinstance(left, dict) else {}
 
 
 def _write_whole(file: Path, text: str) -> None:

@@ -3,13 +3,18 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from pipeproof.cli import main
 from pipeproof.state.aoa.engine import map_of
 from pipeproof.state.aoa.meta import metas_of_plan
 from pipeproof.state.aoa.read import read_file, read_statements
+from pipeproof.state.names.statements import statements_between
+from tests.state.runs import plan_of
+from tests.state.tiny import write_state
 
 ROOT = Path(__file__).parents[3]
 FILE, PLAN = "examples/aoa/names.aoa", "examples/gpt_pp2_tp2_sp_full.yaml"
@@ -82,3 +87,33 @@ def test_a_source_that_is_no_checkpoint_is_bad_input(tmp_path):
         refused = aoa(file, "--source", source)
         assert refused.exit_code == 2
         assert f"error[{code}" in refused.stderr
+
+
+def test_statements_between_two_conventions_are_written(tmp_path):
+    from pipeproof.specs.load import load_plan
+
+    text = statements_between("huggingface", "paddleformers", load_plan(PLAN).spec.model)
+    words = (PLAN, "--from", "huggingface", "--to", "paddleformers")
+    assert aoa(*words).stdout == text
+    assert json.loads(aoa(*words, "--json").stdout) == {"aoa_statements": text.splitlines()}
+    saved = write_state(plan_of(model={"num_layers": 2}), tmp_path, 1)
+    of_state = aoa(saved, "--from", "pipeproof", "--to", "megatron")
+    assert (of_state.exit_code, "linear_qkv.weight" in of_state.stdout) == (0, True)
+
+
+def test_what_cannot_be_written_between_conventions_is_refused(tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / "bare.safetensors")
+    for place, code, why in (
+        (PLAN, "PP928", "no convention of names `gguf`"),
+        (tmp_path / "bare.safetensors", "PP924", "does not say of which model"),
+        (tmp_path / "none.yaml", "PP100", "none.yaml"),
+        (tmp_path, "PP920", str(tmp_path)),
+    ):
+        refused = aoa(place, "--from", "gguf", "--to", "pipeproof")
+        assert refused.exit_code == 2
+        assert f"error[{code}" in refused.stderr
+        assert why in refused.stderr
+    for words in ((PLAN, "--from", "huggingface"), (PLAN, "--from", "huggingface", "--to", "pipeproof", "--inverse"),
+                  (PLAN, "--from", "huggingface", "--to", "pipeproof", "--source", PLAN)):  # fmt: skip
+        assert "--from CONVENTION goes with --to CONVENTION" in aoa(*words).stderr
+    assert "--source PLACE is missing" in aoa(FILE).stderr

@@ -18,7 +18,6 @@ from pipeproof.state.layout import pieces_of
 from pipeproof.state.load import find_state, read_whole
 from pipeproof.state.save import finish_state, part_directory, remove_parts, write_part
 from pipeproof.verify.certificate import plan_digest
-from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 from tests.state.flex.made import require_equal, whole_tensors
 from tests.state.flex.ranks import MOE, SIZES, moe_plan, part_of, values_of
@@ -169,19 +168,3 @@ def test_what_paddle_did_not_write_gets_no_name(begun):
     note.write_text(file.model_copy(update={"shards": file.shards[1:]}).model_dump_json(exclude_none=True))
     with pytest.raises(StateError, match="is missing"):
         require_all_written(directory, at.plan)
-
-
-@pytest.mark.needs_paddle
-def test_a_run_goes_on_from_what_paddle_saved_on_another_topology(tmp_path):
-    small = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "ffn_size": 8, "vocab_size": 16, "seq_length": 4}
-    common = {"model": small, "schedule": {"num_micro_batches": 2, "micro_batch_size": 1}}
-    run = {"backend": "paddle", "optimizer": "adamw"}
-    first = plan_dict(topology={"pp": 2}, run={**run, "steps": 1}, **common)
-    states = tmp_path / "states"
-    ended = Run(tmp_path / "one", first, "--save", str(states), "--save-format", "flex").end()
-    assert ended.status == 0, ended.output
-    assert (states / "step-00000001" / "0.metadata").exists()
-    second = plan_dict(topology={"pp": 1, "tp": 2}, run={**run, "steps": 2}, **common)
-    ended = Run(tmp_path / "two", second, "--resume", str(states)).end()
-    assert ended.status == 0, ended.output
-    assert "bit for bit" in ended.output

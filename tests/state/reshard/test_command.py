@@ -1,6 +1,8 @@
 """``pipeproof reshard`` on small states: what it makes has the bytes of what a run of the other plan saves."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_weights_alone_are_a_state_at_step_0_from_whatever_they_come(tmp_path):
     weights = {name: array for name, array in whole(source).items() if not name.startswith("optimizer/")}
     save_file(weights, tmp_path / "bare.safetensors")
     said = reshard(tmp_path / "bare.safetensors", "--to", b, "-o", tmp_path / "of_bare")
-    assert "says of no step: its weights alone are taken" in said
+    assert "does not say after which step it is: its weights alone are taken" in said
     reshard(source, "--weights-only", "-o", tmp_path / "w.safetensors")
     reshard(tmp_path / "w.safetensors", "--to", b, "-o", tmp_path / "of_file")
     for name in ("direct", "of_bare", "of_file"):
@@ -149,3 +151,18 @@ def test_padding_of_the_vocabulary_is_left_out_and_added(tmp_path):
         assert (made[name][:14] == was[name][:14]).all()
         assert not made[name][14:].any()
     require_fits(find_state(tmp_path / "made"), subject_of(b).plan, plan_digest(subject_of(b)))
+
+
+def test_names_statements_and_pictures_are_imported_where_they_are_asked_for(tmp_path):
+    a, b = write_plan(tmp_path / "a.yaml", "tp2", DENSE), write_plan(tmp_path / "b.yaml", "one", DENSE)
+    source = state_of(a, tmp_path / "of_a")
+    words = ["reshard", source, "--to", b, "-o", tmp_path / "made"]
+    script = (
+        "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli import main\n"
+        f"CliRunner().invoke(main, {[*map(str, words)]!r})\n"
+        "there = ('rich', 'pipeproof.state.aoa', 'pipeproof.state.names', 'pipeproof.state.flex.goal')\n"
+        "print([name for name in there if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert (tmp_path / "made").exists()

@@ -56,6 +56,16 @@ def test_names_of_hugging_face_go_out_and_come_in(tmp_path):
     assert made.keys() == {name for name in weights if not name.startswith("optimizer/")}
 
 
+def test_statements_that_are_no_text_are_refused(tmp_path):
+    plan = write_plan(tmp_path / "a.yaml", "tp2", DENSE)
+    source = state_of(plan, tmp_path / "of_a")
+    (tmp_path / "names.aoa").write_bytes(b"embed.weight -> \xff\n")
+    for words in ((source, plan, "-o", tmp_path / "made"), (plan, plan, "--check")):
+        said = reshard(*words, "--aoa", tmp_path / "names.aoa", status=2)
+        assert "error[PP180]" in said
+        assert "is not UTF-8 text" in said
+
+
 def test_a_bare_file_has_no_model_to_name_tensors_by(tmp_path):
     save_file({"a": np.zeros(2)}, tmp_path / "bare.safetensors")
     said = reshard(tmp_path / "bare.safetensors", "--names", "huggingface", "-o", tmp_path / "x.safetensors", status=2)
@@ -73,5 +83,6 @@ def test_statements_are_held_against_what_names_mean(tmp_path):
     words = [tmp_path / "theirs.safetensors", plan, "--aoa", statements, "-o", tmp_path / "made"]
     said = reshard(*words, "--names", "pipeproof", status=1)
     assert "PP211" in said
+    assert "and is `layer.1.attn.out.weight` with its dims in another order, on rank 0" in said
     assert not (tmp_path / "made").exists()
     reshard(*words)

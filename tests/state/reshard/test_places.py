@@ -1,6 +1,8 @@
 """Where a reshard writes: whole or not at all, gone on with, and never over anything."""
 
+import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -8,8 +10,8 @@ import shutil
 import pytest
 
 from pipeproof.commands import reshard_shown
-from pipeproof.state.reshard import carry
 from pipeproof.state.reshard import move as moving
+from pipeproof.state.reshard import workplace
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
@@ -26,7 +28,7 @@ def job(tmp_path):
 def fail_at(monkeypatch, number, error):
     """End the reshard by an error when so many files are noted."""
     noted = []
-    right = carry.Workplace.note
+    right = workplace.Workplace.note
 
     def note(self, file):
         if len(noted) == number:
@@ -34,7 +36,7 @@ def fail_at(monkeypatch, number, error):
         noted.append(file.name)
         right(self, file)
 
-    monkeypatch.setattr(carry.Workplace, "note", note)
+    monkeypatch.setattr(workplace.Workplace, "note", note)
     return noted
 
 
@@ -126,8 +128,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(job, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))
     said = reshard(source, plan, "-o", made, status=2)
     assert "PP923" in said
-    assert "GB free" in said
-    assert not made.exists()
+    assert "has 100 bytes free" in said
+    assert not [*made.parent.glob("*made*")]
 
 
 def test_a_changed_source_ends_it_without_output(job):
@@ -147,16 +149,113 @@ def test_what_stays_behind_when_nothing_can_be_removed_does_no_harm(job, monkeyp
         reshard(source, plan, "-o", made)
     assert files_of(made) == expected
     assert (tmp_path / ".made.reshard").exists()
-    assert "from making it, can be removed" in reshard(source, plan, "-o", made, status=2)
-    shutil.rmtree(made)
-    reshard(source, plan, "-o", made)
+    said = reshard(source, plan, "-o", made)
+    assert f"{made} is there already, and whole: " in said
+    assert f"pipeproof run {plan} --resume {made}" in said
+    assert not (tmp_path / ".made.reshard").exists()
     assert files_of(made) == expected
+    assert "exists already" in reshard(source, plan, "-o", made, status=2)
+
+
+OUTPUTS = {
+    "a state": ("made", ("--to", "PLAN")),
+    "flex": ("made", ("--to", "PLAN", "--format", "flex")),
+    "one file": ("made.safetensors", ()),
+    "a directory of one file": ("made", ("--names", "huggingface", "--weights-only")),
+}
+
+
+@pytest.fixture
+def published(job, monkeypatch, request):
+    """The command that was killed before it tidied up, what it made, and the directory that is left."""
+    source, plan, _, _ = job
+    name, options = OUTPUTS[request.param]
+    out = plan.parent / name
+    words = [source, *(plan if word == "PLAN" else word for word in options), "-o", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(workplace, "_tidy", lambda directory: None)
+        reshard(*words)
+    left = out.with_name(f".{name}.reshard")
+    assert left.exists()
+    return words, out, left
+
+
+def content_of(out):
+    return files_below(out) if out.is_dir() else {out.name: out.read_bytes()}
+
+
+@pytest.mark.parametrize("published", OUTPUTS, indirect=True)
+def test_a_reshard_that_was_killed_before_it_tidied_up_is_ended_by_the_same_command(published):
+    words, out, left = published
+    before = content_of(out)
+    content = json.loads(reshard(*words, "--json"))
+    assert content["output"]["num_files_from_before"] == content["output"]["num_files"]
+    assert content_of(out) == before
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("published", OUTPUTS, indirect=True)
+def test_an_output_that_was_changed_since_is_not_called_whole(published):
+    words, out, left = published
+    for path in [out] if out.is_file() else sorted(out.iterdir()):
+        good = path.read_bytes()
+        for bad in (good[:-5] + bytes([good[-5] ^ 1]) + good[-4:], good[:-3]):
+            path.write_bytes(bad)
+            assert "from making it, can be removed" in reshard(*words, status=2)
+            assert left.exists()
+        path.write_bytes(good)
+    assert "is there already, and whole" in reshard(*words)
+
+
+@pytest.mark.parametrize("published", ["a state"], indirect=True)
+def test_an_output_of_another_job_is_not_called_whole(published, job):
+    words, _, left = published
+    source, plan, _, made = job
+    assert "can be removed" in reshard(source, plan, "-o", made, "--weights-only", status=2)
+    (left / "job.json").write_text("[")
+    assert "can be removed" in reshard(*words, status=2)
+
+
+@pytest.mark.parametrize("published", ["a state"], indirect=True)
+def test_tidying_up_may_end_anywhere(published, monkeypatch, tmp_path):
+    words, out, left = published
+    shutil.copytree(left, tmp_path / "kept")
+    expected, number = content_of(out), 0
+    while True:
+        with monkeypatch.context() as patch:
+            end_at(patch, number)
+            with contextlib.suppress(KeyboardInterrupt):
+                workplace._tidy(left)
+        if not left.exists():
+            break
+        had_job = (left / "job.json").exists()
+        said = reshard(*words, status=0 if had_job else 2)
+        assert ("is there already, and whole" if had_job else f"{out} exists already\n") in said
+        assert not left.exists()
+        assert content_of(out) == expected
+        shutil.copytree(tmp_path / "kept", left)
+        number += 1
+    assert number > 6
+
+
+def end_at(monkeypatch, number):
+    """End the process, as it were, at a removal."""
+    done = []
+
+    def ending(real, *arguments, **options):
+        if len(done) == number:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return real(*arguments, **options)
+
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, functools.partial(ending, getattr(os, name)))
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(job, monkeypatch):
     source, plan, _, made = job
     monkeypatch.setattr(reshard_shown, "_TOLD_EVERY_S", 0.0)
-    assert " of 0.00 GB" in reshard(source, plan, "-o", made)
+    assert " kB of " in reshard(source, plan, "-o", made)
 
 
 def test_the_result_as_json(job):

@@ -89,7 +89,7 @@ def test_gate_and_up_exchanged_is_told():
     })  # fmt: skip
     (found,) = prove_meaning(claimed, right, model_of(GROUPED))
     assert found.message.startswith("gate and up are exchanged: ")
-    assert found.message.endswith(" and 1 more tensor")
+    assert found.message.endswith(" (and 1 more tensor)")
 
 
 def test_zeros_in_place_of_elements_are_told():

@@ -54,14 +54,15 @@ def test_there_and_back_again_is_the_identity_but_for_padding():
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"), [((None, None), "nothing and nothing"), ((19, None), "19 and nothing"), ((19, 18), "19 and 18")]
+    ("ids", "said"),
+    [((None, None), "not given and is not given"), ((19, None), "19 and is not given"), ((19, 18), "19 and is 18")],
 )
 def test_other_sizes_are_refused_where_ids_are_not_said_to_be_the_same(ids, said):
     with pytest.raises(PipeproofError) as refused:
         map_between(padded(2, 20, ids[0]), padded(4, 24, ids[1]))
     (finding,) = refused.value.findings
     assert finding.code == "PP214"
-    assert f"model.vocab_size was 20 and is 24, and of model.unpadded_vocab_size the two say {said}" in finding.message
+    assert f"model.vocab_size was 20 and is 24, and model.unpadded_vocab_size was {said}" in finding.message
 
 
 def test_the_values_of_a_state_are_those_of_a_plan_that_pads_otherwise():

@@ -157,7 +157,7 @@ def test_a_missing_part_is_named_with_its_range_and_how_many_tensors_lack_it():
     lacking = {name: tuple(part for part in parts if part.rank != 1) for name, parts in one.parts.items()}
     (found, *_) = errors(dataclasses.replace(one, parts=lacking, name="saved"), identity_map(one.tensors), one)
     assert found.code == "PP210"
-    assert found.message == "saved: of `embed.weight` [24, 16] no part has rows 12..23 and 17 more tensors"
+    assert found.message == "saved: of `embed.weight` [24, 16] no part has rows 12..23 (and 17 more tensors)"
 
 
 def test_a_part_that_two_ranks_saved_is_named_with_both():

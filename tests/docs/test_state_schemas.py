@@ -1,0 +1,63 @@
+"""The JSON of ``pipeproof reshard`` and ``pipeproof state`` is what the published schemas say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from jsonschema import Draft202012Validator
+from safetensors.numpy import save_file
+
+from pipeproof.cli import main
+from tests.state.reshard.plans import DENSE, state_of, write_plan
+
+FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """Two plans, the state of one, and files with tensors that differ in elements, in form, and by name."""
+    place = tmp_path_factory.mktemp("states")
+    write_plan(place / "a.yaml", "sd4", DENSE)
+    write_plan(place / "deeper.yaml", "one", {**DENSE, "num_layers": 5})
+    state_of(place / "a.yaml", place / "of_a")
+    save_file({"x": np.arange(4.0), "y": np.zeros(3), "z": np.ones(2)}, place / "one.safetensors")
+    save_file(
+        {"x": np.array([0.0, 2.0, 2.0, 3.0]), "y": np.zeros((3, 1)), "w": np.ones(2)}, place / "other.safetensors"
+    )
+    return place
+
+
+def written(there, *words, schema, status=0):
+    words = [str(there / word) if (there / word).exists() or word == "made" else word for word in words]
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == status, result.output
+    content = json.loads(result.stdout)
+    Draft202012Validator(json.loads((FOLDER / f"{schema}.schema.json").read_text())).validate(content)
+    return content
+
+
+def test_what_reshard_proves_and_makes(there):
+    assert "output" not in written(there, "reshard", "a.yaml", "a.yaml", "--check", schema="reshard")
+    assert written(there, "reshard", "of_a", "a.yaml", "-o", "made", schema="reshard")["output"]["num_files"] == 4
+    content = written(there, "reshard", "a.yaml", "deeper.yaml", "--check", schema="reshard", status=1)
+    assert {finding["code"] for finding in content["findings"]} == {"PP213", "PP920"}
+    written(there, "reshard", "nothing", "a.yaml", "--check", schema="check", status=2)
+
+
+def test_what_a_checkpoint_holds(there):
+    assert written(there, "state", "of_a", schema="checkpoint")["steps_done"] == 3
+    assert written(there, "state", "one.safetensors", schema="checkpoint")["steps_done"] is None
+    assert "md5" in written(there, "state", "of_a", "--md5", schema="checkpoint")
+
+
+def test_how_two_differ_and_what_is_at_fault(there):
+    content = written(there, "state", "one.safetensors", "other.safetensors", schema="checkpoint", status=1)
+    assert [sorted(one) for one in content["differ"]] == [
+        ["elements", "farthest", "from", "tensor", "to"],
+        ["first", "second", "tensor"],
+    ]
+    assert written(there, "state", "of_a", "of_a", schema="checkpoint")["equal"]
+    (there / "cut.safetensors").write_bytes((there / "one.safetensors").read_bytes()[:-1])
+    assert "faults" in written(there, "state", "cut.safetensors", "--verify", schema="checkpoint", status=1)

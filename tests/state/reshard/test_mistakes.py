@@ -1,0 +1,158 @@
+"""What a person may get wrong with ``pipeproof reshard``: the message says what, and nothing is left behind."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeproof.state.codes import StateError
+from pipeproof.state.load import find_state
+from tests.state.reshard.plans import DENSE, reshard, state_of, write_plan
+from tests.state.tiny import files_below
+
+SMALLER = {**DENSE, "ffn_size": 8}
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """A plan, its state, the merged file of that, its weights under other people's names; and it is a clean place."""
+    plan = write_plan(tmp_path / "plan.yaml", "tp2_pp2", DENSE)
+    state_of(plan, tmp_path / "states")
+    reshard(tmp_path / "states", "-o", tmp_path / "merged.safetensors")
+    reshard(tmp_path / "states", "-o", tmp_path / "theirs.safetensors", "--names", "huggingface")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(*words, status):
+    """What is said; everything that was there is still there, and nothing else."""
+    before = files_below(Path())
+    said = " ".join(reshard(*words, status=status).split())
+    assert files_below(Path()) == before
+    return said
+
+
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_an_output_without_a_name(there, out):
+    assert "is no name for what is to be made" in refused("states", "--to", "plan.yaml", "-o", out, status=2)
+
+
+@pytest.mark.parametrize("name", ["my model + 1.safetensors", "模型.safetensors"])
+def test_one_file_may_have_any_name(there, name):
+    reshard("states", "-o", name)
+    assert files_below(there)[name] == (there / "merged.safetensors").read_bytes()
+
+
+def test_an_index_stands_for_the_checkpoint_that_it_is_of(there):
+    index = next(there.glob("states/*/index.json"))
+    reshard(index, "-o", "again.safetensors")
+    assert (there / "again.safetensors").read_bytes() == (there / "merged.safetensors").read_bytes()
+
+
+def test_one_file_of_a_state_is_not_a_checkpoint(there):
+    file = next(there.glob("states/*/rank1.safetensors"))
+    said = refused(file, "plan.yaml", "-o", "made", status=2)
+    assert "PP924" in said
+    assert f"name the state: {file.parent}" in said
+
+
+@pytest.mark.parametrize("source", ["states", "merged.safetensors"])
+def test_what_has_our_names_has_not_those_of_others(there, source):
+    said = refused(source, "plan.yaml", "-o", "made", "--names", "huggingface", status=2)
+    assert "have pipeproof's own names, and not those of `huggingface`" in said
+    of_plans = refused("plan.yaml", "plan.yaml", "--check", "--names", "huggingface", status=2)
+    assert of_plans.endswith("leave --names out")
+
+
+def test_a_state_in_place_of_the_plan(there):
+    assert "states is a directory: --to names the plan" in refused("merged.safetensors", "states", "--check", status=2)
+
+
+def test_a_check_of_plans_asks_what_a_resume_would_ask(there):
+    write_plan(there / "seed.yaml", "one", DENSE, seed=8)
+    said = refused("plan.yaml", "seed.yaml", "--check", status=1)
+    assert "PP920" in said
+    assert "run.seed was 0 and is 8" in said
+    assert "proved: 31 tensors" in reshard("plan.yaml", "seed.yaml", "--check", "--weights-only")
+    write_plan(there / "torch.yaml", "one", DENSE, backend="torch")
+    assert "saved by paddle, and the plan runs on torch" in refused("plan.yaml", "torch.yaml", "--check", status=1)
+    assert "proved: " in reshard("plan.yaml", "torch.yaml", "--check", "--weights-only")
+
+
+def test_a_model_of_other_sizes_under_other_names(there):
+    write_plan(there / "smaller.yaml", "one", SMALLER)
+    write_plan(there / "larger.yaml", "one", {**DENSE, "hidden_size": 16})
+    said = refused("theirs.safetensors", "larger.yaml", "-o", "made", "--names", "huggingface", status=1)
+    assert "error[PP214]: `model.embed_tokens.weight` of theirs.safetensors is [16, 8], and made needs it as" in said
+    assert "[16, 16] (and 38 more tensors)" in said
+    assert "PP210" not in said
+    said = refused("theirs.safetensors", "smaller.yaml", "-o", "made", "--names", "huggingface", status=1)
+    assert "take the checkpoint and the plan of one model" in said
+
+
+def test_names_that_are_not_said(there):
+    assert "`--names CONVENTION`" in refused("theirs.safetensors", "plan.yaml", "-o", "made", status=1)
+    assert "there is no convention of names `hf`" in refused("states", "-o", "x.safetensors", "--names", "hf", status=2)
+
+
+def test_what_names_leave_out_is_said(there):
+    said = reshard("states", "-o", "x.safetensors", "--names", "megatron")
+    assert "names are of weights: 124 tensors of the optimizer are left out" in said
+
+
+def test_a_vocabulary_is_spoken_of_only_where_ids_alone_differ(there):
+    wrong = {"embed.weight": np.zeros((16, 4), np.float32), "head.weight": np.zeros((8, 15), np.float32)}
+    for name, has_padding in (("embed.weight", False), ("head.weight", True)):
+        save_file({name: wrong[name]}, there / f"{name}.safetensors")
+        said = refused(f"{name}.safetensors", "plan.yaml", "-o", "made", status=1)
+        assert ("model.unpadded_vocab_size" in said) == has_padding
+
+
+def test_types_that_are_not_cast(there):
+    file, statements = there / "bytes.safetensors", there / "cast.aoa"
+    save_file({"a": np.arange(6, dtype=np.uint8)}, file)
+    statements.write_text('a -> b, dtype="float32"\n')
+    said = refused(file, "--aoa", statements, "-o", "made.safetensors", status=1)
+    assert "PP214" in said
+    assert "`a` is uint8, which is not cast to float32" in said
+
+
+def test_types_that_are_not_known(there):
+    header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    (there / "new.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    said = refused("new.safetensors", "-o", "made.safetensors", status=2)
+    assert "a has the type 'F4', and read are BOOL," in said
+    assert "damaged" not in said
+
+
+def test_tensors_without_elements_and_numbers_go_over(there):
+    arrays = {"none": np.zeros((0, 5), np.float32), "one": np.array(3.5), "few": np.arange(3, dtype=np.uint8)}
+    save_file(arrays, there / "odd.safetensors")
+    reshard("odd.safetensors", "-o", "made.safetensors")
+    found = load_file(there / "made.safetensors")
+    assert {name: (one.dtype, one.shape, one.tobytes()) for name, one in found.items()} == {
+        name: (one.dtype, one.shape, one.tobytes()) for name, one in arrays.items()
+    }
+
+
+def test_a_models_directory_that_lacks_its_index(there):
+    for name, file, said in (
+        ("parts", "model-00001-of-00002.safetensors", "no model.safetensors.index.json"),
+        ("pickles", "pytorch_model.bin", "safe_serialization=True"),
+    ):
+        (there / name).mkdir()
+        (there / name / file).write_bytes(b"something")
+        assert said in refused(name, "plan.yaml", "-o", "made", status=2)
+    (there / "parts" / "model.safetensors.index.json").write_text("{}")
+    assert "it has no `weight_map`" in refused("parts", "plan.yaml", "-o", "made", status=2)
+
+
+def test_a_run_cannot_go_on_from_a_merged_file_and_is_told_what_to_do(there):
+    (there / "hf").mkdir()
+    (there / "theirs.safetensors").rename(there / "hf" / "model.safetensors")
+    for name in ("merged.safetensors", "hf"):
+        with pytest.raises(StateError) as wrong:
+            find_state(there / name)
+        assert f"`pipeproof reshard {there / name} --to PLAN -o STATE`" in wrong.value.findings[0].help
