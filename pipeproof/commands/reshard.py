@@ -108,6 +108,7 @@ def _of_checkpoint(asked: Asked) -> ExitStatus:
     from pipeproof.state.reshard.refused import require_no_part
     from pipeproof.state.reshard.sides import side_of_checkpoint
     from pipeproof.state.reshard.workplace import workplace_of
+    from pipeproof.told_to_end import TerminatedError, terminate_raises
 
     require_no_part(asked.source)
     source = open_checkpoint(asked.source)
@@ -120,12 +121,16 @@ def _of_checkpoint(asked: Asked) -> ExitStatus:
     if num_hashed(source) < len(source.files):
         click.echo(f"{source.place} has no SHA-256 of its content: its bytes are taken as they are", err=True)
     started = time.monotonic()
+    goes_on = f"what is written stays in {workplace_of(asked.out)}: the same command goes on"
     try:
-        with showing_progress(goal.target.size_bytes) as (begun, tell):
+        with terminate_raises(), showing_progress(goal.target.size_bytes) as (begun, tell):
             made = carry_out(source, goal, asked.out, begun, tell, asked.jobs)
     except KeyboardInterrupt:
-        click.echo(f"what is written stays in {workplace_of(asked.out)}: the same command goes on", err=True)
+        click.echo(goes_on, err=True)
         raise
+    except TerminatedError as error:
+        click.echo(f"{error}: {goes_on}", err=True)
+        sys.exit(128 + error.signum)
     show_outcome(outcome, asked.as_json, asked.out, made, time.monotonic() - started, asked.plan)
     return status
 

@@ -13,7 +13,7 @@ from pipeproof.exec.compare import StepResult
 from pipeproof.exec.gpus import sharing_line
 from pipeproof.exec.judged import is_by_bound
 from pipeproof.exec.kept import kept_lines
-from pipeproof.exec.launch import TerminatedError, WorkerFailedError, terminate_raises
+from pipeproof.exec.launch import WorkerFailedError
 from pipeproof.exec.launched import launched_rank, run_launched
 from pipeproof.exec.not_finite import NotFiniteError
 from pipeproof.exec.record import RecordOptions
@@ -27,6 +27,7 @@ from pipeproof.specs.finding import PipeproofError
 from pipeproof.specs.profile_file import Profile
 from pipeproof.specs.render import render_text
 from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.told_to_end import TerminatedError, terminate_raises
 from pipeproof.verify.check import Report
 
 

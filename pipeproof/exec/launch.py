@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from pipeproof.exec.codes import DIED, HUNG
 from pipeproof.exec.jobs import Job
@@ -32,14 +31,6 @@ class WorkerFailedError(PipeproofError):
     """A worker died, raised or hung; everything was stopped."""
 
 
-class TerminatedError(Exception):
-    """The launcher itself was told to end by a signal."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
 @contextlib.contextmanager
 def job_directory(logs: Path | None) -> Iterator[Path]:
     """A fresh directory that is removed whatever happens; worker logs are copied to ``logs`` first."""
@@ -54,30 +45,6 @@ def job_directory(logs: Path | None) -> Iterator[Path]:
                     shutil.copy(log, logs)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def terminate_raises() -> Iterator[None]:
-    """Turn signals that end a process into exceptions, so that the workers are stopped on the way out.
-
-    SIGINT too: a shell starts background jobs with it ignored, and then Python would never see it. SIGHUP
-    stays ignored where it is (``nohup``).
-    """
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise TerminatedError(signum)
-
-    signums = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signums.append(signal.SIGHUP)
-    previous = {signum: signal.signal(signum, stop) for signum in signums}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
 
 
 @dataclass(slots=True)

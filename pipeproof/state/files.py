@@ -43,7 +43,10 @@ def write_file(path: Path, arrays: Mapping[str, ByteArray]) -> tuple[int, str]:
         specs[name] = TensorSpec(
             dtype=array.dtype, shape=array.shape, data_ptr=content.ctypes.data, data_len=content.nbytes
         )
+    path.touch()
+    mode = path.stat().st_mode  # by the umask, as other files of a state; the library's are for their owner alone
     serialize_file(specs, path)
+    path.chmod(mode)
     sync(path)
     return path.stat().st_size, digest_of(path)
 

@@ -11,14 +11,9 @@ import pytest
 
 from pipeproof.exec import launch
 from pipeproof.exec.jobs import Job, dump_plan
-from pipeproof.exec.launch import (
-    Launcher,
-    TerminatedError,
-    WorkerFailedError,
-    job_directory,
-    terminate_raises,
-)
+from pipeproof.exec.launch import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.watchdog import JobState
+from pipeproof.told_to_end import TerminatedError, terminate_raises
 from pipeproof.verify.certificate import plan_digest
 from tests.plans import subject
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from math import prod
 
@@ -187,6 +188,15 @@ def test_files_that_are_missing_cut_short_changed_or_of_other_tensors_are_named(
     refused(tmp_path, "rank1.safetensors was changed: its SHA-256 is not the")
     file.unlink()
     refused(tmp_path, r"rank1.safetensors is missing; it holds \d+ tensors, layer.2.attn_norm.weight first")
+
+
+def test_who_may_read_the_index_may_read_the_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        directory = write(plan_of(), tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in directory.iterdir()} == {0o640}
 
 
 def test_an_index_that_is_not_one_is_refused_by_the_place(tmp_path):

@@ -6,12 +6,14 @@ import functools
 import json
 import os
 import shutil
+import signal
 
 import pytest
 
 from pipeproof.commands import reshard_shown
 from pipeproof.state.reshard import move as moving
 from pipeproof.state.reshard import workplace
+from pipeproof.told_to_end import TerminatedError
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
@@ -70,6 +72,16 @@ def test_an_interrupt_ends_with_130_and_can_be_gone_on_with(job, monkeypatch):
         said = reshard(source, plan, "-o", made, status=130)
     assert "the same command goes on" in said
     assert "interrupted" in said
+    assert "going on: " in reshard(source, plan, "-o", made)
+    assert files_of(made) == expected
+
+
+def test_who_is_told_to_end_says_so_and_can_be_gone_on_with(job, monkeypatch):
+    source, plan, expected, made = job
+    with monkeypatch.context() as patch:
+        fail_at(patch, 2, TerminatedError(signal.SIGTERM))
+        said = reshard(source, plan, "-o", made, status=143)
+    assert "SIGTERM: what is written stays in" in said
     assert "going on: " in reshard(source, plan, "-o", made)
     assert files_of(made) == expected
 
