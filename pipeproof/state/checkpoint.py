@@ -66,8 +66,15 @@ def open_checkpoint(place: Path) -> Checkpoint:
     Raises:
         StateError: nothing of these is there, or it is incomplete, cut short, or says two things.
     """
-    if place.name == INDEX_FILE or place.name == _OPEN_INDEX:
-        place = place.parent
+    opened = _opened(place.parent if place.name in (INDEX_FILE, _OPEN_INDEX) else place)
+    odd = next((name for name in opened.tensors if not name.isprintable()), None)
+    if odd is not None:
+        mend = "no tool writes such names, and a terminal may obey them: take the checkpoint from where it was saved"
+        raise StateError(f"{place} has a tensor whose name is not printable: {odd!a}", mend)
+    return opened
+
+
+def _opened(place: Path) -> Checkpoint:
     if place.is_file():
         return _merged(place)
     if not (place / INDEX_FILE).exists():

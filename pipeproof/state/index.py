@@ -154,7 +154,10 @@ class StateIndex(_Part):
         return self.steps_done == 0
 
     @model_validator(mode="after")
-    def _has_no_step_or_one(self) -> Self:
+    def _says_one_thing(self) -> Self:
+        odd = next((name for name in self.tensors if not name.isprintable()), None)
+        if odd is not None:
+            raise ValueError(f"{odd!a} is no name of a tensor: it is not printable")
         made = (name for name, one in self.tensors.items() if one.kind in ("moment", "counter"))
         first = next(made, None) if self.is_weights_only else None
         if first is not None:
