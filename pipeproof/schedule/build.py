@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeproof.schedule.columns import NONE, Row, columns_of
-from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.columns import Row, columns_of
+from pipeproof.schedule.ops import TRANSFER_KINDS
 from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
 
 
@@ -18,9 +18,8 @@ def build_graph(
     wait for a transfer that is not there waits for ``NONE``.
 
     Raises:
-        ValueError: a row names a tensor or group that is not in the lists, a transfer has no peer, a group has
-            no members, one twice or one that is not a rank, or a batch goes on behind a transfer that is not in it
-            and follows one of its own on the same channel end.
+        ValueError: a row names a tensor or group that is not in the lists, a transfer has no peer, or a group has
+            no members, one twice or one that is not a rank.
     """
     all_tensors, all_groups = tuple(tensors), tuple(groups)
     for index, group in enumerate(all_groups):
@@ -28,7 +27,6 @@ def build_graph(
     for rank, rows in enumerate(rows_by_rank):
         for row in rows:
             _check(rank, row, len(all_tensors), len(all_groups), len(rows_by_rank))
-        _check_batches(rank, rows)
     return OpGraph(columns_of(rows_by_rank), all_tensors, all_groups)
 
 
@@ -39,23 +37,6 @@ def _check(rank: int, row: Row, num_tensors: int, num_groups: int, num_ranks: in
         raise ValueError(f"rank {rank}, {row.op}: group {row.group}, but the graph has {num_groups}")
     if row.op.kind in TRANSFER_KINDS and not 0 <= row.peer < num_ranks:
         raise ValueError(f"rank {rank}, {row.op}: peer {row.peer} is not a rank 0..{num_ranks - 1}")
-
-
-def _check_batches(rank: int, rows: Sequence[Row]) -> None:
-    """A batch is issued where its last row stands, and transfers of a channel end by place: both must be one order."""
-    last = {row.batch: place for place, row in enumerate(rows) if row.batch != NONE}
-    open_at: dict[tuple[bool, int, str], Row] = {}
-    for place, row in enumerate(rows):
-        if row.op.kind not in TRANSFER_KINDS:
-            continue
-        end = row.op.kind in SEND_KINDS, row.peer, row.communicator
-        before = open_at.get(end)
-        if before is not None and before.batch not in (NONE, row.batch) and last[before.batch] > place:
-            raise ValueError(
-                f"rank {rank}, {row.op}: it stands on the channel of {before.op}, behind it and before the end of the "
-                f"batch {before.batch} that {before.op} is in: which comes first?"
-            )
-        open_at[end] = row
 
 
 def _check_group(index: int, group: Group, num_ranks: int) -> None:

@@ -413,26 +413,6 @@ def test_a_group_that_cannot_be_is_refused(ranks, message):
         build_graph([[Row(parse_op("0F0"))], []], (), (Group("tp", (0, 1)), Group("tp", ranks)))
 
 
-@pytest.mark.parametrize(
-    ("between", "is_refused"),
-    [(NONE, True), (2, True), (1, False)],
-)
-def test_a_batch_that_goes_on_behind_a_later_transfer_of_its_channel_is_refused(between, is_refused):
-    sends = [Row(parse_op(f"0SEND_F{k}"), peer=1, batch=batch) for k, batch in enumerate([1, between, NONE])]
-    receive = Row(parse_op("0RECV_F9"), peer=1, batch=1)
-    rows = [[*sends[:2], receive, sends[2]], []]
-    if not is_refused:
-        assert build_graph(rows, (), ()).num_ops == 4
-        return
-    with pytest.raises(ValueError, match="rank 0, 0SEND_F1: it stands on the channel of 0SEND_F0"):
-        build_graph(rows, (), ())
-
-
-def test_a_transfer_of_another_channel_may_stand_within_a_batch():
-    ends = [Row(parse_op("0SEND_F0"), peer=1, batch=1), Row(parse_op("0SEND_F1"), peer=2)]
-    assert build_graph([[*ends, Row(parse_op("0RECV_F9"), peer=1, batch=1)], [], []], (), ()).num_ops == 3
-
-
 def test_the_networkx_graph_knows_where_operations_meet():
     graph = tp_plan().graph
     send = next(i for i in graph.rank_ops(0) if graph.ops[i].kind is OpKind.SEND_FORWARD)

@@ -71,16 +71,7 @@ def broken_subjects(draw):
                 del program[place]
             case "double":
                 program.insert(draw(st.integers(0, len(program))), program[place])
-    return base.with_graph(built(rows, base.graph.tensors, base.graph.groups))
-
-
-def built(rows, tensors, groups):
-    """Without batches where they enclose a transfer that is not theirs: such graphs are refused."""
-    try:
-        return build_graph(rows, tensors, groups)
-    except ValueError:
-        alone = [[replace(row, batch=NONE) for row in program] for program in rows]
-        return build_graph(alone, tensors, groups)
+    return base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
 
 
 @st.composite
@@ -110,7 +101,7 @@ def random_graphs(draw):
             if draw(st.booleans()):
                 wait = Row(parse_op(f"WAIT({text})"), queue=draw(queues))
                 program.insert(draw(st.integers(where, len(program))), wait)
-    return built(rows, tensors, groups)
+    return build_graph(rows, tensors, groups)
 
 
 def node_of(graph, model):
