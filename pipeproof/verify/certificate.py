@@ -19,6 +19,8 @@ from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 6
 """Raised whenever a rule is added or begins to judge differently."""
+_NO_PART_OF_A_GRAPH = {"build", "unpadded_vocab_size"}
+"""Keys of a model: a path, and which tokens are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def _plain(value: object) -> list[Any]:
 def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
     return {
         "mesh": asdict(plan.mesh),
-        "model": plan.spec.model.model_dump(mode="json", exclude={"build"}),  # which is a path
+        "model": plan.spec.model.model_dump(mode="json", exclude=_NO_PART_OF_A_GRAPH),
         "layers": [asdict(layer) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
