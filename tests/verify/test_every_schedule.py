@@ -1,7 +1,7 @@
 """Every kind of schedule over a grid of sizes: no rule finds an error, and it finishes whatever stages cost.
 
 With EVERY_SIZE=1 in the environment, as in CI, all of them: 1 to 8 ranks, 1 to 4p
-micro-batches, 1 to 4 chunks, every variant. Without, some ranks, up to 3 chunks,
+micro-batches (of more than 4 ranks 1 to 2p + 1, and 4p), 1 to 4 chunks, every variant. Without, some ranks, up to 3 chunks,
 and of micro-batches those around p and 2p; `optimal`, which tries many orders
 for each size, is given these alone in CI too.
 """
@@ -24,7 +24,7 @@ MAX_CHUNKS = 4 if ALL_SIZES else 3
 
 def micro_batches(name, num_ranks):
     """All up to 4p, or those around p and 2p; always these of the kind that tries many orders for each size."""
-    every = range(1, 4 * num_ranks + 1)
+    every = [m for m in range(1, 4 * num_ranks + 1) if num_ranks <= 4 or m <= 2 * num_ranks + 1 or m == 4 * num_ranks]
     near = {around + by for around in (num_ranks, 2 * num_ranks) for by in (-1, 0, 1)}
     few = [m for m in every if m in near | {1, 2, 4 * num_ranks}]
     return every if ALL_SIZES and name != "optimal" else few
