@@ -1,9 +1,10 @@
 """Every kind of schedule over a grid of sizes: no rule finds an error, and it finishes whatever stages cost.
 
 With EVERY_SIZE=1 in the environment, as in CI, all of them: 1 to 8 ranks, 1 to 4p
-micro-batches (of more than 4 ranks 1 to 2p + 1, and 4p), 1 to 4 chunks, every variant. Without, some ranks, up to 3 chunks,
-and of micro-batches those around p and 2p; `optimal`, which tries many orders
-for each size, is given these alone in CI too.
+micro-batches (of more than 4 ranks 1 to 2p + 1, and 4p), 1 to 4 chunks, every
+variant. Without, some ranks, up to 3 chunks, and of micro-batches those around
+p and 2p; `optimal`, which tries many orders for each size, is given these alone
+in CI too.
 """
 
 import gc
