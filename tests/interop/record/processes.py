@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ def run_ranks(
             output, _ = process.communicate(timeout=100)
             assert process.returncode in exits, output.decode()[-3000:]
     finally:
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none is to see another one end
+            for process in processes:
+                process.send_signal(number)
         for process in processes:
-            process.kill()
             process.communicate()
