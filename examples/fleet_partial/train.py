@@ -162,11 +162,10 @@ def one_rank(directory, partial):
 
 def with_fleet(partial):
     """Losses, and by weight and tensor-parallel rank the gradients of the first step, of Fleet on four processes."""
-    from pipeproof.exec.rendezvous import free_ports, rank_environment
+    from pipeproof.exec.rendezvous import rank_environment, reserved_ports
 
     size = STAGES * TENSOR_PARALLEL
-    ports = free_ports(size + 1)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, reserved_ports(size + 1) as ports:
         command = [sys.executable, __file__, "rank", directory, "partial" if partial else "full"]
         ranks = [subprocess.Popen(command, env=rank_environment("paddle", rank, size, ports)) for rank in range(size)]
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeproof.exec.codes import DIED, HUNG
 from pipeproof.exec.jobs import Job
-from pipeproof.exec.rendezvous import free_ports, process_environment, rank_environment
+from pipeproof.exec.rendezvous import process_environment, rank_environment, reserved_ports
 from pipeproof.exec.watchdog import JobState
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 
@@ -85,15 +85,15 @@ class Launcher:
         Raises:
             WorkerFailedError: a worker died, raised, or nothing moved for the watchdog's time.
         """
-        try:
-            self._start_all()
-            self._watch(on_progress)
-        finally:
-            self._stop_all()
+        with reserved_ports(self._state.subject.graph.num_ranks + 1) as ports:
+            try:
+                self._start_all(ports)
+                self._watch(on_progress)
+            finally:
+                self._stop_all()
 
-    def _start_all(self) -> None:
+    def _start_all(self, ports: list[int]) -> None:
         num_ranks, run = self._state.subject.graph.num_ranks, self._state.subject.plan.spec.run
-        ports = free_ports(num_ranks + 1)
         for rank in range(num_ranks):
             environment = rank_environment(run.backend, rank, num_ranks, ports, run.device)
             self._start(f"rank{rank}", rank, self._module, environment)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pipeproof.exec.rendezvous import free_ports, rank_environment
+from pipeproof.exec.rendezvous import rank_environment, reserved_ports
 from pipeproof.testing.endpoint import Body, Outcome
 
 WORKERS = {"paddle": "pipeproof.exec.paddle.endpoint", "torch": "pipeproof.exec.torch.endpoint"}
@@ -68,8 +68,8 @@ def backend_pair(backend: str, device: str = "cpu") -> Iterator[BackendPair]:
         BackendStartError: the framework cannot be imported, its device is not there, or the two do not connect within
             a minute.
     """
-    ports = free_ports(3)
     with ExitStack() as stack:
+        ports = stack.enter_context(reserved_ports(3))
         ranks = [_start(backend, device, number, ports, stack) for number in (0, 1)]
         for rank in ranks:
             _expect("imported", [rank])

@@ -8,40 +8,43 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from itertools import chain, islice, repeat
-from pathlib import Path
-from secrets import SystemRandom
 
 QUIET = {"GLOG_minloglevel": "3", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 """Keeps the frameworks' chatter out of what its processes print; its errors stay."""
 
-
-_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST_PORT = 15_000
+_HERE = "127.0.0.1"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different, from outside the range of which the system gives any.
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Ports, all different, that nobody is given but a process that asks for them by number.
 
-    A job uses them seconds later. Meanwhile a port of that range may come to be where gloo, in another job, waits for
-    one peer: it takes the first that connects for it, so that both jobs fail ("Connection refused").
+    A job uses them seconds later. Meanwhile a port that is just free may come to be where gloo, in another job, waits
+    for one peer: it takes the first that connects for it, so that both jobs fail ("Connection refused"). So sockets
+    stay bound to them: the system then gives them to none that asks for any port, nor does this function. Rank 0's
+    store listens all the same, for it sets SO_REUSEADDR, and on Linux may then share a port on which nobody listens.
+    Where that is not so, the ports are just free.
     """
     with contextlib.ExitStack() as stack:
-        return list(islice(_bound_ports(stack), count))
+        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for holder in holders:
+            holder.bind((_HERE, 0))
+        ports = [holder.getsockname()[1] for holder in holders]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not all(_lets_listen(port) for port in ports):
+            stack.close()
+        yield ports
 
 
-def _bound_ports(stack: contextlib.ExitStack) -> Iterator[int]:
-    """Ports to which sockets are bound until ``stack`` ends, without end."""
-    try:
-        above = int(_LOCAL_PORTS.read_text(encoding="ascii").split()[0])
-    except OSError:  # not on Linux
-        above = 32_768
-    outside = range(_LOWEST_PORT, above)
-    for port in chain(SystemRandom().sample(outside, len(outside)), repeat(0)):
-        candidate = stack.enter_context(socket.socket())
-        with contextlib.suppress(OSError):
-            candidate.bind(("127.0.0.1", port))
-            yield candidate.getsockname()[1]
+def _lets_listen(port: int) -> bool:
+    """Whether a store could listen there now."""
+    with socket.socket() as store, contextlib.suppress(OSError):
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("", port))
+        store.listen()
+        return True
+    return False
 
 
 def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], device: str = "cpu") -> dict[str, str]:
@@ -57,15 +60,15 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
             "RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": _HERE,
             "MASTER_PORT": str(ports[0]),
         }
-    endpoints = [f"127.0.0.1:{port}" for port in ports[1:]]
+    endpoints = [f"{_HERE}:{port}" for port in ports[1:]]
     return {
         **process_environment(),
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(num_ranks),
-        "PADDLE_MASTER": f"127.0.0.1:{ports[0]}",
+        "PADDLE_MASTER": f"{_HERE}:{ports[0]}",
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         "PADDLE_DISTRI_BACKEND": "nccl" if device == "gpu" else "gloo",

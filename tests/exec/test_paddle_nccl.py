@@ -10,7 +10,7 @@ import pytest
 
 from pipeproof.comm.backends import backend_table
 from pipeproof.exec.carried_out import require_carried_out, require_issued
-from pipeproof.exec.rendezvous import free_ports, rank_environment
+from pipeproof.exec.rendezvous import rank_environment, reserved_ports
 from pipeproof.exec.slices import Slice, SliceChannels, SliceCollectives
 from pipeproof.schedule.optable import Channel
 from pipeproof.specs.finding import PipeproofError
@@ -126,23 +126,23 @@ def test_sums_are_nccls_in_rehearsals_and_in_group_order_in_runs(nccl, computes)
 def test_two_processes_rehearse_a_pipeline_with_these_posts(tmp_path):
     """gloo's calls hold the host, so the order is one in which that does no harm."""
     plan = json.dumps(plan_dict(schedule={"kind": "gpipe"}))
-    ports = free_ports(3)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.exec.gloo_posts", plan],
-            cwd=REPOSITORY,
-            env=rank_environment("paddle", rank, 2, ports),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with reserved_ports(3) as ports:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.exec.gloo_posts", plan],
+                cwd=REPOSITORY,
+                env=rank_environment("paddle", rank, 2, ports),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            ended = [process.communicate(timeout=60) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     for out, error in ended:
         assert out, error
         messages, elements, faults = json.loads(out.splitlines()[-1])

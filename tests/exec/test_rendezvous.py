@@ -1,44 +1,53 @@
 """Ports for the processes of a job."""
 
 import socket
+import struct
 
 import pytest
 
-from pipeproof.exec import rendezvous
-from pipeproof.exec.rendezvous import free_ports
+from pipeproof.exec.rendezvous import reserved_ports
+
+IP_LOCAL_PORT_RANGE = 51
+"""Linux's option, from 6.3 on, by which a socket says which ports it would take for "any"."""
 
 
-@pytest.fixture
-def local_ports(tmp_path, monkeypatch):
-    """Lets the system say of which range it gives any port."""
-
-    def said(text):
-        file = tmp_path / "ip_local_port_range"
-        file.write_text(text)
-        monkeypatch.setattr(rendezvous, "_LOCAL_PORTS", file)
-
-    return said
-
-
-def test_ports_are_different_free_and_none_that_the_system_gives(local_ports):
-    local_ports("20000\t60999\n")
-    ports = free_ports(40)
-    assert len(set(ports)) == 40
-    assert all(15_000 <= port < 20_000 for port in ports)
-    for port in ports:
-        with socket.socket() as mine:
-            mine.bind(("127.0.0.1", port))
+def any_of(port):
+    """A socket that asks for any port, as gloo's do, and would take this one alone."""
+    asks = socket.socket()
+    asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        asks.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
+    except OSError:
+        pytest.skip("this kernel does not let a socket choose its range")
+    with asks:
+        asks.bind(("127.0.0.1", 0))
 
 
-def test_a_port_that_is_taken_is_not_given(local_ports):
-    local_ports("15002\t60999\n")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 15_001))
-        first, second = free_ports(2)
-    assert first == 15_000
-    assert second not in {15_000, 15_001}
+def listen_at(port):
+    """As rank 0's store does."""
+    store = socket.socket()
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with store:
+        store.bind(("", port))
+        store.listen()
 
 
-def test_where_the_system_does_not_say_its_range(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LOCAL_PORTS", tmp_path / "none")
-    assert all(15_000 <= port < 32_768 for port in free_ports(5))
+def test_ports_are_different_and_let_a_store_listen():
+    with reserved_ports(40) as ports:
+        assert len(set(ports)) == 40
+        for port in ports:
+            listen_at(port)
+
+
+def test_nobody_who_asks_for_any_port_is_given_one_meanwhile():
+    with reserved_ports(1) as (port,), pytest.raises(OSError, match="in use"):
+        any_of(port)
+    any_of(port)
+
+
+def test_where_a_store_could_not_listen_beside_them_they_are_just_free(monkeypatch):
+    monkeypatch.setattr("pipeproof.exec.rendezvous._lets_listen", lambda port: False)
+    with reserved_ports(2) as ports:
+        for port in ports:
+            with socket.socket() as mine:
+                mine.bind(("127.0.0.1", port))

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from pipeproof.exec.rendezvous import free_ports, rank_environment
+from pipeproof.exec.rendezvous import rank_environment, reserved_ports
 from pipeproof.state.layout import whole_state
 from tests.state.runs import plan_of
 
@@ -42,20 +42,20 @@ def part_of(value, shard):
 
 def in_ranks(num_ranks, *tasks):
     """What each rank made of the tasks: ``tests.state.flex.rank`` has them; a list of results by rank."""
-    ports = free_ports(num_ranks + 1)
     command = [sys.executable, "-m", "tests.state.flex.rank", json.dumps(tasks)]
-    started = [
-        subprocess.Popen(
-            command, env=rank_environment("paddle", rank, num_ranks, ports), stdout=subprocess.PIPE, text=True,
-            stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with reserved_ports(num_ranks + 1) as ports:
+        started = [
+            subprocess.Popen(
+                command, env=rank_environment("paddle", rank, num_ranks, ports), stdout=subprocess.PIPE, text=True,
+                stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        try:
+            printed = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
     assert all(process.returncode == 0 for process in started), "\n".join(printed)
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
