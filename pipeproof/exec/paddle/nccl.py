@@ -160,6 +160,12 @@ class NcclWorld:
         if self.store.add(key, 1) == self.num_ranks:
             self.store.set(f"{key}/open", "1")
         self.store.wait(f"{key}/open")
+        # The store is a thread of rank 0. Were that to end now, the others would lose it while they wait for it.
+        if self.rank > 0:
+            self.store.add(f"{key}/left", 1)
+        else:
+            while self.store.add(f"{key}/left", 0) < self.num_ranks - 1:
+                time.sleep(0.001)
 
 
 def connect(
