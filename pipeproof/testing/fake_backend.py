@@ -29,6 +29,9 @@ from pipeproof.testing.endpoint import EDGES, Array, Body, Outcome
 NUM_SLOTS = 4
 """Messages that a channel buffers where the table says ``slots``."""
 
+_STILL_S = 0.3
+"""For so long every thread must have slept before its world counts as stuck; one may just be on its way to post."""
+
 
 class Killed(BaseException):
     """Ends a rank's thread as a signal would end its process: no ``except Exception`` stops it."""
@@ -75,6 +78,25 @@ class FakeBackend:
         """Transfers that will never be done."""
         self._meetings: dict[tuple[str, int], dict[int, list[Array]]] = defaultdict(dict)
         """What each rank put in, for every collective call that a rank came to."""
+        self._asleep: set[threading.Thread] = set()
+        """Threads that found nothing to do since the last change."""
+        self._changed_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Count what does not happen from now on."""
+        with self._changed:
+            self._wake()
+
+    def is_stuck(self, ranks: Sequence[threading.Thread], timeout_s: float) -> bool:
+        """Whether nothing will ever happen: all ``ranks`` sleep, or nothing changed for ``timeout_s``.
+
+        The second is for a rank that waits elsewhere, as for a thread of its own. Time alone would call a slow machine
+        a hang.
+        """
+        with self._changed:
+            still_s = time.monotonic() - self._changed_s
+            asleep = all(rank in self._asleep for rank in ranks if rank.is_alive())
+            return still_s > (_STILL_S if asleep else timeout_s)
 
     def close(self) -> None:
         """Free every thread that is blocked in this backend."""
@@ -87,7 +109,7 @@ class FakeBackend:
         with self._changed:
             self._queues[queue].append(transfer)
             self._advance()
-            self._changed.notify_all()
+            self._wake()
 
     def wait(self, transfer: _Transfer, *, delivered: bool = False) -> Array:
         """Block until a transfer is done, or delivered."""
@@ -103,7 +125,7 @@ class FakeBackend:
         with self._changed:
             meeting = self._meetings[call]
             meeting[rank] = parts
-            self._changed.notify_all()
+            self._wake()
             while len(meeting) < 2:
                 self._sleep()
             return [meeting[0], meeting[1]]
@@ -114,9 +136,17 @@ class FakeBackend:
             while True:
                 self._sleep()
 
+    def _wake(self) -> None:
+        self._asleep.clear()
+        self._changed_s = time.monotonic()
+        self._changed.notify_all()
+
     def _sleep(self) -> None:
         if self._closed:
             raise _Closed
+        if threading.current_thread() not in self._asleep:
+            self._asleep.add(threading.current_thread())
+            self._changed_s = time.monotonic()
         self._changed.wait()
 
     def _advance(self) -> None:
@@ -291,6 +321,7 @@ class FakeWorld:
     """Runs bodies on a thread for each rank."""
 
     def __init__(self, backend: FakeBackend, pause_s: float) -> None:
+        self._backend = backend
         self._endpoints = [FakeEndpoint(backend, rank, pause_s) for rank in (0, 1)]
 
     def run(self, body: Body, timeout_s: float) -> tuple[Outcome, Outcome]:
@@ -308,11 +339,12 @@ class FakeWorld:
                 outcomes[endpoint.rank] = Outcome("raised", detail=f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=run_rank, args=(end,), daemon=True) for end in self._endpoints]
+        self._backend.begin()
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        while any(thread.is_alive() for thread in threads) and not self._backend.is_stuck(threads, timeout_s):
+            for thread in threads:
+                thread.join(_STILL_S / 30)
         return outcomes[0], outcomes[1]
 
 
