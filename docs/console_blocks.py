@@ -8,7 +8,7 @@ A page has files, fenced blocks with a title (```` ```yaml title="plan.yaml" ```
   rules, the machine and its processor. Spaces at the ends of lines do not count.
 - A block in which no command has output says nothing about output: its commands have to end with status 0 or 1, a
   verdict, and without a traceback.
-- ``<!-- not run: REASON -->`` on the line before a block exempts it, except where everything is to be run.
+- ``<!-- not run: REASON -->`` on the line before a block exempts it.
 """  # noqa: INP001 - a directory of scripts, not a package
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Mismatch(Exception):  # noqa: N818 - it is a finding about the page, in it
     """A command that does not do what the page says."""
 
 
-def steps_of(page: str, *, everything: bool = False) -> Iterator[PageFile | Command]:
-    """What the page has its reader do, in its order; exempt blocks too if ``everything``."""
+def steps_of(page: str) -> Iterator[PageFile | Command]:
+    """What the page has its reader do, in its order."""
     for block in BLOCK.finditer(page):
         line = page.count("\n", 0, block.start("body"))
-        if block["exempt"] and not everything:
+        if block["exempt"]:
             continue
         if block["title"]:
             yield PageFile(line, block["title"], block["body"])

@@ -27,7 +27,7 @@ def main() -> int:
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*NOT_COPIED))
         state.mkdir()
         session = Session(checkout, state, environment())
-        for step in steps_of(page, everything=True):
+        for step in steps_of(page):
             started = time.monotonic()
             try:
                 session.follow(step)
