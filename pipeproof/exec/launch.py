@@ -25,6 +25,10 @@ from pipeproof.specs.finding import Finding, PipeproofError, Severity
 START_UP_TIMEOUT_S = 60.0
 """The watchdog's least patience until all ranks are ready: a framework's import on a busy machine is slow."""
 _POLL_S = 0.05
+_ENDING_S = 5.0
+"""The longest wait for a process that the kernel is about to end: it gives back all its memory first."""
+_PF_EXITING = 0x4
+"""Linux's include/linux/sched.h."""
 
 
 class WorkerFailedError(PipeproofError):
@@ -171,6 +175,12 @@ class Launcher:
         dead = [w for w in self._workers if w.process.poll() not in (None, 0)]
         if not dead:
             return
+        # A killed rank closes its connections before it can be waited for, and peers end of that.
+        ending = [w for w in self._workers if w not in dead and _is_ending(w.process.pid)]
+        for worker in ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_ENDING_S)
+        dead += [w for w in ending if w.process.poll() not in (None, 0)]
         self._drain()
         raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].failure is not None]
         raise WorkerFailedError(self._death(min([*dead, *raised], key=self._blame)))  # who raised may be still ending
@@ -228,11 +238,23 @@ class Launcher:
 
 def _is_stopped(pid: int) -> bool:
     """Whether the kernel holds the process in a stop (SIGSTOP, a debugger); False where it cannot tell."""
+    state, *_ = _status_of(pid)
+    return state in ("T", "t")
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether the kernel is ending the process; False where it cannot tell."""
+    _, *rest = _status_of(pid)
+    return bool(int(rest[5]) & _PF_EXITING)
+
+
+def _status_of(pid: int) -> list[str]:
+    """What ``/proc/PID/stat`` has from its third field on: the state, ..., the flags, the ninth field, ..."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return ["", *"000000"]
+    return stat.rpartition(")")[2].split()
 
 
 def _last_line(path: Path) -> str:
