@@ -140,7 +140,8 @@ def test_workers_of_another_version_are_refused(cluster, tmp_path, monkeypatch):
     result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", cluster)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
-    assert "2 of 2 workers are not of this version, 99.9: tcp://127.0.0.1:" in told
+    # all that there are: one of an earlier test's may be about to be replaced
+    assert re.search(r"([12]) of \1 workers are not of this version, 99.9: tcp://127.0.0.1:", told)
     assert f"has pipeproof {__version__}; install the same on every worker" in told
 
 
