@@ -37,6 +37,7 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tied_embedding,
         "initializer_range": 0.02,
+        "pad_token_id": None,
         "torch_dtype": dtype,
         **own,
     }

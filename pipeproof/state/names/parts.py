@@ -90,10 +90,11 @@ class _Describer:
         for name in modules:
             own = {f"{norm}_norm": f"{name}.{norm}_norm.weight" for norm in ("hidden", "embed")}
             yield from self._as_it_is(name, own)
-            # The others have what is embedded first, and then what comes from before.
+            # Most others have what is embedded first, and then what comes from before.
             proj = self._view(f"{name}.proj.weight")
             hidden, embedded = (proj.cut(0, at * model.hidden_size, (at + 1) * model.hidden_size) for at in (0, 1))
-            yield Part("proj", name, (embedded, hidden), along=0)
+            both = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
+            yield Part("proj", name, both, along=0)
             yield from self._block(name, has_experts=model.has_experts(model.num_layers - 1))
         yield from self._as_it_is("", {"norm": "norm.weight"})
         if not model.tied_embedding:

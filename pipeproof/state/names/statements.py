@@ -113,7 +113,7 @@ class _Between:
         """What a block needs, with ``label`` for its name."""
         one, other = self.one.roles[block], self.other.roles[block]
         for role, part in other.items():
-            if role == "proj" and (self.one.convention is OWN) != (self.other.convention is OWN):
+            if role == "proj" and self.one.convention.hidden_first != self.other.convention.hidden_first:
                 yield from self._halves_exchanged(label)
             elif role in one:
                 yield from self._same_role(role, label, part)
@@ -167,7 +167,7 @@ class _Between:
         return ", fused_ffn" if side.fuses_as_paddle else f", axis={0 if side.convention.turned else 1}"
 
     def _halves_exchanged(self, label: str) -> Iterator[_Statement]:
-        """Of what joins hidden state and embedding, which others have in the other order."""
+        """Of what joins hidden state and embedding, which the two have in different order."""
         names = self.one.name("proj", label), self.other.name("proj", label)
         halves = f"{names[0]}.first", f"{names[0]}.second"
         axes = [1 if side.convention.turned else 0 for side in (self.one, self.other)]

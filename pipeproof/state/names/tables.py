@@ -2,8 +2,9 @@
 
 Sources: the modelling files of Hugging Face's transformers (Llama, Mixtral,
 DeepSeek-V3, Glm4Moe); the names that Megatron-Core's modules have with
-Transformer Engine, as Megatron-Bridge lists them; the AOA statements in the
-modelling files of PaddleFormers. Roles are those of ``parts``.
+Transformer Engine, as Megatron-Bridge lists them; the modelling files of
+PaddleFormers, their AOA statements and their layers. Roles are those of
+``parts``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Convention:
     ``{after}`` modules behind the last block, ``{expert}`` experts of the whole
     model. Matrices are [out, in] where ``turned``, else [in, out]; the embedding
     is [vocabulary, hidden size] everywhere, and the head but for pipeproof.
-    ``padded`` says that the vocabulary has its padding.
+    ``padded`` says that the vocabulary has its padding, ``hidden_first`` that
+    modules join hidden state and embedding in this order, and not the other way.
     """
 
     whole: Mapping[str, str]
@@ -41,6 +43,7 @@ class Convention:
     router_turned: bool
     head_turned: bool = True
     padded: bool = False
+    hidden_first: bool = False
 
     def name_of(self, role: str, block: str, num_layers: int, expert: int | str | None = None) -> str:
         """The name of a tensor of pipeproof's layer ``block`` (``layer.3``, ``mtp.0``, empty for what stands once)."""
@@ -179,6 +182,7 @@ OWN = Convention(
     router_turned=False,
     head_turned=False,
     padded=True,
+    hidden_first=True,
 )
 """Pipeproof's own names, as far as matrices of others are matrices here, too: without experts and latent attention."""
 
@@ -232,11 +236,19 @@ def _megatron(model: ModelSpec) -> Convention:
 
 
 def _paddleformers(model: ModelSpec) -> Convention:
-    unfused = _unfused(model)
-    return replace(unfused, block={**unfused.block, **_FUSED})
+    common = _of_paddle(model)
+    return replace(common, block={**common.block, **_FUSED})
 
 
 def _unfused(model: ModelSpec) -> Convention:
+    common = _of_paddle(model)
+    if model.mla is None:
+        return common
+    # DeepSeek-V3's class: its router is as a Linear, and a module is a block with more in it, and without a norm
+    return replace(common, router_turned=False, module=_MODULE, module_block="", hidden_first=True)
+
+
+def _of_paddle(model: ModelSpec) -> Convention:
     return Convention(
         whole=_WHOLE,
         block=_DEEPSEEK,

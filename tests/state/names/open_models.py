@@ -101,10 +101,16 @@ class OpenModel:
             name = self.module_name(number)
             both = [rms(self.module_embed(name)[tokens], self.get(f"{name}.enorm.weight"))]
             both.append(rms(x, self.get(f"{name}.hnorm.weight")))
-            x = self.linear(np.concatenate(both, axis=-1), self.get(f"{name}.eh_proj.weight"))
+            x = self.linear(np.concatenate(self.in_order(both), axis=-1), self.get(f"{name}.eh_proj.weight"))
             x = self.block(x, name + self.MODULE_BLOCK, model["num_layers"] - 1)
-            found.append(self.module_head(name, rms(x, self.get(f"{name}.{self.MODULE_NORM}"))))
+            found.append(self.module_head(name, rms(x, self.get(self.module_norm(name)))))
         return found
+
+    def in_order(self, embedded_and_hidden):
+        return embedded_and_hidden
+
+    def module_norm(self, name):
+        return f"{name}.{self.MODULE_NORM}"
 
     def module_embed(self, name):
         return self.get(self.EMBED)
@@ -264,20 +270,37 @@ class Megatron(OpenModel):
 
 
 class PaddleFormersUnfused(HuggingFace):
+    """With latent attention DeepSeek-V3's class: the router is a Linear, modules share the last norm, hidden first."""
+
     MODULE_BLOCK, MODULE_NORM = ".transformer_layer", "norm.weight"
     linear = staticmethod(paddle_linear)
     module_embed, module_head = OpenModel.module_embed, OpenModel.module_head
+
+    def is_deepseek(self):
+        return self.model["mla"] is not None
+
+    def in_order(self, embedded_and_hidden):
+        return embedded_and_hidden[::-1] if self.is_deepseek() else embedded_and_hidden
+
+    def module_norm(self, name):
+        return self.NORM if self.is_deepseek() else super().module_norm(name)
+
+    def block(self, x, name, number):
+        return super().block(x, name.removesuffix(self.MODULE_BLOCK) if self.is_deepseek() else name, number)
 
     def is_mixtral(self):
         return False
 
     def router(self, x, name):
-        """A Linear in Qwen3MoE, [in, out]; a parameter [experts, in] in GLM and DeepSeek-V3, of sigmoids."""
-        weight = self.get(name)
-        return linear(x, weight) if self.model["moe"]["score"] == "sigmoid" else paddle_linear(x, weight)
+        """A Linear in Qwen3MoE and DeepSeek-V3, [in, out]; a parameter [experts, in] in GLM, of sigmoids."""
+        turned = self.model["moe"]["score"] == "sigmoid" and not self.is_deepseek()
+        return (linear if turned else paddle_linear)(x, self.get(name))
 
 
 class PaddleFormers(PaddleFormersUnfused):
+    def is_deepseek(self):
+        return False
+
     def attend(self, x, name, size):
         groups = self.model["num_kv_heads"] or self.model["num_heads"]
         per_group = self.model["num_heads"] // groups
