@@ -195,8 +195,9 @@ class PaddleWorld:
     """By index of the graph's groups, those that this rank is a member of."""
 
     def barrier(self) -> None:
-        """No rank leaves before all have come."""
-        dist.barrier()
+        """No rank leaves before all have come. Of one rank Paddle makes no group, and there is none to wait for."""
+        if dist.get_world_size() > 1:
+            dist.barrier()
 
 
 def connect(
