@@ -6,9 +6,10 @@ that all events happen (``verify.deadlock``) and for whoever says when
 (``sim``):
 
 - rows of one rank with a common batch are one call, an *entry*, which stands
-  where its last row stands; any other row is an entry of its own. An entry's
-  posts follow the dones of all members of the entry before it, in every order
-  below; its members have no order among themselves;
+  where its last row stands; any other row is an entry of its own, and so is
+  each of the computations of a batch that has nothing else. An entry's posts
+  follow the dones of all members of the entry before it, in every order below;
+  its members have no order among themselves;
 - the compute queue is also the order in which the host issues. Its entries
   follow each other. A transfer on its default queue follows the entry of the
   compute queue before it;
@@ -17,7 +18,13 @@ that all events happen (``verify.deadlock``) and for whoever says when
 - entries of a queue of another name follow each other;
 - transfers follow the one before them on their channel end and, on default
   queues, on the model's FIFO; with one FIFO for the device, all communication
-  of the rank is one order.
+  of the rank is one order;
+- a transfer also follows the one whose message is before its own on the
+  channel. Messages are in the order of the program, so this says more only of
+  a transfer that is *early*: the call that has the message before its own is
+  closed behind it. The two then follow each other. Nothing else would be true
+  of any backend: what is issued first takes the first place on the wire, and
+  the peer would get each message for the other.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipeproof.comm.calls import calls_of
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
@@ -62,7 +70,6 @@ class EntryOrder:
     def __init__(self, graph: OpGraph, model: ChannelModel) -> None:
         self.graph, self.model = graph, model
         codes = graph.kind.tolist()
-        self._kinds = [KINDS[code] for code in codes]
         sends, transfers, collectives = (
             [kind in kinds for kind in KINDS] for kinds in (SEND_KINDS, TRANSFER_KINDS, COLLECTIVE_KINDS)
         )
@@ -76,15 +83,22 @@ class EntryOrder:
         self._rank: list[int] = graph.rank.tolist()
         self._call: dict[int, list[int]] = {}
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for op_id in np.flatnonzero(graph.batch != NONE).tolist():
-            if self.is_batched(op_id):
-                call = calls[self._rank[op_id], int(graph.batch[op_id])]
-                call.append(op_id)
-                self._call[op_id] = call
+        number = calls_of(graph)
+        for op_id in np.flatnonzero(number != NONE).tolist():
+            call = calls[self._rank[op_id], int(number[op_id])]
+            call.append(op_id)
+            self._call[op_id] = call
+        self._ahead = dict(self._early_transfers()) if self._call else {}
+        """By early transfer, the one whose message is before its own."""
 
-    def is_batched(self, op_id: int) -> bool:
-        """Whether an operation that names a batch is a member of its call."""
-        return True
+    def _early_transfers(self) -> Iterator[tuple[int, int]]:
+        last: dict[Hashable, int] = {}
+        for op_id in filter(self.is_transfer, range(self.graph.num_ops)):
+            end = self._end(op_id)
+            before = last.get(end)
+            if before is not None and self.members(before)[-1] > self.members(op_id)[-1]:
+                yield op_id, before
+            last[end] = op_id
 
     def members(self, op_id: int) -> Sequence[int]:
         """The rows of an operation's entry."""
@@ -112,6 +126,8 @@ class EntryOrder:
             holds_host = holds_host or self._holds_host(op_id)
             by_default = by_default or self._queue[op_id] == NONE
             orders.update(dict.fromkeys(self.orders(op_id)))
+            if op_id in self._ahead:
+                before += map(done, self.members(self._ahead[op_id]))
         if goes_with_host or by_default:
             before += host.issued
         before += host.held
@@ -146,9 +162,12 @@ class EntryOrder:
         on_device: Sequence[Hashable] = ("device",) if self.model.queue == "device" else ()
         if not self._is_transfer[op_id]:
             return (*named, *on_device) if self.is_call(op_id) else named
-        end = (self._channel[op_id], self._is_send[op_id])
         fifo = self._fifo(op_id) if queue == NONE else ()
-        return (end, *named, *fifo, *on_device)
+        return (self._end(op_id), *named, *fifo, *on_device)
+
+    def _end(self, op_id: int) -> Hashable:
+        """The end of a channel that a transfer is of."""
+        return self._channel[op_id], self._is_send[op_id]
 
     def _fifo(self, op_id: int) -> Sequence[Hashable]:
         """The order of a transfer on its default queue, where that is more than its end of a channel."""

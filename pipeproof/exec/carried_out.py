@@ -23,6 +23,7 @@ from pipeproof.schedule.ops import (
 from pipeproof.specs.finding import Finding, PipeproofError, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.problems import KeyPath
+from pipeproof.verify.deadlock.rows import early_transfers, rows_of
 from pipeproof.verify.subject import Subject
 
 _KNOWN = (
@@ -132,6 +133,10 @@ def _of_the_graph(subject: Subject) -> Iterator[Refusal]:
     mixed = batched & ~computes & (~transfers | np.isin(keys, keys[batched & computes]))
     for op_id in np.flatnonzero(mixed)[:1].tolist():
         yield ("schedule",), f"{graph.ops[op_id]} is in one batch with operations of another kind"
+    if batched.any():
+        for early, ahead in zip(*early_transfers(rows_of(graph)), strict=True):
+            one, other = graph.ops[ahead], graph.ops[early]
+            yield ("schedule",), f"the batch of {one} is closed behind {other}, a later message of its channel"
     unknown = ~graph.is_kind(_KNOWN)
     if spec.run.clip_norm is None:  # the collectives that the adapter knows by themselves are those of the norm
         unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)

@@ -38,7 +38,7 @@ import simpy
 from pipeproof.comm.buffering import awaited_by_sends
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.entry_order import EntryOrder, done, post
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.optable import NONE, OpGraph
 from pipeproof.sim.costs import Durations
 from pipeproof.sim.spinning import SlowedWork
@@ -77,13 +77,6 @@ def run_model(
     return _Model(graph, durations, model, make_wires).run()
 
 
-class _Order(EntryOrder):
-    """Overlapped computations stand in the order one by one: the first of a pair runs the second, too."""
-
-    def is_batched(self, op_id: int) -> bool:
-        return self._kinds[op_id] not in COMPUTE_KINDS
-
-
 class _Model:
     def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None) -> None:
         self._graph, self._durations = graph, durations
@@ -91,7 +84,7 @@ class _Model:
         self._env = simpy.Environment(initial_time=0)
         self._wires = make_wires(self._env) if make_wires else None
         self._first_of_pair = {second: first for first, second in durations.beside.items()}
-        self._order = _Order(graph, model)
+        self._order = EntryOrder(graph, model)
         actions = [self._action_of(kind) for kind in KINDS]
         self._act = [actions[code] for code in graph.kind.tolist()]
         self._match, self._target, self._rank = graph.match.tolist(), graph.waits_for.tolist(), graph.rank.tolist()

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeproof.exec.carried_out import require_carried_out
 from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
+from pipeproof.specs.finding import PipeproofError
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -102,6 +104,17 @@ def test_a_batch_is_posted_with_its_last_member_and_has_no_order_inside():
     assert (moments["0SEND_F1"], moments["0RECV_B0"]) == (0, 2)
     assert behind["0SEND_F1"] == behind["0RECV_B0"] == {"0SEND_F0"}
     assert behind["0SEND_F2"] == {"0SEND_F1", "0RECV_B0"}
+
+
+def test_a_batch_that_is_closed_behind_a_later_message_of_its_channel_is_not_carried_out():
+    """It would be posted behind that message, and the peer would take the one for the other."""
+    one = subject(schedule={"num_micro_batches": 3})
+    rows = one.graph.rows()
+    for op in ("0SEND_F0", "0SEND_F2"):
+        change(rows[0], op, batch=0)
+    with pytest.raises(PipeproofError, match="the batch of 0SEND_F0 is closed behind 0SEND_F1") as error:
+        require_carried_out(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+    assert error.value.findings[0].code == "PP909"
 
 
 def test_an_end_of_a_channel_waits_for_what_it_comes_behind():

@@ -10,7 +10,7 @@ from pipeproof.verify.deadlock.columns import WaitGraph
 from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
 from pipeproof.verify.deadlock.rows import rows_of
-from tests.verify.programs import group, program, tensor
+from tests.verify.programs import errors, group, program, tensor
 
 ALL = frozenset(QUEUES)
 
@@ -61,6 +61,30 @@ CASES = {
         ),
         {},
         ALL,
+    ),
+    "a group call of receives that is closed behind a later message of its channel": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=0} 0SEND_F2{peer=1 batch=0}",
+            "1RECV_F0{peer=0 batch=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0 batch=0}",
+        ),
+        {},
+        ALL,
+    ),
+    "a group call that a transfer of another channel closes behind a later message": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1} 0RECV_B0{peer=1 batch=0}",
+            "1RECV_F0{peer=0} 1RECV_F1{peer=0} 1SEND_B0{peer=0}",
+        ),
+        {"completes": "eager"},
+        ALL,
+    ),
+    "a group call that is closed behind a message of another channel": (
+        (
+            "0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 communicator=x} 0RECV_B0{peer=1 batch=0}",
+            "1RECV_F0{peer=0 batch=0} 1RECV_F1{peer=0 communicator=x} 1SEND_B0{peer=0 batch=0}",
+        ),
+        {},
+        frozenset(),
     ),
     "a group call in the order of its channel": (
         (
@@ -129,6 +153,15 @@ def test_which_models_a_small_program_deadlocks_under(name):
         events = events_of(graph, model)
         assert not events.never
         assert bool(stuck_events(events)) == deadlocks(graph, model) == (queue in expected), queue
+
+
+def test_a_group_call_that_is_closed_behind_a_later_message_is_told_what_is_wrong_with_it():
+    """The order in which two ends issue decides what meets what: one more call, of the other end, is no mend."""
+    graph = CASES["a group call that is closed behind a later message of its channel"][0]
+    (found,) = [one for one in errors(program(*graph, tensors=[tensor()])) if one.code == "PP401"]
+    assert found.help == (
+        "close the batch of 0SEND_F0 before 0SEND_F1, the next message of its channel, or put both into it"
+    )
 
 
 @pytest.mark.parametrize(

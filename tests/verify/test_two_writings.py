@@ -75,8 +75,8 @@ def broken_subjects(draw):
 
 
 @st.composite
-def random_graphs(draw):
-    """Two or three ranks that exchange a few messages and barriers on queues of any kind, batched or not."""
+def random_rows(draw):
+    """(rows by rank, tensors, groups): a few messages and barriers on queues of any kind, batched or not."""
     num_ranks = draw(st.integers(2, 3))
     groups = [Group("pp", tuple(range(num_ranks))), Group("tp", (0, 1))]
     tensors = [TensorSpec("t", (10,), "int8", "replicated", "s")]
@@ -101,7 +101,12 @@ def random_graphs(draw):
             if draw(st.booleans()):
                 wait = Row(parse_op(f"WAIT({text})"), queue=draw(queues))
                 program.insert(draw(st.integers(where, len(program))), wait)
-    return build_graph(rows, tensors, groups)
+    return rows, tensors, groups
+
+
+def random_graphs():
+    """The graphs of such rows."""
+    return random_rows().map(lambda parts: build_graph(*parts))
 
 
 def node_of(graph, model):

@@ -23,7 +23,7 @@ from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.verify.deadlock.rows import Rows
+from pipeproof.verify.deadlock.rows import Rows, early_transfers
 
 _Waits = tuple[IntColumn, IntColumn, IntColumn, IntColumn]
 """Columns of equal length: source, target, before and after."""
@@ -129,7 +129,7 @@ class _Writing:
             return _Entries(rows.rank, into, node, rows.op, np.zeros(len(node), dtype=bool))
         at = self._at = np.unique(np.concatenate([2 * rows.place + 1, 2 * rows.place[self.opened]]))
         place, opening = at >> 1, at % 2 == 0
-        batch = graph.batch[place] != NONE
+        batch = rows.call[place] != NONE
         gated = batch | is_kind(graph.kind[place], SEND_KINDS) if buffered else batch
         node = self.node[place]
         return _Entries(
@@ -197,6 +197,9 @@ class _Writing:
         if placed or self.model.queue == "directed_edge":
             ends = 2 * graph.channel[rows.op[rows.is_transfer]] + rows.is_send[rows.is_transfer]
             self._chain(ends, entry[rows.is_transfer])
+        early, ahead = early_transfers(rows)
+        after, before = (entry[np.searchsorted(rows.op, op)] for op in (early, ahead))
+        self._add(self.entries.out[before], self.entries.into[after], ahead, early)
         if self.model.queue == "directed_edge":
             return
         mine = rows.is_transfer | rows.is_call if self.model.queue == "device" else rows.by_default
@@ -234,7 +237,7 @@ class _Writing:
             return
         rows, graph, gate = self.rows, self.graph, self._blocks[1]
         op, place = rows.op[rows.is_send], rows.place[rows.is_send]
-        alone = op[graph.batch[op] == NONE]
+        alone = op[rows.call[op] == NONE]
         self._add(gate + alone, alone, np.full(len(alone), NONE), alone)
         receive = graph.match[op]
         there = (receive != NONE) & rows.here[receive]

@@ -11,6 +11,7 @@ from pipeproof.specs.finding import Finding, Severity
 from pipeproof.verify.deadlock.classify import Fault, cycle_of
 from pipeproof.verify.deadlock.mend import LARGEST, mend
 from pipeproof.verify.deadlock.never import NEVER, check_never
+from pipeproof.verify.deadlock.rows import early_transfers, rows_of
 from pipeproof.verify.deadlock.verdict import conditions, declared_deadlock, opened_late, promised
 from pipeproof.verify.deadlock.witness import chain_text, cycle_witness, ranks_text
 from pipeproof.verify.subject import Rule, Subject, finding
@@ -156,6 +157,10 @@ def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Itera
 
 
 def _help(subject: Subject, model: ChannelModel, ops: Sequence[int]) -> str:
+    for early, ahead in zip(*early_transfers(rows_of(subject.graph)), strict=True):
+        if {early, ahead} <= {*ops}:
+            one, other = subject.graph.ops[ahead], subject.graph.ops[early]
+            return f"close the batch of {one} before {other}, the next message of its channel, or put both into it"
     if subject.graph.num_ops > LARGEST:
         return (
             f"reorder the operations of {ranks_text(subject, ops)} so that one of them comes to what the other waits "
