@@ -1,8 +1,8 @@
 """Writes the terminal pictures of the README, ``docs/images/*.svg``, out of what the real commands print.
 
-``python docs/make_pictures.py`` writes those of ``check`` and ``simulate``;
-with ``--run`` also that of ``run``, which starts real Paddle processes. The
-output of the first two is the same on every machine.
+``python docs/make_pictures.py`` writes those of ``check`` and ``simulate``, and
+the picture that ``reshard`` draws; with ``--run`` also that of ``run``, which
+starts real Paddle processes. The output of the others is the same on every machine.
 """  # noqa: INP001 - a directory of scripts, not a package
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import yaml
 from pages import DOCS, ROOT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -60,20 +62,33 @@ def picture(name: str, output: str) -> str:
     return FONT_LINKS.sub("", drawn)
 
 
+def moves() -> str:
+    """What ``reshard --check --picture`` draws of an example, and of the same training on other ranks."""
+    plan = yaml.safe_load((ROOT / "examples" / "gpt_pp2_tp2_sp_full.yaml").read_text(encoding="utf-8"))
+    topologies = {"tp2_pp2.yaml": plan["topology"], "tp4.yaml": {"tp": 4, "sequence_parallel": True}}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, topology in topologies.items():
+            Path(folder, name).write_text(yaml.safe_dump(plan | {"topology": topology}), encoding="utf-8")
+        command = [sys.executable, "-m", "pipeproof", "reshard", *topologies, "--check", "--picture", "moves.svg"]
+        paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=folder, env=paths, stdout=subprocess.DEVNULL, check=True)
+        return Path(folder, "moves.svg").read_text(encoding="utf-8")
+
+
 def write(name: str) -> Path:
     """Make one picture anew; its path."""
     path = IMAGES / f"{name}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(picture(name, output_of(name)), encoding="utf-8")
+    path.write_text(moves() if name == "reshard" else picture(name, output_of(name)), encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
-            names = ["check", "simulate"]
+            names = ["check", "simulate", "reshard"]
         case ["--run"]:
-            names = list(COMMANDS)
+            names = [*COMMANDS, "reshard"]
         case _:
             sys.exit("usage: python docs/make_pictures.py [--run]")
     for each in names:

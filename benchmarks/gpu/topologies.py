@@ -73,7 +73,7 @@ def main() -> int:
         there, back = root / "there", root / "back"
         _pipeproof("reshard", before, "--to", files[1], "-o", there)
         _pipeproof("reshard", there, "--to", files[-1], "-o", back)
-        same = json.loads(_pipeproof("state", before, back, "--json", may_fail=True))["equal"]
+        same = json.loads(_pipeproof("state", before, back, "--format", "json", may_fail=True))["equal"]
         print(f"cut for {list(TOPOLOGIES)[1]} and back: {'every tensor is equal' if same else 'OTHERWISE'}")
     return int(not (all_right and same))
 

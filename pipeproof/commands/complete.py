@@ -11,7 +11,21 @@ from click.shell_completion import CompletionItem
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
-class PlanFile(click.Path):
+class GivenPath(click.Path):
+    """A path that is not empty: that would be the directory at hand, and is a variable of a shell that is not set."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value in ("", b""):
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PLACE = GivenPath(path_type=Path)
+"""A file or a directory, there or not."""
+
+
+class PlanFile(GivenPath):
     """A plan, or another file in YAML or JSON: a shell is offered those, and the directories on the way."""
 
     def __init__(self, **options: Any) -> None:

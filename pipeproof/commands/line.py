@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 
 _PICTURES = (".png", ".svg", ".pdf")
+_MENDS = MappingProxyType(
+    {
+        errno.ENOSPC: "make room on the disk that is written to, or name another",
+        errno.ENAMETOOLONG: "name it shorter",
+        errno.EACCES: "give this user leave, or name another place",
+        errno.EROFS: "name a place on a disk that may be written to",
+    }
+)
+"""By number of the system's error what helps."""
 
 
 def writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -61,8 +72,17 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
     except BrokenPipeError:
         raise  # whoever read our output has gone: click ends quietly
     except OSError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {_said(error)}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
+
+
+def _said(error: OSError) -> str:
+    """What the system did not do, where, and what helps, if that is known; not the number of the error."""
+    if error.strerror is None:
+        return str(error)
+    place = "" if error.filename is None else f"`{error.filename}`: "
+    mend = _MENDS.get(error.errno or 0)
+    return f"{place}{error.strerror}" + (f"\n  = help: {mend}" if mend else "")
 
 
 share_gpus = click.option(

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.commands.complete import PlanFile, complete_convention
-from pipeproof.commands.line import refusing_bad_plans
+from pipeproof.commands.complete import PLACE, PlanFile, complete_convention
+from pipeproof.commands.line import refusing_bad_plans, writable
 from pipeproof.commands.reshard_asked import FILE, Asked, is_plan, require_sense
-from pipeproof.commands.reshard_shown import Outcome, show_findings, show_outcome, showing_progress
+from pipeproof.commands.reshard_shown import Outcome, draw, show_findings, show_outcome, showing_progress
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError, Severity
 
 if TYPE_CHECKING:
     from pipeproof.comm.lowered import LoweredPlan
+    from pipeproof.commands.check import Form
     from pipeproof.state.checkpoint import Checkpoint
     from pipeproof.state.mapping import StateMap
     from pipeproof.state.reshard.goals import Goal
@@ -28,12 +29,19 @@ if TYPE_CHECKING:
 _MOST_JOBS = 16
 
 
+def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a picture of another form, or one that cannot be written, before any work is done."""
+    if value is not None and value.suffix.lower() != ".svg":
+        raise click.BadParameter(f"{str(value)!r}: the picture is a file that ends with .svg")
+    return writable(context, parameter, value)
+
+
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=PLACE)
 @click.argument("target_plan", type=PlanFile(), required=False)
 @click.option("--to", "to_plan", type=PlanFile(), metavar="PLAN", help="The plan that is to go on; as TARGET_PLAN.")
 @click.option("--check", is_flag=True, help="Prove that nothing is lost or mixed, and write nothing.")
-@click.option("-o", "--output", "out", type=click.Path(path_type=Path), metavar="OUT",
+@click.option("-o", "--output", "out", type=PLACE, metavar="OUT",
               help="What to make: a directory, or if it ends with .safetensors, one file of all.")  # fmt: skip
 @click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
               help="AOA statements that make the target's tensors of the source's.")  # fmt: skip
@@ -41,13 +49,16 @@ _MOST_JOBS = 16
               help="How tensors of the one file are to be named (huggingface, megatron, paddleformers, ..); with a "
               "plan, how those of SOURCE are.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out what the optimizer keeps: training begins at step 0.")
-@click.option("--format", "file_format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof",
-              show_default=True, help="Of a plan's state; flex: Paddle's own checkpoint, with our index.")  # fmt: skip
-@click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N", help="Files at once; by default two a core.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--save-format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof", show_default=True,
+              help="How the state of a plan is written; flex: as Paddle's own checkpoint, with our index.")  # fmt: skip
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", callback=_svg_file,
+              help="Draw what moves where.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
+              help="Files at once, 16 at most; by default two a core.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def reshard(
     source: Path, target_plan: Path | None, to_plan: Path | None, check: bool, out: Path | None, aoa: Path | None,
-    names: str | None, weights_only: bool, file_format: str, jobs: int | None, as_json: bool,
+    names: str | None, weights_only: bool, save_format: str, picture: Path | None, jobs: int | None, form: Form,
 ) -> None:  # fmt: skip
     """Cut a checkpoint anew for another plan, or merge it into one file; first the proof that nothing is lost.
 
@@ -59,10 +70,10 @@ def reshard(
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
     cores = len(os.sched_getaffinity(0))  # two jobs a core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
-    jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), file_format == "flex"
-    asked = Asked(source, plan, out, aoa, names, weights_only, by_paddle, jobs, as_json)
+    jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), save_format == "flex"
+    asked = Asked(source, plan, out, aoa, names, weights_only, by_paddle, picture, jobs, form == "json")
     require_sense(asked, check=check)
-    with refusing_bad_plans("json" if as_json else "text", source if plan is None else plan):
+    with refusing_bad_plans(form, source if plan is None else plan):
         try:
             status = _of_plan(asked) if is_plan(source) else _of_checkpoint(asked)
         except BadPlanError:
@@ -74,7 +85,7 @@ def reshard(
 
 def _of_plan(asked: Asked) -> ExitStatus:
     """The proof for all states that runs of one plan save, and runs of the other go on from."""
-    from pipeproof.state.reshard.goals import require_gpt, training_faults, weights_of_side
+    from pipeproof.state.reshard.goals import require_one_of_each, training_faults, weights_of_side
     from pipeproof.state.reshard.padding import padded_map
     from pipeproof.state.reshard.sides import side_of_plan
     from pipeproof.state.save import values_of
@@ -82,7 +93,7 @@ def _of_plan(asked: Asked) -> ExitStatus:
     assert asked.plan is not None
     one, other = _lowered(asked.source), _lowered(asked.plan)
     for plan in (one, other):
-        require_gpt(plan)
+        require_one_of_each(plan)
     source, target = side_of_plan(one, str(asked.source)), side_of_plan(other, str(asked.plan))
     if asked.weights_only:
         source, target = weights_of_side(source), weights_of_side(target)
@@ -208,9 +219,11 @@ def _judged(
 
     findings = (*prove(source, state_map, target), *others)
     failed = any(finding.severity is Severity.ERROR for finding in findings)
-    outcome = Outcome(source, target, findings)
+    outcome = Outcome(source, target, findings, asked.picture)
     if not asked.as_json:
         show_findings(findings)
+    if asked.picture is not None and not failed:
+        draw(asked.picture, source, state_map, target)
     if failed or asked.out is None:
         show_outcome(outcome, asked.as_json)
     return ExitStatus.FAILED if failed else ExitStatus.OK, outcome

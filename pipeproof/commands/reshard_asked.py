@@ -26,6 +26,7 @@ class Asked:
     names: str | None
     weights_only: bool
     by_paddle: bool
+    picture: Path | None
     jobs: int
     as_json: bool
 
@@ -45,10 +46,13 @@ def require_sense(asked: Asked, *, check: bool) -> None:
         raise click.UsageError("give -o OUT, what to make, or --check to prove it alone")
     if is_plan(asked.source) and not check:
         raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
-    if asked.plan is not None and asked.plan.is_dir():
-        raise click.UsageError(f"{asked.plan} is a directory: --to names the plan that is to go on")
+    if asked.plan is not None and (asked.plan.is_dir() or asked.plan.suffix == FILE):
+        what = "a directory" if asked.plan.is_dir() else "a file of tensors"
+        raise click.UsageError(f"{asked.plan} is {what}: --to names the plan that is to go on")
     if asked.by_paddle and (asked.plan is None or asked.out is None):
-        raise click.UsageError("--format says how the state of a plan is written: give --to PLAN and -o OUT")
+        raise click.UsageError("--save-format says how the state of a plan is written: give --to PLAN and -o OUT")
+    if asked.out is not None and asked.picture is not None and asked.out.absolute() == asked.picture.absolute():
+        raise click.UsageError(f"-o and --picture are to make the same file, {asked.out}: name another picture")
     if asked.out is None:
         if asked.plan is None and asked.aoa is None and asked.names is None:
             raise click.UsageError("--check needs to know for what: a plan, --aoa or --names")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pipeproof.commands.line import console_for
 from pipeproof.specs.finding import Finding, Severity
 
 if TYPE_CHECKING:
+    from pipeproof.state.mapping import StateMap
     from pipeproof.state.reshard.carry import Made
     from pipeproof.state.reshard.sides import Side
 
@@ -35,6 +37,7 @@ class Outcome:
     source: Side
     target: Side
     findings: tuple[Finding, ...]
+    picture: Path | None = None
 
     @property
     def proved(self) -> bool:
@@ -73,6 +76,8 @@ def show_outcome(
         f"proved: {tensors}, {parts} of {outcome.source.name} to {_num_parts(outcome.target):,}: every element has "
         "its place"
     )
+    if outcome.picture is not None:
+        click.echo(f"picture written to {outcome.picture}")
     if made is not None and out is not None:
         size = f"{size_words(made.size_bytes)} in {counted(made.num_files, 'file')}"
         if made.was_there:
@@ -83,7 +88,23 @@ def show_outcome(
             speed = f", {size_words(round(made.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
             click.echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
         if plan is not None:
-            click.echo(f"go on: pipeproof run {plan} --resume {out}")
+            click.echo(f"go on: {shlex.join(['pipeproof', 'run', str(plan), '--resume', str(out)])}")
+
+
+def draw(file: Path, source: Side, state_map: StateMap, target: Side) -> None:
+    """Write the picture of what moves where.
+
+    Raises:
+        BadPlanError: PP924, there are more ranks or files than a picture can show.
+        OSError: the file cannot be written.
+    """
+    from pipeproof.state.reshard.flows import flows_of
+    from pipeproof.state.reshard.picture.page import flows_svg, require_few
+    from pipeproof.state.reshard.picture.sides import Named
+
+    require_few(source, target)
+    sides = (Named(side.name, None if side.plan is None else side.plan.mesh) for side in (source, target))
+    file.write_text(flows_svg(flows_of(source, state_map, target), *sides), encoding="utf-8")
 
 
 @contextmanager
@@ -94,7 +115,7 @@ def showing_progress(num_bytes: int) -> Iterator[tuple[Begun, Tell]]:
         if finished:
             click.echo(f"going on: {finished} of {num_files} files are there from an earlier call", err=True)
 
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
         from pipeproof.state.reshard.words import size_words
 
         last = time.monotonic()

@@ -11,36 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeproof.commands.complete import PLACE
 from pipeproof.commands.line import console_for, refusing_bad_plans
+from pipeproof.commands.reshard_asked import is_plan
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.finding import BadPlanError, PipeproofError
 
 if TYPE_CHECKING:
+    from pipeproof.commands.check import Form
     from pipeproof.state.checkpoint import Checkpoint
     from pipeproof.state.compare import StateComparison
 
 _MANY = 40
 """Of more tensors those that are alike are shown as one row."""
 _SHOWN = 20
-_Place = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("path", type=_Place)
-@click.argument("other", type=_Place, required=False)
+@click.argument("path", type=PLACE)
+@click.argument("other", type=PLACE, required=False)
 @click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
 @click.option("--verify", is_flag=True, help="Hold every file against the index, SHA-256 included; list all faults.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def state(path: Path, other: Path | None, *, md5: bool, verify: bool, as_json: bool) -> None:
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form) -> None:
     """Say what a checkpoint holds; with OTHER, which tensors of the two differ, and where.
 
     A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
     them, or one of Paddle's. The two may be of any topologies and kinds. An MD5 is that of a whole tensor's bytes,
     however it is cut. The exit status is 1 where --verify finds a fault or the two differ.
     """
+    for place in filter(None, (path, other)):
+        if is_plan(place) and place.is_file():
+            raise click.UsageError(f"{place} is a plan, which has no tensors: name what its runs saved")
     if md5 and other is not None:
         raise click.UsageError("two checkpoints are compared bit by bit; --md5 is of one")
-    with refusing_bad_plans("json" if as_json else "text", path), _as_bad_input():
+    as_json = form == "json"
+    with refusing_bad_plans(form, path), _as_bad_input():
         if verify and not _is_whole([path] if other is None else [path, other], as_json=as_json):
             sys.exit(ExitStatus.FAILED)
         from pipeproof.state.checkpoint import open_checkpoint
@@ -149,6 +155,7 @@ def _compare(one: Checkpoint, other: Checkpoint, *, as_json: bool) -> None:
 
 def _say_compared(one: Checkpoint, other: Checkpoint, comparison: StateComparison) -> None:
     from pipeproof.state.compare import what_differs
+    from pipeproof.state.reshard.words import counted
 
     for checkpoint, names in ((one, comparison.only_one), (other, comparison.only_other)):
         if names:
@@ -157,11 +164,15 @@ def _say_compared(one: Checkpoint, other: Checkpoint, comparison: StateCompariso
     for difference in comparison.differ[:_SHOWN]:
         click.echo(f"{difference.name}: {what_differs(difference)}")
     if len(comparison.differ) > _SHOWN:
-        click.echo(f"and {len(comparison.differ) - _SHOWN} more tensors; `--json` has them all")
+        click.echo(f"and {counted(len(comparison.differ) - _SHOWN, 'more tensor')}; `--format json` has them all")
     if comparison.steps is not None and comparison.steps[0] != comparison.steps[1]:
-        click.echo(f"one is the state after {comparison.steps[0]} steps, the other after {comparison.steps[1]}")
-    alike = f"{comparison.num_alike} tensors have the same type, shape and bits"
-    click.echo(f"{alike}, {len(comparison.differ)} differ" if not comparison.equal else f"all {alike}")
+        one_step, other_step = comparison.steps
+        click.echo(f"one is the state after {counted(one_step, 'step')}, the other after {other_step:,}")
+    have = "has" if comparison.num_alike == 1 else "have"
+    alike = f"{counted(comparison.num_alike, 'tensor')} {have} the same type, shape and bits"
+    differ = f"{len(comparison.differ):,} {'differs' if len(comparison.differ) == 1 else 'differ'}"
+    whole = "" if comparison.num_alike == 1 else "all "
+    click.echo(f"{whole}{alike}" if comparison.equal else f"{alike}, {differ}")
 
 
 def _write(content: dict[str, Any]) -> None:

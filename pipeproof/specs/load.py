@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pipeproof.specs.finding import BadPlanError, Finding, Location, Severity
 from pipeproof.specs.later import later_problems
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.problems import KeyPath, Problem, describe_value
+from pipeproof.specs.problems import KeyPath, Problem, describe_value, nearest_name
 from pipeproof.specs.pydantic_problems import problems_of
 from pipeproof.specs.source import LINE_BREAK, SourceMap
 from pipeproof.specs.yaml_tree import parse_text
@@ -125,7 +125,8 @@ def read_text(name: str) -> str:
             content = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreadable(f"cannot read `{name}`: {reason[:1].lower()}{reason[1:]}") from error
+        message = f"cannot read `{name}`: {reason[:1].lower()}{reason[1:]}"
+        raise _unreadable(message, help=_what_to_name(Path(name), error)) from error
     if len(content) > MAX_BYTES:
         raise _unreadable(f"`{name}` has more than {MAX_BYTES} bytes, which no plan needs")
     try:
@@ -137,6 +138,20 @@ def read_text(name: str) -> str:
             Location(name, len(before), len(before[-1]) + 1),
             help="save the file as UTF-8",
         ) from error
+
+
+def _what_to_name(path: Path, error: Exception) -> str | None:
+    if isinstance(error, IsADirectoryError):
+        return "name a file in it"
+    if isinstance(error, PermissionError):
+        return "give this user leave to read it"
+    if not isinstance(error, FileNotFoundError):
+        return None
+    try:
+        near = nearest_name(path.name, sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()))
+    except OSError:
+        near = None
+    return f"did you mean `{path.with_name(near)}`?" if near else "name a file that is there, as seen from here"
 
 
 def _unreadable(message: str, location: Location | None = None, help: str | None = None) -> PlanFileError:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from math import prod
+from operator import mul
+from types import EllipsisType
 from typing import NamedTuple
 
 NO_DIM = -1
@@ -31,6 +33,11 @@ class Box(NamedTuple):
         """How many elements it has."""
         return prod(self.extents)
 
+    @property
+    def slices(self) -> tuple[slice | EllipsisType, ...]:
+        """It as an index of an array, which gives a view; of a number, too, and not its value."""
+        return (*map(slice, self.offsets, self.stops), ...)
+
     def moved(self, by: Sequence[int]) -> Box:
         """The box of as many elements, ``by`` further along each dim."""
         return Box(tuple(start + step for start, step in zip(self.offsets, by, strict=True)), self.extents)
@@ -38,6 +45,11 @@ class Box(NamedTuple):
     def within(self, other: Box) -> Box:
         """The same elements, counted from the beginning of ``other``."""
         return self.moved([-start for start in other.offsets])
+
+    def between(self, dim: int, start: int, stop: int) -> Box:
+        """As far as it goes along the other dims; along ``dim`` from ``start`` to ``stop`` of the tensor."""
+        offsets = (*self.offsets[:dim], start, *self.offsets[dim + 1 :])
+        return Box(offsets, (*self.extents[:dim], stop - start, *self.extents[dim + 1 :]))
 
     def permuted(self, permutation: Sequence[int]) -> Box:
         """As seen when dim i of the result is dim ``permutation[i]`` of the tensor, or a new one of one element."""
@@ -89,14 +101,20 @@ def _without(box: Box, other: Box) -> Iterator[Box]:
     for dim, (start, stop) in enumerate(zip(common.offsets, common.stops, strict=True)):
         for first, last in ((rest.offsets[dim], start), (stop, rest.stops[dim])):
             if first < last:
-                yield _with_dim(rest, dim, first, last)
-        rest = _with_dim(rest, dim, start, stop)
+                yield rest.between(dim, first, last)
+        rest = rest.between(dim, start, stop)
 
 
-def _with_dim(box: Box, dim: int, start: int, stop: int) -> Box:
-    offsets, extents = list(box.offsets), list(box.extents)
-    offsets[dim], extents[dim] = start, stop - start
-    return Box(tuple(offsets), tuple(extents))
+def row_numels(extents: Sequence[int]) -> list[int]:
+    """By dim how many elements lie, in C order, from one index to the next."""
+    return [prod(extents[dim + 1 :]) for dim in range(len(extents))]
+
+
+def span_of(box: Box, extents: Sequence[int]) -> tuple[int, int]:
+    """Which elements of an array, flattened in C order, a box of it goes from and to; not all between are the box's."""
+    rows = row_numels(extents)
+    last = sum(map(mul, (stop - 1 for stop in box.stops), rows))
+    return sum(map(mul, box.offsets, rows)), last + 1
 
 
 def flat_boxes(extents: Sequence[int], flat: tuple[int, int]) -> Iterator[Box]:

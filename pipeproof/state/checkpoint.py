@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from pipeproof.state.codes import StateError, unreadable
-from pipeproof.state.header import Header, StoredArray, read_header
+from pipeproof.state.codes import StateError, reading
+from pipeproof.state.header import Header, StoredArray, read_header, require_array
 from pipeproof.state.index import INDEX_FILE, Shard, ShardFile, StateIndex, TensorEntry, parse_index
 from pipeproof.state.load import SavedState, find_state
 from pipeproof.state.seal import seal_in
@@ -119,7 +119,7 @@ def _of_state(state: SavedState) -> Checkpoint:
                 message = f"{index_file}: the part of {shard.tensor} in {file.name} has {len(shard.extents)} dims"
                 raise StateError(f"{message}, and the tensor {len(entry.shape)}", _MEND)
             key = file.key_of(shard.tensor)
-            array = _require(path, header, key, entry.dtype, shard.shape)
+            array = require_array(path, header, key, entry.dtype, shard.shape, _MEND)
             parts.setdefault(shard.tensor, []).append(StoredPart(shard, path, key, array.start, file.rank))
         _require_no_more(path, header, [file.key_of(shard.tensor) for shard in file.shards])
     return Checkpoint(state.directory, "state", index.tensors, _in_order(parts), files, index)
@@ -132,7 +132,7 @@ def _merged(file: Path) -> Checkpoint:
     if INDEX_KEY in header.metadata:
         index = parse_index(header.metadata[INDEX_KEY], f"`{INDEX_KEY}` in the metadata of {file}", _MEND)
         for name, entry in index.tensors.items():
-            _require(file, header, name, entry.dtype, entry.shape)
+            require_array(file, header, name, entry.dtype, entry.shape, _MEND)
         _require_no_more(file, header, index.tensors)
         tensors = dict(index.tensors)
     parts = {name: (_whole(name, entry, file, header.arrays[name]),) for name, entry in tensors.items()}
@@ -142,13 +142,13 @@ def _merged(file: Path) -> Checkpoint:
 def _of_many(place: Path) -> Checkpoint:
     """A directory as Hugging Face has it: the index gives for each tensor its file."""
     file = place / _OPEN_INDEX
+    with reading(file, _MEND):
+        content = file.read_bytes()
     try:
-        by_name = _weight_map(json.loads(file.read_bytes()))
+        by_name = _weight_map(json.loads(content))
         names_of = dict[str, list[str]]()
         for name, file_name in by_name.items():
             names_of.setdefault(_file_name(file_name), []).append(name)
-    except OSError as error:
-        raise unreadable(file, error, _MEND) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", _MEND) from error
     tensors, parts = dict[str, TensorEntry](), dict[str, tuple[StoredPart, ...]]()
@@ -188,17 +188,6 @@ def _header_of_size(path: Path, file: ShardFile) -> Header:
         message = f"{path} has {header.size_bytes} bytes, and the index says {file.size_bytes}"
         raise StateError(message, _MEND)
     return header
-
-
-def _require(path: Path, header: Header, name: str, dtype: str, shape: tuple[int, ...]) -> StoredArray:
-    """The array of a file, which is as an index says."""
-    array = header.arrays.get(name)
-    if array is None:
-        raise StateError(f"{path} is to hold {name}, and it is not there", _MEND)
-    if array.dtype != dtype or (array.shape or (1,)) != (shape or (1,)):  # Paddle's numbers have one dim
-        message = f"{path} has {name} as {array.dtype} {list(array.shape)}"
-        raise StateError(f"{message}, and the index says {dtype} {list(shape)}", _MEND)
-    return array
 
 
 def _require_no_more(path: Path, header: Header, names: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeproof.specs.codes import ExampleKind, RuleDoc
@@ -34,8 +36,16 @@ class StateError(PipeproofError):
         super().__init__(Finding(NOT_THIS_STATE.code, Severity.ERROR, message, help=mend))
 
 
-def unreadable(path: Path, error: OSError, mend: str) -> StateError:
-    """What is said of a file that the system does not read; ``mend`` is for files that are not there, or broken."""
-    if isinstance(error, PermissionError):
-        mend = "give this user leave to read it"
-    return StateError(f"{path} cannot be read: {error.strerror}", mend)
+@contextmanager
+def reading(path: Path, mend: str) -> Iterator[None]:
+    """Name the file that the system does not read; ``mend`` is for files that are not there, or broken.
+
+    Raises:
+        StateError: in place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            mend = "give this user leave to read it"
+        raise StateError(f"{path} cannot be read: {error.strerror}", mend) from error

@@ -14,6 +14,7 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.digests import over_tensors
 from pipeproof.state.index import TensorEntry
+from pipeproof.state.reshard.cast import CAST_DTYPES, bits_dtype, cast
 from pipeproof.state.stream import tensor_blocks
 
 _Bytes = npt.NDArray[np.uint8]
@@ -133,7 +134,7 @@ def _first_run(places: npt.NDArray[np.int64], first: int, last: int) -> tuple[in
 def _farther(
     farthest: float | None, dtype: str, left: _Bytes, right: _Bytes, places: npt.NDArray[np.int64]
 ) -> float | None:
-    if dtype not in ("float16", "bfloat16", "float32", "float64", "int32", "int64"):
+    if dtype not in (*CAST_DTYPES, "int32", "int64"):
         return farthest
     one, other = (_numbers(side, dtype, places) for side in (left, right))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -143,9 +144,8 @@ def _farther(
 
 
 def _numbers(content: _Bytes, dtype: str, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    if dtype == "bfloat16":  # the upper half of a float32
-        upper = content.view(np.uint16)[places].astype(np.uint32) << 16
-        return upper.view(np.float32).astype(np.float64)
+    if dtype in CAST_DTYPES:
+        return cast(content.view(bits_dtype(dtype))[places], dtype, "float64").view(np.float64)
     return content.view(dtype)[places].astype(np.float64)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pipeproof.state.checkpoint import Checkpoint, StoredPart
 from pipeproof.state.digests import entry_bytes
 from pipeproof.state.index import TensorEntry
+from pipeproof.state.reshard.words import counted
 
 _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
 """A number between dots: of a layer, of an expert."""
@@ -45,7 +46,7 @@ def tensor_rows(checkpoint: Checkpoint, *, fold: bool) -> list[TensorRow]:
             pattern = _NUMBER.sub("*", name) if fold else name
             rows.setdefault((pattern, entry.kind, entry.dtype, entry.shape, cuts[name], of_it), []).append(name)
     return [
-        TensorRow(_common_name(names), len(names), tensors[names[0]], cuts[names[0]], str(alike[-1]))
+        TensorRow(common_name(names), len(names), tensors[names[0]], cuts[names[0]], str(alike[-1]))
         for alike, names in rows.items()
     ]
 
@@ -89,13 +90,12 @@ def what_it_is(checkpoint: Checkpoint) -> list[str]:
     """Lines that say what was opened, when it was saved and by whom."""
     words = {"state": "a state", "merged": "whole tensors", "flex": "a checkpoint of Paddle's (flex)"}
     index, num_files = checkpoint.index, len(checkpoint.files)
-    files = "1 file" if num_files == 1 else f"{num_files} files"
-    lines = [f"{checkpoint.place}: {words[checkpoint.kind]}, {len(checkpoint.tensors)} tensors in {files}"]
+    tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(num_files, "file")
+    lines = [f"{checkpoint.place}: {words[checkpoint.kind]}, {tensors} in {files}"]
     if index is not None:
         versions = ", ".join(f"{name} {version}" for name, version in index.versions.items())
         mesh = " x ".join(f"{axis} {size}" for axis, size in index.mesh.items() if size > 1)
-        steps = "1 step" if index.steps_done == 1 else f"{index.steps_done} steps"
-        after = f"after {steps}" if index.steps_done else "before the first step"
+        after = f"after {counted(index.steps_done, 'step')}" if index.steps_done else "before the first step"
         lines += [
             f"{after}, saved with {index.framework} ({versions})",
             f"plan {index.digest[:12]}, {mesh or 'one rank'}",
@@ -129,7 +129,7 @@ def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _common_name(names: Sequence[str]) -> str:
+def common_name(names: Sequence[str]) -> str:
     """One name for all: a range where their numbers are the same or consecutive, ``*`` elsewhere."""
     numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]

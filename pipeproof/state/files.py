@@ -14,9 +14,10 @@ import numpy.typing as npt
 from safetensors import TensorSpec, serialize_file
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.codes import StateError
-from pipeproof.state.header import read_header
+from pipeproof.state.codes import StateError, reading
+from pipeproof.state.header import read_header, require_array
 from pipeproof.state.index import ShardFile, TensorEntry
+from pipeproof.state.ranges import RangeReader
 from pipeproof.state.regular import regular_size
 
 _BLOCK = 2**20
@@ -57,14 +58,13 @@ def read_file(path: Path) -> dict[str, ByteArray]:
     Raises:
         StateError: it is not there, or no such file.
     """
-    arrays = read_header(path).arrays
-    try:
-        content = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+    header = read_header(path)
+    content = np.empty(header.size_bytes, np.uint8)
+    with RangeReader(_MEND) as reader:
+        reader.read(path, 0, content)
     return {
         name: ByteArray(one.dtype, one.shape, content[one.start : one.start + one.num_bytes])
-        for name, one in arrays.items()
+        for name, one in header.arrays.items()
     }
 
 
@@ -75,37 +75,38 @@ def require_whole(directory: Path, file: ShardFile, tensors: Mapping[str, Tensor
         StateError: it is missing, shorter or longer, has other content, or holds other tensors.
     """
     path = directory / file.name
-    try:
-        size = regular_size(path)
-    except FileNotFoundError as error:
-        first = file.shards[0].tensor if file.shards else "nothing"
-        raise StateError(f"{path} is missing; it holds {len(file.shards)} tensors, {first} first", _MEND) from error
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+    with reading(path, _MEND):
+        try:
+            size = regular_size(path)
+        except FileNotFoundError as error:
+            first = file.shards[0].tensor if file.shards else "nothing"
+            raise StateError(f"{path} is missing; it holds {len(file.shards)} tensors, {first} first", _MEND) from error
     if size != file.size_bytes:
         how = "cut short" if size < file.size_bytes else "longer"
         raise StateError(f"{path} is {how}: it has {size} bytes, and the index says {file.size_bytes}", _MEND)
-    try:
-        sha256 = digest_of(path)
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
-    if sha256 != file.sha256:
-        raise StateError(f"{path} was changed: its SHA-256 is not the {file.sha256[:12]}.. of the index", _MEND)
+    require_sha256(path, file.sha256, _MEND)
     _require_header(path, file, tensors)
 
 
 def _require_header(path: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
-    found = read_header(path).arrays
+    header = read_header(path)
     for shard in file.shards:
-        name, key = shard.tensor, file.key_of(shard.tensor)
-        if name not in tensors or key not in found:
-            where = "the index has no tensor of that name" if key in found else "it is not there"
-            raise StateError(f"{path} is to hold {name}, and {where}", _MEND)
-        part = found[key]
-        is_now = part.dtype, part.shape or (1,)  # Paddle's numbers have one dim
-        if is_now != (tensors[name].dtype, shard.shape or (1,)):
-            message = f"{path} has {name} as {is_now[0]} {list(is_now[1])}"
-            raise StateError(f"{message}, and the index says {tensors[name].dtype} {list(shard.shape)}", _MEND)
+        if shard.tensor not in tensors:
+            message = f"{path} is to hold {shard.tensor}, and the index has no tensor of that name"
+            raise StateError(message, _MEND)
+        require_array(path, header, file.key_of(shard.tensor), tensors[shard.tensor].dtype, shard.shape, _MEND)
+
+
+def require_sha256(path: Path, sha256: str, mend: str, between: Callable[[], None] = lambda: None) -> None:
+    """Refuse a file whose SHA-256 is not that of the index; ``between`` is as for ``digest_of``.
+
+    Raises:
+        StateError: it has another one, or cannot be read.
+    """
+    with reading(path, mend):
+        found = digest_of(path, between)
+    if found != sha256:
+        raise StateError(f"{path} was changed: its SHA-256 is not the {sha256[:12]}.. of the index", mend)
 
 
 def digest_of(path: Path, between: Callable[[], None] = lambda: None, start: bytes = b"") -> str:

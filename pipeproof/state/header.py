@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.codes import StateError, unreadable
+from pipeproof.state.codes import StateError, reading
 from pipeproof.state.regular import regular_size
 
 METADATA = "__metadata__"
@@ -79,15 +79,13 @@ def read_header(path: Path) -> Header:
     Raises:
         StateError: the file cannot be read, is cut short or longer, or has a header that is none.
     """
-    try:
+    with reading(path, _MEND):
         size = regular_size(path)
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_BYTES):
                 raise StateError(f"{path} is cut short, or no safetensors file: it has {size} bytes", _MEND)
             content = stream.read(length)
-    except OSError as error:
-        raise unreadable(path, error, _MEND) from error
     try:
         table = json.loads(content, object_pairs_hook=_once)
         metadata = _texts(table.pop(METADATA, {}))
@@ -112,6 +110,21 @@ def read_header(path: Path) -> Header:
         how = "cut short" if size < whole else "longer"
         raise StateError(f"{path} is {how}: it has {size} bytes, and its header says {whole}", _MEND)
     return Header(arrays, metadata, whole)
+
+
+def require_array(path: Path, header: Header, key: str, dtype: str, shape: tuple[int, ...], mend: str) -> StoredArray:
+    """The array of a file that an index speaks of; Paddle's numbers have one dim.
+
+    Raises:
+        StateError: it is not there, or not of the type and shape that the index says.
+    """
+    array = header.arrays.get(key)
+    if array is None:
+        raise StateError(f"{path} is to hold {key}, and it is not there", mend)
+    if array.dtype != dtype or (array.shape or (1,)) != (shape or (1,)):
+        message = f"{path} has {key} as {array.dtype} {list(array.shape)}"
+        raise StateError(f"{message}, and the index says {dtype} {list(shape)}", mend)
+    return array
 
 
 def header_bytes(path: Path) -> bytes:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from pipeproof.state.boxes import Box, flat_boxes
-from pipeproof.state.codes import StateError, unreadable
+from pipeproof.state.codes import StateError, reading
 from pipeproof.state.regular import regular_size
 
 INDEX_FILE = "index.json"
@@ -35,7 +35,7 @@ _BY_NAME: dict[str, JsonValue] = {"required": []}
 """For a mapping whose keys are names: none of them must be there."""
 _Keys: TypeAlias = Annotated[dict[str, str], Field(json_schema_extra=_BY_NAME)]
 Cut: TypeAlias = Annotated[dict[str, _Count | Literal["flat"]], Field(json_schema_extra=_BY_NAME)]
-TensorKind = Literal["weight", "moment", "counter", "expert_bias"]
+TensorKind = Literal["weight", "moment", "counter", "expert_bias", "buffer"]
 
 
 class _Part(BaseModel):
@@ -47,7 +47,8 @@ class TensorEntry(_Part):
 
     kind: TensorKind = Field(
         description="`weight`: what the optimizer updates; `moment`: what it keeps, of a weight's shape; `counter`: "
-        "what it keeps beside; `expert_bias`: what moves a router's choice."
+        "what it keeps beside; `expert_bias`: what moves a router's choice; `buffer`: what an own layer changes "
+        "beside; of several data-parallel replicas each has its own, and they stand along dim 0."
     )
     dtype: str = Field(description="Type of the elements.")
     shape: _Dims = Field(description="The whole tensor's, as if there were one rank.")
@@ -173,12 +174,10 @@ def read_index(directory: Path) -> StateIndex:
     """
     file = directory / INDEX_FILE
     mend = "name a directory that `pipeproof run --save` wrote"
-    try:
+    with reading(file, mend):
         if regular_size(file) > MAX_BYTES:
             raise StateError(f"{file} has more than {MAX_BYTES} bytes", mend)
         content = file.read_bytes()
-    except OSError as error:
-        raise unreadable(file, error, mend) from error
     return parse_index(content, str(file), mend)
 
 

@@ -15,7 +15,7 @@ from math import prod
 from pipeproof.comm.held import index_of
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.layers import Parameter, loss_dtype
+from pipeproof.stages.describe.layers import Buffer, Parameter, loss_dtype
 from pipeproof.stages.describe.shares import num_shares, share_range
 from pipeproof.state.boxes import whole_box
 from pipeproof.state.index import Cut, Shard, TensorEntry
@@ -36,7 +36,8 @@ class Piece:
     """One part of the state on one rank.
 
     ``weight`` and ``slot`` say where it is there: a weight itself (no slot), what the optimizer keeps of it (the
-    slot's name), or the bias of the router ``weight`` (slot ``bias``). ``writer`` is the rank that writes it.
+    slot's name), the bias of the router ``weight`` (slot ``bias``), or the buffer ``weight`` of an own layer (no
+    slot). ``writer`` is the rank that writes it.
     """
 
     weight: str
@@ -47,7 +48,11 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the rank has; a counter is a number, whatever dims a framework gives it."""
+        """What the rank has.
+
+        A counter is a number, whatever dims a framework gives it; a buffer has the replicas as a dim before its own,
+        where there are several.
+        """
         return self.shard.shape
 
 
@@ -62,7 +67,7 @@ def file_name(rank: int) -> str:
 
 
 def pieces_of(plan: LoweredPlan, rank: int) -> Iterator[Piece]:
-    """What a rank has of the state, in the order of its stages. The plan is one of a GPT."""
+    """What a rank has of the state, in the order of its stages."""
     return _pieces(_kinds(plan, plan.mesh.coords(rank)["pp"]), plan, rank)
 
 
@@ -128,6 +133,9 @@ def _kinds(plan: LoweredPlan, pp: int) -> Iterator[_Kind]:
                 yield from _kinds_of_weight(plan, parameter, min(plan.shared_weights.places(stage, parameter.name)))
         for name in routers(plan.layers_of(stage)) if moves_biases(plan.spec) else ():
             yield _Kind(name, "bias", bias_name(name), _bias(plan), None, holders[0])
+        for layer in plan.layers_of(stage):
+            for buffer in layer.buffers:
+                yield _Kind(buffer.name, "", buffer.name, _buffer(plan, buffer), None, holders[0])
 
 
 def _kinds_of_weight(plan: LoweredPlan, parameter: Parameter, first_pp: int) -> Iterator[_Kind]:
@@ -152,11 +160,41 @@ def _bias(plan: LoweredPlan) -> TensorEntry:
     return TensorEntry(kind="expert_bias", dtype=loss_dtype(run.dtype) or run.dtype, shape=(moe.num_experts,), cut={})
 
 
+def _buffer(plan: LoweredPlan, buffer: Buffer) -> TensorEntry:
+    """Each replica's own; one alone has it as the layer does."""
+    replicas = plan.mesh.size("dp")
+    if replicas == 1:
+        return TensorEntry(kind="buffer", dtype=buffer.dtype, shape=buffer.shape, cut={})
+    return TensorEntry(kind="buffer", dtype=buffer.dtype, shape=(replicas, *buffer.shape), cut={"dp": 0})
+
+
+def buffer_of_copies(plan: LoweredPlan) -> str | None:
+    """The first buffer of a stage that stands on several pipeline ranks: each changes it by other micro-batches."""
+    return next(
+        (
+            buffer.name
+            for stage, holders in enumerate(plan.holders)
+            if len(holders) > 1
+            for layer in plan.layers_of(stage)
+            for buffer in layer.buffers
+        ),
+        None,
+    )
+
+
+def words_of_copies(buffer: str, schedule: str) -> tuple[str, str]:
+    """What is wrong with such a buffer, and what can be done."""
+    message = f"{schedule} has copies of the stage of `{buffer}`, and each changes it by its own micro-batches"
+    return f"{message}: no state has both", "use a schedule with one copy of each stage, such as 1f1b or interleaved"
+
+
 def _pieces(kinds: Iterable[_Kind], plan: LoweredPlan, rank: int) -> Iterator[Piece]:
     coords, shares = plan.mesh.coords(rank), num_shares(plan.spec)
     for kind in kinds:
         tensor, flat = kind.tensor, None
         offsets, extents = whole_box(tensor.shape)
+        if tensor.kind == "buffer" and tensor.cut:
+            offsets, extents = (coords["dp"], *offsets[1:]), (1, *extents[1:])
         if kind.parameter is not None:
             box = index_of(plan, kind.parameter, rank)
             if tensor.kind != "counter":

@@ -85,8 +85,7 @@ def read_whole(state: SavedState) -> dict[str, ByteArray]:
     for file in state.index.files:
         content = read_file(state.directory / file.name)
         for shard in file.shards:
-            place = tuple(map(slice, shard.offsets, Box(shard.offsets, shard.extents).stops))
-            part = whole[shard.tensor][place]
+            part = whole[shard.tensor][Box(shard.offsets, shard.extents).slices]
             elements = np.array(part).reshape(-1, part.shape[-1])
             there = slice(None) if shard.flat is None else slice(*shard.flat)
             elements[there] = content[file.key_of(shard.tensor)].content.reshape(-1, part.shape[-1])

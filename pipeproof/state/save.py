@@ -12,15 +12,17 @@ import platform
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from pipeproof import __version__
 from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.files import ByteArray, sync, write_file
-from pipeproof.state.index import INDEX_FILE, ShardFile, StateIndex, index_text
+from pipeproof.state.index import INDEX_FILE, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.layout import file_name, pieces_of, whole_state
 
 _NOT_VALUES = ("steps", "replay", "device", "backend")
@@ -77,21 +79,12 @@ def finish_state(
     directory, final = part_directory(root, steps_done, job), step_directory(root, steps_done)
     notes = [directory / f"rank{rank}.json" for rank in range(plan.mesh.num_ranks)]
     files = tuple(ShardFile.model_validate_json(note.read_bytes()) for note in notes)
-    backend = plan.spec.run.backend
-    index = StateIndex(
-        pipeproof_state=1,
-        steps_done=steps_done,
+    index = index_of_plan(
+        plan,
+        steps_done,
         digest=digest,
         from_beginning=from_beginning,
-        framework=backend,
-        versions={
-            "pipeproof": __version__,
-            backend: framework_version,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
-        values=values_of(plan.spec),
+        versions={"pipeproof": __version__, plan.spec.run.backend: framework_version},
         tensors=whole_state(plan),
         files=files,
     )
@@ -105,6 +98,32 @@ def finish_state(
     return final
 
 
+def index_of_plan(
+    plan: LoweredPlan,
+    steps_done: int,
+    *,
+    digest: str = "",
+    from_beginning: bool = True,
+    versions: Mapping[str, str] = MappingProxyType({}),
+    tensors: Mapping[str, TensorEntry] = MappingProxyType({}),
+    files: tuple[ShardFile, ...] = (),
+) -> StateIndex:
+    """The index of a state of a plan; to ``versions`` it adds those of what is running."""
+    running = {"pipeproof": __version__, "numpy": np.__version__, "python": platform.python_version()}
+    return StateIndex(
+        pipeproof_state=1,
+        steps_done=steps_done,
+        digest=digest,
+        from_beginning=from_beginning,
+        framework=plan.spec.run.backend,
+        versions={**versions, **running},
+        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        values=values_of(plan.spec),
+        tensors=dict(tensors),
+        files=files,
+    )
+
+
 def remove_parts(root: Path, job: str) -> None:
     """Remove what a run of that name left unfinished."""
     for directory in root.glob(f".step-*.{job}.part"):
@@ -114,10 +133,23 @@ def remove_parts(root: Path, job: str) -> None:
 def values_of(spec: PlanSpec) -> dict[str, Any]:
     """The plan's keys on which the values of training depend beside its graph, dotted."""
     run = {key: value for key, value in spec.run.model_dump(mode="json").items() if key not in _NOT_VALUES}
-    sections = {"model": spec.model.model_dump(mode="json"), "loss": spec.loss.model_dump(mode="json"), "run": run}
+    own = spec.own_layers
+    model = spec.model.model_dump(mode="json") if own is None else _of_own_layers(own)
+    sections = {"model": model, "loss": spec.loss.model_dump(mode="json"), "run": run}
     sections["schedule"] = spec.schedule.model_dump(mode="json", include=_OF_SCHEDULE)
     sections["memory"] = {"shard_optimizer": spec.memory.shard_optimizer}
     return dict(_dotted("", sections))
+
+
+def _of_own_layers(model: LayersSpec) -> dict[str, Any]:
+    """What is declared of layers, by their places and names; where their file stands is no value."""
+    layers: dict[str, Any] = {str(place): layer.name for place, layer in enumerate(model.layers)}
+    for layer in model.layers:  # whose names begin with no digit
+        about = layer.model_dump(mode="json", include={"kind", "out", "borrows"}, exclude_none=True)
+        parameters = {weight.name: list(weight.shape) for weight in layer.parameters}
+        buffers = {buffer.name: buffer.model_dump(mode="json", exclude={"name"}) for buffer in layer.buffers}
+        layers[layer.name] = {**about, "parameters": parameters, "buffers": buffers}
+    return {"kind": model.kind, "layers": layers}
 
 
 def _dotted(prefix: str, value: Any) -> list[tuple[str, Any]]:

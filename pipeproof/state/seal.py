@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipeproof.state.codes import StateError
+from pipeproof.state.codes import StateError, reading
 from pipeproof.state.files import digest_of
 from pipeproof.state.header import header_bytes
 
@@ -53,9 +53,7 @@ def require_sealed(path: Path, seal: str, between: Callable[[], None] = lambda: 
     Raises:
         StateError: a byte of it was changed, or it cannot be read.
     """
-    try:
+    with reading(path, _MEND):
         sha256 = digest_of(path, between, unsealed(header_bytes(path), seal))
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
     if sha256 != seal:
         raise StateError(f"{path} was changed: its SHA-256 is not the {seal[:12]}.. that it has of itself", _MEND)

@@ -9,6 +9,7 @@ dp 4 with 2 each.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -37,6 +38,10 @@ _OF_TRAINING = (
 """Keys that say how a model is trained, and not what its weights mean."""
 
 
+_SAID_OF_LAYERS = re.compile(r"model\.layers\..+\.kind")
+"""What a plan need not say of its own layers; it matters where both do."""
+
+
 class _Difference(NamedTuple):
     key: str
     was: str
@@ -53,6 +58,7 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
         StateError: another framework saved it, whose optimizer keeps other numbers, or some keys differ.
     """
     backend = plan.spec.run.backend
+    _require_same_replicas(index, plan)
     if index.is_weights_only:
         _require_none(_of_model(index.values, values_of(plan.spec)), "these weights are of another model")
         return
@@ -67,6 +73,20 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
     if index.digest != digest:
         differ += _of_data(index, plan)
     _require_none(differ, "the state was saved by a run of another plan")
+
+
+def _require_same_replicas(index: StateIndex, plan: LoweredPlan) -> None:
+    """What each data-parallel replica has made of its buffers is of no use to more of them, or to fewer."""
+    was, is_now = index.mesh.get("dp", 1), plan.mesh.size("dp")
+    names = [buffer.name for layer in plan.layers for buffer in layer.buffers]
+    if was == is_now or not names:
+        return
+    more = f" (and {len(names) - 1} more buffers)" if len(names) > 1 else ""
+    raise StateError(
+        f"each data-parallel replica has a `{names[0]}` of its own{more}, which it alone changes; the state was saved "
+        f"with topology.dp {was}, and the plan has {is_now}",
+        f"give topology.dp {was}, with any pp and schedule; of layers that change no buffers dp may change, too",
+    )
 
 
 def _require_none(differ: list[_Difference], what: str) -> None:
@@ -115,13 +135,17 @@ def _size_of(values: _Values, number: int, num_micro_batches: int) -> str:
     last = values.get(_LAST) if place == num_micro_batches - 1 else None
     length = lengths[place] if isinstance(lengths, list) and place < len(lengths) else None
     rows = values.get("schedule.micro_batch_size") if last is None else last
-    return f"{rows} x {values.get('model.seq_length') if length is None else length} tokens"
+    length = values.get("model.seq_length") if length is None else length
+    return f"{rows} rows" if length is None else f"{rows} x {length} tokens"
 
 
 def _differing(saved: _Values, wanted: _Values, keys: list[str]) -> list[_Difference]:
     """A key that is not there is none that was given: later releases have more of them."""
     return [
-        _Difference(key, _shown(saved, key), _shown(wanted, key)) for key in keys if saved.get(key) != wanted.get(key)
+        _Difference(key, _shown(saved, key), _shown(wanted, key))
+        for key in keys
+        if saved.get(key) != wanted.get(key)
+        and not (_SAID_OF_LAYERS.fullmatch(key) and None in (saved.get(key), wanted.get(key)))
     ]
 
 

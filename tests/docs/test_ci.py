@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeproof import __version__
 from pipeproof.cli import main
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.baseline_file import load_baseline
@@ -18,7 +19,7 @@ from tests.plans import plan_dict
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-(PRE_COMMIT,) = (block for block in BLOCKS if "repos" in block)
+PRE_COMMIT, LOCAL = (block for block in BLOCKS if "repos" in block)
 (WORKFLOW,) = (block for block in BLOCKS if "jobs" in block)
 (GITLAB,) = (block for block in BLOCKS if "plans" in block)
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
@@ -88,6 +89,18 @@ def test_what_the_hook_runs_passes_and_fails(project):
     failed = bash(line, project)
     assert failed.returncode == 1
     assert "error[PP201]" in failed.stdout
+
+
+def test_the_hook_of_what_is_installed_is_the_same_and_takes_plans():
+    (hook,), (other,) = LOCAL["repos"][0]["hooks"], PRE_COMMIT["repos"][0]["hooks"]
+    assert (hook["entry"], hook["args"]) == (HOOK["entry"], other["args"])
+    picks = re.compile(hook["files"]).search
+    assert all(map(picks, ("plans/a.yaml", "x/plans/b.yml", "plans/c.json")))
+    assert not any(map(picks, ("plans/README.md", "airplanes/a.yaml", "plans/old/x.yaml")))
+
+
+def test_the_version_that_is_shown_is_the_one_that_there_is():
+    assert set(re.findall(r"\bv(\d+\.\d+\.\d+)\b", PAGE)) == {__version__}
 
 
 # --- GitHub ---

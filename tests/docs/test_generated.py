@@ -98,6 +98,11 @@ def test_pictures_show_what_the_commands_print(docs_module, name):
     assert words(committed) == words(fresh), "stale; run `python docs/make_pictures.py`"
 
 
+def test_the_picture_of_a_reshard_is_what_the_command_draws(docs_module):
+    committed = (ROOT / "docs" / "images" / "reshard.svg").read_text(encoding="utf-8")
+    assert committed == docs_module("make_pictures").moves(), "stale; run `python docs/make_pictures.py`"
+
+
 def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
     """Its other numbers are the machine's; ``python docs/make_pictures.py --run`` makes it anew."""
     digest = check(load_plan(ROOT / "examples" / "gpt_pp4.yaml")).digest
@@ -106,7 +111,7 @@ def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
     assert "bit for bit" in picture
 
 
-@pytest.mark.parametrize("name", ["check", "simulate", "run"])
+@pytest.mark.parametrize("name", ["check", "simulate", "run", "reshard"])
 def test_pictures_load_nothing_from_elsewhere(name):
     picture = (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")
     assert "@font-face" not in picture

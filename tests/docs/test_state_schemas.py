@@ -1,4 +1,4 @@
-"""The JSON of ``pipeproof reshard`` and ``pipeproof state`` is what the published schemas say."""
+"""The JSON of ``pipeproof reshard``, ``pipeproof state`` and ``pipeproof aoa`` is what the published schemas say."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from pipeproof.cli import main
 from tests.state.reshard.plans import DENSE, state_of, write_plan
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
+SLOTS = ("beta1_power", "beta2_power", "moment1", "moment2")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def there(tmp_path_factory):
 
 def written(there, *words, schema, status=0):
     words = [str(there / word) if (there / word).exists() or word == "made" else word for word in words]
-    result = CliRunner().invoke(main, [*words, "--json"])
+    result = CliRunner().invoke(main, [*words, "--format", "json"])
     assert result.exit_code == status, result.output
     content = json.loads(result.stdout)
     Draft202012Validator(json.loads((FOLDER / f"{schema}.schema.json").read_text())).validate(content)
@@ -50,6 +51,16 @@ def test_what_a_checkpoint_holds(there):
     assert written(there, "state", "of_a", schema="checkpoint")["steps_done"] == 3
     assert written(there, "state", "one.safetensors", schema="checkpoint")["steps_done"] is None
     assert "md5" in written(there, "state", "of_a", "--md5", schema="checkpoint")
+
+
+def test_what_statements_make(there):
+    (there / "map.aoa").write_text("embed.weight^T -> c\nhead.weight -> _\n")
+    content = written(there, "aoa", "map.aoa", "--source", "a.yaml", schema="aoa")
+    assert content["removed"] == ["head.weight", *(f"optimizer/{slot}/head.weight" for slot in SLOTS)]
+    assert content["tensors"]["c"]["slabs"][0]["permutation"] == [1, 0]
+    assert written(there, "aoa", "map.aoa", "--source", "of_a", "--expand", schema="aoa").keys() == {"aoa_statements"}
+    written(there, "aoa", "a.yaml", "--from", "pipeproof", "--to", "huggingface", schema="aoa")
+    written(there, "aoa", "nothing", "--source", "a.yaml", schema="check", status=2)
 
 
 def test_how_two_differ_and_what_is_at_fault(there):

@@ -1,6 +1,7 @@
 """A state goes to ranks of any other topology as it is, and training goes on from it where it was."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pipeproof.exec.kept import KeptState, go_on, prepared
 from pipeproof.specs.finding import PipeproofError
 from pipeproof.stages.describe.synthetic import initial_weight
-from pipeproof.state import parts
+from pipeproof.state import parts, ranges
 from pipeproof.state.codes import StateError
 from pipeproof.state.fits import require_fits
 from pipeproof.state.index import INDEX_FILE, StateIndex, index_text
@@ -101,20 +102,21 @@ def test_parts_are_read_in_blocks_of_whatever_size(tmp_path, monkeypatch, one, o
     write(source, tmp_path)
     state = find_state(tmp_path)
     expected = [read_part(state, target.plan, rank) for rank in range(target.plan.mesh.num_ranks)]
-    sizes = []
-    read = parts._Files.read
+    beside, straight = [], []
+    read = ranges.RangeReader.read
 
-    def noted(files, file, start, box, extents, item):
-        sizes.append(parts._span(box, extents) * item)
-        return read(files, file, start, box, extents, item)
+    def noted(reader, path, start, content, *more):
+        (beside if content.base is reader._beside else straight).append(content.nbytes)
+        return read(reader, path, start, content, *more)
 
-    monkeypatch.setattr(parts, "_BLOCK", 48)
-    monkeypatch.setattr(parts, "_GAP", 16)
-    monkeypatch.setattr(parts._Files, "read", noted)
+    monkeypatch.setattr(parts, "RangeReader", partial(ranges.RangeReader, beside=48))
+    monkeypatch.setattr(ranges, "_GAP", 16)
+    monkeypatch.setattr(ranges.RangeReader, "read", noted)
     for rank, parts_of_rank in enumerate(expected):
         for key, array in read_part(state, target.plan, rank).items():
             assert array.content.tobytes() == parts_of_rank[key].content.tobytes(), key
-    assert 8 < max(sizes) <= 48
+    assert max(beside, default=0) <= 48
+    assert max(straight) > 48
 
 
 def resumed(tmp_path, source, target, last):

@@ -212,9 +212,9 @@ class _Run:
             message = f"`{text}` of the source is covered here, and nothing has read it"
             yield fault(IN_VAIN, message, name.place, f"write `{text} -> NAME` before, or `{text} -> _`")
 
-    def _near(self, name: Name, known: AbstractSet[str]) -> str | None:
+    def _near(self, name: Name, known: AbstractSet[str]) -> str:
         near = nearest(name.text, known)
-        return f"did you mean `{near}`?" if near else None
+        return f"did you mean `{near}`?" if near else "`pipeproof state` shows the tensors of a checkpoint"
 
     def at_the_end(self) -> Iterator[Finding]:
         if self._target is None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeproof.specs.finding import Finding, Location
-from pipeproof.specs.problems import describe_value
+from pipeproof.specs.problems import describe_value, listed
 from pipeproof.specs.source import LINE_BREAK, SourceMap, Span
 from pipeproof.specs.yaml_tree import parse_text
 from pipeproof.state.aoa.codes import NOT_READ, AoaError, fault
@@ -17,22 +17,36 @@ from pipeproof.state.aoa.parser import parse_statement
 from pipeproof.state.aoa.syntax import Program, Statement
 
 KEY = "aoa_statements"
+MAX_BYTES = 2**26
+"""Largest file of statements."""
 _IS_CONFIG = re.compile(rf"(?:\s|#.*|---)*(?:\{{|['\"]?{KEY}['\"]?\s*:)")
+_CONFIGS = (".yaml", ".yml", ".json")
 _REVERSED = "aoa_config_reverse"
 
 
 def read_file(path: Path) -> Program:
-    """All statements of a file.
+    """All statements of a file, which has one at least: that there are to be none is said by an empty list.
 
     Raises:
-        AoaError: PP180 and PP184; the file cannot be read, or a statement.
+        AoaError: PP180 and PP184; the file cannot be read, or a statement, or it has none.
     """
     try:
-        return read_statements(path.read_text(encoding="utf-8-sig"), str(path))
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            mend = "name a file of statements; $LAYER_ID and $EXPERT_ID stand for many"
+            raise AoaError(fault(NOT_READ, f"{path} has more than {MAX_BYTES:,} bytes", None, mend))
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise AoaError(fault(NOT_READ, f"{path} is not UTF-8 text", None, "name a file of statements")) from error
     except OSError as error:
-        raise AoaError(fault(NOT_READ, f"{path} cannot be read: {error.strerror}", None)) from error
+        mend = "name a file of statements"
+        raise AoaError(fault(NOT_READ, f"{path} cannot be read: {error.strerror}", None, mend)) from error
+    program = read_statements(text, str(path))
+    if not program.statements and not _is_config(text, program.file):  # forgotten, or a command that failed wrote it
+        mend = f"write one a line, `A -> B`; `{KEY}: []` says that every tensor stays as it is"
+        raise AoaError(fault(NOT_READ, f"{path} has no statement", None, mend))
+    return program
 
 
 def read_statements(text: str, file: str) -> Program:
@@ -43,7 +57,7 @@ def read_statements(text: str, file: str) -> Program:
     """
     found: list[Finding] = []
     statements: list[Statement] = []
-    for line, placing in _of_config(text, file) if _IS_CONFIG.match(text) else _of_lines(text, file):
+    for line, placing in _of_config(text, file) if _is_config(text, file) else _of_lines(text, file):
         try:
             statements.append(parse_statement(line, placing))
         except AoaError as error:
@@ -51,6 +65,10 @@ def read_statements(text: str, file: str) -> Program:
     if found:
         raise AoaError(*found)
     return Program(tuple(statements), file)
+
+
+def _is_config(text: str, file: str) -> bool:
+    return _IS_CONFIG.match(text) is not None or Path(file).suffix.lower() in _CONFIGS
 
 
 def _of_lines(text: str, file: str) -> Iterator[tuple[str, Placing]]:
@@ -63,8 +81,11 @@ def _of_lines(text: str, file: str) -> Iterator[tuple[str, Placing]]:
 def _of_config(text: str, file: str) -> Iterator[tuple[str, Placing]]:
     tree = parse_text(text, file)
     problems = [fault(NOT_READ, one.message, tree.source.at(one.span), one.help) for one in tree.problems]
-    if problems or not isinstance(tree.data, Mapping):
-        raise AoaError(*problems or [fault(NOT_READ, f"`{KEY}` is missing", None)])
+    if problems or not isinstance(tree.data, Mapping) or KEY not in tree.data:
+        keys = [f"`{key}`" for key in tree.data] if isinstance(tree.data, Mapping) else []
+        message = f"{file} has no `{KEY}`" + (f", found {listed(keys, 'and')}" if keys else "")
+        mend = f"write `{KEY}: [..]`; a file with a statement a line has another ending than {', '.join(_CONFIGS)}"
+        raise AoaError(*problems or [fault(NOT_READ, message, None, mend)])
     for key in tree.data:
         if key != KEY:
             mend = "remove it; `pipeproof aoa --inverse` writes the inverse" if key == _REVERSED else "remove it"
@@ -75,7 +96,8 @@ def _of_config(text: str, file: str) -> Iterator[tuple[str, Placing]]:
         if isinstance(lines, list):
             wrong = describe_value(next(line for line in lines if not isinstance(line, str)))
         message = f"`{KEY}` is a list of strings, found {wrong}"
-        raise AoaError(fault(NOT_READ, message, tree.source.locate((KEY,))))
+        mend = f"write `{KEY}: ['A -> B']`"
+        raise AoaError(fault(NOT_READ, message, tree.source.locate((KEY,)), mend))
     for number, line in enumerate(lines):
         yield line, _in_scalar(tree.source, tree.source.values[(KEY, number)], line)
 

@@ -9,6 +9,7 @@ from pipeproof.state.aoa.optimizer import is_state
 from pipeproof.state.aoa.patterns import by_form
 from pipeproof.state.boxes import Box
 from pipeproof.state.mapping import Slab, StateMap, TensorMap
+from pipeproof.state.reshard.words import counted
 
 _MOST_SLABS = 8
 
@@ -22,7 +23,7 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
     num_states = sum(map(is_state, state_map.tensors))
     for alike in by_form(sorted(changed, key=_by_number)).values():
         tensor = state_map.tensors[alike[0]]
-        more = f"   (and {len(alike) - 1} more that differ by numbers)" if len(alike) > 1 else ""
+        more = _and_more(len(alike) - 1, "   ")
         head = f"{alike[0]}  {tensor.dtype} {list(tensor.shape)}"
         if len(tensor.slabs) == 1:
             yield f"{head} = {_made_of(tensor.slabs[0], shapes)}{more}"
@@ -31,13 +32,14 @@ def map_lines(state_map: StateMap, shapes: dict[str, tuple[int, ...]]) -> Iterat
         for slab in tensor.slabs[:_MOST_SLABS]:
             yield f"    {_place(slab.box, tensor.shape)} = {_made_of(slab, shapes)}"
         if len(tensor.slabs) > _MOST_SLABS:
-            yield f"    and {len(tensor.slabs) - _MOST_SLABS} more; --json has them all"
+            yield f"    and {len(tensor.slabs) - _MOST_SLABS} more; `--format json` has them all"
     for alike in by_form(sorted(filter(_is_weight, state_map.removed), key=_by_number)).values():
-        more = f" (and {len(alike) - 1} more that differ by numbers)" if len(alike) > 1 else ""
-        yield f"{alike[0]}{more} is left out"
-    yield f"{len(state_map.tensors) - len(changed) - num_states} weights stay as they are"
+        yield f"{alike[0]}{_and_more(len(alike) - 1, ' ')} {'is' if len(alike) == 1 else 'are'} left out"
+    num_kept = len(state_map.tensors) - len(changed) - num_states
+    yield f"{counted(num_kept, 'weight')} {'stays as it is' if num_kept == 1 else 'stay as they are'}"
     if num_states:
-        yield f"{num_states} tensors of the optimizer go as their weights do"
+        they_go = "goes as its weight does" if num_states == 1 else "go as their weights do"
+        yield f"{counted(num_states, 'tensor')} of the optimizer {they_go}"
 
 
 def map_to_json(state_map: StateMap) -> dict[str, Any]:
@@ -74,6 +76,11 @@ def _stays(name: str, tensor: TensorMap) -> bool:
 
 def _is_weight(name: str) -> bool:
     return not is_state(name)
+
+
+def _and_more(number: int, before: str) -> str:
+    differ = "differs" if number == 1 else "differ"
+    return f"{before}(and {number} more that {differ} by numbers)" if number else ""
 
 
 def _by_number(name: str) -> tuple[tuple[int, str], ...]:

@@ -52,20 +52,20 @@ def open_flex(place: Path) -> Checkpoint:
         if not tensors.setdefault(name, entry).is_same(entry):
             was = f"{tensors[name].dtype} {list(tensors[name].shape)}"
             raise FlexError(f"{place}: {part.key} is {was} and {entry.dtype} {list(entry.shape)}", _MEND)
-        is_number = not entry.shape
-        shard = Shard(
-            tensor=name,
-            offsets=() if is_number else part.offsets,
-            extents=() if is_number else part.extents,
-            flat=None if is_number else part.flat,
-        )
         rank = _FILE.fullmatch(part.file)
         stored.setdefault(name, []).append(
-            StoredPart(shard, path, part.key, array.start, int(rank[1]) if rank else None)
+            StoredPart(_shard(name, entry, part), path, part.key, array.start, int(rank[1]) if rank else None)
         )
     return Checkpoint(
         place, "flex", tensors, {name: tuple(of_one) for name, of_one in stored.items()}, dict.fromkeys(arrays), None
     )
+
+
+def _shard(name: str, entry: TensorEntry, part: FlexPart) -> Shard:
+    """The part of a tensor, under our name; Paddle's numbers have one dim."""
+    if not entry.shape:
+        return Shard(tensor=name, offsets=(), extents=())
+    return Shard(tensor=name, offsets=part.offsets, extents=part.extents, flat=part.flat)
 
 
 def _metadata_files(place: Path) -> list[Path]:

@@ -28,7 +28,7 @@ def as_flex(goal: Goal) -> Goal:
                 NOT_AS_FLEX.code,
                 Severity.ERROR,
                 f"the plan runs on {goal.index.framework}, whose optimizers keep other numbers than Paddle's",
-                help="leave out `--format flex`: a state's files are safetensors, too",
+                help="leave out `--save-format flex`: a state's files are safetensors, too",
             )
         )
     target = goal.target

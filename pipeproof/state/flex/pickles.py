@@ -10,15 +10,16 @@ that arrays of many GB are found and not read.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeproof.state.flex.codes import FlexError
+from pipeproof.state.regular import regular_size
 
+_LONGEST_NAME = 2**16
 _MEND = "Paddle writes protocol 4 by itself: save the checkpoint anew, with `safetensors=True` if it holds arrays"
 
 
@@ -58,8 +59,9 @@ def read_pickle(path: Path) -> Any:
         FlexError: it cannot be read, is cut short, or uses an operation that Paddle's pickles have not.
     """
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Machine(content).run()
+        size = regular_size(path)
+        with path.open("rb") as stream:
+            return _Machine(stream, size).run()
     except OSError as error:
         raise FlexError(f"{path} cannot be read: {error.strerror}", _MEND) from error
     except (_UnreadableError, struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
@@ -69,8 +71,8 @@ def read_pickle(path: Path) -> Any:
 class _Machine:
     """The stack, the marks and the memo of a pickle that is being read."""
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._at = content, 0
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._size, self._at = stream, size, 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -78,44 +80,51 @@ class _Machine:
     def run(self) -> Any:
         operations = _OPERATIONS
         while True:
-            code = self._content[self._at]
-            self._at += 1
+            code = self.take_bytes(1)[0]
             if code == _STOP:
                 return self._stack.pop()
             if code not in operations:
                 raise _UnreadableError(f"operation {bytes([code])!r} at byte {self._at - 1}")
             operations[code](self)
 
+    def take_bytes(self, length: int) -> bytes:
+        """The next bytes of the file."""
+        self._require(length)
+        content = self._stream.read(length)
+        if len(content) < length:
+            raise _UnreadableError("it is cut short")
+        self._at += length
+        return content
+
     def number(self, form: str) -> Any:
         """The next number of the file, in ``struct``'s form."""
-        (value,) = struct.unpack_from(form, self._content, self._at)
-        self._at += struct.calcsize(form)
+        (value,) = struct.unpack(form, self.take_bytes(struct.calcsize(form)))
         return value
 
     def span(self, form: str) -> Span:
-        """The next bytes, behind their length."""
+        """The next bytes, behind their length; they are passed over."""
         length = self.number(form)
-        if length > len(self._content) - self._at:
-            raise _UnreadableError(f"{length} bytes from byte {self._at} on are not there")
+        self._require(length)
         span = Span(self._at, length)
-        self._at += length
+        self._at = self._stream.seek(self._at + length)
         return span
 
     def text(self, form: str) -> str:
-        span = self.span(form)
-        return self._content[span.start : span.start + span.length].decode("utf-8", "surrogatepass")
+        return self.take_bytes(self.number(form)).decode("utf-8", "surrogatepass")
 
     def long(self) -> int:
-        span = self.span("<B")
-        return int.from_bytes(self._content[span.start : span.start + span.length], "little", signed=True)
+        return int.from_bytes(self.take_bytes(self.number("<B")), "little", signed=True)
 
     def line(self) -> str:
-        end = self._content.find(b"\n", self._at)
-        if end < 0:
+        content = self._stream.readline(_LONGEST_NAME)
+        self._at += len(content)
+        if not content.endswith(b"\n"):
             raise _UnreadableError("it is cut short")
-        text = self._content[self._at : end].decode()
-        self._at = end + 1
-        return text
+        return content[:-1].decode()
+
+    def _require(self, length: int) -> None:
+        if length > self._size - self._at:
+            raise _UnreadableError(f"{length} bytes from byte {self._at} on are not there")
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -145,9 +154,6 @@ class _Machine:
 
     def kept(self, place: int) -> None:
         self.push(self._memo[place])
-
-    def skip(self, count: int) -> None:
-        self._at += count
 
 
 def _put(machine: _Machine, pairs: tuple[Any, ...]) -> None:
@@ -191,9 +197,9 @@ def _named_by_lines(machine: _Machine) -> None:
     machine.push(Name(module, machine.line()))
 
 
-def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], None]]]:
-    yield b"\x80", lambda m: m.skip(1)  # protocol
-    yield b"\x95", lambda m: m.skip(8)  # frame: how much a reader may fetch at once
+def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
+    yield b"\x80", lambda m: m.take_bytes(1)  # protocol
+    yield b"\x95", lambda m: m.take_bytes(8)  # frame: how much a reader may fetch at once
     yield b"(", _Machine.mark
     for code, value in ((b"N", None), (b"\x88", True), (b"\x89", False)):
         yield code, lambda m, value=value: m.push(value)  # type: ignore[misc]

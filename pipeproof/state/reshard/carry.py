@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeproof import __version__
 from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.codes import reading
 from pipeproof.state.files import sync
 from pipeproof.state.index import INDEX_FILE, ShardFile, index_text
 from pipeproof.state.reshard.goals import Goal
@@ -123,7 +124,8 @@ def _job(source: Checkpoint, goal: Goal) -> dict[str, object]:
 
 def _file_of(pair: tuple[Path, ShardFile | None]) -> str:
     path, entry = pair
-    stat = path.stat()
+    with reading(path, "copy the checkpoint anew from where it was saved, or name another one"):
+        stat = path.stat()
     content = f"changed {stat.st_mtime_ns}" if entry is None else entry.sha256
     return f"{path.resolve()} {stat.st_size} {content}"
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-
-from pipeproof import __version__
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.specs.finding import Finding
 from pipeproof.state.boxes import whole_box
 from pipeproof.state.checkpoint import INDEX_KEY, Checkpoint
 from pipeproof.state.codes import StateError
 from pipeproof.state.index import Shard, StateIndex, TensorEntry, index_text
-from pipeproof.state.layout import files_of, whole_state
+from pipeproof.state.layout import buffer_of_copies, files_of, whole_state, words_of_copies
 from pipeproof.state.mapping import StateMap, identity_map
 from pipeproof.state.reshard.move import Target
 from pipeproof.state.reshard.padding import as_if_padded, padded_map
 from pipeproof.state.reshard.refused import NOT_MADE_OF_IT, RefusedError
 from pipeproof.state.reshard.sides import Side, side_of_files
-from pipeproof.state.save import values_of
+from pipeproof.state.save import index_of_plan
 from pipeproof.state.seal import SEAL_KEY, UNSEALED
 from pipeproof.state.training import require_same_training
 
@@ -62,13 +58,13 @@ def goal_of_plan(
 
     Raises:
         StateError: the source is of another training.
-        RefusedError: the plan has own layers.
+        RefusedError: copies of a stage change buffers of own layers.
         PipeproofError: vocabularies differ in more than their padding.
     """
-    require_gpt(plan)
+    require_one_of_each(plan)
     index = source.index
     if index is not None:
-        padded = index.model_copy(update={"values": as_if_padded(index.values, plan.spec.model)})
+        padded = _as_if_padded(index, plan)
         require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
     tensors = of_weights(whole_state(plan)) if weights_only else whole_state(plan)
     if named is None:
@@ -80,41 +76,22 @@ def goal_of_plan(
         file: tuple(shard for shard in shards if shard.tensor in tensors) for file, shards in files_of(plan).items()
     }
     ranks = {file: rank for rank, file in enumerate(files)}
-    made = StateIndex(
-        pipeproof_state=1,
-        steps_done=0 if weights_only or index is None else index.steps_done,
+    made = index_of_plan(
+        plan,
+        0 if weights_only or index is None else index.steps_done,
         digest=digest,
         from_beginning=index is not None and not weights_only and index.from_beginning and index.digest == digest,
-        framework=plan.spec.run.backend,
-        versions={
-            **({} if index is None else index.versions),
-            "pipeproof": __version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
-        values=values_of(plan.spec),
+        versions={} if index is None else index.versions,
         tensors=tensors,
-        files=(),
     )
     return Goal(Target(files, tensors, ranks), named, side_of_files(name, tensors, files, ranks, plan), made)
 
 
 def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool) -> tuple[Finding, ...]:
     """Why training by the plan ``other`` does not go on from states that runs of ``plan`` save; nothing if it does."""
-    saved = StateIndex(
-        pipeproof_state=1,
-        steps_done=0 if weights_only else 1,
-        digest="",
-        framework=plan.spec.run.backend,
-        versions={},
-        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
-        values=as_if_padded(values_of(plan.spec), other.spec.model),
-        tensors={},
-        files=(),
-    )
+    saved = index_of_plan(plan, 0 if weights_only else 1)
     try:
-        require_same_training(saved, other)
+        require_same_training(_as_if_padded(saved, other), other)
     except StateError as error:
         return error.findings
     return ()
@@ -145,27 +122,30 @@ def goal_of_file(source: Checkpoint, out: Path, named: StateMap | None, *, weigh
     return Goal(target, state_map, side_of_files(str(out), entries, {out.name: shards}, {}), one_file=_ONE_FILE)
 
 
-def require_gpt(plan: LoweredPlan) -> None:
-    """Refuse a plan of own layers, of whose state there is no description.
+def require_one_of_each(plan: LoweredPlan) -> None:
+    """Refuse a plan of whose state there are several: each copy of a stage changes the buffers of its layers.
 
     Raises:
         RefusedError: it is one.
     """
-    if plan.spec.own_layers is not None:
-        message = "own layers may keep more than weights, and a plan does not say how that is cut"
-        raise RefusedError(NOT_MADE_OF_IT, message, "states are of plans of a GPT: `model: {kind: gpt, ..}`")
+    buffer = buffer_of_copies(plan)
+    if buffer is not None:
+        raise RefusedError(NOT_MADE_OF_IT, *words_of_copies(buffer, plan.spec.schedule.kind))
 
 
-def require_index(source: Checkpoint, what: str) -> StateIndex:
+def require_index(source: Checkpoint, what: str, mend: str = "give the plan of the model: `--to PLAN`") -> StateIndex:
     """The index of a checkpoint that needs one.
 
     Raises:
         RefusedError: it has none.
     """
     if source.index is None:
-        mend = "give the plan of the model: `--to PLAN`"
         raise RefusedError(NOT_MADE_OF_IT, f"{source.place} does not say of which model it is, and {what}", mend)
     return source.index
+
+
+def _as_if_padded(index: StateIndex, plan: LoweredPlan) -> StateIndex:
+    return index.model_copy(update={"values": as_if_padded(index.values, plan.spec.model)})
 
 
 def _without_steps(index: StateIndex) -> StateIndex:

@@ -18,11 +18,11 @@ import numpy as np
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.boxes import Box
 from pipeproof.state.checkpoint import Checkpoint
-from pipeproof.state.codes import StateError
-from pipeproof.state.files import digest_of
+from pipeproof.state.files import require_sha256
 from pipeproof.state.header import Header, make_header
 from pipeproof.state.index import Shard, ShardFile, TensorEntry
 from pipeproof.state.mapping import StateMap, slabs_of
+from pipeproof.state.ranges import RangeReader
 from pipeproof.state.reshard.cast import Bits, bits_dtype
 from pipeproof.state.reshard.refused import writing
 from pipeproof.state.reshard.source import Source
@@ -122,14 +122,14 @@ class _StoppedError(Exception):
 
 
 class _Mover:
-    """One move, whose threads share the mapped source and what is told."""
+    """One move, whose threads share where the source's tensors lie, and what is told."""
 
     def __init__(
         self, source: Checkpoint, state_map: StateMap, target: Target, directory: Path,
         tell: Callable[[int, int], None], jobs: int,
     ) -> None:  # fmt: skip
         self._block_bytes = _BLOCKS_BYTES // (2 * jobs)
-        self._checkpoint, self._source = source, Source(source, self._block_bytes)
+        self._checkpoint, self._source = source, Source(source)
         self._map, self._target, self._directory = state_map, target, directory
         self._tell, self._done, self._all, self._lock = tell, 0, target.size_bytes, Lock()
         self._verified: dict[Path, Future[None]] = {}
@@ -164,13 +164,8 @@ class _Mover:
         entry = self._checkpoint.files[path]
         if entry is None:
             require_sealed(path, self._checkpoint.seals[path], self._require_going_on)
-            return
-        try:
-            sha256 = digest_of(path, self._require_going_on)
-        except OSError as error:
-            raise StateError(f"{path} cannot be read: {error.strerror}", _MEND) from error
-        if sha256 != entry.sha256:
-            raise StateError(f"{path} was changed: its SHA-256 is not the {entry.sha256[:12]}.. of the index", _MEND)
+        else:
+            require_sha256(path, entry.sha256, _MEND, self._require_going_on)
 
     def write(self, name: str, note: Callable[[ShardFile], None]) -> ShardFile:
         """Write one file, and have it noted when its sources are known to be whole."""
@@ -217,14 +212,15 @@ class _Mover:
         """The elements of a file in its order; a block is overwritten by the next one."""
         buffer = np.empty(self._block_bytes, np.uint8)
         shards = {self._target.key_of(shard.tensor): shard for shard in self._target.files[name]}
-        for key, array in header.arrays.items():
-            shard, dtype = shards[key], bits_dtype(array.dtype)
-            begin, end = shard.flat or (0, prod(shard.extents))
-            step = buffer.nbytes // dtype.itemsize
-            for at in range(begin, end, step):
-                block = buffer[: (min(at + step, end) - at) * dtype.itemsize].view(dtype)
-                self._source.fill(block, self._map.tensors[shard.tensor], shard, at)
-                yield block
+        with RangeReader(_MEND, self._block_bytes) as reader:
+            for key, array in header.arrays.items():
+                shard, dtype = shards[key], bits_dtype(array.dtype)
+                begin, end = shard.flat or (0, prod(shard.extents))
+                step = buffer.nbytes // dtype.itemsize
+                for at in range(begin, end, step):
+                    block = buffer[: (min(at + step, end) - at) * dtype.itemsize].view(dtype)
+                    self._source.fill(reader, block, self._map.tensors[shard.tensor], shard, at)
+                    yield block
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:

@@ -52,7 +52,7 @@ def padded_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue
         else:
             tensors[name] = _padded(name, entry, dim, model)
             if entry.shape[dim] > model.num_token_ids:
-                dropped[name] = (_part(entry.shape, dim, model.num_token_ids, entry.shape[dim]),)
+                dropped[name] = (whole_box(entry.shape).between(dim, model.num_token_ids, entry.shape[dim]),)
     return StateMap(tensors, dropped=dropped)
 
 
@@ -64,16 +64,9 @@ def as_if_padded(values: Mapping[str, JsonValue], model: ModelSpec) -> dict[str,
 
 def _padded(name: str, entry: TensorEntry, dim: int, model: ModelSpec) -> TensorMap:
     shape = tuple(model.vocab_size if i == dim else size for i, size in enumerate(entry.shape))
-    ids = _part(shape, dim, 0, model.num_token_ids)
+    ids = whole_box(shape).between(dim, 0, model.num_token_ids)
     slabs = [Slab(ids, name, ids)]
     if model.vocab_size > model.num_token_ids:
-        padding = _part(shape, dim, model.num_token_ids, model.vocab_size)
+        padding = whole_box(shape).between(dim, model.num_token_ids, model.vocab_size)
         slabs.append(Slab(padding, None, padding))
     return TensorMap(entry.dtype, shape, tuple(slabs))
-
-
-def _part(shape: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
-    whole = whole_box(shape)
-    offsets = tuple(start if i == dim else 0 for i in range(len(shape)))
-    extents = tuple(stop - start if i == dim else size for i, size in enumerate(whole.extents))
-    return Box(offsets, extents)

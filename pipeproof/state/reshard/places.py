@@ -64,6 +64,8 @@ def _misplaced(side: Side, plan: LoweredPlan) -> tuple[list[tuple[str, HeldPart]
                 stray.append((name, part))
                 continue
             parameter = used[at["pp"]][weight]
+            if tensor.kind == "buffer" and tensor.cut and part.shard.offsets[0] != at["dp"]:
+                shifted.append((name, part, _of_replica(tensor.shape, at["dp"])))
             if parameter is None or tensor.kind == "counter":
                 continue
             key = weight, at["tp"], at["ep"]
@@ -74,14 +76,19 @@ def _misplaced(side: Side, plan: LoweredPlan) -> tuple[list[tuple[str, HeldPart]
 
 
 def _used_at(plan: LoweredPlan, pp: int) -> dict[str, Parameter | None]:
-    """What the ranks at one place of the pipeline compute with, by name; a router's biases are no parameter."""
+    """What the ranks at one place of the pipeline compute with, by name; biases and buffers are no parameters."""
     layers = [layer for stage, holders in enumerate(plan.holders) if pp in holders for layer in plan.layers_of(stage)]
     used: dict[str, Parameter | None] = {
         weight.name: weight for layer in layers for weight in (*layer.parameters, *layer.borrowed)
     }
     if moves_biases(plan.spec):
         used |= dict.fromkeys(map(bias_name, routers(layers)))
-    return used
+    return used | {buffer.name: None for layer in layers for buffer in layer.buffers}
+
+
+def _of_replica(shape: tuple[int, ...], replica: int) -> Box:
+    """What one data-parallel replica has of a buffer."""
+    return Box((replica, *(0 for _ in shape[1:])), (1, *shape[1:]))
 
 
 def _own(plan: LoweredPlan, parameter: Parameter, rank: int) -> Box:

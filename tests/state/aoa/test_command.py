@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from pipeproof.cli import main
+from pipeproof.state.aoa import read
 from pipeproof.state.aoa.engine import map_of
 from pipeproof.state.aoa.meta import metas_of_plan
 from pipeproof.state.aoa.read import read_file, read_statements
@@ -63,11 +64,11 @@ def _metas():
 
 
 def test_json_has_every_slab():
-    shown = json.loads(aoa(FILE, "--source", PLAN, "--json").stdout)
+    shown = json.loads(aoa(FILE, "--source", PLAN, "--format", "json").stdout)
     query = shown["tensors"]["model.layers.3.self_attn.q_proj.weight"]
     assert [slab["source_offsets"] for slab in query["slabs"]] == [[0, 0], [0, 48], [0, 96], [0, 144]]
     assert query["slabs"][0]["permutation"] == [1, 0]
-    assert json.loads(aoa(FILE, "--source", PLAN, "--json", "--inverse").stdout).keys() == {"aoa_statements"}
+    assert json.loads(aoa(FILE, "--source", PLAN, "--format", "json", "--inverse").stdout).keys() == {"aoa_statements"}
 
 
 def test_what_is_wrong_is_shown_in_its_line(tmp_path):
@@ -78,7 +79,7 @@ def test_what_is_wrong_is_shown_in_its_line(tmp_path):
     assert "error[PP181]: `layer.$LAYER_ID.attn.qvk.weight` fits no tensor of the source" in refused.stderr
     assert "2 | layer.$LAYER_ID.attn.qvk.weight -> a.$LAYER_ID" in refused.stderr
     assert "did you mean `layer.0.attn.qkv.weight`?" in refused.stderr
-    findings = json.loads(aoa(file, "--source", PLAN, "--json").stdout)["findings"]
+    findings = json.loads(aoa(file, "--source", PLAN, "--format", "json").stdout)["findings"]
     assert [finding["code"] for finding in findings] == ["PP181"]
 
 
@@ -95,7 +96,7 @@ def test_statements_between_two_conventions_are_written(tmp_path):
     text = statements_between("huggingface", "paddleformers", load_plan(PLAN).spec.model)
     words = (PLAN, "--from", "huggingface", "--to", "paddleformers")
     assert aoa(*words).stdout == text
-    assert json.loads(aoa(*words, "--json").stdout) == {"aoa_statements": text.splitlines()}
+    assert json.loads(aoa(*words, "--format", "json").stdout) == {"aoa_statements": text.splitlines()}
     saved = write_state(plan_of(model={"num_layers": 2}), tmp_path, 1)
     of_state = aoa(saved, "--from", "pipeproof", "--to", "megatron")
     assert (of_state.exit_code, "linear_qkv.weight" in of_state.stdout) == (0, True)
@@ -105,7 +106,7 @@ def test_what_cannot_be_written_between_conventions_is_refused(tmp_path):
     save_file({"a": np.zeros(2)}, tmp_path / "bare.safetensors")
     for place, code, why in (
         (PLAN, "PP928", "no convention of names `gguf`"),
-        (tmp_path / "bare.safetensors", "PP924", "does not say of which model"),
+        (tmp_path / "bare.safetensors", "PP924", "name the plan of the model in its place"),
         (tmp_path / "none.yaml", "PP100", "none.yaml"),
         (tmp_path, "PP920", str(tmp_path)),
     ):
@@ -117,3 +118,51 @@ def test_what_cannot_be_written_between_conventions_is_refused(tmp_path):
                   (PLAN, "--from", "huggingface", "--to", "pipeproof", "--source", PLAN)):  # fmt: skip
         assert "--from CONVENTION goes with --to CONVENTION" in aoa(*words).stderr
     assert "--source PLACE is missing" in aoa(FILE).stderr
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n\n", "\ufeff \n"])
+def test_a_file_without_statements_is_a_mistake(tmp_path, text):
+    file = tmp_path / "map.aoa"
+    file.write_text(text, encoding="utf-8")
+    refused = aoa(file, "--source", PLAN)
+    assert refused.exit_code == 2
+    said = " ".join(refused.stderr.split())
+    assert "map.aoa has no statement" in said
+    assert "`aoa_statements: []` says that every tensor stays as it is" in said
+
+
+def test_one_of_anything_is_said_as_one(tmp_path):
+    file = tmp_path / "map.aoa"
+    file.write_text("aoa_statements: []\n")
+    assert aoa(file, "--source", PLAN).stdout.startswith(
+        "0 statements, 0 without patterns; of 155 tensors they make 155\n"
+    )
+    save_file(
+        {"a": np.zeros(2), "b": np.zeros(2), "l.0.c": np.zeros(1), "l.1.c": np.zeros(1)}, tmp_path / "m.safetensors"
+    )
+    file.write_text("l.$LAYER_ID.c -> _\n")
+    of_two = aoa(file, "--source", tmp_path / "m.safetensors").stdout
+    assert "l.0.c (and 1 more that differs by numbers) are left out" in of_two
+    file.write_text("a -> c\nl.0.c -> _\nl.1.c -> _")
+    assert aoa(file, "--source", tmp_path / "m.safetensors").stdout.endswith("\n1 weight stays as it is\n")
+    save_file({"a": np.zeros(2)}, tmp_path / "m.safetensors")
+    file.write_text("a -> c\n")
+    of_one = aoa(file, "--source", tmp_path / "m.safetensors").stdout
+    assert of_one.startswith("1 statement, 1 without patterns; of 1 tensor it makes 1\n")
+
+
+def test_between_a_convention_and_itself_nothing_is_to_be_stated():
+    said = aoa(PLAN, "--from", "megatron", "--to", "megatron")
+    assert (said.exit_code, said.stdout) == (0, "")
+    assert "no statement is needed" in said.stderr
+
+
+def test_a_file_of_another_kind_is_named_once(tmp_path, monkeypatch):
+    """Not line by line, as if each were a statement."""
+    of_plan = aoa(PLAN, "--source", PLAN)
+    assert of_plan.exit_code == 2
+    assert of_plan.stderr.count("error[") == 1
+    assert f"{PLAN} has no `aoa_statements`, found `pipeproof`, `model`" in of_plan.stderr
+    assert "= help: write `aoa_statements: [..]`" in of_plan.stderr
+    monkeypatch.setattr(read, "MAX_BYTES", 10)
+    assert "has more than 10 bytes" in aoa(FILE, "--source", PLAN).stderr

@@ -118,7 +118,7 @@ def test_the_list_of_yaml_and_json_is_read_with_places():
         ("aoa_statements: a -> b", "is a list of strings"),
         ("aoa_statements: [a -> b, 3]", "found integer 3"),
         ("aoa_statements: []\naoa_config_reverse: true", "unknown key `aoa_config_reverse`"),
-        ("{aoa: []}", "unknown key `aoa`"),
+        ("{aoa: []}", "has no `aoa_statements`, found `aoa`"),
         ("aoa_statements: [", "PP180"),
     ],
 )

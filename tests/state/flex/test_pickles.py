@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeproof.state.flex import pickles
 from pipeproof.state.flex.codes import FlexError
 from pipeproof.state.flex.pickles import Made, Name, Span, read_pickle
 from pipeproof.state.flex.pickling import pickled
@@ -101,6 +102,15 @@ def test_a_cut_or_changed_pickle_gives_a_value_or_is_refused(file, value, data):
     file.write_bytes(content)
     with contextlib.suppress(FlexError):
         read_pickle(file)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    content = pickle.dumps({"name": "x" * 30, "number": 2**40}, protocol=4)
+    monkeypatch.setattr(pickles, "regular_size", lambda path: len(content))
+    for length in range(len(content)):
+        (tmp_path / "x").write_bytes(content[:length])
+        with pytest.raises(FlexError, match=r"x is damaged, .*: it is cut short"):
+            read_pickle(tmp_path / "x")
 
 
 def test_an_instance_is_its_class_and_its_fields(tmp_path):

@@ -52,7 +52,7 @@ def resharded(tmp_path, *options, backend="paddle"):
 
 
 def test_a_resharded_state_is_paddles_checkpoint_with_our_index(tmp_path):
-    result = resharded(tmp_path, "--format", "flex")
+    result = resharded(tmp_path, "--save-format", "flex")
     assert result.exit_code == 0, result.output
     out, values = tmp_path / "out", values_of(moe_plan().plan)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -75,7 +75,7 @@ def test_paddle_merges_a_resharded_state_to_the_same_bits(tmp_path):
     start_paddle()
     from paddle.distributed import load_merged_state_dict
 
-    assert resharded(tmp_path, "--format", "flex").exit_code == 0
+    assert resharded(tmp_path, "--save-format", "flex").exit_code == 0
     names = {parts[0].key: name for name, parts in open_flex(tmp_path / "out").parts.items()}
     values = values_of(moe_plan().plan)
     merged = load_merged_state_dict(str(tmp_path / "out"), safetensors=True)
@@ -84,7 +84,7 @@ def test_paddle_merges_a_resharded_state_to_the_same_bits(tmp_path):
 
 
 def test_a_checkpoint_of_paddles_without_our_index_gives_a_plan_its_weights(tmp_path):
-    assert resharded(tmp_path, "--format", "flex").exit_code == 0
+    assert resharded(tmp_path, "--save-format", "flex").exit_code == 0
     out = tmp_path / "out"
     (out / "index.json").unlink()
     with pytest.raises(StateError) as caught:
@@ -104,7 +104,8 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
     state = saved(tmp_path / "states", moe_plan())
     plan = plan_file(tmp_path / "b.json", "torch", dp=2)
     result = CliRunner().invoke(
-        main, ["reshard", str(state), "--to", plan, "--weights-only", "--format", "flex", "-o", str(tmp_path / "out")]
+        main,
+        ["reshard", str(state), "--to", plan, "--weights-only", "--save-format", "flex", "-o", str(tmp_path / "out")],
     )
     assert (result.exit_code, "PP927" in result.output) == (2, True)
     at = subject(run={"backend": "torch"})
@@ -117,7 +118,7 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
 def test_the_option_without_what_it_is_about_is_a_mistake(tmp_path):
     plan = plan_file(tmp_path / "b.json")
     assert "--save DIR" in CliRunner().invoke(main, ["run", plan, "--save-format", "flex"]).output
-    assert "-o OUT" in CliRunner().invoke(main, ["reshard", plan, plan, "--check", "--format", "flex"]).output
+    assert "-o OUT" in CliRunner().invoke(main, ["reshard", plan, plan, "--check", "--save-format", "flex"]).output
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_it_says_what_a_state_is_and_folds_layers_that_are_alike(state):
 
 
 def test_json_has_every_tensor(state):
-    content = json.loads(said(state, "--json"))
+    content = json.loads(said(state, "--format", "json"))
     assert (content["kind"], content["steps_done"], content["mesh"]["dp"]) == ("state", 2, 2)
     assert len(content["tensors"]) == 435
     assert content["tensors"]["optimizer/moment1/norm.weight"] == {
@@ -55,7 +55,7 @@ def test_md5_lines_are_those_of_the_whole_tensors(state):
     lines = [f"{name}  {hashlib.md5(whole[name].tobytes()).hexdigest()}" for name in sorted(whole)]
     of_all = hashlib.md5("".join(f"{line}\n" for line in lines).encode()).hexdigest()
     assert said(state, "--md5").splitlines() == [*lines, f"all {len(lines)} tensors  {of_all}"]
-    assert json.loads(said(state, "--md5", "--json"))["md5"] == of_all
+    assert json.loads(said(state, "--md5", "--format", "json"))["md5"] == of_all
 
 
 def test_experts_are_folded_by_their_numbers_and_holes_are_not_hidden(tmp_path):
@@ -75,8 +75,8 @@ def test_two_states_of_other_topologies_are_the_same_and_of_other_steps_are_not(
     output = said(state, later, status=1)
     assert "one is the state after 2 steps, the other after 3" in output
     assert "and 415 more tensors" in output
-    assert json.loads(said(state, same, "--json"))["equal"] is True
-    assert len(json.loads(said(state, later, "--json", status=1))["differ"]) == 435
+    assert json.loads(said(state, same, "--format", "json"))["equal"] is True
+    assert len(json.loads(said(state, later, "--format", "json", status=1))["differ"]) == 435
 
 
 def test_tensors_that_one_does_not_have_or_has_in_another_shape_are_named(tmp_path):
@@ -86,7 +86,7 @@ def test_tensors_that_one_does_not_have_or_has_in_another_shape_are_named(tmp_pa
     assert f"1 only in {tmp_path / 'one.safetensors'}: c" in output
     assert f"1 only in {tmp_path / 'two.safetensors'}: d" in output
     assert "b: weight float64 [2, 2] and weight float64 [4]" in output
-    assert "1 tensors have the same type, shape and bits, 1 differ" in output
+    assert "1 tensor has the same type, shape and bits, 1 differs" in output
 
 
 def test_all_files_that_are_damaged_are_listed(state):
@@ -100,7 +100,7 @@ def test_all_files_that_are_damaged_are_listed(state):
     for what in ("rank0.safetensors is missing", "rank1.safetensors is cut short", "rank3.safetensors was changed"):
         assert what in output
     assert "3 faults" in output
-    assert len(json.loads(said(state, "--verify", "--json", status=1))["faults"]) == 3
+    assert len(json.loads(said(state, "--verify", "--format", "json", status=1))["faults"]) == 3
     assert "rank0.safetensors" in said(state, status=2)
 
 
@@ -113,9 +113,13 @@ def test_what_is_no_checkpoint_is_bad_input(tmp_path):
     assert "there is no state at" in said(tmp_path, status=2)
     (tmp_path / "x.safetensors").write_text("hello")
     assert "x.safetensors is cut short, or no safetensors file" in said(tmp_path / "x.safetensors", status=2)
-    for options in ((), ("--verify",), ("--md5", "--json")):
+    for options in ((), ("--verify",), ("--md5", "--format", "json")):
         assert "there is no state at" in said(tmp_path / "nowhere", *options, status=2)
     assert "--md5 is of one" in said(tmp_path, tmp_path, "--md5", status=2)
+    (tmp_path / "plan.yaml").write_text("pipeproof: 1")
+    for words in ((tmp_path / "plan.yaml",), (tmp_path, tmp_path / "plan.yaml")):
+        assert "plan.yaml is a plan, which has no tensors" in said(*words, status=2)
+    assert "the path is empty" in said("", status=2)
 
 
 def test_experts_and_their_biases_have_kinds_of_their_own(tmp_path):

@@ -95,7 +95,7 @@ def test_the_proof_alone_writes_nothing(tmp_path):
     assert "proved: " in reshard(a, b, "--check")
     source = state_of(a, tmp_path / "of_a")
     before = sorted(tmp_path.rglob("*"))
-    content = json.loads(reshard(source, b, "--check", "--json"))
+    content = json.loads(reshard(source, b, "--check", "--format", "json"))
     assert content["proved"] is True
     assert content["num_tensors"] == len(json.loads((source / "index.json").read_text())["tensors"])
     assert sorted(tmp_path.rglob("*")) == before

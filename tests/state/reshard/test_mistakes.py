@@ -1,6 +1,9 @@
 """What a person may get wrong with ``pipeproof reshard``: the message says what, and nothing is left behind."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from tests.state.reshard.plans import DENSE, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
 SMALLER = {**DENSE, "ffn_size": 8}
+AT_HAND = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def refused(*words, status):
     return said
 
 
-@pytest.mark.parametrize("out", ["", ".", "/"])
+@pytest.mark.parametrize("out", [".", "/"])
 def test_an_output_without_a_name(there, out):
     assert "is no name for what is to be made" in refused("states", "--to", "plan.yaml", "-o", out, status=2)
 
@@ -156,3 +160,49 @@ def test_a_run_cannot_go_on_from_a_merged_file_and_is_told_what_to_do(there):
         with pytest.raises(StateError) as wrong:
             find_state(there / name)
         assert f"`pipeproof reshard {there / name} --to PLAN -o STATE`" in wrong.value.findings[0].help
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("", "--to", "plan.yaml", "-o", "made"),
+        ("states", "--to", "", "-o", "made"),
+        ("states", "--to", "plan.yaml", "-o", ""),
+    ],
+)
+def test_an_empty_path_is_not_the_directory_at_hand(there, words):
+    assert "the path is empty" in refused(*words, status=2)
+
+
+def test_a_name_that_is_too_long(there):
+    said = refused("states", "--to", "plan.yaml", "-o", "n" * 300, status=2)
+    assert "File name too long" in said
+    assert "= help: name it shorter" in said
+
+
+def test_a_checkpoint_in_place_of_the_plan(there):
+    said = refused("states", "--to", "merged.safetensors", "-o", "made", status=2)
+    assert "merged.safetensors is a file of tensors: --to names the plan" in said
+
+
+def test_a_plan_that_is_not_there_is_looked_for_by_its_name(there):
+    said = refused("states", "--to", "plam.yaml", "-o", "made", status=2)
+    assert "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?" in said
+
+
+def test_a_picture_is_not_written_where_the_output_is_to_be(there):
+    said = refused("states", "--to", "plan.yaml", "-o", "a.svg", "--picture", "./a.svg", status=2)
+    assert "-o and --picture are to make the same file, a.svg" in said
+
+
+def test_the_command_that_goes_on_can_be_typed_as_it_is_shown(there):
+    write_plan(there / "plan zwei.yaml", "one", DENSE)
+    said = reshard("states", "--to", "plan zwei.yaml", "-o", "aus gabe")
+    assert "go on: pipeproof run 'plan zwei.yaml' --resume 'aus gabe'\n" in said
+
+
+def test_who_has_no_standard_error_is_served_all_the_same(there):
+    command = [sys.executable, "-m", "pipeproof", "reshard", "states", "--to", "plan.yaml", "-o", "made"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], env=AT_HAND, check=False)
+    assert done.returncode == 0
+    assert find_state(there / "made").index.steps_done == 3

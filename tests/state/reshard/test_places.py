@@ -171,7 +171,7 @@ def test_what_stays_behind_when_nothing_can_be_removed_does_no_harm(job, monkeyp
 
 OUTPUTS = {
     "a state": ("made", ("--to", "PLAN")),
-    "flex": ("made", ("--to", "PLAN", "--format", "flex")),
+    "flex": ("made", ("--to", "PLAN", "--save-format", "flex")),
     "one file": ("made.safetensors", ()),
     "a directory of one file": ("made", ("--names", "huggingface", "--weights-only")),
 }
@@ -200,7 +200,7 @@ def content_of(out):
 def test_a_reshard_that_was_killed_before_it_tidied_up_is_ended_by_the_same_command(published):
     words, out, left = published
     before = content_of(out)
-    content = json.loads(reshard(*words, "--json"))
+    content = json.loads(reshard(*words, "--format", "json"))
     assert content["output"]["num_files_from_before"] == content["output"]["num_files"]
     assert content_of(out) == before
     assert not left.exists()
@@ -272,7 +272,7 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(job, monkeypatch):
 
 def test_the_result_as_json(job):
     source, plan, expected, made = job
-    content = json.loads(reshard(source, plan, "-o", made, "--json"))
+    content = json.loads(reshard(source, plan, "-o", made, "--format", "json"))
     output = content["output"]
     assert (output["num_files"], output["num_files_from_before"]) == (4, 0)
     assert output["size_bytes"] == sum(map(len, expected.values()))
