@@ -108,13 +108,22 @@ class RankAdapter:
         return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}
 
     def state(self) -> dict[tuple[str, str], Tensor]:
-        """What this rank has from step to step, by weight or router, and slot, as ``pipeproof.state`` names them."""
-        return self._step_end.state() | self._balance.state()
+        """What this rank has from step to step, by weight or router, and slot, as ``pipeproof.state`` names them.
+
+        A buffer stands by its name and an empty slot.
+        """
+        buffers = {
+            (name, ""): one for stage in self._stages.values() for name, one in self._maker.buffers(stage).items()
+        }
+        return self._step_end.state() | self._balance.state() | buffers
 
     def put_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Go on with what ``state`` gave; before the first step."""
         self._step_end.put_state(state)
         self._balance.put_state(state)
+        for stage in self._stages.values():
+            names = [name for name in self._maker.buffers(stage) if (name, "") in state]
+            self._maker.put_buffers(stage, {name: state[name, ""] for name in names})
 
     def begin(self, step: int) -> None:
         """Forget the step before, and put in place what this one reads."""

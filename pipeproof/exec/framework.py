@@ -255,6 +255,14 @@ class Stages(Protocol):
         """The routers of one of them, None where there are none."""
         ...
 
+    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
+        """What a stage changes from step to step beside weights and routers, by name."""
+        ...
+
+    def put_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
+        """Go on with what ``buffers`` gave, or some of it; before the first step."""
+        ...
+
     def load(self, step: int) -> None:
         """Put in place what a step reads, so that nothing in it waits for the host."""
         ...

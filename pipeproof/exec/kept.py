@@ -82,14 +82,14 @@ def prepared(kept: KeptState, subject: Subject, digest: str) -> KeptState:
 
     Raises:
         StateError: there is no such state, it is not one that this plan goes on from or not whole, or there is no room.
-        PipeproofError: the plan has own layers.
+        PipeproofError: copies of a stage change buffers of own layers.
     """
     if kept.root is None and kept.resume is None:
         return kept
     from pipeproof.state.fits import require_fits
     from pipeproof.state.load import find_state, require_room
 
-    _require_gpt(subject)
+    _require_one_of_each(subject)
     _require_paddle(kept, subject)
     num_steps = subject.plan.spec.run.steps
     if kept.resume is not None:
@@ -106,18 +106,14 @@ def prepared(kept: KeptState, subject: Subject, digest: str) -> KeptState:
     return kept
 
 
-def _require_gpt(subject: Subject) -> None:
-    if subject.plan.spec.own_layers is not None:
-        raise PipeproofError(
-            Finding(
-                NOT_CARRIED_OUT.code,
-                Severity.ERROR,
-                "the plan has own layers, which may keep more from step to step than their weights (buffers, counts), "
-                "and so their state is neither saved nor loaded yet",
-                location=subject.locate("model", "kind"),
-                help="run it without --save and --resume",
-            )
-        )
+def _require_one_of_each(subject: Subject) -> None:
+    from pipeproof.state.layout import buffer_of_copies, words_of_copies
+
+    buffer = buffer_of_copies(subject.plan)
+    if buffer is not None:
+        message, mend = words_of_copies(buffer, subject.plan.spec.schedule.kind)
+        location = subject.locate("schedule", "kind")
+        raise PipeproofError(Finding(NOT_CARRIED_OUT.code, Severity.ERROR, message, location=location, help=mend))
 
 
 def _require_paddle(kept: KeptState, subject: Subject) -> None:

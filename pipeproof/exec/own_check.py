@@ -17,22 +17,27 @@ from pipeproof.specs.finding import BadPlanAtError
 from pipeproof.specs.plan import PlanSpec
 
 
-def try_layers(plan: PlanSpec) -> dict[str, str]:
+def try_layers(plan: PlanSpec, *, keeps_state: bool = False) -> dict[str, str]:
     """The MD5 of every weight that the layers of a plan begin with.
 
+    With ``keeps_state`` all that the first micro-batch changes in them must be declared.
+
     Raises:
-        BadPlanAtError: PP911, PP912, as ``require_declared``; two models built from one seed differ.
+        BadPlanAtError: PP911, PP912, as ``require_declared`` and ``require_kept``; two models built from one seed
+            differ.
     """
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
     from pipeproof.stages.own.codes import cannot_build
-    from pipeproof.stages.own.declaration import require_declared
+    from pipeproof.stages.own.declaration import require_declared, require_kept
     from pipeproof.stages.own.model import OwnModel, digests
 
     model = OwnModel(plan, [layer.name for layer in plan.own_layers.layers] if plan.own_layers is not None else None)
-    first = digests(model.weights())
+    first, before = digests(model.weights()), digests(model.untrained())
     require_declared(plan, model)
+    if keeps_state:
+        require_kept(before, model.layers, plan)
     second = digests(OwnModel(plan, [layer.name for layer in model.layers]).weights())
     different = [name for name in first if first[name] != second[name]]
     if different:
@@ -49,7 +54,8 @@ def main(arguments: list[str]) -> int:
     job = Job.load(Path(arguments[0]))
     found: dict[str, Any]
     try:
-        found = {"weights": try_layers(job.loaded_plan().spec)}
+        keeps_state = job.kept.root is not None or job.kept.resume is not None
+        found = {"weights": try_layers(job.loaded_plan().spec, keeps_state=keeps_state)}
     except BadPlanAtError as error:
         finding = error.findings[0]
         found = {"code": finding.code, "message": finding.message, "help": finding.help, "path": error.path}

@@ -52,8 +52,8 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     start = start_of(job.kept, spec) if job.kept.reference_from_state else None
     results = run_ordered(spec, in_order, watch, start) if ordered else run_uncut(spec, watch, start)
     for result in results:
-        if result.step == 0 and spec.own_layers is not None:
-            require_same_start(job, result.weights)
+        if start is None and result.step == 0 and spec.own_layers is not None:
+            require_same_start(job, {name: result.weights[name] for name in result.gradients})
         if result.step < job.kept.first_step:
             on_step(result.step)
             continue

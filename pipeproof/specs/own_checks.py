@@ -29,6 +29,7 @@ def _check_layers(model: LayersSpec) -> Iterator[Problem]:
         yield Problem("PP106", ("model", "layers"), "`model.layers` is empty", help="`pipeproof describe` writes it")
     places: dict[str, int] = {}
     weights: dict[str, tuple[int, ...]] = {}
+    taken: set[str] = set()
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
         where: KeyPath = ("model", "layers", index)
@@ -41,12 +42,15 @@ def _check_layers(model: LayersSpec) -> Iterator[Problem]:
         places.setdefault(layer.name, index)
         yield from _check_out(layer, where, is_last=index == last)
         yield from _check_borrowed(layer, where, weights)
-        for place, weight in enumerate(layer.parameters):
-            name = f"{layer.name}.{weight.name}"
-            if name in weights:
-                message = f"the weight `{name}` is declared twice"
-                yield Problem("PP106", (*where, "parameters", place, "name"), message, help="remove one of the two")
-            weights[name] = weight.shape
+        parameters, buffers = ([one.name for one in part] for part in (layer.parameters, layer.buffers))
+        for key, what, names in (("parameters", "weight", parameters), ("buffers", "buffer", buffers)):
+            for place, local in enumerate(names):
+                name = f"{layer.name}.{local}"
+                if name in taken:
+                    message = f"the {what} `{name}` is declared twice"
+                    yield Problem("PP106", (*where, key, place, "name"), message, help="remove one of the two")
+                taken.add(name)
+        weights |= {f"{layer.name}.{weight.name}": weight.shape for weight in layer.parameters}
 
 
 def _check_out(layer: OwnLayerSpec, where: KeyPath, *, is_last: bool) -> Iterator[Problem]:

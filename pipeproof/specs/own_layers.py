@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -26,15 +26,17 @@ def _size(value: object) -> object:
 Size = Annotated[int | Literal["b"], BeforeValidator(_size)]
 
 
+KeptType: TypeAlias = Literal["float32", "float64", "int64", "int32", "bool"]
+"""Types of what layers give, and of what states have of them."""
+
+
 class OutSpec(Section):
     """A tensor that a layer gives to the next one, as it crosses where a stage ends."""
 
     shape: Annotated[tuple[Size, ...], FROM_LIST] = Field(
         description="Sizes of its dims for one micro-batch; b stands for schedule.micro_batch_size.",
     )
-    dtype: Literal["float32", "float64", "int64", "int32", "bool"] | None = Field(
-        default=None, description="Type of the elements; without it, `run.dtype`."
-    )
+    dtype: KeptType | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
     gradient: bool | None = Field(
         default=None, description="Whether a gradient comes back; without it, for floating-point types."
     )
@@ -58,12 +60,27 @@ class WeightSpec(Section):
     )
 
 
+class BufferSpec(Section):
+    """What training changes in a layer beside its weights, such as the running mean of a batch norm."""
+
+    name: str = Field(description="Its name in the layer.", json_schema_extra={"minLength": 1})
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=_MOST)], ...], FROM_LIST] = Field(
+        description="Sizes of its dims, none for a number."
+    )
+    dtype: KeptType | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
+
+
 class OwnLayerSpec(Section):
     """A layer: `pipeproof describe` writes these from the layers themselves."""
 
     name: str = Field(
         description="What the layer is called, here and in `stages`.",
         json_schema_extra={"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"},
+    )
+    kind: str | None = Field(
+        default=None,
+        description="What it is: the name of its class, or of the function. Where it is given, runs and saved states "
+        "hold layers to it.",
     )
     out: Annotated[tuple[OutSpec, ...], FROM_LIST] = Field(
         default=(),
@@ -72,6 +89,9 @@ class OwnLayerSpec(Section):
     )
     parameters: Annotated[tuple[WeightSpec, ...], FROM_LIST] = Field(
         default=(), description="Its weights, in the order of `named_parameters`."
+    )
+    buffers: Annotated[tuple[BufferSpec, ...], FROM_LIST] = Field(
+        default=(), description="What training changes in it beside weights; states that runs save have it, too."
     )
     borrows: Annotated[tuple[str, ...], FROM_LIST] = Field(
         default=(), description="Weights of earlier layers that it computes with, too, as LAYER.NAME."
@@ -95,6 +115,16 @@ class LayersSpec(Section):
     @property
     def moe(self) -> None:
         """No experts are known among these layers."""
+        return
+
+    @property
+    def vocab_size(self) -> None:
+        """Nothing is known of ids."""
+        return
+
+    @property
+    def unpadded_vocab_size(self) -> None:
+        """Nor of padding between them."""
         return
 
     @property

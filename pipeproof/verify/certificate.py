@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +19,13 @@ from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 6
 """Raised whenever a rule is added or begins to judge differently."""
-_NO_PART_OF_A_GRAPH = {"build", "unpadded_vocab_size"}
-"""Keys of a model: a path, and which tokens are drawn."""
+_OF_OWN_LAYERS = {"kind": True, "buffers": True}
+_NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
+    "build": True,
+    "unpadded_vocab_size": True,
+    "layers": {"__all__": _OF_OWN_LAYERS},
+}
+"""Keys of a model: a path, which tokens are drawn, and of own layers what no operation reads or reduces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
     return {
         "mesh": asdict(plan.mesh),
         "model": plan.spec.model.model_dump(mode="json", exclude=_NO_PART_OF_A_GRAPH),
-        "layers": [asdict(layer) for layer in plan.layers],
+        "layers": [{key: value for key, value in asdict(layer).items() if key != "buffers"} for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "clips": plan.spec.run.clip_norm is not None,

@@ -94,14 +94,6 @@ def test_what_cannot_be_gone_on_from_is_refused_before_any_process_starts(tmp_pa
 
 
 @pytest.mark.needs_paddle
-def test_own_layers_may_keep_more_than_weights_and_are_refused(tmp_path):
-    layers = [{"name": "one.0", "out": [{"shape": ["b", 2]}]}, {"name": "two.1"}]
-    (tmp_path / "none.py").write_text("def build(): ...")
-    text = refused(tmp_path, own_dict(f"{tmp_path}/none.py:build", 2, layers), "--save", tmp_path / "states")
-    assert "error[PP909]: the plan has own layers, which may keep more" in text
-
-
-@pytest.mark.needs_paddle
 def test_training_that_comes_to_no_numbers_ends_with_status_1(tmp_path):
     ended = Run(tmp_path, plan_dict(run={"optimizer": "sgd", "learning_rate": 1e6, "steps": 1000})).end()
     assert ended.status == 1, ended.output

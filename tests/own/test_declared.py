@@ -132,6 +132,8 @@ def test_the_digest_does_not_depend_on_where_the_file_is():
         check(plan_from_dict(plan(model={"build": build}))).digest for build in ("a.py:build", "/somewhere/b.py:make")
     )
     assert one == other
+    said = changed(0, kind="Stem", buffers=[{"name": "mean", "shape": [4]}])
+    assert one == check(plan_from_dict(plan(layers=said))).digest  # no operation reads it
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 

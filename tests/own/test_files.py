@@ -149,7 +149,7 @@ def test_a_shared_layer_may_have_weights_that_one_end_alone_needs(tmp_path):
     file.write_text(SHARED)
     first, _, last = described(f"{file}:build", 2)
     assert [weight["name"] for weight in first["parameters"]] == ["words.weight", "places.weight"]
-    assert last == {"name": "embed.2", "borrows": ["embed.0.words.weight"]}
+    assert last == {"name": "embed.2", "kind": "Embed", "borrows": ["embed.0.words.weight"]}
     both = SHARED.replace("return paddle.matmul(x", "return paddle.matmul(x + layer.places.weight")
     assert "computes with places.weight, which it does not share" in str(tried(tmp_path, both, DECLARED))
 
@@ -214,8 +214,8 @@ def test_describe_keeps_names_and_replaces_what_is_stale(plan):
     plan.write_text(PLAN.replace("  build:", f"{layers}  build:"))
     assert invoke("describe", plan, "--write").exit_code == 0
     text = plan.read_text()
-    assert "{name: first, out: [{shape: [b, 4]}]" in text
-    assert "{name: second, out: [{shape: [b, 4]}]}" in text
+    assert "{name: first, kind: Linear, out: [{shape: [b, 4]}]" in text
+    assert "{name: second, kind: relu, out: [{shape: [b, 4]}]}" in text
     assert text.index("layers:\n") < text.index("  build: mine.py:build  # mine\n# of the mesh\n")
 
 

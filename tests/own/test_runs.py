@@ -82,6 +82,17 @@ def test_meshes_and_keys(sections):
     assert wrong(compared(plan_of("pair.py", "1f1b", **sections))) == []
 
 
+@pytest.mark.parametrize("sections", [{}, {"topology": {"pp": 2, "dp": 2}, "schedule": {"kind": "zb_h1"}}])
+def test_what_layers_give_may_depend_on_declared_buffers(sections):
+    """Each replica's own; the ordered reference has as many, and the uncut one takes each step from those."""
+    from pipeproof.stages.reference.bound import parallel_bound
+
+    plan = lower_loaded(own_plan("drift.py", 4, run={"steps": 3}, **sections))
+    results = compared(plan)
+    assert wrong(results) == []
+    assert max(g.uncut_max_rel_diff for g in results[-1].gradients) <= parallel_bound(plan.spec)
+
+
 def test_a_stage_may_be_functions_alone():
     stages = [["conv2d.0", "batchnorm2d.1"], ["relu.2"], ["conv2d.3", "tanh.4", "conv2d.5", "maxpool2d.6"],
               ["flatten.7", "linear.8"]]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import paddle
@@ -18,6 +18,9 @@ from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.stage import PaddleStage
+
+if TYPE_CHECKING:  # which loads Fleet
+    from pipeproof.stages.paddle.own_stage import OwnStage
 
 Tensor: TypeAlias = paddle.Tensor
 Value: TypeAlias = tuple[Tensor, ...]
@@ -142,6 +145,21 @@ class PaddleStages:
     def routers(self, stage: RankStage) -> PaddleRouters | None:
         """The routers of a stage of a GPT."""
         return PaddleRouters(stage.balance) if isinstance(stage, GptStage) else None
+
+    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
+        """Those of own layers; a GPT has none."""
+        return {} if isinstance(stage, GptStage) else self._own(stage).buffers()
+
+    def put_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
+        """As ``OwnStage.put_buffers``."""
+        if not isinstance(stage, GptStage):
+            self._own(stage).put_buffers(buffers)
+
+    def _own(self, stage: RankStage) -> OwnStage:
+        from pipeproof.stages.paddle.own_stage import OwnStage
+
+        assert isinstance(stage, OwnStage), "there are stages of two kinds"
+        return stage
 
     def load(self, step: int) -> None:
         """Stages draw their micro-batches themselves, when they come to them."""

@@ -117,6 +117,13 @@ class TorchStages:
         """The routers of a stage."""
         return TorchRouters(stage.balance) if isinstance(stage, TorchGptStage) else None
 
+    def buffers(self, _: RankStage) -> dict[str, Tensor]:
+        """A GPT has none."""
+        return {}
+
+    def put_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
+        """Nothing to put."""
+
     def load(self, step: int) -> None:
         """Draw a step's micro-batches, and put them on the device."""
         self._batches.load(step)

@@ -96,6 +96,15 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Buffer:
+    """What training changes in a layer beside its weights: each data-parallel replica for itself, and none sums it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer: what it holds and which collectives its forward and backward issue, in order.
 
@@ -109,6 +118,7 @@ class Layer:
     forward_collectives: tuple[Collective, ...] = field(default=())
     backward_collectives: tuple[Collective, ...] = field(default=())
     borrowed: tuple[Parameter, ...] = field(default=())
+    buffers: tuple[Buffer, ...] = field(default=())
 
 
 def is_block(name: str) -> bool:

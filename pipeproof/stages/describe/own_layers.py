@@ -13,7 +13,7 @@ from pipeproof.specs.own_layers import OutSpec, OwnLayerSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.layers import Buffer, Layer, Parameter
 from pipeproof.stages.describe.memory import Held, Life
 from pipeproof.stages.describe.typed_ops import TypedProgram
 
@@ -30,7 +30,11 @@ def describe_own(plan: PlanSpec) -> tuple[Layer, ...]:
             Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT) for weight in declared.parameters
         )
         weights |= {weight.name: weight for weight in own}
-        layers.append(Layer(declared.name, own, borrowed=tuple(weights[name] for name in declared.borrows)))
+        buffers = tuple(
+            Buffer(f"{declared.name}.{one.name}", one.shape, one.dtype or plan.run.dtype) for one in declared.buffers
+        )
+        borrowed = tuple(weights[name] for name in declared.borrows)
+        layers.append(Layer(declared.name, own, borrowed=borrowed, buffers=buffers))
     return tuple(layers)
 
 

@@ -27,8 +27,9 @@ NOT_AS_DECLARED = RuleDoc(
     explanation=(
         "`check` and `simulate` read what `model.layers` declares and never the file itself. Before a run the layers "
         "are built and given one micro-batch, and their number, their weights and what each gives are compared with "
-        "the declaration: buffers are made and gradients are reduced by it, and a difference would hang or mix up "
-        "values."
+        "the declaration: memory is set aside and gradients are reduced by it, and a difference would hang or mix up "
+        "values. Classes and buffers are compared where they are declared. A run that saves its state or goes on from "
+        "one wants every buffer declared that training changes: the state has what the plan says."
     ),
     wrong="layers: [{name: stem, out: [{shape: [b, 8]}]}, ..]   # and the layer gives [2, 16]",
     right="layers: [{name: stem, out: [{shape: [b, 16]}]}, ..]",

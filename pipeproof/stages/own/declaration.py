@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
-from pipeproof.specs.own_layers import ROWS, OutSpec, OwnLayerSpec
+from pipeproof.specs.own_layers import ROWS, KeptType, OutSpec, OwnLayerSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.problems import KeyPath
 from pipeproof.stages.own.codes import cannot_build, not_as_declared
 from pipeproof.stages.own.factory import blaming
-from pipeproof.stages.own.model import OwnLayer, OwnModel, Tensor, Value
+from pipeproof.stages.own.model import OwnLayer, OwnModel, Tensor, Value, digests
 
 _AGAIN = "`pipeproof describe PLAN --write` declares what there is"
+_TYPES = get_args(KeptType)
+"""Of buffers that a state has."""
 
 
 def declaration(plan: PlanSpec, model: OwnModel) -> list[dict[str, Any]]:
@@ -23,9 +25,11 @@ def declaration(plan: PlanSpec, model: OwnModel) -> list[dict[str, Any]]:
     Raises:
         BadPlanError: PP911, a layer, the data or the loss function fails.
     """
-    found = []
-    for layer, outputs in _outputs(model):
-        about: dict[str, Any] = {"name": layer.name}
+    found, before = [], digests(model.untrained())
+    tried = list(_outputs(model))
+    moved = moved_buffers(before, model.layers)
+    for layer, outputs in tried:
+        about: dict[str, Any] = {"name": layer.name, "kind": layer.item.kind}
         if layer is not model.layers[-1]:
             about["out"] = [_out(plan, tensor) for tensor in outputs]
         if layer.parameters:
@@ -33,6 +37,9 @@ def declaration(plan: PlanSpec, model: OwnModel) -> list[dict[str, Any]]:
                 {"name": name.removeprefix(f"{layer.name}."), "shape": list(weight.shape)}
                 for name, weight in layer.parameters.items()
             ]
+        buffers = [_buffer(plan, layer, name) for name in moved if name in layer.untrained() and _is_kept(layer, name)]
+        if buffers:
+            about["buffers"] = buffers
         if layer.borrowed:
             about["borrows"] = list(layer.borrowed)
         found.append(about)
@@ -51,7 +58,11 @@ def require_declared(plan: PlanSpec, model: OwnModel) -> None:
         message = f"the file gives {len(model.layers)} layers, and the plan declares {len(declared)}"
         raise not_as_declared(message, ("model", "layers"), _AGAIN)
     for index, (layer, about) in enumerate(zip(model.layers, declared, strict=True)):
-        _require_weights(layer, about, ("model", "layers", index), plan.run.dtype)
+        path = ("model", "layers", index)
+        if about.kind is not None and about.kind != layer.item.kind:
+            raise _differ(path, f"layer `{layer.name}` is a {layer.item.kind}, and {about.kind} is declared")
+        _require_weights(layer, about, path, plan.run.dtype)
+        require_buffers(layer, about, path, plan.run.dtype)
     for index, (layer, outputs) in enumerate(_outputs(model)):
         if layer is not model.layers[-1]:
             require_outputs(plan, layer.name, declared[index].out, outputs, ("model", "layers", index, "out"))
@@ -74,6 +85,53 @@ def require_outputs(
         if found != expected:
             message = f"layer `{name}` gives {found[1]} {found[0]}, and {expected[1]} {expected[0]} is declared"
             raise not_as_declared(message, (*path, place), _AGAIN)
+
+
+def require_buffers(layer: OwnLayer, about: OwnLayerSpec, path: KeyPath, dtype: str) -> dict[str, Tensor]:
+    """Hold a layer's buffers, as they are now, against the declared ones; these, by their whole names.
+
+    Raises:
+        BadPlanError: PP912, one is not there, or in another shape or type.
+    """
+    there, found = layer.untrained(), {}
+    for place, declared in enumerate(about.buffers):
+        name = f"{about.name}.{declared.name}"
+        wanted = declared.dtype or dtype, list(declared.shape)
+        if name not in there:
+            raise _differ((*path, "buffers", place), f"layer `{layer.name}` has no buffer `{name}`, which is declared")
+        own = dtype_name(there[name]), list(there[name].shape)
+        if own != wanted:
+            message = f"the buffer `{name}` is {own[0]} {own[1]}, and {wanted[0]} {wanted[1]} is declared"
+            raise _differ((*path, "buffers", place), message)
+        found[name] = there[name]
+    return found
+
+
+def moved_buffers(before: Mapping[str, str], layers: Sequence[OwnLayer]) -> list[str]:
+    """What has other digests now than ``before``, in order; what was not there then is a layer's cache."""
+    now = digests({name: one for layer in layers for name, one in layer.untrained().items() if name in before})
+    return [name for name, digest in now.items() if digest != before[name]]
+
+
+def require_kept(before: Mapping[str, str], layers: Sequence[OwnLayer], plan: PlanSpec) -> None:
+    """Refuse layers that have changed more than the plan declares: a state would not have it.
+
+    Raises:
+        BadPlanError: PP912, the first buffer that has another digest than ``before``, and is not declared.
+    """
+    assert plan.own_layers is not None
+    by_name, moved = {layer.name: layer for layer in layers}, moved_buffers(before, layers)
+    for index, about in enumerate(plan.own_layers.layers):
+        there = by_name[about.name].untrained() if about.name in by_name else {}
+        declared = {f"{about.name}.{buffer.name}" for buffer in about.buffers}
+        for name in moved:
+            if name in there and name not in declared:
+                what = f"training changes `{name}` ({dtype_name(there[name])}), which the plan does not declare"
+                mend = f"{_AGAIN}, of the types that states have ({', '.join(_TYPES)})"
+                path = ("model", "layers", index)
+                raise not_as_declared(
+                    f"{what}: no state would have it", path, f"{mend}; or run it without --save and --resume"
+                )
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -106,6 +164,16 @@ def _out(plan: PlanSpec, tensor: Tensor) -> dict[str, Any]:
         shape[0] = ROWS
     dtype = dtype_name(tensor)
     return {"shape": shape} if dtype == plan.run.dtype else {"shape": shape, "dtype": dtype}
+
+
+def _buffer(plan: PlanSpec, layer: OwnLayer, name: str) -> dict[str, Any]:
+    tensor = layer.untrained()[name]
+    about = {"name": name.removeprefix(f"{layer.name}."), "shape": list(tensor.shape)}
+    return about if dtype_name(tensor) == plan.run.dtype else {**about, "dtype": dtype_name(tensor)}
+
+
+def _is_kept(layer: OwnLayer, name: str) -> bool:
+    return dtype_name(layer.untrained()[name]) in _TYPES
 
 
 def _require_weights(layer: OwnLayer, about: OwnLayerSpec, path: KeyPath, dtype: str) -> None:

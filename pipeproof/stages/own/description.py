@@ -20,10 +20,11 @@ class Item:
     """One layer: what is called on its input, and the ``paddle.nn.Layer`` behind it, None for a plain function.
 
     ``call`` takes the layer first, so that it can be given another instance of it.
-    ``name`` is what it would be called, where nobody says otherwise.
+    ``name`` is what it would be called, where nobody says otherwise; ``kind`` its class, or the function.
     """
 
     name: str
+    kind: str
     module: paddle.nn.Layer | None
     call: Callable[[Any, Any], Any]
     shared: frozenset[str] | None = None
@@ -71,15 +72,26 @@ def _item(one: Any, number: int, shared: dict[str, paddle.nn.Layer]) -> Item:
         if module is None:
             module = shared[one.layer_name] = one.build_layer()
         call = _plain if one.forward_func is None else _with(one.forward_func)
-        return Item(_name(type(module).__name__, number), module, call, _shared(module, one.shared_weight_attr))
+        return _named(type(module).__name__, number, module, call, _shared(module, one.shared_weight_attr))
     if isinstance(one, LayerDesc):
         one = one.build_layer()
     if isinstance(one, paddle.nn.Layer):
-        return Item(_name(type(one).__name__, number), one, _plain)
+        return _named(type(one).__name__, number, one, _plain)
     if callable(one):
-        return Item(_name(getattr(one, "__name__", "function"), number), None, lambda _, value: one(value))
+        kind = getattr(one, "__name__", "").strip("_") or "function"  # Paddle's tanh is `_tanh` inside
+        return _named(kind, number, None, lambda _, value: one(value))
     message = f"item {number} of the layers is {describe_value(one)}"
     raise cannot_build(message, "list paddle.nn.Layer objects, functions of one value, or Fleet's LayerDesc")
+
+
+def _named(
+    kind: str,
+    number: int,
+    module: paddle.nn.Layer | None,
+    call: Callable[[Any, Any], Any],
+    shared: frozenset[str] | None = None,
+) -> Item:
+    return Item(_name(kind, number), kind, module, call, shared)
 
 
 def _shared(module: paddle.nn.Layer, attributes: list[str]) -> frozenset[str]:
@@ -106,3 +118,14 @@ def trained(module: paddle.nn.Layer | None) -> Mapping[str, paddle.Tensor]:
     if module is None:
         return {}
     return {name: weight for name, weight in module.named_parameters() if not weight.stop_gradient}
+
+
+def untrained(module: paddle.nn.Layer | None) -> Mapping[str, paddle.Tensor]:
+    """What a layer has beside these, by names in it: buffers, saved with it or not, and frozen weights.
+
+    Paddle's batch norms have their running statistics as frozen weights.
+    """
+    if module is None:
+        return {}
+    frozen = {name: weight for name, weight in module.named_parameters() if weight.stop_gradient}
+    return {**frozen, **dict(module.named_buffers())}

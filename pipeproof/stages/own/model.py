@@ -17,7 +17,7 @@ import paddle
 from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.own.codes import cannot_build
-from pipeproof.stages.own.description import Item, described_only, items_of, loss_of, trained
+from pipeproof.stages.own.description import Item, described_only, items_of, loss_of, trained, untrained
 from pipeproof.stages.own.factory import Built, blaming, call_build
 
 Tensor: TypeAlias = paddle.Tensor
@@ -39,6 +39,10 @@ class OwnLayer:
     parameters: dict[str, Tensor]
     borrowed: dict[str, list[tuple[paddle.nn.Layer, str]]] = field(default_factory=dict)
     unshared: dict[str, Tensor] = field(default_factory=dict)
+
+    def untrained(self) -> dict[str, Tensor]:
+        """What it has now beside weights that are trained, by whole names; layers may put other tensors there."""
+        return {f"{self.name}.{local}": tensor for local, tensor in untrained(self.item.module).items()}
 
     def use(self, weight: str, tensor: Tensor) -> None:
         """Compute with a tensor where a borrowed weight stands."""
@@ -125,6 +129,10 @@ class OwnModel:
         """All weights by name, in the order of the layers."""
         return {name: weight for layer in self.layers for name, weight in layer.parameters.items()}
 
+    def untrained(self) -> dict[str, Tensor]:
+        """As ``OwnLayer.untrained``, of all layers."""
+        return {name: tensor for layer in self.layers for name, tensor in layer.untrained().items()}
+
     def _data(self, step: int, index: int) -> tuple[Any, Any]:
         rng = np.random.default_rng(_key("data", self._plan.run.seed, step, index))
         with blaming(self.file, "the data function"):
@@ -154,14 +162,17 @@ def _build(model: LayersSpec, seed: int) -> tuple[Built, list[Item]]:
 
 
 def _with_shared_weights(names: Sequence[str], items: Sequence[Item]) -> tuple[OwnLayer, ...]:
-    """Layers by name. One that has a weight of an earlier one gets a copy of itself, so that it can be told apart."""
+    """Layers by name. One that has a tensor of an earlier one gets a copy of itself, so that it can be told apart."""
     owner: dict[int, str] = {}
+    seen: set[int] = set()
     layers = []
     for name, item in zip(names, items, strict=True):
         weights = trained(item.module)
         there = {local: owner[id(weight)] for local, weight in weights.items() if id(weight) in owner}
         owner |= {id(weight): f"{name}.{local}" for local, weight in weights.items() if local not in there}
-        if there:
+        others = {id(tensor) for tensor in untrained(item.module).values()}
+        is_seen, seen = not seen.isdisjoint(others), seen | others
+        if there or is_seen:
             item = replace(item, module=copy.deepcopy(item.module))
             weights = trained(item.module)
         layer = OwnLayer(name, item, {f"{name}.{local}": w for local, w in weights.items() if local not in there})

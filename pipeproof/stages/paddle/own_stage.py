@@ -13,8 +13,8 @@ import paddle
 from pipeproof.specs.own_layers import OutSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.watch import LayerWatch
-from pipeproof.stages.own.declaration import require_outputs
-from pipeproof.stages.own.model import OwnLayer, OwnModel
+from pipeproof.stages.own.declaration import require_buffers, require_kept, require_outputs
+from pipeproof.stages.own.model import OwnLayer, OwnModel, digests
 from pipeproof.stages.paddle.own_split import SplitBackward
 from pipeproof.stages.paddle.weights import BorrowedWeight, WeightGradients
 
@@ -36,6 +36,7 @@ class OwnStage:
         self._plan, self._model = plan, model
         by_name = {layer.name: layer for layer in model.layers}
         self._layers = [by_name[name] for name in names]
+        self._as_built = digests({name: one for layer in self._layers for name, one in layer.untrained().items()})
         self._is_first, self._is_last = names[0] == model.layers[0].name, names[-1] == model.layers[-1].name
         self._out: tuple[OutSpec, ...] = next(one.out for one in plan.own_layers.layers if one.name == names[-1])
         self.parameters: dict[str, Tensor] = {
@@ -100,6 +101,27 @@ class OwnStage:
             if x.grad is None:
                 x.grad = paddle.zeros_like(x)
         return left
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the plan declares that training changes beside weights, as it is now, by name.
+
+        Raises:
+            BadPlanError: PP912, it is there no more as declared, or training has changed something else.
+        """
+        assert self._plan.own_layers is not None
+        require_kept(self._as_built, self._layers, self._plan)
+        by_name, found = {layer.name: layer for layer in self._layers}, dict[str, Tensor]()
+        for index, about in enumerate(self._plan.own_layers.layers):
+            if about.name in by_name:
+                path = ("model", "layers", index)
+                found |= require_buffers(by_name[about.name], about, path, self._plan.run.dtype)
+        return found
+
+    def put_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Go on with some of what ``buffers`` gave; before the first step. A dim of replicas before theirs is one."""
+        there = self.buffers()
+        for name, value in buffers.items():
+            there[name].set_value(value.reshape(there[name].shape))
 
     def _remember(self, outputs: Value, inputs: Value, step: int) -> Value:
         if step != self._step:  # without backwards nobody asks for them

@@ -73,7 +73,7 @@ def run_ordered(
     ``watch`` is shown what crosses the borders between layers; it joins pieces of sequences along their dim.
     """
     if plan.own_layers is not None:
-        yield from run_own_ordered(plan, orders, watch)
+        yield from run_own_ordered(plan, orders, watch, start)
         return
     start = start or beginning(plan)
     model = OrderedModel(plan, watch, start.weights)

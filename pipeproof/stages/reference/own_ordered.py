@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
@@ -21,25 +22,34 @@ from pipeproof.stages.describe.shares import num_shares
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.own.model import OwnModel
 from pipeproof.stages.reference.clip import clip_factor
-from pipeproof.stages.reference.optimizer import optimizer_of
 from pipeproof.stages.reference.orders import ByCopy, Orders
-from pipeproof.stages.reference.own_uncut import built, scaled_loss
+from pipeproof.stages.reference.own_uncut import begun, buffers_of, built, put_buffers, scaled_loss
 from pipeproof.stages.reference.pieces import add
 from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.start import Start
 
 Tensor: TypeAlias = paddle.Tensor
 _Use: TypeAlias = tuple[str, str]
 """Who computes with a weight (its own name, or ``LAYER.weight`` for a borrower), and the weight."""
 
 
-def run_own_ordered(plan: PlanSpec, orders: Orders, watch: LayerWatch | None = None) -> Iterator[StepResult]:
+def run_own_ordered(
+    plan: PlanSpec, orders: Orders, watch: LayerWatch | None = None, start: Start | None = None
+) -> Iterator[StepResult]:
     """As ``run_ordered``, for own layers."""
     model = built(plan)
     weights = model.weights()
-    optimizer = optimizer_of(plan.run, list(weights.values()))
-    for step in range(plan.run.steps):
+    optimizer, buffers = begun(plan, model, start), _buffers(plan, model, start)
+    for step in range(0 if start is None else start.step, plan.run.steps):
         before = {name: weight.numpy().copy() for name, weight in weights.items()}
-        ranks = [_of_rank(plan, model, orders, step, dp, watch) for dp in range(plan.topology.dp)]
+        stacked = {name: np.stack([of_one[name] for of_one in buffers]) for name in buffers[0]}
+        before |= stacked if len(buffers) > 1 else buffers[0]
+        ranks = []
+        for dp in range(plan.topology.dp):
+            put_buffers(model, buffers[dp])
+            ranks.append(_of_rank(plan, model, orders, step, dp, watch))
+            now = model.untrained()
+            buffers[dp] = {name: now[name].numpy().copy() for name in buffers[dp]}
         gradients = {name: add([of_rank[name] for _, of_rank in ranks]) for name in weights}
         if plan.run.clip_norm is not None:
             parts = {name: [[gradient]] for name, gradient in gradients.items()}
@@ -50,6 +60,15 @@ def run_own_ordered(plan: PlanSpec, orders: Orders, watch: LayerWatch | None = N
         whole = {name: gradient.numpy().copy() for name, gradient in gradients.items()}
         optimizer.step()
         yield StepResult(step, add([loss for loss, _ in ranks]), whole, before)
+
+
+def _buffers(plan: PlanSpec, model: OwnModel, start: Start | None) -> list[dict[str, npt.NDArray[Any]]]:
+    """What each data-parallel replica begins with, of the buffers that the plan declares."""
+    assert plan.own_layers is not None
+    there, given = model.untrained(), {} if start is None else start.weights
+    names = [f"{layer.name}.{buffer.name}" for layer in plan.own_layers.layers for buffer in layer.buffers]
+    as_built = {name: there[name].numpy().copy() for name in names}
+    return [as_built | buffers_of(plan, given, dp) for dp in range(plan.topology.dp)]
 
 
 def _of_rank(

@@ -18,28 +18,31 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.own.model import OwnModel
 from pipeproof.stages.reference.clip import clip_factor
-from pipeproof.stages.reference.optimizer import optimizer_of
+from pipeproof.stages.reference.optimizer import go_on, optimizer_of
 from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.start import Start
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-def run_own_uncut(plan: PlanSpec, watch: LayerWatch | None = None) -> Iterator[StepResult]:
-    """As ``run_uncut``, for own layers."""
+def run_own_uncut(plan: PlanSpec, watch: LayerWatch | None = None, start: Start | None = None) -> Iterator[StepResult]:
+    """As ``run_uncut``, for own layers. ``start`` is of one data-parallel replica."""
     model = built(plan)
-    optimizer = optimizer_of(plan.run, list(model.weights().values()))
-    for step in range(plan.run.steps):
+    optimizer = begun(plan, model, start)
+    if start is not None:
+        put_buffers(model, start.weights)
+    for step in range(0 if start is None else start.step, plan.run.steps):
         result = _gradients(plan, model, step, watch)
         optimizer.step()
         yield result
 
 
 def own_uncut_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], step: int) -> StepResult:
-    """As ``uncut_step``, for own layers, which are built for it."""
+    """As ``uncut_step``, for own layers, which are built for it; ``weights`` may have buffers, too, as in ``Start``."""
     model = built(plan)
     for name, weight in model.weights().items():
         weight.set_value(weights[name])
-    return _gradients(plan, model, step, None)
+    return _gradients(plan, model, step, None, weights)
 
 
 def built(plan: PlanSpec) -> OwnModel:
@@ -51,6 +54,36 @@ def built(plan: PlanSpec) -> OwnModel:
         for name in layer.borrowed:
             layer.use(name, weights[name])
     return model
+
+
+def begun(plan: PlanSpec, model: OwnModel, start: Start | None) -> paddle.optimizer.Optimizer:
+    """The optimizer of a model, both with the weights of ``start`` and what was kept of them; buffers are as built."""
+    weights = model.weights()
+    optimizer = optimizer_of(plan.run, list(weights.values()))
+    if start is not None:
+        for name, weight in weights.items():
+            weight.set_value(start.weights[name])
+        go_on(
+            optimizer,
+            {name: [weight] for name, weight in weights.items()},
+            {key: [array] for key, array in start.kept.items()},
+        )
+    return optimizer
+
+
+def put_buffers(model: OwnModel, values: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Let the layers have those of their buffers that are among ``values``."""
+    for name, tensor in model.untrained().items():
+        if name in values:
+            tensor.set_value(values[name])
+
+
+def buffers_of(plan: PlanSpec, values: Mapping[str, npt.NDArray[Any]], replica: int) -> dict[str, npt.NDArray[Any]]:
+    """The declared buffers that are among ``values``, for one of the replicas, which stand along dim 0 if several."""
+    assert plan.own_layers is not None
+    names = (f"{layer.name}.{buffer.name}" for layer in plan.own_layers.layers for buffer in layer.buffers)
+    there = {name: values[name] for name in names if name in values}
+    return {name: np.asarray(one[replica]) for name, one in there.items()} if plan.topology.dp > 1 else there
 
 
 def scaled_loss(model: OwnModel, plan: PlanSpec, step: int, index: int, watch: LayerWatch | None) -> Tensor:
@@ -69,12 +102,21 @@ def scaled_loss(model: OwnModel, plan: PlanSpec, step: int, index: int, watch: L
     return loss
 
 
-def _gradients(plan: PlanSpec, model: OwnModel, step: int, watch: LayerWatch | None) -> StepResult:
-    weights = model.weights()
+def _gradients(
+    plan: PlanSpec,
+    model: OwnModel,
+    step: int,
+    watch: LayerWatch | None,
+    buffers: Mapping[str, npt.NDArray[Any]] | None = None,
+) -> StepResult:
+    """One step's; ``buffers`` are what each replica begins it with, where the model has not been trained up to it."""
+    weights, num_micro_batches = model.weights(), plan.schedule.num_micro_batches
     for weight in weights.values():
         weight.grad = paddle.zeros_like(weight)
     losses: list[np.floating[Any]] = []
-    for index in range(plan.topology.dp * plan.schedule.num_micro_batches):
+    for index in range(plan.topology.dp * num_micro_batches):
+        if buffers is not None and index % num_micro_batches == 0:
+            put_buffers(model, buffers_of(plan, buffers, index // num_micro_batches))
         loss = scaled_loss(model, plan, step, index, watch)
         loss.backward()
         losses.append(loss.numpy()[()])

@@ -16,8 +16,9 @@ class StepResult:
 
     ``loss`` is a scalar of the run's dtype; the arrays are by parameter name,
     whole, and of that dtype. ``weights`` also has the biases of routers, where
-    they move, and ``routers`` what is left of the step: the losses of routers
-    by unit of work, and the biases, under the names of ``describe.balance``.
+    they move, and the buffers of own layers, as ``Start`` has them. ``routers``
+    is what is left of the step: the losses of routers by unit of work, and the
+    biases, under the names of ``describe.balance``.
     """
 
     step: int

@@ -20,7 +20,8 @@ class Start:
     """The state before ``step``: whole arrays, which say nothing of a topology.
 
     ``weights`` are those that the optimizer updates, by name, and the biases of routers, where they move, under the
-    names of ``describe.balance.bias_key``; without these they are zero. ``kept`` is what the optimizer keeps of each
+    names of ``describe.balance.bias_key``; without these they are zero. Buffers of own layers stand beside: of several
+    data-parallel replicas each has its own, along dim 0. ``kept`` is what the optimizer keeps of each
     weight, by weight and slot: ``moment1`` and ``moment2`` of its shape, and numbers that count its steps
     (``beta1_power``, ``beta2_power``; PyTorch's ``step``). It is empty where the optimizer begins.
 

@@ -53,7 +53,7 @@ def run_uncut(plan: PlanSpec, watch: LayerWatch | None = None, start: Start | No
     ``watch`` is shown what crosses the borders between layers.
     """
     if plan.own_layers is not None:
-        yield from run_own_uncut(plan, watch)
+        yield from run_own_uncut(plan, watch, start)
         return
     start = start or beginning(plan)
     model = UncutModel(plan, start.weights)
