@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import KINDS
 from pipeproof.schedule.optable import OpGraph
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 6
+RULE_SET_VERSION = 7
 """Raised whenever a rule is added or begins to judge differently."""
 _OF_OWN_LAYERS = {"kind": True, "buffers": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
