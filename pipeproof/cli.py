@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,7 +25,7 @@ from pipeproof.commands.hang import hang
 from pipeproof.commands.help import SectionedGroup
 from pipeproof.commands.import_plan import import_plan
 from pipeproof.commands.jitter import jitter
-from pipeproof.commands.line import console_for, refusing_bad_plans
+from pipeproof.commands.line import console_for, refused_by_system, refusing_bad_plans
 from pipeproof.commands.rehearse import rehearse
 from pipeproof.commands.reshard import reshard
 from pipeproof.commands.run import run
@@ -42,11 +43,17 @@ _PLAN = click.argument("plan", metavar="PLAN", type=PlanFile())
 
 
 class _Commands(SectionedGroup):
-    """The group of commands; each ends with our own status when it is interrupted."""
+    """The group of commands; each ends with our own status when it is interrupted, or refused by the system."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text, as on standard error
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # whoever read our output has gone: click ends quietly
+        except OSError as error:  # such as of a path that is too long to look at, before a command has begun
+            refused_by_system(error)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
@@ -136,12 +143,12 @@ def show(plan: Path, rank: int | None, costs: bool, memory: bool) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
               help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .pftrace (Perfetto), .csv, "
                    "or a picture: .png, .svg, .pdf.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
               help="Longest paths, the reference model, or whichever applies; the times are the same.")  # fmt: skip
-def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> None:
+def simulate(plan: Path, output: Path | None, form: Literal["text", "json"], engine: Engine) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
-    with refusing_bad_plans("json" if as_json else "text", plan):
+    with refusing_bad_plans(form, plan):
         from pipeproof.comm.loaded import blaming_plan, lower_loaded
         from pipeproof.sim.figures import simulation_to_json
         from pipeproof.sim.memory.show import render_memory
@@ -154,7 +161,7 @@ def simulate(plan: Path, output: Path | None, as_json: bool, engine: Engine) -> 
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:
             written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph, simulation.memory)
-    if as_json:
+    if form == "json":
         click.echo(json.dumps(simulation_to_json(simulation), indent=2))
         return
     console = console_for()
@@ -174,7 +181,7 @@ def schema() -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "--backend",
     type=click.Choice(["paddle", "torch"]),
@@ -184,13 +191,13 @@ def schema() -> None:
 )
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
               help="gloo on the CPU, or NCCL on one or two GPUs.")  # fmt: skip
-def doctor(as_json: bool, backend: str, device: str) -> None:
+def doctor(form: Literal["text", "json"], backend: str, device: str) -> None:
     """Show versions, whether a backend behaves on this machine as our table says, and what messages take."""
     from pipeproof.exec.doctor import run_doctor
     from pipeproof.exec.doctor_report import doctor_to_json, render_doctor
 
     report = run_doctor(backend=backend, device=device)
-    if as_json:
+    if form == "json":
         click.echo(json.dumps(doctor_to_json(report), indent=2))
     else:
         render_doctor(report, console_for())

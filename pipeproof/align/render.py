@@ -120,7 +120,7 @@ def _far(ulps: int | None, relative: float | None) -> str:
 
 
 def alignment_to_json(found: Alignment) -> dict[str, Any]:
-    """The form of ``align --json``; see ``docs/schemas/align.schema.json``."""
+    """The form of ``align --format json``; see ``docs/schemas/align.schema.json``."""
     losses, tensors = found.losses, found.tensors
     return {
         "equal": found.equal,

@@ -44,7 +44,7 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="The same of B; Megatron: mtp,main.")  # fmt: skip
 @click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
 @click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def align(
     a: Path,
     b: Path,
@@ -55,7 +55,7 @@ def align(
     order_b: tuple[str, ...],
     rank_a: int | None,
     rank_b: int | None,
-    as_json: bool,
+    form: str,
 ) -> None:
     """Say whether two trainings are equal bit for bit, or where they part: step, layer, rank, and why.
 
@@ -80,7 +80,7 @@ def align(
     except AlignmentError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
-    if as_json:
+    if form == "json":
         click.echo(json.dumps(alignment_to_json(found), indent=2))
     else:
         render_alignment(found, console_for())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -69,7 +69,7 @@ def _cv(context: click.Context, parameter: click.Parameter, value: float) -> flo
               help="Let each rank be slow by FACTOR in a run with this probability, as in 0.01:1.5.")  # fmt: skip
 @click.option("--delays/--no-delays", default=True, show_default=True,
               help="Say whose delay costs most; one simulation for each rank and channel.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(
@@ -82,11 +82,11 @@ def jitter(
     slow: dict[int, float],
     stragglers: tuple[float, float],
     delays: bool,
-    as_json: bool,
+    form: Literal["text", "json"],
     output: Path | None,
 ) -> None:
     """Simulate a plan many times with random times and slow ranks: quantiles, and whose delay costs most."""
-    with refusing_bad_plans("json" if as_json else "text", plan):
+    with refusing_bad_plans(form, plan):
         from pipeproof.comm.loaded import blaming_plan, lower_loaded
         from pipeproof.sim.jitter.delays import delays_of
         from pipeproof.sim.jitter.noise import Noise
@@ -112,7 +112,7 @@ def jitter(
             from pipeproof.sim.jitter.plot import plot_jitter
 
             plot_jitter(runs, late, plan.stem, output)
-    if as_json:
+    if form == "json":
         click.echo(json.dumps(jitter_to_json(runs, late), indent=2))
     else:
         render_jitter(runs, late, console_for())

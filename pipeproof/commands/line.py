@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -72,8 +72,13 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
     except BrokenPipeError:
         raise  # whoever read our output has gone: click ends quietly
     except OSError as error:
-        click.echo(f"error: {_said(error)}", err=True)
-        sys.exit(ExitStatus.BAD_INPUT)
+        refused_by_system(error)
+
+
+def refused_by_system(error: OSError) -> NoReturn:
+    """Say what the system did not do, and exit as for bad input."""
+    click.echo(f"error: {_said(error)}", err=True)
+    sys.exit(ExitStatus.BAD_INPUT)
 
 
 def _said(error: OSError) -> str:

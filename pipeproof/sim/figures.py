@@ -82,7 +82,7 @@ def _ratio(part: Fraction, whole: Fraction) -> Fraction:
 
 
 def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
-    """The form of ``simulate --json``; see ``docs/schemas/simulate.schema.json``.
+    """The form of ``simulate --format json``; see ``docs/schemas/simulate.schema.json``.
 
     Times are in ``unit``. A whole number is a JSON integer. Where a fraction
     has no exact binary form, the key with ``_exact`` beside it holds it as

@@ -63,7 +63,7 @@ def test_what_the_text_says_to_change_can_be_laid_over_the_file(write):
     for section, values in change.items():
         plan[section] |= values
     better = load_plan(write(plan))
-    makespan = json.loads(invoke("simulate", write(plan), "--json").stdout)["makespan"]
+    makespan = json.loads(invoke("simulate", write(plan), "--format", "json").stdout)["makespan"]
     assert better.spec.schedule.kind in text.split("Change the plan so:")[0]
     assert makespan < 33
     assert invoke("check", write(plan)).exit_code == 0

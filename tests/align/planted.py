@@ -195,7 +195,7 @@ def located(plan, reference: ReferenceRun, directory: Path, fault: Planted | Non
         record(plan, reference, directory)
     sides = directory / "run", directory / "reference"
     printed = invoke("align", *sides)
-    return printed.exit_code, printed.stdout, json.loads(invoke("align", *sides, "--json").stdout)
+    return printed.exit_code, printed.stdout, json.loads(invoke("align", *sides, "--format", "json").stdout)
 
 
 def main(file: Path) -> None:

@@ -28,7 +28,7 @@ def recorded(**how):
 
 def located(directory, *options, status=1):
     """The result as JSON."""
-    result = invoke("align", directory / "run", directory / "reference", "--json", *options)
+    result = invoke("align", directory / "run", directory / "reference", "--format", "json", *options)
     assert result.exit_code == status, result.output
     content = json.loads(result.stdout)
     require_fit("align", content)

@@ -31,7 +31,7 @@ def test_a_broken_plan_is_refused_with_its_place(command, path, started, monkeyp
     assert started == []
 
 
-@pytest.mark.parametrize("options", [("check", "--format", "json"), ("simulate", "--json")])
+@pytest.mark.parametrize("options", [("check", "--format", "json"), ("simulate", "--format", "json")])
 @pytest.mark.parametrize("path", BROKEN[::5], ids=lambda path: path.stem)
 def test_a_broken_plan_as_json(options, path):
     command, *rest = options

@@ -144,7 +144,7 @@ def test_simulate_refuses_an_output_of_another_form_before_the_work(name, good, 
 
 def test_simulate_as_json_is_all_of_stdout(good, tmp_path):
     trace = tmp_path / "trace.json"
-    result = invoke("simulate", good, "--json", "-o", trace)
+    result = invoke("simulate", good, "--format", "json", "-o", trace)
     assert result.exit_code == 0
     assert result.stderr == ""
     content = json.loads(result.stdout)
@@ -213,7 +213,7 @@ def test_a_terminal_that_knows_ascii_only(arguments):
     [
         ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"),
         ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml", "--format", "json"),
-        ("simulate", EXAMPLES / "gpt_pp4.yaml", "--json"),
+        ("simulate", EXAMPLES / "gpt_pp4.yaml", "--format", "json"),
         ("show", EXAMPLES / "gpt_pp4.yaml", "--rank", "0"),
         ("schema",),
     ],

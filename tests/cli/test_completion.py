@@ -33,7 +33,7 @@ def offered(*words):
 
 
 def test_conventions_of_names():
-    assert offered("reshard", "states", "--names", "pa") == ["paddleformers", "paddleformers-unfused"]
+    assert offered("reshard", "states", "--names", "pa") == ["paddleformers", "paddleformers-unfused", "paddlefleet"]
 
 
 def test_commands_and_options():

@@ -58,7 +58,7 @@ def test_the_fast_engine_says_why_and_auto_takes_the_model(name, tmp_path):
     assert refused.exit_code == 2, refused.output
     assert f"error[PP153]: the fast engine does not time this plan: {reason}" in " ".join(refused.stderr.split())
     assert "leave the engine to `auto`" in refused.stderr
-    taken = CliRunner().invoke(main, ["simulate", str(plan), "--json"])
+    taken = CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"])
     assert taken.exit_code == 0, taken.output
     assert json.loads(taken.stdout)["engine"] == "simpy"
 

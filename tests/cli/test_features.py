@@ -43,7 +43,7 @@ def quick(monkeypatch):
 
 def figures(file):
     """Of a plan: microseconds that all ranks compute, and bytes that the fullest holds."""
-    done = invoke("simulate", "--json", file)
+    done = invoke("simulate", "--format", "json", file)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert all(math.isfinite(rank["span"]) and 0 < rank["busy"] <= rank["span"] for rank in result["ranks"])

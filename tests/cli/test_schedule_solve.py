@@ -34,7 +34,7 @@ def with_solved_section(result, plan):
 
 
 def makespan_of(plan):
-    return json.loads(invoke("simulate", "--json", plan).stdout)["makespan"]
+    return json.loads(invoke("simulate", "--format", "json", plan).stdout)["makespan"]
 
 
 def test_the_plan_takes_the_file_back_verified_and_as_fast_as_promised(solve):

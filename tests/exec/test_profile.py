@@ -267,9 +267,9 @@ def test_a_profile_stands_alone(cost, said, tmp_path):
 def test_a_profile_is_found_beside_the_plan_from_anywhere(tmp_path, monkeypatch):
     plan = plan_with_profile(tmp_path, profile=profile_text())
     monkeypatch.chdir("/")
-    given = json.loads(CliRunner().invoke(main, ["simulate", str(plan), "--json"]).output)
+    given = json.loads(CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"]).output)
     monkeypatch.chdir(tmp_path)
-    assert json.loads(CliRunner().invoke(main, ["simulate", "plan.json", "--json"]).output) == given
+    assert json.loads(CliRunner().invoke(main, ["simulate", "plan.json", "--format", "json"]).output) == given
     dumped = dump_plan(load_plan("plan.json"))
     assert plan_from_dict(dumped).spec.cost.profile == str(tmp_path / "profile.json")
 
@@ -310,7 +310,7 @@ def test_a_run_writes_a_profile_that_its_plan_can_be_simulated_and_run_with(tmp_
     (tmp_path / "again").mkdir()
     text = files["profile.json"].read_text()
     plan = plan_with_profile(tmp_path / "again", profile=text, **sections)
-    result = CliRunner().invoke(main, ["simulate", str(plan), "--json"])
+    result = CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"])
     assert result.exit_code == 0, result.output
     again = Run(tmp_path / "again", json.loads(plan.read_text())).end()
     assert again.status == 0, again.output

@@ -23,7 +23,7 @@ from tests.plans import plan_dict
 
 
 def aligned(directory, *options):
-    result = invoke("align", directory / "run", directory / "reference", "--json", *options)
+    result = invoke("align", directory / "run", directory / "reference", "--format", "json", *options)
     content = json.loads(result.stdout)
     require_fit("align", content)
     return result.exit_code, content
@@ -136,7 +136,7 @@ def test_ranks_that_hold_other_values_of_one_part(tmp_path):
     assert (status, difference["ranks"], difference["relative"]) == (1, [1], 1.0)
     assert difference["a"]["md5"] == difference["b"]["md5"]
     assert difference["cause"]["evidence"] == "on rank 1: all 256 elements of A that are not zero are 2 of B's, exactly"
-    turned = json.loads(invoke("align", tmp_path / "reference", tmp_path / "run", "--json").stdout)
+    turned = json.loads(invoke("align", tmp_path / "reference", tmp_path / "run", "--format", "json").stdout)
     assert (
         "on rank 1: all 256 elements of A that are not zero are 1/2"
         in (turned["tensors"]["first_difference"]["cause"]["evidence"])

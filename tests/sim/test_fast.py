@@ -274,7 +274,9 @@ def test_the_command_names_its_engine(tmp_path):
     for engine in ("fast", "simpy"):
         shown = CliRunner().invoke(main, ["simulate", str(plan), "--engine", engine])
         assert f"engine {engine}" in shown.stdout
-        content = json.loads(CliRunner().invoke(main, ["simulate", str(plan), "--engine", engine, "--json"]).stdout)
+        content = json.loads(
+            CliRunner().invoke(main, ["simulate", str(plan), "--engine", engine, "--format", "json"]).stdout
+        )
         assert content.pop("engine") == engine
         outputs[engine] = content
     assert outputs["fast"] == outputs["simpy"]

@@ -126,14 +126,14 @@ def test_one_run_without_noise(plan):
 
 
 def test_json_has_what_the_text_has(plan):
-    content = json.loads(jitter(plan, "--runs", 20, "--json").output)
+    content = json.loads(jitter(plan, "--runs", 20, "--format", "json").output)
     assert content["undisturbed"] == 1500
     assert len(content["makespans"]) == 20
     assert content["longest"] == max(content["makespans"])
     assert sum(content["makespans"]) / 20 == pytest.approx(content["mean"]["value"])
     assert [one["share"] for one in content["quantiles"]] == [0.05, 0.5, 0.95, 0.99]
     assert [one["where"] for one in content["delays"]["ranks"]] == ["0", "1"]
-    assert "delays" not in json.loads(jitter(plan, "--runs", 2, "--json", "--no-delays").output)
+    assert "delays" not in json.loads(jitter(plan, "--runs", 2, "--format", "json", "--no-delays").output)
 
 
 def test_json_is_of_the_published_form(plan):
@@ -141,7 +141,7 @@ def test_json_is_of_the_published_form(plan):
     thirds = plan.with_name("thirds.json")
     thirds.write_text(json.dumps(plan_dict(cost={"forward_us": "1/3"})))
     for file, *options in ((plan, "--slow", "1=2", "--network-cv", 0.5), (thirds, "--cv", 0), (plan, "--no-delays")):
-        schema.validate(json.loads(jitter(file, "--runs", 2, "--json", *options).output))
+        schema.validate(json.loads(jitter(file, "--runs", 2, "--format", "json", *options).output))
 
 
 def test_the_code_on_the_page_runs(monkeypatch):
@@ -204,7 +204,7 @@ def test_a_plan_that_is_not_there_or_bad_is_refused(tmp_path):
     assert jitter(tmp_path / "none.yaml").exit_code == 2
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(plan_dict(schedule={"kind": "zigzag"})))
-    result = jitter(bad, "--json")
+    result = jitter(bad, "--format", "json")
     assert result.exit_code == 2
     assert "Traceback" not in result.output
 

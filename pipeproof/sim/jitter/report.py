@@ -129,7 +129,7 @@ def _bounds(estimate: Estimate) -> str:
 
 
 def jitter_to_json(runs: JitterRuns, delays: Delays | None) -> dict[str, Any]:
-    """The form of ``jitter --json``; see ``docs/schemas/jitter.schema.json``."""
+    """The form of ``jitter --format json``; see ``docs/schemas/jitter.schema.json``."""
     noise = runs.noise
     content: dict[str, Any] = {
         "unit": "us",
