@@ -69,8 +69,9 @@ IN_VAIN = RuleDoc(
     explanation=(
         "A name is assigned once, and again only by a statement that reads it (`b^T -> b`). What a statement makes is "
         "of the target, or is read by a later one, or is left out with `-> _`. A tensor that is removed is not read; "
-        "a tensor of the source is not covered by another before it was read; a cast changes the type, and a rename "
-        "the name. Elsewhere the last statement wins: `a -> b` and `b -> a` do not exchange, they make two copies."
+        "a tensor of the source is not covered by another before it was read; a cast changes the type. Elsewhere the "
+        "last statement wins: `a -> b` and `b -> a` do not exchange, they make two copies. `a -> a` says that a tensor "
+        "stays, as statements of PaddleFormers do."
     ),
     wrong="a -> b\nb -> a",
     right="a -> kept\nb -> a\nkept -> b",

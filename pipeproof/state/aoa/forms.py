@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeproof.specs.finding import Finding
-from pipeproof.state.aoa.codes import IN_VAIN, NOT_READ, fault
+from pipeproof.state.aoa.codes import NOT_READ, fault
 from pipeproof.state.aoa.syntax import NOTHING, Statement
 
 _COUNTS = {
@@ -59,8 +59,6 @@ def count_faults(statement: Statement, *, written_many: bool) -> Iterator[Findin
             yield fault(NOT_READ, "a merge or a split needs `axis`", place, "write `, axis=0` or `, axis=1`")
     elif statement.axis is not None and not written_many:
         yield fault(NOT_READ, "`axis` is of a merge, a split or a fused form", place, "remove it")
-    elif not _does_something(statement):
-        yield fault(IN_VAIN, f"`{statement.left[0].text}` becomes itself", place, "remove the statement")
 
 
 def _of_names(statement: Statement) -> Iterator[Finding]:
@@ -95,9 +93,3 @@ def _of_nothing(statement: Statement) -> Iterator[Finding]:
         yield fault(NOT_READ, f"a pattern with {NOTHING} is of $LAYER_ID and $EXPERT_ID", statement.place)
     elif (statement.axis, statement.permutation, statement.cast, statement.fused) != (None,) * 4:
         yield fault(NOT_READ, f"`{NOTHING}` has no attributes", statement.place, "remove them")
-
-
-def _does_something(statement: Statement) -> bool:
-    (left,), (right,) = statement.left, statement.right
-    changes = left.transposed or statement.permutation is not None or statement.cast is not None
-    return changes or left.text != right.text

@@ -99,6 +99,8 @@ class _Describer:
         yield from self._as_it_is("", {"norm": "norm.weight"})
         if not model.tied_embedding:
             yield Part("head", "", (self._table("head"),))
+        elif self.convention.has_tied_head:
+            yield Part("head", "", (self._table("embed"),), copy_of="embed")
         head = "embed" if model.tied_embedding else "head"
         for name in modules:
             for role, of in (("module_embed", "embed"), ("module_norm", "norm"), ("module_head", head)):
@@ -192,7 +194,8 @@ class _Describer:
         )
         fused = f"{role}gate_up"
         if fused in self.convention.block:
-            shards = self.ffn_shards.get(self.convention.name_of(fused, block, self.model.num_layers, expert), 1)
+            theirs = self.convention.name_of(fused, block, self.model.num_layers, expert)
+            shards = self.ffn_shards.get(theirs, 1) if fused in self.convention.fused_by_rank else 1
             width = gate.shape[1] // shards
             cuts = [(shard * width, (shard + 1) * width) for shard in range(shards)]
             yield Part(fused, block, tuple(one.cut(1, *cut) for cut in cuts for one in (gate, up)), 1, expert)

@@ -37,7 +37,7 @@ def read_names(convention: str, checkpoint: Checkpoint, plan: PlanSpec) -> State
     model = require_gpt(convention, plan)
     copies = {} if convention == OURS else copies_of(convention, model)
     _require_equal_copies(checkpoint, copies)
-    theirs = names_of(convention, model, plan.run.weight_dtype, _ffn_shards(convention, checkpoint))
+    theirs = names_of(convention, model, plan.run.weight_dtype, _ffn_shards(checkpoint))
     types = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
     as_there = {name: replace(one, dtype=types.get(name, one.dtype)) for name, one in theirs.tensors.items()}
     back = turned_round(StateMap(as_there), weights_of(model, plan.run.weight_dtype))
@@ -59,10 +59,8 @@ def require_gpt(convention: str, plan: PlanSpec) -> ModelSpec:
     return plan.model
 
 
-def _ffn_shards(convention: str, checkpoint: Checkpoint) -> dict[str, int]:
+def _ffn_shards(checkpoint: Checkpoint) -> dict[str, int]:
     """By its name, in how many parts along its output a fused gate and up lies: Paddle's ranks fuse their own."""
-    if convention != "paddleformers":
-        return {}
     fused = (name for name in checkpoint.tensors if name.endswith(".up_gate_proj.weight"))
     return {name: len({part.shard.offsets[-1] for part in checkpoint.parts.get(name, ())}) or 1 for name in fused}
 

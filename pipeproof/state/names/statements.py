@@ -56,7 +56,6 @@ class _Side:
     """By block and role; of experts the last one."""
     names: frozenset[str]
     num_layers: int
-    fuses_as_paddle: bool
 
     def name(self, role: str, block: str) -> str:
         return self.convention.name_of(role, block, self.num_layers, _EXPERT)
@@ -74,7 +73,7 @@ def _side(name: str, model: ModelSpec) -> _Side:
     for part in parts:
         roles.setdefault(part.block, {})[part.role] = part
     names = (convention.name_of(part.role, part.block, model.num_layers, part.expert) for part in parts)
-    return _Side(convention, roles, frozenset(names), model.num_layers, name == "paddleformers")
+    return _Side(convention, roles, frozenset(names), model.num_layers)
 
 
 class _Between:
@@ -126,7 +125,7 @@ class _Between:
                 yield from self._split("qkv", _QKV, label, self._heads(self.one))
             elif role.endswith("gate_up"):
                 apart = role.removesuffix("_up"), role.removesuffix("gate_up") + "up"
-                yield self._merged(apart, role, label, self._gate_and_up(self.other))
+                yield self._merged(apart, role, label, self._gate_and_up(self.other, role))
             elif role.endswith("gate"):
                 yield from self._split(f"{role}_up", (role, role.removesuffix("gate") + "up"), label, None)
         for role, part in one.items():
@@ -140,10 +139,11 @@ class _Between:
     def _same_role(self, role: str, label: str, part: Part) -> Iterator[_Statement]:
         names = self.one.name(role, label), self.other.name(role, label)
         turned = self._turned(role, part)
-        if role.endswith("gate_up") and turned:  # cut for tensor parallelism Paddle has other columns: each rank's own
+        cut_otherwise = len({role in side.convention.fused_by_rank for side in (self.one, self.other)}) > 1
+        if cut_otherwise:  # cut for tensor parallelism Paddle has other columns: each rank's own
             halves = f"{names[0]}.gate", f"{names[0]}.up"
-            yield _Statement((names[0],), ", ".join(halves), attributes=self._gate_and_up(self.one))
-            yield _Statement(halves, names[1], turned=True, attributes=self._gate_and_up(self.other))
+            yield _Statement((names[0],), ", ".join(halves), attributes=self._gate_and_up(self.one, role))
+            yield _Statement(halves, names[1], turned, attributes=self._gate_and_up(self.other, role))
         elif turned or names[0] != names[1]:
             yield _Statement((names[0],), names[1], turned)
 
@@ -154,7 +154,7 @@ class _Between:
 
     def _split(self, role: str, roles: Sequence[str], label: str, attributes: str | None) -> Iterator[_Statement]:
         names = [self.other.name(each, label) for each in roles]
-        attributes = self._gate_and_up(self.one) if attributes is None else attributes
+        attributes = self._gate_and_up(self.one, role) if attributes is None else attributes
         yield _Statement((self.one.name(role, label),), ", ".join(names), attributes=attributes)
         if self.one.convention.turned != self.other.convention.turned:
             yield from (_Statement((name,), name, turned=True) for name in names)
@@ -163,8 +163,9 @@ class _Between:
         heads = f"num_heads={self.model.num_heads}, num_key_value_groups={self.model.kv_heads}"
         return f", fused_qkv, {heads}{', axis=0' if side.convention.turned else ''}"
 
-    def _gate_and_up(self, side: _Side) -> str:
-        return ", fused_ffn" if side.fuses_as_paddle else f", axis={0 if side.convention.turned else 1}"
+    def _gate_and_up(self, side: _Side, role: str) -> str:
+        by_rank = role in side.convention.fused_by_rank
+        return ", fused_ffn" if by_rank else f", axis={0 if side.convention.turned else 1}"
 
     def _halves_exchanged(self, label: str) -> Iterator[_Statement]:
         """Of what joins hidden state and embedding, which the two have in different order."""

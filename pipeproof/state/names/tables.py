@@ -30,7 +30,10 @@ class Convention:
     model. Matrices are [out, in] where ``turned``, else [in, out]; the embedding
     is [vocabulary, hidden size] everywhere, and the head but for pipeproof.
     ``padded`` says that the vocabulary has its padding, ``hidden_first`` that
-    modules join hidden state and embedding in this order, and not the other way.
+    modules join hidden state and embedding in this order, and not the other way,
+    ``has_tied_head`` that a head that is tied is written all the same, as a copy.
+    ``fused_by_rank`` has the roles that each tensor-parallel rank fuses of its
+    own part of gate and up; others are fused of the whole ones.
     """
 
     whole: Mapping[str, str]
@@ -44,6 +47,8 @@ class Convention:
     head_turned: bool = True
     padded: bool = False
     hidden_first: bool = False
+    has_tied_head: bool = False
+    fused_by_rank: frozenset[str] = frozenset()
 
     def name_of(self, role: str, block: str, num_layers: int, expert: int | str | None = None) -> str:
         """The name of a tensor of pipeproof's layer ``block`` (``layer.3``, ``mtp.0``, empty for what stands once)."""
@@ -101,6 +106,7 @@ _MIXTRAL = {
     "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
 _WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+_FLEET_WHOLE = {**_WHOLE, "embed": "model.embedding.embed_tokens.weight", "head": "model.lm_head.weight"}
 _MODULE = {"hidden_norm": "hnorm.weight", "embed_norm": "enorm.weight", "proj": "eh_proj.weight"}
 
 _HUGGINGFACE = Convention(
@@ -237,7 +243,15 @@ def _megatron(model: ModelSpec) -> Convention:
 
 def _paddleformers(model: ModelSpec) -> Convention:
     common = _of_paddle(model)
-    return replace(common, block={**common.block, **_FUSED})
+    by_rank = frozenset(role for role in _FUSED if role.endswith("gate_up"))
+    return replace(common, block={**common.block, **_FUSED}, fused_by_rank=by_rank)
+
+
+def _paddlefleet(model: ModelSpec) -> Convention:
+    # Experts are whole on the rank that has them, and PaddleFormers' statements for them say `axis=1`.
+    common = _paddleformers(model)
+    by_rank = common.fused_by_rank - {"expert_gate_up"}
+    return replace(common, whole=_FLEET_WHOLE, router_turned=True, has_tied_head=True, fused_by_rank=by_rank)
 
 
 def _unfused(model: ModelSpec) -> Convention:
@@ -266,6 +280,7 @@ _MAKERS = {
     "megatron": _megatron,
     "paddleformers": _paddleformers,
     "paddleformers-unfused": _unfused,
+    "paddlefleet": _paddlefleet,
 }
 
 CONVENTIONS = (OURS, *_MAKERS)

@@ -76,7 +76,6 @@ def test_all_of_the_language_is_read():
         ("a -> b, c, d, fused_qkv, num_heads=4, num_key_value_groups=3", "1:39-58", "do not divide into 3 groups"),
         ("a -> b, fused_ffn, fused_qkv", "1:20-28", "in one statement"),
         ("a, b, c -> d, fused_ffn", "1:1-23", "3 names to the left"),
-        ("a -> a", "1:1-6", "becomes itself"),
         ("_ -> _", "1:1-6", "stands alone on its side"),
         ("a -> _, axis=0", "1:1-14", "has no attributes"),
         ("a.*.b.* -> c, axis=0", "1:1-7", "two `*`"),

@@ -315,9 +315,22 @@ class PaddleFormers(PaddleFormersUnfused):
         return paddle_linear(silu(gate) * up, self.get(f"{at}.down_proj.weight"))
 
 
+class PaddleFleet(PaddleFormers):
+    """A router is [experts, in] whatever its scores; a head that is tied is there, and read."""
+
+    EMBED, HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
+
+    def head(self, x):
+        return linear(x, self.get(self.HEAD))
+
+    def router(self, x, name):
+        return linear(x, self.get(name))
+
+
 OPEN_MODELS = {
     "huggingface": HuggingFace,
     "megatron": Megatron,
     "paddleformers": PaddleFormers,
     "paddleformers-unfused": PaddleFormersUnfused,
+    "paddlefleet": PaddleFleet,
 }

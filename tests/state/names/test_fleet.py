@@ -1,0 +1,110 @@
+"""PaddleFormers' own statements to PaddleFleet's names make the tensors that ``paddlefleet`` names, element by element.
+
+The files in ``fleet`` are what its classes give for the sizes of these models. A
+class has tensors besides that a plan's model has not, and they are made, too.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeproof.state.aoa.engine import map_of
+from pipeproof.state.aoa.meta import TensorMeta
+from pipeproof.state.aoa.read import read_statements
+from pipeproof.state.mapping import joined, turned_round
+from pipeproof.state.names.convention import copies_of, names_of
+from pipeproof.state.names.parts import weights_of
+from tests.state.aoa.arrays import carried_out, carried_out_by_paddle, engine, numbers, same
+from tests.state.names.models import MODELS, MOE, plan_of
+from tests.state.names.moved import carried_out as moved
+
+FILES = Path(__file__).parent / "fleet"
+ARCHITECTURES = {
+    "qwen2": MODELS["dense with grouped queries"],
+    "qwen3": MODELS["tied"],
+    "qwen2_moe": {"num_kv_heads": 2, "moe": MOE | {"num_shared_experts": 1}},
+    "qwen3_moe": {"num_kv_heads": 3, "moe": MOE | {"normalize": False}},
+    "glm4_moe": MODELS["experts with biases"],
+    "glm_moe_dsa": MODELS["latent with modules"],
+    "kimi_k2": {part: sizes for part, sizes in MODELS["latent with modules"].items() if part != "mtp"},
+}
+BESIDES = {
+    "qwen2": {"self_attn.qkv_proj.bias"},
+    "qwen3": {"self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight"},
+    "qwen2_moe": {"self_attn.qkv_proj.bias", "mlp.shared_experts.gate_weight"},
+    "qwen3_moe": {"self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight"},
+}
+
+
+def statements(architecture):
+    return (FILES / f"{architecture}.aoa").read_text().splitlines()[1:]
+
+
+def source_of(architecture, model):
+    """A file of the architecture: shapes of its tensors, in bfloat16, and their elements."""
+    copies = copies_of("huggingface", model)
+    named = names_of("huggingface", model, "bfloat16").tensors
+    # Embedding and head of a module are in the file, too, but no statement speaks of them.
+    shapes = {name: one.shape for name, one in named.items() if name not in copies or name.endswith("norm.weight")}
+    size = model.size_of_head
+    for number in range(model.num_layers):
+        attention = f"model.layers.{number}.self_attn"
+        for part, heads in zip("qkv", (model.num_heads, model.kv_heads, model.kv_heads), strict=True):
+            if architecture.startswith("qwen2"):
+                shapes[f"{attention}.{part}_proj.bias"] = (heads * size,)
+            elif architecture.startswith("qwen3") and part != "v":
+                shapes[f"{attention}.{part}_norm.weight"] = (size,)
+        if architecture == "qwen2_moe":
+            shapes[f"model.layers.{number}.mlp.shared_expert_gate.weight"] = (1, model.hidden_size)
+    if architecture == "qwen2_moe":
+        shapes = {name.replace("shared_experts", "shared_expert"): shape for name, shape in shapes.items()}
+    metas = {name: TensorMeta("bfloat16", shape) for name, shape in shapes.items()}
+    arrays = numbers(metas)
+    return metas, arrays | {name: arrays[of] for name, of in copies.items() if name in arrays}
+
+
+def named_by_us(model, arrays):
+    """The tensors of ``paddlefleet``, made of Hugging Face's by way of pipeproof's own."""
+    arrays = {name.replace("shared_expert.", "shared_experts."): array for name, array in arrays.items()}
+    arrays |= {name: arrays[of] for name, of in copies_of("huggingface", model).items() if name not in arrays}
+    ours = turned_round(names_of("huggingface", model, "bfloat16"), weights_of(model, "bfloat16"))
+    return carried_out(joined(ours, names_of("paddlefleet", model, "bfloat16")), arrays)[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_they_make_the_tensors_of_the_convention_and_what_a_class_has_besides(architecture):
+    model = plan_of(**ARCHITECTURES[architecture]).model
+    metas, arrays = source_of(architecture, model)
+    program = read_statements("\n".join(statements(architecture)), architecture)
+    made, _ = carried_out(map_of(program, metas, None), arrays)
+    expected = named_by_us(model, arrays)
+    besides = {f"model.layers.{number}.{name}" for number in (0, 1) for name in BESIDES.get(architecture, ())}
+    assert made.keys() - expected.keys() == besides
+    assert same({name: array for name, array in made.items() if name not in besides}, expected)
+
+
+@pytest.mark.needs_paddle
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_paddles_engine_makes_the_same_of_all_of_them(architecture):
+    model = plan_of(**ARCHITECTURES[architecture]).model
+    metas, arrays = source_of(architecture, model)
+    made, _ = carried_out_by_paddle(engine(statements(architecture), metas, None), arrays)
+    expected = named_by_us(model, arrays)
+    assert same({name: made[name] for name in expected}, expected)
+
+
+def test_ranks_fuse_their_own_gate_and_up_of_a_block_but_not_of_experts():
+    model = plan_of(**MODELS["experts, some shared"]).model
+    draw = np.random.default_rng(2)
+    arrays = {name: draw.normal(size=entry.shape) for name, entry in weights_of(model, "float32").items()}
+    dense, shared, expert = (
+        f"model.layers.{place}.up_gate_proj.weight" for place in ("0.mlp", "1.mlp.shared_experts", "1.mlp.experts.11")
+    )
+    there = names_of("paddlefleet", model, "float32", {dense: 2, shared: 2, expert: 2})
+    made = moved(there, arrays)
+    for name, ours in ((dense, "layer.0.mlp"), (shared, "layer.1.mlp.shared")):
+        gates, ups = (np.split(arrays[f"{ours}.{part}.weight"], 2, axis=1) for part in ("gate", "up"))
+        assert (made[name] == np.concatenate([gates[0], ups[0], gates[1], ups[1]], axis=1)).all()
+    whole = [arrays[f"layer.1.mlp.experts.{part}.weight"][11] for part in ("gate", "up")]
+    assert (made[expert] == np.concatenate(whole, axis=1)).all()
