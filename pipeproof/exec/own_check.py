@@ -20,11 +20,12 @@ from pipeproof.specs.plan import PlanSpec
 def try_layers(plan: PlanSpec, *, keeps_state: bool = False) -> dict[str, str]:
     """The MD5 of every weight that the layers of a plan begin with.
 
-    With ``keeps_state`` all that the first micro-batch changes in them must be declared.
+    With ``keeps_state`` all that the first micro-batch changes in them must be declared, and must be all that they go
+    on from.
 
     Raises:
-        BadPlanAtError: PP911, PP912, as ``require_declared`` and ``require_kept``; two models built from one seed
-            differ.
+        BadPlanAtError: PP911, PP912, as ``require_declared``, ``require_kept`` and ``require_resumes``; two models
+            built from one seed differ.
     """
     from pipeproof.stages.paddle.runtime import start_paddle
 
@@ -32,20 +33,24 @@ def try_layers(plan: PlanSpec, *, keeps_state: bool = False) -> dict[str, str]:
     from pipeproof.stages.own.codes import cannot_build
     from pipeproof.stages.own.declaration import require_declared, require_kept
     from pipeproof.stages.own.model import OwnModel, digests
+    from pipeproof.stages.own.rehearsal import require_resumes
 
     model = OwnModel(plan, [layer.name for layer in plan.own_layers.layers] if plan.own_layers is not None else None)
     first, before = digests(model.weights()), digests(model.untrained())
     require_declared(plan, model)
     if keeps_state:
         require_kept(before, model.layers, plan)
-    second = digests(OwnModel(plan, [layer.name for layer in model.layers]).weights())
-    different = [name for name in first if first[name] != second[name]]
+    again = OwnModel(plan, [layer.name for layer in model.layers])
+    all_first, second = first | before, digests(again.weights() | again.untrained())
+    different = [name for name in all_first if all_first[name] != second.get(name)]
     if different:
         raise cannot_build(
-            f"built twice from seed {plan.run.seed}, {len(different)} of {len(first)} weights differ, the first "
-            f"`{different[0]}`",
+            f"built twice from seed {plan.run.seed}, {len(different)} of {len(all_first)} weights and buffers differ, "
+            f"the first `{different[0]}`",
             "draw from Paddle's, numpy's or Python's global generator, which pipeproof seeds before it builds",
         )
+    if keeps_state:
+        require_resumes(model, again, plan)
     return first
 
 

@@ -16,9 +16,8 @@ import numpy as np
 from pipeproof.comm.lowered import LoweredPlan
 from pipeproof.state.boxes import Box, meet
 from pipeproof.state.checkpoint import StoredPart
-from pipeproof.state.codes import StateError
 from pipeproof.state.files import ByteArray
-from pipeproof.state.header import Header, read_header
+from pipeproof.state.header import Header, read_header, require_array
 from pipeproof.state.index import Shard, ShardFile, StateIndex
 from pipeproof.state.layout import COUNTERS_AT_FIRST, Piece, pieces_of
 from pipeproof.state.load import SavedState
@@ -41,7 +40,8 @@ def shards_of(index: StateIndex) -> dict[str, list[tuple[Shard, ShardFile]]]:
 def read_part(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
     """What a rank holds of the state, by weight and slot, as ``require_fits`` has looked at it.
 
-    Where the state is of weights alone, all else is as it is before the first step.
+    Where the state is of weights alone, all else is as it is before the first step: buffers that it has not are not
+    among the result, and stay as the layers were built.
 
     Raises:
         StateError: a file changed since.
@@ -50,6 +50,8 @@ def read_part(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str
     with RangeReader(_MEND) as reader:
         for piece in pieces_of(plan, rank):
             of_piece = held.get(piece.shard.tensor)
+            if of_piece is None and piece.tensor.kind == "buffer":
+                continue
             values = _at_first(piece) if of_piece is None else _read(piece, of_piece, files, reader)
             content[piece.weight, piece.slot] = ByteArray(piece.tensor.dtype, piece.shape, values.view(np.uint8))
     return content
@@ -86,7 +88,5 @@ class _Files:
         path, key = self.directory / file.name, file.key_of(shard.tensor)
         if path not in self.headers:
             self.headers[path] = read_header(path)
-        array = self.headers[path].arrays.get(key)
-        if array is None:
-            raise StateError(f"{path} was changed: {key} is not there", _MEND)
+        array = require_array(path, self.headers[path], key, dtype, shard.shape, _MEND)
         return stretches_of(StoredPart(shard, path, key, array.start, file.rank), dtype)

@@ -89,7 +89,7 @@ def test_a_missing_file():
 
 def test_a_build_that_depends_on_more_than_the_seed(tmp_path):
     text = GOOD.replace("def build():", "def build():\n    paddle.seed(__import__('time').perf_counter_ns() % 2**31)")
-    assert "built twice from seed 0, 2 of 4 weights differ" in str(tried(tmp_path, text))
+    assert "built twice from seed 0, 2 of 4 weights and buffers differ" in str(tried(tmp_path, text))
 
 
 def changed(index, **about):

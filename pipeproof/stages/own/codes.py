@@ -14,7 +14,7 @@ CANNOT_BUILD = RuleDoc(
         "`model.build` names a Python file beside the plan and a function in it, which returns three things: the "
         "layers, the loss function and the data function. The file is not there, has no such function, raises, or "
         "returns something else. Where it raises, the message has the line of that file. Twice built from one seed it "
-        "must give the same weights: ranks and the reference each build it for themselves."
+        "must give the same weights and buffers: ranks and the reference each build it for themselves."
     ),
     wrong="def build(): return [paddle.nn.Linear(4, 4)]",
     right="def build(): return [paddle.nn.Linear(4, 4)], loss, data",
@@ -29,7 +29,8 @@ NOT_AS_DECLARED = RuleDoc(
         "are built and given one micro-batch, and their number, their weights and what each gives are compared with "
         "the declaration: memory is set aside and gradients are reduced by it, and a difference would hang or mix up "
         "values. Classes and buffers are compared where they are declared. A run that saves its state or goes on from "
-        "one wants every buffer declared that training changes: the state has what the plan says."
+        "one wants every buffer declared that training changes: the state has what the plan says. Layers that are "
+        "built anew and get these buffers must go on with the bits of those that were there."
     ),
     wrong="layers: [{name: stem, out: [{shape: [b, 8]}]}, ..]   # and the layer gives [2, 16]",
     right="layers: [{name: stem, out: [{shape: [b, 16]}]}, ..]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -13,6 +14,8 @@ from pipeproof.stages.own.factory import blaming
 from pipeproof.stages.own.model import OwnLayer, OwnModel, Tensor, Value, digests
 
 _AGAIN = "`pipeproof describe PLAN --write` declares what there is"
+WITHOUT = "run it without --save and --resume"
+"""What can be done in every case."""
 _TYPES = get_args(KeptType)
 """Of buffers that a state has."""
 
@@ -127,11 +130,14 @@ def require_kept(before: Mapping[str, str], layers: Sequence[OwnLayer], plan: Pl
         for name in moved:
             if name in there and name not in declared:
                 what = f"training changes `{name}` ({dtype_name(there[name])}), which the plan does not declare"
-                mend = f"{_AGAIN}, of the types that states have ({', '.join(_TYPES)})"
                 path = ("model", "layers", index)
-                raise not_as_declared(
-                    f"{what}: no state would have it", path, f"{mend}; or run it without --save and --resume"
-                )
+                if dtype_name(there[name]) in _TYPES:
+                    about_it = json.dumps(_buffer(plan, by_name[about.name], name)).replace('"', "")
+                    mend = f"add `{about_it}` to its `buffers`; `pipeproof describe PLAN --write` does so for all that "
+                    mend += "the first micro-batch changes"
+                else:
+                    mend = f"keep it as one of the types that states have: {', '.join(_TYPES)}"
+                raise not_as_declared(f"{what}: no state would have it", path, f"{mend}; or {WITHOUT}")
 
 
 def dtype_name(tensor: Tensor) -> str:
