@@ -142,7 +142,13 @@ def _of_checkpoint(asked: Asked) -> ExitStatus:
     except TerminatedError as error:
         click.echo(f"{error}: {goes_on}", err=True)
         sys.exit(128 + error.signum)
-    show_outcome(outcome, asked.as_json, asked.out, made, time.monotonic() - started, asked.plan)
+    try:
+        show_outcome(outcome, asked.as_json, asked.out, made, time.monotonic() - started, asked.plan)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        click.echo(f"{asked.out} is there, and whole; what was to be said of it could not be written", err=True)
+        raise
     return status
 
 

@@ -82,7 +82,7 @@ class _Printer:
     def line(self, *parts: tuple[str, str]) -> None:
         for text, style in parts:
             self._console.print(
-                _printable(text),
+                printable(text),
                 style=style or None,
                 end="",
                 markup=False,
@@ -159,7 +159,7 @@ def _range_text(item: ElementRange) -> str:
     return f"elements {item.start}..{item.stop} of rank {item.source_rank}{covers}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """``text`` on one line, without anything that a terminal would obey; tabs count as one column."""
     return "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 

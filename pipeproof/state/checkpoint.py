@@ -86,6 +86,11 @@ def _opened(place: Path) -> Checkpoint:
 
         if is_flex(place):
             return open_flex(place)
+    if not place.is_dir() and place.exists():
+        mend = "copy it into a file first: tensors are read from wherever they stand in it"
+        raise StateError(f"{place} is a pipe or a device, and no file", mend)
+    if place.suffix == SUFFIX and not place.exists():
+        raise StateError(f"there is no file {place}", "name a checkpoint that is there")
     _require_no_other_files(place)
     return _of_state(find_state(place))
 

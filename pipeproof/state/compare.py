@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isinf, prod
 from typing import Any
 
 import numpy as np
@@ -158,5 +158,5 @@ def _difference_to_json(one: Difference) -> Mapping[str, Any]:
         "elements": one.num,
         "from": list(one.first),
         "to": list(one.last),
-        "farthest": one.farthest,
+        "farthest": None if one.farthest is None or isinf(one.farthest) else one.farthest,  # JSON has no infinity
     }

@@ -264,6 +264,9 @@ def test_what_changes_between_the_check_and_the_loading_is_refused(tmp_path):
     require_fits(state, at.plan, plan_digest(at))
     file = directory / "rank1.safetensors"
     content = file.read_bytes()
+    file.write_bytes(content.replace(b'"F32"', b'"I32"'))
+    with pytest.raises(StateError, match=r"rank1.safetensors has .* as int32 .*, and the index says float32"):
+        read_part(state, at.plan, 1)
     file.write_bytes(content[:-1])
     with pytest.raises(StateError, match=r"rank1.safetensors is cut short"):
         read_part(state, at.plan, 1)

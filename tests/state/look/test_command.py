@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -115,6 +116,9 @@ def test_what_is_no_checkpoint_is_bad_input(tmp_path):
     assert "x.safetensors is cut short, or no safetensors file" in said(tmp_path / "x.safetensors", status=2)
     for options in ((), ("--verify",), ("--md5", "--format", "json")):
         assert "there is no state at" in said(tmp_path / "nowhere", *options, status=2)
+    assert f"there is no file {tmp_path / 'no.safetensors'}" in said(tmp_path / "no.safetensors", status=2)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert "pipe.safetensors is a pipe or a device" in said(tmp_path / "pipe.safetensors", status=2)
     assert "--md5 is of one" in said(tmp_path, tmp_path, "--md5", status=2)
     (tmp_path / "plan.yaml").write_text("pipeproof: 1")
     for words in ((tmp_path / "plan.yaml",), (tmp_path, tmp_path / "plan.yaml")):
@@ -128,3 +132,11 @@ def test_experts_and_their_biases_have_kinds_of_their_own(tmp_path):
     assert "after 1 step," in output
     assert "expert_bias" in output
     assert "dim 0 in 2" in next(line for line in output.splitlines() if "experts.up" in line)
+
+
+def test_json_has_no_infinity(tmp_path):
+    for name, value in (("one", 1), ("other", np.inf)):
+        save_file({"a": np.array([2, value], np.float32)}, tmp_path / f"{name}.safetensors")
+    both = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    assert "by inf at most" in said(*both, status=1)
+    assert '"farthest": null' in said(*both, "--format", "json", status=1)

@@ -1,6 +1,8 @@
 """``pipeproof reshard`` on small states: what it makes has the bytes of what a run of the other plan saves."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -166,3 +168,26 @@ def test_names_statements_and_pictures_are_imported_where_they_are_asked_for(tmp
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_was_made_is_said_though_standard_output_is_full(tmp_path, monkeypatch, form):
+    save_file({"a": np.ones(3)}, tmp_path / "a.safetensors")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pipeproof.commands.reshard.show_outcome", full)
+    made = tmp_path / "b.safetensors"
+    said = reshard(tmp_path / "a.safetensors", "-o", made, "--format", form, status=2)
+    assert f"{made} is there, and whole" in said
+    assert "No space left on device" in said
+    assert load_file(made)["a"].tolist() == [1, 1, 1]
+
+
+def test_paths_that_are_too_long_to_look_at_are_bad_input(tmp_path):
+    plan, long = write_plan(tmp_path / "a.yaml", "tp2", DENSE), "l" * 300
+    for words in ((f"{long}.yaml", plan), (plan, f"{long}.yaml"), (plan, plan, "--picture", f"{long}.svg")):
+        said = reshard(*words, "--check", status=2)
+        assert "File name too long" in said
+        assert "name it shorter" in said

@@ -1,8 +1,10 @@
 """``pipeproof reshard --picture``: what it draws is where every element goes, counted one by one."""
 
+import os
 import re
 from collections import Counter
 from itertools import pairwise
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from pipeproof.state.reshard.flows import ZEROS, flows_of
 from pipeproof.state.reshard.padding import padded_map
 from pipeproof.state.reshard.picture import page
 from pipeproof.state.reshard.picture.cells import _rectangles
+from pipeproof.state.reshard.picture.marks import LETTER, shortened
 from pipeproof.state.reshard.sides import side_of_plan
 from pipeproof.state.save import values_of
 from tests.state.reshard.plans import DENSE, WITH_ALL, reshard, state_of, subject_of, write_plan
@@ -119,3 +122,28 @@ def test_a_picture_that_cannot_be_made_is_refused_before_anything_moves(there, m
     assert "4 ranks or files that hold parts, and a picture shows 3" in " ".join(said.split())
     assert "leave --picture out" in said
     assert not (there / "made").exists()
+
+
+@pytest.mark.parametrize("name", [b'<&">.yaml', b"\xff\x1b[31m.yaml", "长".encode() * 60 + b".yaml"])
+def test_names_of_other_people_are_letters_in_the_picture_and_nothing_else(there, name):
+    plan = os.fsdecode(name)
+    write_plan(there / plan, "tp2", DENSE)
+    reshard(plan, "b.yaml", "--check", "--picture", "moves.svg")
+    picture = ET.parse(there / "moves.svg")
+    whole, *words = [mark.text for tag in ("title", "text") for mark in picture.iterfind(f".//{{*}}{tag}")]
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in plan)
+    assert whole.startswith(f"{shown} to b.yaml: ")
+    assert max(map(len, words)) < 120
+
+
+@given(st.text("aW.长", max_size=40), st.integers(11, 300))
+def test_a_shortened_name_has_room_and_both_its_ends(name, room):
+    width = sum(11 if letter == "长" else 11 * LETTER for letter in name)
+    short = shortened(name, room)
+    assert (short == name) == (width <= room)
+    if width > room:
+        begin, end = short.split("…")
+        assert name.startswith(begin)
+        assert name.endswith(end)
+        assert len(begin) - len(end) in (0, 1)
+        assert sum(11 if letter == "长" else 11 * LETTER for letter in begin + end) + 11 <= room + 1e-9

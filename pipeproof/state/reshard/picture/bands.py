@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from itertools import product
 
 from pipeproof.state.reshard.flows import Flows
-from pipeproof.state.reshard.picture.marks import NOTHING, SIZES, px, rect, text
+from pipeproof.state.reshard.picture.marks import NOTHING, SIZES, px, rect, shortened, text, title
 from pipeproof.state.reshard.picture.sides import Named
 from pipeproof.state.reshard.words import size_words
 
-LEFT, RIGHT, TOP = 190, 770, 64
+LEFT, RIGHT, TOP = 230, 730, 64
 """Where names on the left end, where those on the right begin, and what is above the bars."""
-_BAR, _BESIDE, _GAP = 12, 8, 6
-"""How wide bars are; how far from their names, and from each other."""
+_BAR, _BESIDE, _GAP, _MARGIN = 12, 8, 6, 4
+"""How wide bars are; how far from their names, and from each other; and names from the edge."""
 _EVEN, _LEAST, _MOST_HEIGHT = 32, 12, 480
 """Least height of a bar, where all are even, and where not, as far as there is room."""
 
@@ -55,14 +54,14 @@ class Bands:
             size = self._flows.num_bytes.get((giver, taker), 0)
             if size:
                 shape = _band(begun[giver], ended[taker], self._high(size))
-                what = escape(f"{giver} to {taker}: {size_words(size)}")
-                yield f'<path class="band" fill="{self._colours[giver]}" d="{shape}"><title>{what}</title></path>'
+                what = title(f"{giver} to {taker}: {size_words(size)}")
+                yield f'<path class="band" fill="{self._colours[giver]}" d="{shape}">{what}</path>'
                 begun[giver] += self._high(size)
                 ended[taker] += self._high(size)
         for giver, (y, height) in self._given.items():
-            yield rect(self._colours[giver], LEFT + _BESIDE, y, _BAR, height)
-        for y, height in self._taken.values():
-            yield rect(NOTHING, RIGHT - _BESIDE - _BAR, y, _BAR, height)
+            yield rect(self._colours[giver], LEFT + _BESIDE, y, _BAR, height, title(source.words(giver)))
+        for taker, (y, height) in self._taken.items():
+            yield rect(NOTHING, RIGHT - _BESIDE - _BAR, y, _BAR, height, title(target.words(taker)))
         yield from _names(self._given, source, LEFT, "end")
         yield from _names(self._taken, target, RIGHT, "")
 
@@ -73,7 +72,7 @@ def _names(bars: Mapping[str, tuple[float, float]], side: Named, x: int, look: s
     for holder, (y, height) in bars.items():
         middle = y + height / 2 + 4
         if middle >= last + SIZES[0]:
-            yield text(x, middle, side.words(holder), look)
+            yield text(x, middle, shortened(side.words(holder), LEFT - _MARGIN), look)
             last = middle
 
 

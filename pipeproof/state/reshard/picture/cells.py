@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import product
 from math import prod
 
 from pipeproof.sim.colours import is_dark
 from pipeproof.state.boxes import Box
 from pipeproof.state.reshard.flows import Flow, Recut
-from pipeproof.state.reshard.picture.marks import SIZES, rect, text
+from pipeproof.state.reshard.picture.marks import LETTER, SIZES, rect, shortened, text, title
 from pipeproof.state.reshard.picture.sides import number_of
 from pipeproof.state.reshard.words import box_words
 
@@ -21,10 +20,8 @@ _ABOVE, _BELOW = 34, 18
 _DRAWN_WIDTH, _DRAWN_HEIGHT = 208, 96
 _FLATTEST, _TALLEST = 4.0, 0.75
 """Width by height of a drawn tensor, whatever its own is."""
-_LETTER = 0.62
-"""Width of a letter as a share of its size, in a wide font."""
-_LONGEST = 34
-"""Letters of a name that have room; the middle of longer ones is left out."""
+_LEAST_FRAMED = 3
+"""Width and height of a box."""
 
 
 def height_of(recut: Recut) -> int:
@@ -41,7 +38,7 @@ def _drawn_size(shape: Sequence[int]) -> tuple[float, float]:
 
 def cell(recut: Recut, x: float, y: float, colours: Mapping[str, str]) -> Iterator[str]:
     """A tensor by its name, with who gives and who takes each box of it."""
-    yield text(x, y + 10, _shortened(recut.name))
+    yield text(x, y + 10, shortened(recut.name, WIDTH))
     what = ", what the optimizer keeps" if recut.is_kept else ""
     yield text(x, y + 24, " x ".join(map(str, recut.shape)) + what, "faint")
     num_rows, num_columns = prod(recut.shape[:-1]), recut.shape[-1]
@@ -51,8 +48,9 @@ def cell(recut: Recut, x: float, y: float, colours: Mapping[str, str]) -> Iterat
         left, wide = (width * number / num_columns for number in (flow.box.offsets[-1], flow.box.extents[-1]))
         for first, num in _rectangles(flow.box, recut.shape):
             place = x + left, y + _ABOVE + height * first / num_rows, wide, height * num / num_rows
-            yield rect(colours[flow.giver], *place, f"<title>{escape(words)}</title>")
-            yield rect(None, *place)
+            yield rect(colours[flow.giver], *place, title(words))
+            if min(place[2:]) >= _LEAST_FRAMED:  # a frame would hide what is thinner
+                yield rect(None, *place)
             yield _label(flow, place, on_dark=is_dark(colours[flow.giver]))
 
 
@@ -79,12 +77,7 @@ def _label(flow: Flow, place: tuple[float, float, float, float], *, on_dark: boo
     giver, taker = number_of(flow.giver), number_of(flow.taker)
     words = f"{giver}→{taker}" if giver or taker else ""
     for size in SIZES:
-        if words and size <= height - 2 and len(words) * size * _LETTER <= width - 2:
+        if words and size <= height - 2 and len(words) * size * LETTER <= width - 2:
             look = f"mid {'on' if on_dark else 'under'}" + (f" s{size}" if size != SIZES[0] else "")
             return text(x + width / 2, y + height / 2 + size * 0.36, words, look)
     return ""
-
-
-def _shortened(name: str) -> str:
-    half = _LONGEST // 2
-    return name if len(name) <= _LONGEST else f"{name[: half - 1]}…{name[-half:]}"

@@ -7,12 +7,10 @@ A colour is that of who holds the elements now. Numbers say the same.
 
 from __future__ import annotations
 
-from html import escape
-
 from pipeproof.state.reshard.flows import ZEROS, Flows
 from pipeproof.state.reshard.picture.bands import LEFT, RIGHT, TOP, Bands
 from pipeproof.state.reshard.picture.cells import WIDTH, cell, height_of
-from pipeproof.state.reshard.picture.marks import NOTHING, STYLE, text
+from pipeproof.state.reshard.picture.marks import NOTHING, SIZE_OF_TITLE, STYLE, shortened, text, title
 from pipeproof.state.reshard.picture.sides import Named
 from pipeproof.state.reshard.refused import NOT_MADE_OF_IT, RefusedError
 from pipeproof.state.reshard.sides import Side
@@ -53,10 +51,10 @@ def flows_svg(flows: Flows, source: Named, target: Named) -> str:
     head = f"{source.name} to {target.name}: {size_words(sum(flows.num_bytes.values()))}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {size} role="img">',
-        f"<title>{escape(head)}</title>",
+        title(head),
         f"<style>{STYLE}</style>",
         f'<rect class="paper" {size}/>',
-        text(_MARGIN, 24, head, "title"),
+        text(_MARGIN, 24, shortened(head, _WIDTH - 2 * _MARGIN, SIZE_OF_TITLE), "title"),
         text(LEFT, TOP - 14, "who holds it", "faint end"),
         text(RIGHT, TOP - 14, "who will hold it", "faint"),
         *bands.drawn(source, target),
