@@ -48,3 +48,17 @@ def test_data_sheets_are_loaded_for_plans_that_ask_for_them(tmp_path):
     resolve = "pipeproof.comm.analytic.resolve"
     assert resolve not in loaded_by_check(tmp_path)
     assert resolve in loaded_by_check(tmp_path, cost={"analytic": "h200"})
+
+
+def test_an_interrupt_during_the_imports_is_no_traceback():
+    code = (
+        "import runpy, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'pipeproof.commands.sweep':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "runpy.run_module('pipeproof', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
