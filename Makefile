@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+JOBS   ?= 2
 
 .PHONY: demo test test-torch browser test-browser lint docs site tutorial bench mutants clean
 
@@ -9,11 +10,11 @@ demo: $(VENV)/.demo          ## check, simulate and run the examples on real Pad
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(JOBS)
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
-	$(BIN)/python -m pytest -n 2 -m needs_torch
+	$(BIN)/python -m pytest -n $(JOBS) -m needs_torch
 
 browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
 	command -v chromium && command -v chromedriver || \

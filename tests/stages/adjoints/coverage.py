@@ -21,6 +21,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "Stage.forward": "a whole stage: its gradients are held against the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
         "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
+        "OwnStage.buffers": "what is saved of own layers; no gradient flows through it",
         "StageOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
         "ShardedOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
     }
