@@ -10,11 +10,11 @@ demo: $(VENV)/.demo          ## check, simulate and run the examples on real Pad
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
-	$(BIN)/python -m pytest -n $(JOBS) -m needs_torch
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m needs_torch
 
 browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
 	command -v chromium && command -v chromedriver || \
