@@ -14,7 +14,8 @@ test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m needs_torch
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m needs_torch \
+	  $$(grep -rl needs_torch tests --include='test_*.py')    # others need not be collected, by each process
 
 browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
 	command -v chromium && command -v chromedriver || \

@@ -1,6 +1,6 @@
 """Kinds of schedules on real processes, bit for bit; what memory their messages use; what is refused.
 
-With EVERY_SIZE=1 in the environment, as in CI, every kind that ``test_run`` does not run anyway; else those that need
+With EVERY_SIZE=1 in the environment every kind that ``test_run`` does not run anyway; else those that need
 most of the executor.
 """
 

@@ -1,10 +1,10 @@
 """Every kind of schedule over a grid of sizes: no rule finds an error, and it finishes whatever stages cost.
 
-With EVERY_SIZE=1 in the environment, as in CI: 1 to 4 ranks with 1 to 4p
-micro-batches and 1 to 4 chunks, 5 to 8 ranks with micro-batches around p and 2p
-(and 1, 2, 4p) and up to 3 chunks, every variant. Without, some ranks, up to 3
-chunks, and of micro-batches those around p and 2p; `optimal`, which tries many
-orders for each size, is given these alone in CI too.
+With EVERY_SIZE=1 in the environment: 1 to 4 ranks with 1 to 4p micro-batches
+and 1 to 4 chunks, 5 to 8 ranks with micro-batches around p and 2p (and 1, 2,
+4p) and up to 3 chunks, every variant. Without, as in CI, which has to end in
+its time: some ranks, up to 3 chunks, and of micro-batches those around p and
+2p; `optimal`, which tries many orders for each size, is always given these.
 """
 
 import gc
