@@ -2,20 +2,27 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# One test more at a time than two cores: tests wait for disks, and for what is to hang.
+JOBS   ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-torch browser test-browser lint docs site tutorial bench mutants clean
+.PHONY: demo test test-all test-rest test-torch browser test-browser lint docs site tutorial bench mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.dev           ## the whole test suite, with the CPU Paddle
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test: $(VENV)/.dev           ## the tests that take minutes, with the CPU Paddle; what it leaves out is for test-all
+	$(PYTEST) -m 'not slow and not needs_torch and not needs_browser' --hypothesis-profile quick
+
+test-all: test test-rest test-browser    ## every test; Debian's Chromium and PyTorch are installed for it
+
+test-rest: $(VENV)/.torch    ## what `make test` leaves out, with all examples of property tests; without the browser
+	$(BIN)/python -c 'import torch'    # or the tests that need it would be skipped
+	$(PYTEST) -m '(slow or many_examples or needs_torch) and not needs_browser'
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m needs_torch \
-	  $$(grep -rl needs_torch tests --include='test_*.py')    # others need not be collected, by each process
+	$(PYTEST) -m needs_torch $$(grep -rl needs_torch tests --include='test_*.py')    # others need not be collected
 
 browser:                     ## Chromium and its driver, from Debian's packages where they are missing; needs root for that
 	command -v chromium && command -v chromedriver || \
@@ -31,29 +38,29 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
-	$(BIN)/python docs/make_rules.py
-	$(BIN)/python docs/make_tables.py
-	$(BIN)/python docs/make_costs.py
-	$(BIN)/python docs/make_forms.py
-	$(BIN)/python docs/make_receives.py
-	$(BIN)/python docs/make_published.py
-	$(BIN)/python docs/make_measured.py
-	$(BIN)/python docs/make_equality.py
-	$(BIN)/python docs/make_fleet.py
-	$(BIN)/python docs/make_reshard.py
-	$(BIN)/python docs/make_refused.py
-	$(BIN)/python docs/make_seed_experiment.py
-	$(BIN)/python docs/make_alignment_log.py
-	$(BIN)/python docs/make_zoo.py
-	$(BIN)/python docs/make_mutation.py
-	$(BIN)/python docs/make_schedules.py
-	$(BIN)/python docs/make_pictures.py --run
+	$(BIN)/python validation/pages/make_rules.py
+	$(BIN)/python validation/pages/make_tables.py
+	$(BIN)/python validation/pages/make_costs.py
+	$(BIN)/python validation/pages/make_forms.py
+	$(BIN)/python validation/pages/make_receives.py
+	$(BIN)/python validation/pages/make_published.py
+	$(BIN)/python validation/pages/make_measured.py
+	$(BIN)/python validation/pages/make_equality.py
+	$(BIN)/python validation/pages/make_fleet.py
+	$(BIN)/python validation/pages/make_reshard.py
+	$(BIN)/python validation/pages/make_refused.py
+	$(BIN)/python validation/pages/make_seed_experiment.py
+	$(BIN)/python validation/pages/make_alignment_log.py
+	$(BIN)/python validation/pages/make_zoo.py
+	$(BIN)/python validation/pages/make_mutation.py
+	$(BIN)/python validation/pages/make_schedules.py
+	$(BIN)/python validation/pages/make_pictures.py --run
 
 site: $(VENV)/.docs          ## the documentation as a site, in build/site; fails at a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 tutorial: $(VENV)/bin/python ## follows docs/tutorial.md to the letter, in a fresh environment of its own
-	$(BIN)/python docs/follow_tutorial.py
+	$(BIN)/python validation/pages/follow_tutorial.py
 
 bench: $(VENV)/.demo         ## what the README claims about speed
 	$(BIN)/python benchmarks/check_startup.py
@@ -67,7 +74,7 @@ bench: $(VENV)/.demo         ## what the README claims about speed
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md
 	$(BIN)/python -m tests.mutation --write --sample $(SAMPLE) $(FILES)
-	$(BIN)/python docs/make_mutation.py
+	$(BIN)/python validation/pages/make_mutation.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,10 +1,10 @@
-"""Times a whole check of large plans, part by part, beside PyTorch's own generation and lowering.
+"""Times a whole check of large plans, part by part, next to PyTorch's own generation and lowering.
 
 ``python benchmarks/check.py`` prints
 
 1. interleaved 1F1B on 64 ranks with 4 stages each and 256 micro-batches
    (131,072 compute operations): our generation, lowering, rules and digest,
-   beside what the constructor of PyTorch's ``ScheduleInterleaved1F1B`` does
+   next to what the constructor of PyTorch's ``ScheduleInterleaved1F1B`` does
    (generation, validation, FSDP actions, ``_add_send_recv``) and its
    ``_simulate_comms_compute``, and the ratios;
 2. the same with a half and a quarter of the micro-batches: cost per operation;
@@ -39,7 +39,7 @@ def main() -> None:
     print(f"interleaved 1F1B, {RANKS} ranks x {CHUNKS} stages, {MICRO_BATCHES} micro-batches, seconds")
     print_parts("pipeproof", ours)
     if importlib.util.find_spec("torch") is None:
-        print("PyTorch is not installed: pip install torch==2.13.0 to see it beside this")
+        print("PyTorch is not installed: pip install torch==2.13.0 to compare with it")
     else:
         theirs = part("torch", MICRO_BATCHES)
         print_parts(f"PyTorch {theirs['version']}", theirs)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def print_ratio(ours: dict[str, Any], name: str, seconds: float) -> None:
-    """How long all of ours takes, in units of a part of PyTorch's."""
+    """Total of our times, in units of a part of PyTorch's."""
     total = sum(ours["parts"].values())
     print(f"  ratio: pipeproof's all {total:.2f} s / PyTorch's {name} {seconds:.2f} s = {total / seconds:.2f}")
 
@@ -141,9 +141,9 @@ def schedule(num_micro_batches: int, num_chunks: int) -> dict[str, Any]:
 def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     """Generate, lower, run every rule family, digest; what ``pipeproof check`` does after reading the file."""
     from pipeproof.comm.lower import plan_schedule
-    from pipeproof.specs.load import plan_from_dict
-    from pipeproof.verify.certificate import plan_digest
-    from pipeproof.verify.memory import in_flight
+    from pipeproof.specs.load_plan import plan_from_dict
+    from pipeproof.verify.certificate import graph_digest
+    from pipeproof.verify.memory_budget import in_flight
     from pipeproof.verify.registry import RULES
     from pipeproof.verify.subject import make_subject
 
@@ -162,7 +162,7 @@ def measure_check(plan: dict[str, Any]) -> dict[str, Any]:
     with parts.timed("memory figures"):
         in_flight(subject)
     with parts.timed("digest"):
-        plan_digest(subject)
+        graph_digest(subject)
     assert errors == 0, "the benchmark's plans are right"
     return {"parts": parts.seconds, "num_ops": subject.graph.num_ops}
 

@@ -1,4 +1,4 @@
-"""Times ``pipeproof check`` of a small plan as a whole process, beside what it is made of.
+"""Times ``pipeproof check`` of a small plan as a whole process, and the parts of that time.
 
 ``python benchmarks/check_startup.py [REPEATS]`` prints, for each command, the
 median and the fastest wall time, the median processor time (which a busy
@@ -30,7 +30,7 @@ def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     commands = {
         "python -c pass": ("-c", "pass"),
-        "import pipeproof.cli": ("-c", "import pipeproof.cli"),
+        "import pipeproof.cli.main": ("-c", "import pipeproof.cli.main"),
         f"pipeproof check {PLAN}": CHECK,
     }
     if importlib.util.find_spec("paddle") is not None:

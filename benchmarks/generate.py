@@ -1,10 +1,10 @@
-"""Times the generation of every kind of schedule, beside PyTorch's own generation of those that it has.
+"""Times the generation of every kind of schedule, next to PyTorch's own generation of those that it has.
 
 ``python benchmarks/generate.py [REPEATS]`` prints, for 64 ranks and 256
 micro-batches, the processor time of the fastest of REPEATS (7) runs of our
 generator of each kind that exists at these sizes (of one run, where that takes
 more than a second), with 4 stages on each rank where the kind takes any number.
-Beside them, where PyTorch is installed (``pip install torch==2.13.0``), the
+In addition, where PyTorch is installed (``pip install torch==2.13.0``), the
 fastest run of the method
 ``_calculate_single_rank_operations`` of its schedule classes over all ranks:
 this makes the same computations in the same order, but for idle slots. Runs of
@@ -54,10 +54,10 @@ def main() -> None:
         if with_torch and (kind.name, variant) in THEIRS:
             runs.append(torch_generation(THEIRS[kind.name, variant], request))
         ours, *theirs = fastest(runs, repeats if time.perf_counter() - start < 1 else 1)
-        beside = f" {theirs[0]:>8.3f} {theirs[0] / ours:>5.2f}x" if theirs else ""
-        print(f"{name:<28} {request.num_chunks:>6} {num_ops:>10,} {ours:>9.3f}{beside}")
+        rival = f" {theirs[0]:>8.3f} {theirs[0] / ours:>5.2f}x" if theirs else ""
+        print(f"{name:<28} {request.num_chunks:>6} {num_ops:>10,} {ours:>9.3f}{rival}")
     if not with_torch:
-        print("PyTorch is not installed: pip install torch==2.13.0 to see it beside this")
+        print("PyTorch is not installed: pip install torch==2.13.0 to compare with it")
 
 
 def kinds_and_variants() -> Iterator[tuple[ScheduleKind, str | None]]:

@@ -1,8 +1,8 @@
-"""How far the computed times of collectives and messages are from real links.
+"""Distance of computed times of collectives and messages from real links.
 
 ``torchrun --nproc-per-node N benchmarks/links.py measure FILE`` times NCCL's collectives over N GPUs of a node, and a
 message between two of them, with PyTorch (no pipeproof needed there), and writes FILE; ``python benchmarks/links.py
-compare FILE`` prints them beside the predictions of ``cost.analytic``.
+compare FILE`` prints them next to the predictions of ``cost.analytic``.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def _median_us(torch: Any, dist: Any, call: Callable[[], object]) -> float:
 
 def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     """The time of one operation by ``cost.analytic``."""
-    from pipeproof.comm.analytic.devices import DEVICES
-    from pipeproof.comm.analytic.links import Links
-    from pipeproof.comm.links.network import Network
-    from pipeproof.specs.load import plan_from_dict
-    from pipeproof.stages.describe.edges import describe_boundaries
+    from pipeproof.cost.analytic_links import Links
+    from pipeproof.cost.devices import DEVICES
+    from pipeproof.cost.network_times import Network
+    from pipeproof.specs.load_plan import plan_from_dict
+    from pipeproof.stages.describe.edge_tensors import describe_boundaries
     from pipeproof.stages.describe.layers import Collective, CollectiveKind
 
     seq = 64 * num_ranks
@@ -120,7 +120,7 @@ def compare(measured: dict[str, Any], device: str) -> None:
 
 
 def main() -> None:
-    """Measure or compare, as the command line says."""
+    """Measure or compare, by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["measure", "compare"])
     parser.add_argument("file", type=Path)

@@ -1,8 +1,8 @@
-"""How far the memory that is counted for GPT blocks is from what PyTorch allocates on a real GPU.
+"""Distance of the memory counted for GPT blocks from the memory that PyTorch allocates on a real GPU.
 
 ``python benchmarks/memory.py measure FILE`` runs forwards and backwards of a stage of blocks in bfloat16 with PyTorch
 on the GPU at hand (no pipeproof needed there) and writes FILE; ``python benchmarks/memory.py compare FILE`` prints what
-was allocated beside what is predicted. Norm and SwiGLU keep what fused kernels keep; attention is flash attention.
+was allocated next to the prediction. Norm and SwiGLU keep what fused kernels keep; attention is flash attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def measure() -> dict[str, Any]:
 
 
 def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: int) -> dict[str, int]:
-    """What a micro-batch adds to weights and gradients once its forward has run, and the most until all is done."""
+    """Memory of a micro-batch in addition to weights and gradients: after its forward, and at the peak."""
     norm, swiglu = _fused(torch)
     shapes = ((hidden,), (hidden, 3 * hidden), (hidden, hidden), (hidden,), (hidden, 2 * ffn), (ffn, hidden))
     cos, sin = torch.rand(2, seq, 1, 1, hidden // heads // 2, dtype=torch.bfloat16, device="cuda")
@@ -114,11 +114,11 @@ def _fused(torch: Any) -> tuple[Any, Any]:
 
 
 def compare(measured: dict[str, Any]) -> None:
-    """Print what was allocated beside the prediction, in MiB."""
+    """Print the allocated memory and the prediction, in MiB."""
     from pipeproof import lower, simulate
-    from pipeproof.sim.memory.step import stage_holdings
-    from pipeproof.specs.load import plan_from_dict
-    from pipeproof.stages.describe.state import state_of
+    from pipeproof.sim.step_memory import stage_holdings
+    from pipeproof.specs.load_plan import plan_from_dict
+    from pipeproof.stages.describe.training_state import state_of
 
     sys.stdout.write(f"{measured['gpu']}, PyTorch {measured['torch']}; MiB\n")
     for name, sizes in SIZES.items():
@@ -130,7 +130,7 @@ def compare(measured: dict[str, Any]) -> None:
         curve = simulate(lowered).memory[1]
         rows = {
             "states": state.parameters + state.gradients,
-            "micro_batch": int(sum(one.num_bytes for one in held if one.life.is_from_forward)) + output,
+            "micro_batch": int(sum(one.num_bytes for one in held if one.lifetime.is_from_forward)) + output,
             "most": curve.peak,
         }
         sys.stdout.write(f"\n{name:<20} {'allocated':>9} {'predicted':>9}  ratio\n")

@@ -1,9 +1,9 @@
-"""How near the schedules of kind ``optimal``, made at once, come to the shortest that there are.
+"""Distance of the schedules of kind ``optimal`` from the shortest schedules.
 
 ``python benchmarks/optimal.py [WORKLOADS] [LIMIT]`` draws random workloads (200;
 always the same ones): 2 to 5 ranks, 2 to 9 micro-batches, uneven times,
 latency or none, memory from the least that works to plenty; one stage a rank,
-two in turn, or two there and back. Each is scheduled by ``optimal`` and given
+two round-robin, or two in a V. Each is scheduled by ``optimal`` and given
 to OR-tools' CP-SAT (``pip install ortools``), from the greedy schedule on, for
 up to LIMIT (2) of its deterministic seconds. Printed is how much longer the
 greedy schedule is than the proved optimum; what was not proved is counted and
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def loop(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Stages in turn around the ranks."""
+    """Stages round-robin over the ranks."""
     return tuple(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
 
 

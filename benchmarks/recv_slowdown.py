@@ -1,7 +1,7 @@
-"""How much slower a GPU computes while a receive that is posted waits for its message: ``cost.recv_slowdown``.
+"""Slowdown of a GPU while a posted receive waits for its message: ``cost.recv_slowdown``.
 
 ``torchrun --nproc-per-node 2 benchmarks/recv_slowdown.py`` times computations of a GPT block on the second GPU, by
-themselves and beside an NCCL receive whose message the first GPU sends only afterwards, in turn. It prints the medians,
+themselves and during an NCCL receive whose message the first GPU sends only afterwards, in turn. It prints the medians,
 and by which share the second is longer. It needs PyTorch with NCCL and two GPUs, and no pipeproof.
 """
 
@@ -30,15 +30,15 @@ def main() -> None:
     calls = _computations(torch)
     if rank == 1:
         print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
-        print(f"{'computation':<16}{'alone':>9}{'beside':>9}  longer by")
+        print(f"{'computation':<16}{'alone':>9}{'with recv':>11}  longer by")
     for name, call in calls.items():
-        alone, beside = [], []
+        alone, receiving = [], []
         for repeat in range(WARM_UPS + REPEATS):
-            for times, is_beside in ((alone, False), (beside, True)):
-                pending = _message(dist, message, rank, wait=False) if is_beside and rank == 1 else None
+            for times, is_receiving in ((alone, False), (receiving, True)):
+                pending = _message(dist, message, rank, wait=False) if is_receiving and rank == 1 else None
                 us = _time_us(torch, call) if rank == 1 else 0.0
                 dist.barrier(hosts)  # only now may the message come
-                if is_beside and rank == 0:
+                if is_receiving and rank == 0:
                     _message(dist, message, rank, wait=True)
                 if pending is not None:
                     pending.wait()
@@ -47,8 +47,8 @@ def main() -> None:
                 if repeat >= WARM_UPS:
                     times.append(us)
         if rank == 1:
-            first, second = median(alone), median(beside)
-            print(f"{name:<16}{first:>9.0f}{second:>9.0f}  {second / first - 1:>8.1%}", flush=True)
+            first, second = median(alone), median(receiving)
+            print(f"{name:<16}{first:>9.0f}{second:>11.0f}  {second / first - 1:>8.1%}", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What a rehearsal costs with more and more processes of one machine: ``python benchmarks/rehearse_growth.py``.
+"""Cost of a rehearsal with more and more processes of one machine: ``python benchmarks/rehearse_growth.py``.
 
 Each row is a pipeline over as many ranks, 1F1B with 8 micro-batches. The count
 of messages and of elements that ranks compare is that of the report; the time
@@ -33,7 +33,7 @@ def plan_of(num_ranks: int, backend: str) -> dict[str, object]:
 
 
 def row_of(num_ranks: int, backend: str, folder: Path) -> tuple[str, ...]:
-    """Rehearse once, and say what it took."""
+    """Rehearse once and report time and memory."""
     plan, report = folder / "plan.json", folder / "report.json"
     plan.write_text(json.dumps(plan_of(num_ranks, backend)))
     used, began = _processor_s(), time.monotonic()

@@ -1,8 +1,8 @@
-"""What cutting a large state anew takes, beside a plain copy of the same bytes: rate, and the most memory held.
+"""Rate and peak memory of resharding a large state, next to a plain copy of the same bytes.
 
 The state is made up: a GPT of the size asked for, cut by tp 2 x pp 2, AdamW's moments sharded over dp 2 or not, of
 random bytes. It is cut for tp 4, so that dims other than the first are cut in other places, and merged into one file.
-Beside each reshard stands `cp -r` of the source. Both begin with the source's pages dropped from the cache and end with
+The rival is `cp -r` of the source. Both begin with the source's pages dropped from the cache and end with
 fsync of every file that they wrote; which goes first alternates.
 
     python benchmarks/reshard.py --gb 10
@@ -24,26 +24,26 @@ from statistics import median
 import numpy as np
 import yaml
 
-from pipeproof.specs.load import load_plan
-from pipeproof.state.files import digest_of
-from pipeproof.state.index import INDEX_FILE, ShardFile, StateIndex, index_text
-from pipeproof.state.layout import files_of, whole_state
-from pipeproof.state.reshard.move import Target
-from pipeproof.state.save import values_of
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.state.array_files import digest_of
+from pipeproof.state.reshard.copy_regions import TargetFiles
+from pipeproof.state.state_index import INDEX_FILE, ShardFile, StateIndex, index_text
+from pipeproof.state.state_layout import files_of, whole_state
+from pipeproof.state.write_state import values_of
+from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
 
 _BLOCK = 2**25
 _HIDDEN = 2048
 _CHILD = """
 import sys
-from pipeproof.cli import main
+from pipeproof.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
     print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
-"""The command, which says at its end how much memory it held at most, in kB."""
+"""The command, which reports at its end its peak memory, in kB."""
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def _plan(path: Path, topology: dict[str, int], num_layers: int, num: int, memor
 def _make_state(path: Path, directory: Path) -> Path:
     subject = make_subject(load_plan(path))
     plan, files, tensors = subject.plan, files_of(subject.plan), whole_state(subject.plan)
-    target = Target(files, tensors, {name: rank for rank, name in enumerate(files)})
+    target = TargetFiles(files, tensors, {name: rank for rank, name in enumerate(files)})
     directory.mkdir()
     noted = []
     random = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def _make_state(path: Path, directory: Path) -> Path:
             ShardFile(name=name, rank=rank, size_bytes=header.size_bytes, sha256=digest_of(file), shards=shards)
         )
     index = StateIndex(
-        pipeproof_state=1, steps_done=3, digest=plan_digest(subject), framework="paddle", versions={},
+        pipeproof_state=1, steps_done=3, digest=graph_digest(subject), framework="paddle", versions={},
         mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)), values=values_of(plan.spec), tensors=tensors,
         files=tuple(noted),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What proving a reshard of 1024 ranks takes, part by part, with no bytes: who writes what, and the proof.
+"""Time to prove a reshard of 1024 ranks, part by part, with no bytes: who writes what, and the proof.
 
 From PP 16, TP 8 and DP 8, with shares of the moments, to PP 8, TP 4 and DP 32; 64 layers.
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.state.mapping import identity_map
-from pipeproof.state.reshard.proof import prove
-from pipeproof.state.reshard.sides import side_of_plan, without_collections
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.state.reshard.reshard_proof import prove
+from pipeproof.state.reshard.shard_layout import garbage_collection_paused, layout_of_plan
+from pipeproof.state.tensor_map import identity_map
 
 NUM_LAYERS = 64
 
@@ -25,13 +25,13 @@ def main() -> None:
     for name, (pp, tp, dp) in {"one": (16, 8, 8), "other": (8, 4, 32)}.items():
         plan = _plan(pp, tp, dp)
         started = time.perf_counter()
-        sides.append(side_of_plan(plan, name))
-        num_parts = sum(map(len, sides[-1].parts.values()))
+        sides.append(layout_of_plan(plan, name))
+        num_parts = sum(map(len, sides[-1].shards.values()))
         took = time.perf_counter() - started
         print(f"pp {pp} x tp {tp} x dp {dp}: {num_parts:,} parts of {len(sides[-1].tensors):,} tensors, {took:.1f} s")
     source, target = sides
     started = time.perf_counter()
-    with without_collections():
+    with garbage_collection_paused():
         findings = prove(source, identity_map(source.tensors), target)
     print(f"the proof: {len(findings)} findings, {time.perf_counter() - started:.1f} s")
 

@@ -1,8 +1,8 @@
-"""How far the computed times of ``cost.analytic`` are from a real GPU, operation by operation.
+"""Distance of the computed times of ``cost.analytic`` from a real GPU, operation by operation.
 
 ``python benchmarks/roofline.py measure FILE`` times the operations of one GPT block and head in bfloat16 with PyTorch
 on the GPU at hand (no pipeproof needed there) and writes FILE; ``python benchmarks/roofline.py compare FILE`` prints
-them beside the predictions. What is no matrix product or attention goes through ``torch.compile``, one kernel each.
+them next to the predictions. All but matrix products and attention goes through ``torch.compile``, one kernel each.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _products(x: Any, weight: Any, dy: Any, gradient: Any) -> dict[str, Callable
 
 def predicted(name: str, device: str) -> dict[str, float]:
     """The times of the same operations by ``cost.analytic``."""
-    from pipeproof.comm.analytic.resolve import AnalyticCosts
-    from pipeproof.specs.load import plan_from_dict
-    from pipeproof.stages.describe.work import layer_work
+    from pipeproof.cost.analytic_times import AnalyticCosts
+    from pipeproof.specs.load_plan import plan_from_dict
+    from pipeproof.stages.describe.gpt_work import layer_work
 
     sizes = SIZES[name]
     plan = plan_from_dict(
@@ -124,7 +124,7 @@ def compare(measured: dict[str, Any], device: str) -> None:
 
 
 def main() -> None:
-    """Measure or compare, as the command line says."""
+    """Measure or compare, by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["measure", "compare"])
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""Times both engines of the simulator on graphs of four sizes, beside PyTorch's own dry run of the same schedule.
+"""Times both engines of the simulator on graphs of four sizes, next to PyTorch's own dry run of the same schedule.
 
 ``python benchmarks/simulate.py`` prints, for interleaved 1F1B of about 1,000,
 10,000, 130,000 and 1,000,000 operations and for each engine,
@@ -43,9 +43,9 @@ import whole
 from torch_schedule import has_torch, interleaved, torch_python
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "validation" / "pages"))
 
-from pages import fill, table  # noqa: E402 - what writes generated parts of pages stands with them
+from pages import fill, table  # noqa: E402 - the writers of generated page parts are in validation/pages
 
 SIZES = {"1k": (4, 2, 16), "10k": (8, 4, 32), "130k": (32, 4, 96), "1M": (64, 4, 384)}
 """(ranks, stages on each, micro-batches) by name."""
@@ -56,7 +56,7 @@ MOST_SECONDS = 10
 
 
 Results = dict[tuple[str, str], dict[str, float]]
-"""What was measured, by size and engine."""
+"""Measured times by size and engine."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
             each = f"{peak / num_ops:>9,.0f}" if peak else f"{'-':>9}"
             print(f"{size:<6} {engine:<12} {num_ops:>10,} {cold:>8.3f} {warm:>8.4f} {num_ops / warm:>12,.0f} {each}")
     if importlib.util.find_spec("numba") is None:
-        print("numba is not installed: pip install numba to see it beside this")
+        print("numba is not installed: pip install numba to compare with it")
     print()
     sides = whole.show(python)
     if "--write" in sys.argv:
@@ -158,9 +158,9 @@ def our_run(size: str, engine: str) -> tuple[int, Callable[[], object]]:
     """The number of operations, and what is measured."""
     from pipeproof import lower, plan_from_dict, simulate
     from pipeproof.comm.channel_models import ChannelModel
-    from pipeproof.sim.costs import durations_of
-    from pipeproof.sim.fast import run_fast
-    from pipeproof.sim.model import run_model
+    from pipeproof.sim.fast_engine import run_fast
+    from pipeproof.sim.op_durations import durations_of
+    from pipeproof.sim.simpy_model import run_model
 
     lowered = lower(plan_from_dict(plan(*SIZES[size])).spec)
     graph, model = lowered.graph, ChannelModel("directed_edge", "eager")

@@ -1,4 +1,4 @@
-"""What the benchmarks share about their rival: where PyTorch is, and its interleaved 1F1B."""
+"""The rival of several benchmarks: location of PyTorch, and its interleaved 1F1B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def torch_python(arguments: Sequence[str]) -> str:
 
 
 def has_torch(python: str) -> bool:
-    """Whether an interpreter finds PyTorch."""
+    """True if an interpreter finds PyTorch."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 

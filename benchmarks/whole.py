@@ -1,4 +1,4 @@
-"""Times a large plan from its text to a trace file, beside what PyTorch takes to lower and dry-run the same schedule.
+"""Times a large plan from its text to a trace file, next to PyTorch's lowering and dry run of the same schedule.
 
 ``python benchmarks/whole.py [--torch-python FILE]`` prints, for interleaved
 1F1B on 64 ranks with 4 stages each and 256 micro-batches (131,072 compute
@@ -50,7 +50,7 @@ def show(python: str) -> dict[str, dict[str, Any]]:
     ours = measured(sys.executable, "ours")
     print_parts("pipeproof", ours)
     if not has_torch(python):
-        print("PyTorch is not installed: pip install torch==2.13.0 to see it beside this")
+        print("PyTorch is not installed: pip install torch==2.13.0 to compare with it")
         return {"ours": ours}
     theirs = measured(python, "torch")
     print_parts(f"PyTorch {theirs['version']}", theirs)
@@ -92,8 +92,8 @@ def our_parts() -> dict[str, Any]:
     from simulate import plan
 
     from pipeproof import plan_from_dict, simulate
-    from pipeproof.sim.trace import write_trace
-    from pipeproof.verify.check import check
+    from pipeproof.verify.check_plan import check
+    from pipeproof.views.chrome_trace import write_trace
 
     parts: dict[str, Seconds] = {}
     with timed(parts, "generate, lower and check"):

@@ -1,10 +1,10 @@
-"""What ``make demo`` runs: plans are proved, drawn and executed, and one is run although it is wrong.
+"""Demo for ``make demo``: prove, draw and execute plans, and run one plan although it is wrong.
 
-Every command here is the real command line, as a person would type it. Two of
-them are expected to fail, because their plan has the bug that pipeproof was
-written for. The demo exits 0 only if every command had the exit status that
-stands beside it below, and if the reports of the runs show what the last
-heading says. It takes about a minute on two cores.
+Every command is a real command line, as a user would type it. Two of them are
+expected to fail, because their plan has the bug that pipeproof was written for.
+The demo exits 0 only if every command has the exit status listed with it below,
+and if the reports of the runs show what the last heading states. It takes about
+a minute on two cores.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 5.0
-"""How long an interrupted command may take to stop its workers before it is told (again) to stop."""
+"""Seconds that an interrupted command may take to stop its workers before it is interrupted again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One command: what it shows, its arguments, and the exit status that it must have."""
+    """One command: a heading, its arguments, and the exit status that it must have."""
 
     heading: str
     arguments: tuple[str, ...]
@@ -35,7 +35,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The first step of a run, out of its report: losses, and by stage (gradients that differ, all)."""
+    """The first step of a run, from its report: losses, and by stage (number of gradients that differ, total)."""
 
     loss: float
     reference_loss: float
@@ -66,7 +66,7 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
-            "run executes that plan on four real Paddle processes, bitwise equal to one uncut process",
+            "run executes that plan on four real Paddle processes, bitwise equal to one process",
             ("run", "examples/gpt_pp4.yaml"),
             0,
         ),
@@ -76,22 +76,22 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
-            "without sequence parallelism, partial transport is right",
+            "without sequence parallelism, partial transport is correct",
             ("run", "examples/gpt_pp2_tp2_partial.yaml"),
             0,
         ),
         Scene(
-            "a zero-bubble schedule that PyTorch wrote, with its communication, checked as it stands",
+            "a zero-bubble schedule that PyTorch wrote, with its communication, checked unchanged",
             ("check", "examples/gpt_pp2_zbv_torch.yaml"),
             0,
         ),
         Scene(
-            "a schedule written by hand: every send, receive and wait in a text",
+            "a schedule written by hand: every send, receive and wait as text",
             ("check", "examples/gpt_pp2_text.yaml"),
             0,
         ),
         Scene(
-            "the bug in the backward direction only, run all the same",
+            "the bug in the backward direction only, run nevertheless",
             (
                 "run",
                 "examples/gpt_pp2_tp2_sp_backward_partial.yaml",
@@ -105,37 +105,37 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
 
 
 def main() -> int:
-    """Run all scenes, then compare two reports; 0 if everything came out as it must."""
+    """Run all scenes, then compare two reports; return 0 if every result is as expected."""
     with tempfile.TemporaryDirectory(prefix="pipeproof-demo-") as name:
         directory = Path(name)
         try:
             failures = [problem for scene in scenes(directory) for problem in play(scene)]
             failures += lesson(directory / "full.json", directory / "damaged.json")
         except KeyboardInterrupt:
-            say("\ninterrupted")
+            print_now("\ninterrupted")
             return 130
     for failure in failures:
-        say(f"demo: {failure}")
+        print_now(f"demo: {failure}")
     if not failures:
-        say("demo: every command had its expected exit status, and the numbers above hold")
+        print_now("demo: every command had its expected exit status, and the numbers above hold")
     return 1 if failures else 0
 
 
 def play(scene: Scene) -> list[str]:
-    """Run one command where the person can see it; what is wrong with its exit status, if anything."""
-    say(f"\n== {scene.heading}\n$ pipeproof {' '.join(scene.arguments)}\n")
+    """Run one command visibly; return the problem with its exit status, if any."""
+    print_now(f"\n== {scene.heading}\n$ pipeproof {' '.join(scene.arguments)}\n")
     status = run_command(scene.arguments)
-    say(f"(exit status {status}{', as expected' if status == scene.status else ''})")
+    print_now(f"(exit status {status}{', as expected' if status == scene.status else ''})")
     if status == scene.status:
         return []
     return [f"`pipeproof {' '.join(scene.arguments)}` ended with {status}, expected {scene.status}"]
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """The exit status of one ``pipeproof`` command, run from the repository's root.
+    """Run one ``pipeproof`` command from the repository's root; return its exit status.
 
-    Ctrl-C in a terminal reaches the command, too, which then stops its
-    workers; where a signal reached this process alone it is passed on.
+    Ctrl-C in a terminal also reaches the command, which then stops its
+    workers; a signal that reached this process alone is passed on.
     """
     child = subprocess.Popen([sys.executable, "-m", "pipeproof", *arguments], cwd=ROOT)
     try:
@@ -150,12 +150,12 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def lesson(full_file: Path, damaged_file: Path) -> list[str]:
-    """Show why the loss is no evidence, from the two reports; what does not hold, if anything."""
+    """Show from the two reports why the loss is no evidence; return the problems, if any."""
     if not (full_file.exists() and damaged_file.exists()):
-        return ["a run left no report, so there is nothing to compare"]
+        return ["a run wrote no report, so there is nothing to compare"]
     full, damaged = first_step(full_file), first_step(damaged_file)
-    say("\n== the loss is no evidence: the first step of both runs\n")
-    say_comparison(full, damaged)
+    print_now("\n== the loss is no evidence: the first step of both runs\n")
+    print_comparison(full, damaged)
     problems = []
     if not full.loss == damaged.loss == full.reference_loss:
         problems.append("the three losses of the first step are not equal in every bit")
@@ -182,30 +182,30 @@ def first_step(report_file: Path) -> FirstStep:
     return FirstStep(step["loss"], step["reference_loss"], differing)
 
 
-def say_comparison(full: FirstStep, damaged: FirstStep) -> None:
-    """Print the table of the lesson, and the lesson."""
+def print_comparison(full: FirstStep, damaged: FirstStep) -> None:
+    """Print the comparison as a table, and the conclusion."""
     rows = [
         ("", "backward: full", "backward: partial"),
         ("loss", f"{full.loss:.9f}", f"{damaged.loss:.9f}"),
         ("its bits", full.loss.hex(), damaged.loss.hex()),
         ("loss of the reference", f"{full.reference_loss:.9f}", f"{damaged.reference_loss:.9f}"),
     ]
-    for stage, place in enumerate(("upstream", "downstream")):
+    for stage, side in enumerate(("upstream", "downstream")):
         full_count, damaged_count = (
             f"{n} of {total}" for n, total in (full.differing[stage], damaged.differing[stage])
         )
-        rows.append((f"wrong gradients on stage {stage} ({place})", full_count, damaged_count))
+        rows.append((f"wrong gradients on stage {stage} ({side})", full_count, damaged_count))
     for label, *values in rows:
-        say(f"{label:<40}" + "".join(f"{value:>24}" for value in values))
-    say(
-        "\nThe losses agree to the last bit, because the first forward pass was right in both runs. Yet with\n"
-        "partial transport in the backward direction every gradient upstream of the boundary is wrong. A loss\n"
-        "that looks right says nothing of the gradients: the plan has to be proved, or every gradient compared.\n"
+        print_now(f"{label:<40}" + "".join(f"{value:>24}" for value in values))
+    print_now(
+        "\nThe losses agree to the last bit, because the first forward pass was correct in both runs. Yet with\n"
+        "partial transport in the backward direction every gradient upstream of the boundary is wrong. A\n"
+        "plausible loss is no evidence for gradients: prove the plan, or compare every gradient.\n"
     )
 
 
-def say(text: str) -> None:
-    """Print at once, so that the order with the commands' own output is kept."""
+def print_now(text: str) -> None:
+    """Print immediately, to keep the order with the commands' own output."""
     print(text, flush=True)
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeproof.comm.lower import lower
+    from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError
     from pipeproof.sim.simulate import simulate
-    from pipeproof.specs.finding import BadPlanError, Finding, PipeproofError
-    from pipeproof.specs.load import load_plan, plan_from_dict
+    from pipeproof.specs.load_plan import load_plan, plan_from_dict
     from pipeproof.specs.plan import PlanSpec
-    from pipeproof.verify.check import check, check_graph, check_program
+    from pipeproof.verify.check_plan import check, check_graph, check_program
 
 __version__ = "0.1.0"
 
@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BadPlanError": "specs.finding",
-    "Finding": "specs.finding",
-    "PipeproofError": "specs.finding",
+    "BadPlanError": "diagnostics.finding",
+    "Finding": "diagnostics.finding",
+    "PipeproofError": "diagnostics.finding",
     "PlanSpec": "specs.plan",
-    "check": "verify.check",
-    "check_graph": "verify.check",
-    "check_program": "verify.check",
-    "load_plan": "specs.load",
+    "check": "verify.check_plan",
+    "check_graph": "verify.check_plan",
+    "check_program": "verify.check_plan",
+    "load_plan": "specs.load_plan",
     "lower": "comm.lower",
-    "plan_from_dict": "specs.load",
+    "plan_from_dict": "specs.load_plan",
     "simulate": "sim.simulate",
 }
 """Public name to the module that holds it: `import pipeproof` alone loads none of them."""

@@ -6,7 +6,7 @@ import sys
 def start() -> None:
     """Run the command of this process; one that is interrupted while it still imports ends as any other."""
     try:
-        from pipeproof.cli import main
+        from pipeproof.cli.main import main
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)  # ExitStatus.INTERRUPTED, which may not have been imported

@@ -1,4 +1,4 @@
-"""What the exit statuses of the commands mean; a signal ``n`` that ends one gives 128 + n."""
+"""Exit statuses of the commands; a command ended by the signal ``n`` has the status 128 + n."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class ExitStatus(IntEnum):
     """The exit status of every ``pipeproof`` command."""
 
     OK = 0
-    """Clean: no error found, the run matches."""
+    """No error found, or the run matches its reference."""
     FAILED = 1
     """Errors found, or a run that does not match its reference."""
     BAD_INPUT = 2

@@ -1,34 +1,189 @@
-"""Goldens: files under ``tests/goldens`` that a test's text must equal; ``--update-golden`` rewrites them.
+"""Options, markers and skips of the whole suite; goldens: files under ``tests/goldens`` that a test's text must equal.
 
-Tests that ask PyTorch itself are skipped where it is not installed; ``make test-torch`` installs and runs them.
+``make test`` leaves out what is marked ``slow`` and draws fewer Hypothesis examples; ``make test-rest`` runs what that
+left out, and those property tests with all their examples. ``pytest`` by hand runs everything.
+
+A test that needs an optional package that is not installed is skipped with the reason. In CI a skip is a failure,
+unless its reason begins with one of ``ALLOWED_IN_CI``.
 """
 
+import gc
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+
+try:
+    import hypothesis
+except ModuleNotFoundError:
+    hypothesis = None
 
 GOLDENS = Path(__file__).parent / "goldens"
 
+QUICK_EXAMPLES = 10
+"""The most examples of a property test in ``make test``: its profile is ``quick``."""
+
+OPTIONAL = {
+    "distributed": "the extra `cluster`",
+    "grimp": "the extra `dev`",
+    "hatchling": "the extra `dev`",
+    "hypothesis": "the extra `testing`",
+    "jsonschema": "the extra `dev`",
+    "matplotlib": "the extra `plot`",
+    "numba": "the extra `fast`",
+    "ortools": "the extra `solve`",
+    "paddle": "the extra `cpu`",
+    "perfetto": "the extra `trace`",
+    "torch": "the extra `torch`",
+}
+"""Packages that a test may need, by the name that it imports, and what installs them."""
+
+BROWSER = ("chromium", "chromedriver")
+
+ALLOWED_IN_CI = ("there is a GPU", "this kernel")
+"""Reasons of skips that no installation can prevent; what a reason begins with is enough."""
 
 # No deadline: the machine may be busy, and pytest-timeout catches a hang. CI draws the same examples in every run, so
 # that what landed stays green; elsewhere they are new ones each time.
-settings.register_profile("pipeproof", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("pipeproof")
+if hypothesis is not None:
+    for name in ("pipeproof", "quick"):
+        hypothesis.settings.register_profile(name, deadline=None, derandomize="CI" in os.environ)
+    hypothesis.settings.load_profile("pipeproof")
 
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
 
 
+# --- what make test leaves out ---
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Remove ``slow(only=[...])`` and ``slow(but=[...])`` from the items that they exclude, by ids of parameters."""
+    made = yield
+    for mark in getattr(obj, "pytestmark", ()) if isinstance(made, list) else ():
+        if mark.name == "slow" and mark.kwargs:
+            _unmark_quick(made, mark, f"{collector.nodeid}::{name}")
+    return made
+
+
+def _unmark_quick(items, mark, where):
+    ((how, ids),) = mark.kwargs.items()
+    assert how in {"only", "but"}, f"{where}: slow({how}=...)"
+    unknown = set(ids) - {item.callspec.id for item in items}
+    if unknown:
+        raise pytest.Collector.CollectError(f"{where}: slow({how}=...) names ids that do not exist: {sorted(unknown)}")
+    for item in items:
+        if (item.callspec.id in ids) != (how == "only"):
+            item.own_markers.remove(mark)
+
+
+def pytest_itemcollected(item):
+    """Mark property tests with more examples than ``make test`` draws; draw no more than that in its profile."""
+    test = getattr(item, "function", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)  # where Hypothesis keeps ``@settings``
+    if own is None and getattr(test, "is_hypothesis_test", False):
+        own = hypothesis.settings()
+    if own is None or own.max_examples <= QUICK_EXAMPLES:
+        return
+    item.add_marker("many_examples")
+    if item.config.getoption("--hypothesis-profile") == "quick":
+        test._hypothesis_internal_use_settings = hypothesis.settings(own, max_examples=QUICK_EXAMPLES)
+
+
+# --- what is not installed ---
+
+
+class _Module(pytest.Module):
+    """A test file; one skipped test where it imports an optional package that is not installed."""
+
+    def collect(self):
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            package = _missing_package(error.__cause__)
+            if package is None:
+                raise
+        return [_NotImported.from_parent(self, name="import", package=package)]
+
+
+class _NotImported(pytest.Item):
+    def __init__(self, *, package, **keywords):
+        super().__init__(**keywords)
+        self.add_marker(f"needs_{package}" if package in {"paddle", "torch"} else pytest.mark.needs(package))
+
+    def reportinfo(self):
+        return self.path, 0, self.name
+
+    def runtest(self):
+        raise AssertionError("a test that is always skipped")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return _Module.from_parent(parent, path=module_path)
+
+
+def _missing_package(error):
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    return name if isinstance(error, ModuleNotFoundError) and name in OPTIONAL and not _is_there(name) else None
+
+
+def _is_there(package):
+    return importlib.util.find_spec(package) is not None
+
+
+def _not_installed(package):
+    return f"{package} is not installed: {OPTIONAL[package]} has it"
+
+
 def pytest_collection_modifyitems(items):
-    if importlib.util.find_spec("torch") is None:
-        skip = pytest.mark.skip(reason="PyTorch is not installed; `make test-torch` installs it and runs this")
-        for item in items:
-            if item.get_closest_marker("needs_torch"):
-                item.add_marker(skip)
+    reasons = {package: _not_installed(package) for package in OPTIONAL if not _is_there(package)}
+    browser = [program for program in BROWSER if shutil.which(program) is None]
+    for item in items:
+        needed = {mark.name.removeprefix("needs_") for mark in item.iter_markers() if mark.name.startswith("needs_")}
+        needed.update(package for mark in item.iter_markers("needs") for package in mark.args)
+        for package in sorted(needed & reasons.keys()):
+            item.add_marker(pytest.mark.skip(reason=reasons[package]))
+        if "browser" in needed and browser:
+            reason = f"{' and '.join(browser)} not installed: `make test-browser` installs them"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# --- in CI a skip is a failure ---
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _failed_if_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _failed_if_skipped((yield))
+
+
+def _failed_if_skipped(report):
+    if report.skipped and "CI" in os.environ and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(ALLOWED_IN_CI):
+            report.outcome, report.longrepr = "failed", f"skipped, which CI does not allow: {reason}"
+    return report
+
+
+# --- counting what is alive ---
+
+
+@pytest.fixture
+def few_objects():
+    """Let ``gc.collect()`` look through the test's own objects alone; late in a run there are millions of others."""
+    gc.collect()
+    gc.freeze()
+
+
+# --- goldens ---
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +199,20 @@ def check_golden(request):
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+# --- rules of notes ---
+
+KNOWN_NOTES = ("PP202",)
+"""Rules of notes of which tests speak that use ``known_notes``."""
+
+
+@pytest.fixture(scope="module")
+def known_notes():
+    """Leave out rules of other notes: a rule that is added later changes nothing that a module with this asserts."""
+    from pipeproof.verify import check_plan
+
+    kept = tuple(rule for rule in check_plan.RULES if rule.doc.severity != "note" or rule.doc.code in KNOWN_NOTES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(check_plan, "RULES", kept)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 
 BASE = {

@@ -3,9 +3,10 @@
 import json
 from functools import cache
 
-from pipeproof.exec.bare import BareEnd
-from pipeproof.exec.oplog import LogEntry, expected_facts
-from pipeproof.exec.profile import measured_profile
+from pipeproof.exec.compare.compare_log import expected_facts
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.sim.simulate import simulate
 from tests.plans import plan_dict
 from tests.plans import subject as subject_of
@@ -36,8 +37,8 @@ def bare_of(subject):
     bare = {rank: [] for rank in range(subject.graph.num_ranks)}
     for channel in subject.graph.channels:
         for num_bytes, took in ((64, 5000), (4096, 9000)):
-            bare[channel.dst].append(BareEnd(str(channel), False, num_bytes, 10, 10_000 + took))
-            bare[channel.src].append(BareEnd(str(channel), True, num_bytes, 10_000, 10_000 + took))
+            bare[channel.dst].append(IdleMessageEnd(str(channel), False, num_bytes, 10, 10_000 + took))
+            bare[channel.src].append(IdleMessageEnd(str(channel), True, num_bytes, 10_000, 10_000 + took))
     return bare
 
 

@@ -26,8 +26,8 @@ def test_the_line_of_the_docstring_works():
     ("statement", "forbidden"),
     [
         ("import pipeproof", ["pydantic", "numpy", "networkx", "simpy", "rich", "click", "paddle"]),
-        ("import pipeproof.cli", ["networkx", "simpy", "paddle", "numpy"]),
-        ("import pipeproof.verify.check", ["networkx", "simpy", "paddle", "torch", "matplotlib"]),
+        ("import pipeproof.cli.main", ["networkx", "simpy", "paddle", "numpy"]),
+        ("import pipeproof.verify.check_plan", ["networkx", "simpy", "paddle", "torch", "matplotlib"]),
     ],
 )
 def test_imports_only_what_it_uses(statement, forbidden):

@@ -22,7 +22,12 @@ def built(hook, source, directory):
     """Call a hook of the build backend in a process of its own; the path of what it made."""
     code = f"import hatchling.build as b, sys; print(b.{hook}(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(directory)], cwd=source, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(directory)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=True,
     )
     return directory / done.stdout.split()[-1]
 
@@ -41,11 +46,11 @@ def sdist(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """The directory of commands of an environment that has the wheel; what it depends on is this environment's."""
     home = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], timeout=150, check=True)
     commands = home / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(commands / "python"), "install", "--quiet", "--no-deps"]
     pip += ["--no-index", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*pip, str(wheel)], timeout=60, check=True, cwd=home, env=clean())
+    subprocess.run([*pip, str(wheel)], timeout=150, check=True, cwd=home, env=clean())
     (packages,) = home.glob("lib/python*/site-packages")
     # a line of a .pth file is a directory to import from; .pth files in there (of an editable pipeproof) are not read
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -60,7 +65,7 @@ def clean():
 def use(installed, directory, command, *arguments):
     return subprocess.run(
         [str(installed / command), *map(str, arguments)],
-        cwd=directory, capture_output=True, text=True, timeout=60, check=False, env=clean(),
+        cwd=directory, capture_output=True, text=True, timeout=150, check=False, env=clean(),
     )  # fmt: skip
 
 
@@ -95,6 +100,7 @@ def test_it_is_what_is_used_and_not_the_checkout(installed, tmp_path):
     assert Path(done.stdout.strip()).is_relative_to(installed.parent)
 
 
+@pytest.mark.slow(only=["python -m pipeproof"])
 @pytest.mark.parametrize("start", [("pipeproof",), ("python", "-m", "pipeproof")], ids=" ".join)
 def test_its_command_works_elsewhere(installed, tmp_path, start):
     (tmp_path / "plan.yaml").write_bytes((EXAMPLES / "gpt_pp4.yaml").read_bytes())
@@ -121,7 +127,8 @@ def test_what_it_carries_beside_code_is_there(installed, tmp_path):
 
 def test_the_sdist_has_what_it_needs_to_become_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as content:
-        content.extractall(tmp_path, filter="data")
+        content.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 is the first that has it
+        content.extractall(tmp_path)
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "examples/gpt_pp4.yaml", "docs/ci.md"):
         assert (source / name).is_file()

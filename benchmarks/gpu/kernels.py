@@ -1,4 +1,4 @@
-"""Where the time of a step without a pipeline goes, kernel by kernel: pipeproof's stages beside plain modules.
+"""Time of a step without a pipeline, kernel by kernel: pipeproof's stages next to plain modules.
 
     torchrun --nproc-per-node 1 benchmarks/gpu/kernels.py "4096,4096,4,4" [64,8,1024]
 
@@ -30,12 +30,12 @@ NAME_WIDTH = 90
 
 def main() -> None:
     """Profile both sides."""
-    framework, say = start()
+    framework, report = start()
     device, size = framework.device, Size.read(sys.argv[1])
     if len(sys.argv) > 2:
         num_experts, top_k, ffn = map(int, sys.argv[2].split(","))
         size = replace(size, moe={"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn})
-    say(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks, {size.num_micro_batches} "
+    report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks, {size.num_micro_batches} "
         f"micro-batches, experts {size.moe}")  # fmt: skip
     for name, make in (
         ("plain", lambda: plain_step(size, device, is_shared_out=False)),
@@ -48,9 +48,9 @@ def main() -> None:
         total = sum(ms for ms, _ in kernels.values())
         graph = "" if replayed is None else f", as a graph {replayed.ms:.2f}"
         count = sum(number for _, number in kernels.values())
-        say(f"{name}: step {eager.ms:.2f}{graph}, {count} kernels {total:.2f}, {eager.gib:.2f} GiB")
+        report(f"{name}: step {eager.ms:.2f}{graph}, {count} kernels {total:.2f}, {eager.gib:.2f} GiB")
         for kernel, (ms, number) in sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_SHOWN]:
-            say(f"  {ms:8.3f} {ms / total:6.1%} {number:6} {kernel[:NAME_WIDTH]}")
+            report(f"  {ms:8.3f} {ms / total:6.1%} {number:6} {kernel[:NAME_WIDTH]}")
         del step
         forget(device)
     os._exit(0)  # communicators of captured graphs would hold a normal exit up

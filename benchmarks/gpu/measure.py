@@ -1,6 +1,6 @@
-"""How steps are timed: wall time between barriers, of all ranks together.
+"""Timing of steps: wall time between barriers, of all ranks together.
 
-On a CPU the same runs, to try the code; its times say nothing of GPUs, and nothing is captured.
+On a CPU the same runs, to try the code; its times are not those of a GPU, and nothing is captured.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipeproof.exec.torch.replay import captured
+from pipeproof.exec.rank.torch.cuda_graph import captured
 
 
 @dataclass(frozen=True)
 class Times:
-    """How often a step is run: before anything is measured, in a series, and how many series; the best one counts."""
+    """Number of steps: before measuring, in a series, and number of series; the best series counts."""
 
     warm_up: int = 2
     steps: int = 3
@@ -32,7 +32,7 @@ class Measured:
     ms: float
     gib: float
 
-    def beside(self, other: Measured) -> str:
+    def ratio_to(self, other: Measured) -> str:
         """The time, and its ratio to another."""
         return f"{self.ms:8.2f} {self.ms / other.ms:6.3f}"
 

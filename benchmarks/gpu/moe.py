@@ -1,4 +1,4 @@
-"""Steps of models with experts on GPUs: pipeproof's executor beside PyTorch's own.
+"""Steps of models with experts on GPUs: pipeproof's executor next to PyTorch's own.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/moe.py "2048,4096,4,8" 64,8,1024 1f1b,dualpipe_v,zb_v
 
@@ -31,14 +31,14 @@ ALONE = Times(warm_up=1, steps=3, series=1)
 
 def main() -> None:
     """Time what the command line names."""
-    framework, say = start()
+    framework, report = start()
     device, rank, num_ranks = framework.device, dist.get_rank(), dist.get_world_size()
     num_experts, top_k, ffn = map(int, sys.argv[2].split(","))
     moe = {"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn}
     size = replace(Size.read(sys.argv[1]), moe=moe)
-    say(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
+    report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
         f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token")  # fmt: skip
-    say(f"{'':18} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
+    report(f"{'':18} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
     for kind in ["", *(sys.argv[3] if len(sys.argv) > 3 else "1f1b,dualpipe_v,zb_v").split(",")]:
         if kind:
             made = rival_step(kind, size, rank, num_ranks, device)
@@ -54,13 +54,13 @@ def main() -> None:
         graph = f"{'':15}"
         if kind:  # else the host reads how many rows go where
             replay = captured_anew(step, device)
-            graph = timed(replay, device, Times()).beside(theirs)
+            graph = timed(replay, device, Times()).ratio_to(theirs)
             del replay
         del step
         forget(device)
         work = timed(OurStep(data, framework, alone=True), device, ALONE)
         forget(device)
-        say(f"{f'pp {num_ranks} {kind}' if kind else f'ep {num_ranks}':18} {theirs.ms:8.2f} {ours.beside(theirs)} "
+        report(f"{f'pp {num_ranks} {kind}' if kind else f'ep {num_ranks}':18} {theirs.ms:8.2f} {ours.ratio_to(theirs)} "
             f"{graph} {work.ms:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
     dist.barrier()
     os._exit(0)  # communicators of captured graphs would hold a normal exit up

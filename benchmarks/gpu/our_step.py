@@ -1,4 +1,4 @@
-"""A rank's step by pipeproof's executor: as the plan says, or its work alone, without what ranks say to each other."""
+"""A rank's step by pipeproof's executor: as planned, or its work alone, without communication between ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from measure import captured_anew
 
 from pipeproof.comm.lower import lower
-from pipeproof.exec.adapter import RankAdapter
-from pipeproof.exec.machine import Instruction
-from pipeproof.exec.torch.comm import connect_groups
-from pipeproof.exec.torch.framework import TorchFramework
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.machine import Instruction
+from pipeproof.exec.rank.torch.comm import connect_groups
+from pipeproof.exec.rank.torch.framework import TorchFramework
+from pipeproof.schedule.op_table import NONE, Channel
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.schedule.optable import NONE, Channel
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.common import held
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.common import weights as held
 
 NUM_MARKED = 3
 NUM_DRAWS = 999_983
@@ -57,7 +57,7 @@ class OurStep:
     def __call__(self) -> None:
         """One step."""
         for instruction in self._program:
-            self._adapter.carry_out(instruction)
+            self._adapter.execute(instruction)
         self._adapter.log.clear()
 
     def floor_ms(self) -> float:
@@ -86,11 +86,11 @@ class OurStep:
         def step() -> None:
             for instruction in self._program:
                 if instruction.op.kind not in COMPUTE_KINDS:
-                    self._adapter.carry_out(instruction)
+                    self._adapter.execute(instruction)
                     continue
                 before, after = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
                 before.record()
-                self._adapter.carry_out(instruction)
+                self._adapter.execute(instruction)
                 after.record()
                 marks.append(((instruction.op.kind.name, instruction.op.stage), before, after))
             self._adapter.log.clear()
@@ -137,7 +137,7 @@ class _NoChannels:
 
 
 class _NoCollectives:
-    """What collectives make, if all members had the same: shapes are right, and nothing is moved."""
+    """Results of collectives whose members all had the same values: shapes are right, and nothing is moved."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -174,13 +174,13 @@ def start() -> tuple[TorchFramework, Callable[[str], None]]:
     else:
         dist.init_process_group("gloo")
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if dist.get_rank() == 0:
             print(text, flush=True)
 
     where = torch.cuda.get_device_name() if device == "gpu" else "CPU"
-    say(f"{where}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks; milliseconds a step")
-    return framework, say
+    report(f"{where}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks; milliseconds a step")
+    return framework, report
 
 
 class _QuickWeights:

@@ -1,4 +1,4 @@
-"""Steps of real pipelines on GPUs: pipeproof's executor, op by op and as one CUDA graph, beside PyTorch's own.
+"""Steps of real pipelines on GPUs: pipeproof's executor, op by op and as one CUDA graph, next to PyTorch's own.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/pipeline.py "4096,4096,4,8" 1f1b,zb_v
 
@@ -27,13 +27,13 @@ ALONE = Times(warm_up=1, steps=3, series=1)
 
 def main() -> None:
     """Time all sizes and schedules that the command line names."""
-    framework, say = start()
+    framework, report = start()
     device, rank, num_ranks = framework.device, dist.get_rank(), dist.get_world_size()
     kinds = sys.argv[2].split(",") if len(sys.argv) > 2 else list(CLASSES)
     for size in [Size.read(text) for text in sys.argv[1].split(";")]:
-        say(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
+        report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
             f"{size.num_micro_batches} micro-batches")  # fmt: skip
-        say(f"{'':15} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8} {'graph':>8} "
+        report(f"{'':15} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8} {'graph':>8} "
             f"{'floor':>8}   GiB: rival, ours")  # fmt: skip
         for kind in kinds:
             theirs = timed(rival_step(kind, size, rank, num_ranks, device), device, Times())
@@ -51,7 +51,7 @@ def main() -> None:
             work_graph = timed(replayed, device, ALONE)
             del replayed
             floor = alone.floor_ms() if device.type == "cuda" else 0.0
-            say(f"{kind:15} {theirs.ms:8.2f} {ours.beside(theirs)} {graph.beside(theirs)} {work.ms:8.2f} "
+            report(f"{kind:15} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph.ratio_to(theirs)} {work.ms:8.2f} "
                 f"{work_graph.ms:8.2f} {floor:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
             del alone
             forget(device)

@@ -83,7 +83,7 @@ class PlainExpertsBlock(PlainBlock):
         self.experts = experts
 
     def mlp(self, normed: Tensor) -> Tensor:
-        """What experts make of it."""
+        """Output of the experts."""
         made: Tensor = self.experts(normed)
         return made
 

@@ -57,7 +57,7 @@ class TensorStage(nn.Module):
         super().__init__()
         self.group, self.ends, own = group, ends, size.vocab_size // group.size()
         made = {"dtype": size.dtype, "device": device}
-        self.first_word, self.num_words = group.rank() * own, own
+        self.layer_prefix, self.num_words = group.rank() * own, own
         self.blocks = nn.ModuleList(TensorBlock(size, group, device) for _ in range(num_blocks))
         if "first" in ends:
             self.embed = nn.Embedding(own, size.hidden, **made)
@@ -90,7 +90,7 @@ class TensorStage(nn.Module):
 
     def own_words(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Each word's place among this rank's, 0 for another rank's; and whether it is here."""
-        place = words - self.first_word
+        place = words - self.layer_prefix
         is_mine = (place >= 0) & (place < self.num_words)
         return torch.where(is_mine, place, 0), is_mine
 

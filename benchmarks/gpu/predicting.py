@@ -2,7 +2,7 @@
 
 The profile is of 1F1B: F, I and W of each rank's stage as they were in the
 step, the time of a message, and the most memory of each rank. Schedules with
-two chunks on a rank need the times of half a stage. Beside the step, each rank
+two chunks on a rank need the times of half a stage. In addition to the step, each rank
 has timed three chunks by themselves: embedding and half of the blocks, half of
 the blocks, half of the blocks and head. A chunk of a rank takes what the chunk
 of its sort took there, times what the rank's stage took in the step over what
@@ -23,18 +23,18 @@ from statistics import median
 from typing import Any
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.oplog import LogEntry
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
 from pipeproof.sim.simulate import Simulation, simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
 
 PARTS: Mapping[str, str] = {"F": "forward_us", "I": "backward_input_us", "W": "backward_weight_us"}
-"""What is timed, and the key of a plan that has its time."""
+"""Timed quantities, and the plan key of each."""
 
 ROUNDS = 4
-"""How busy ranks are hardly changes any more after so many."""
+"""Number of iterations after which the load of ranks hardly changes."""
 
 OpTimes = dict[tuple[int, str], float]
 """By rank and text of a computation its start, in microseconds from the first."""
@@ -42,7 +42,7 @@ OpTimes = dict[tuple[int, str], float]
 
 @dataclass(frozen=True)
 class Power:
-    """How much slower a GPU computes the less it waits: it has a budget of power, and may be warm.
+    """Slowdown of a GPU that waits less: it has a budget of power, and may be warm.
 
     ``busy`` is the share of the step that ranks computed when they were timed, ``slower`` how many times as long the
     same computations take one right after the other: means over the ranks, for those of single ones scatter by more
@@ -53,7 +53,7 @@ class Power:
     slower: float
 
     def factor(self, busy: float) -> float:
-        """How many times as long a rank takes that computes for this share of a step."""
+        """Factor on the time of a rank that computes for this share of a step."""
         return 1 + (self.slower - 1) * (busy - self.busy) / (1 - self.busy) if self.busy < 1 else 1.0
 
     def from_full(self) -> FromFull:
@@ -63,18 +63,18 @@ class Power:
 
 @dataclass(frozen=True)
 class FromFull:
-    """A ``Power`` beside times without waiting."""
+    """A ``Power`` with times without waiting."""
 
     power: Power
 
     def factor(self, busy: float) -> float:
-        """As that of ``Power``."""
+        """The factor, as in ``Power``."""
         return self.power.factor(busy) / self.power.factor(1.0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What 1F1B and its chunks showed: microseconds, bytes."""
+    """Measurements of 1F1B and its chunks: microseconds, bytes."""
 
     stages: Sequence[Mapping[str, float]]
     """F, I and W of each rank's stage in the step."""
@@ -84,7 +84,7 @@ class Measured:
     between_us: float
     """From an operation's end to the next one's start, as much as there is for each forward and each backward."""
     excess_bytes: Sequence[int]
-    """By rank, what it needed more than its simulation says."""
+    """Excess of each rank over its simulation."""
     power: Power
 
 
@@ -154,7 +154,7 @@ def with_power(
 def predicted_starts(simulation: Simulation, cost: Mapping[str, Any]) -> tuple[float, OpTimes, OpTimes]:
     """From the first start of a computation to the last end; starts; lengths.
 
-    A simulation has the two of an overlapped pair begin and end together. They are carried out one after the other,
+    A simulation has the two of an overlapped pair begin and end together. They are executed one after the other,
     and so they are shown.
     """
     timeline = simulation.timeline

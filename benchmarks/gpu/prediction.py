@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpu/prediction.py OUT.json "4096,4096,4,8;2048,2048,4,8,16" [KINDS]
 
-The first argument is the file for the results, of which ``docs/make_prediction.py``
+The first argument is the file for the results, of which ``validation/pages/make_prediction.py``
 makes ``docs/prediction.md``. The second has sizes: hidden, sequence, blocks of a
 rank, micro-batches to profile, and more numbers of micro-batches to predict.
 Forward and backward of all micro-batches in bfloat16, no optimizer, a GPU a rank.
@@ -43,11 +43,11 @@ from sizes import Size
 from timed_rank import OurRank
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.profile import measured_profile
-from pipeproof.exec.torch.comm import TorchWorld, connect_groups
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.torch.comm import TorchWorld, connect_groups
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
 
 KINDS = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zb_v", "dualpipe_v")
@@ -60,15 +60,15 @@ class Benchmark:
     """All ranks make one of these and do the same with it."""
 
     def __init__(self) -> None:
-        self.framework, self.say = start()
+        self.framework, self.report = start()
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.on_gpu = self.framework.device.type == "cuda"
         self._worlds: dict[Any, TorchWorld] = {}
         self._left_bytes = 0
-        """What was allocated before the plan at hand: captured communication leaves some behind."""
+        """Bytes allocated before the current plan: captured communication leaves some behind."""
 
     def plan(self, size: Size, kind: str, **changes: Any) -> dict[str, Any]:
-        """As data; memory is counted without an optimizer, as it is measured."""
+        """The plan as data; memory is counted without an optimizer, as it is measured."""
         data = size.plan(kind, self.num_ranks)
         run = data["run"] if self.on_gpu else {**data["run"], "device": "cpu", "dtype": "float32"}
         memory = {"optimizer_bytes": 0, "gradient_dtype": run["dtype"]}
@@ -85,7 +85,7 @@ class Benchmark:
         return plan, OurRank(plan, rank, self.framework, self._worlds[key])
 
     def gathered(self, one: Any) -> list[Any]:
-        """What every rank has, by rank."""
+        """Values of all ranks, by rank."""
         everyone: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(everyone, one)
         return everyone
@@ -112,7 +112,7 @@ class Benchmark:
         del ours
         self.forget()
         subject = make_subject(plan_from_dict(data))
-        profile = measured_profile(subject, plan_digest(subject), dict(enumerate(logs)), {}, 1)
+        profile = measured_profile(subject, graph_digest(subject), dict(enumerate(logs)), {}, 1)
         stages = stage_times(profile)
         message_us = profile.messages[0].median_us if profile.messages else 0.0
         memory = simulated(data, given_cost(stages, message_us)).memory
@@ -232,7 +232,7 @@ def main() -> None:
     benchmark = Benchmark()
     name = torch.cuda.get_device_name() if benchmark.on_gpu else "processors, float32"
     about = {"device": name, "torch": torch.__version__, "num_ranks": benchmark.num_ranks}
-    benchmark.say(
+    benchmark.report(
         "size  schedule         mb     pred     meas   err  start   p95  timing  GiB: pred, meas, err  graph err work"
     )
     sizes: list[dict[str, Any]] = []
@@ -248,7 +248,7 @@ def main() -> None:
                       "stages": measured.stages, "chunks_alone": measured.chunks, "cases": cases})  # fmt: skip
         for count, kind in ((count, kind) for count in counts for kind in kinds):
             cases.append(benchmark.case(changed(size, num_micro_batches=count), kind, measured))
-            benchmark.say(_line(size, cases[-1]))
+            benchmark.report(_line(size, cases[-1]))
             if benchmark.rank == 0:  # each time: a run that is cut short has what it measured
                 out.write_text(json.dumps({**about, "sizes": sizes}, separators=(",", ":")) + "\n", encoding="utf-8")
     dist.barrier()

@@ -7,7 +7,7 @@ Ranks share GPUs where there are fewer than four (``--share-gpus``), so no time 
 there is a line with what was expected and what came of it:
 
 - plans that pass ``check`` are rehearsed, and run against the single-process reference;
-- ``partial`` under sequence parallelism, with ``--unsafe``: the ranges that arrive wrongly (PP915) are held against
+- ``partial`` under sequence parallelism, with ``--unsafe``: the ranges that arrive wrongly (PP915) are compared with
   those that ``check`` predicts (PP201), element for element; and, with eight elements a rank, against what Fleet's
   helper gave both receivers in the pull request's example;
 - an order that deadlocks (PP401), with ``--unsafe``: it hangs, and the watchdog names ranks of the cycle.
@@ -39,7 +39,7 @@ LARGE = {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "v
 GOLDEN = {"num_layers": 4, "hidden_size": 4, "num_heads": 2, "ffn_size": 4, "vocab_size": 64, "seq_length": 4}
 """Of such a model two ranks have eight elements each of what crosses the boundary of one sequence."""
 GOLDEN_HELD = [10, 20, 30, 40, 130, 140, 150, 160]
-"""What both receivers hold where rank k's elements are 80 k + 10, 80 k + 20, .., 80 k + 80."""
+"""Contents of both receivers if rank k's elements are 80 k + 10, 80 k + 20, .., 80 k + 80."""
 MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 64}
 SEQUENCE_PARALLEL = {"pp": 2, "tp": 2, "sequence_parallel": True}
 STUCK = [*[[f"{rank}F0", f"{rank}B0", f"{rank}F1", f"{rank}B1"] for rank in range(3)], ["3F0", "3F1", "3B0", "3B1"]]
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """Result of a case."""
 
     case: Case
     as_expected: bool
@@ -131,8 +131,8 @@ def carry_out(case: Case, options: argparse.Namespace) -> Outcome:
             return Outcome(case, as_expected=False, seconds=seconds, fact=f"not done within {ONE_S} s")
         seconds = time.monotonic() - begin
         found = json.loads(report.read_text()) if report.exists() else {}
-    judge = {"right": _is_right, "corrupt": _is_as_predicted, "hang": _hangs}[case.expects]
-    as_expected, fact, detail = judge(done, predicted, found)
+    verify = {"right": _is_right, "corrupt": _is_as_predicted, "hang": _hangs}[case.expects]
+    as_expected, fact, detail = verify(done, predicted, found)
     if case.name == "golden" and as_expected:
         held = [_held(detail["found"]["boundary 0->1, forward"], rank) for rank in (2, 3)]
         as_expected = held == [GOLDEN_HELD, GOLDEN_HELD]
@@ -147,11 +147,11 @@ def _pipeproof(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=ONE_S, check=False)
 
 
-Judged = tuple[bool, str, dict[str, Any]]
+CaseResult = tuple[bool, str, dict[str, Any]]
 Done = subprocess.CompletedProcess[str]
 
 
-def _is_right(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> Judged:
+def _is_right(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> CaseResult:
     if done.returncode != 0:
         first = re.search(r"error\[.*", done.stdout)
         return False, f"status {done.returncode}: {first.group() if first else ''}"[:100], {}
@@ -160,12 +160,12 @@ def _is_right(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> J
         fact = "{messages} messages, {collectives} collectives, {elements} elements, all right".format(**counts)
         return predicted["certified"] and found["passed"], fact, counts
     bitwise = all(step["bitwise"] for step in found["steps"])
-    equality = "bit for bit" if bitwise else f"judged by {found['judged_by']}"
+    equality = "bit for bit" if bitwise else f"compared by {found['judged_by']}"
     return found["passed"], f"{len(found['steps'])} steps against the reference: {equality}", {"bitwise": bitwise}
 
 
-def _is_as_predicted(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> Judged:
-    """Of each boundary and direction the elements that ``check`` says are lost, and those that come in their place."""
+def _is_as_predicted(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> CaseResult:
+    """Elements that ``check`` predicts as lost at each boundary and direction, and those that replace them."""
     promised = _ranges(predicted, "PP201")
     arrived = _ranges(found, "PP915")
     detail = {"predicted": promised, "found": arrived}
@@ -184,7 +184,7 @@ def _ranges(report: dict[str, Any], code: str) -> dict[str, Any]:
 
 
 def _held(witness: dict[str, Any], rank: int) -> list[int]:
-    """What a receiver holds in place of the eight elements of its counterpart two ranks before it."""
+    """Elements that a receiver holds in place of the eight of its counterpart two ranks before it."""
     held = [80 * (rank - 2) + 10 * (place + 1) for place in range(8)]
     lost, foreign = (
         [
@@ -200,8 +200,8 @@ def _held(witness: dict[str, Any], rank: int) -> list[int]:
     return held
 
 
-def _hangs(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> Judged:
-    """Whether it ended with the watchdog's status, and the operation that it names stands in the cycle of ``check``."""
+def _hangs(done: Done, predicted: dict[str, Any], found: dict[str, Any]) -> CaseResult:
+    """True if it ended with the watchdog's status, and the operation that it names is in the cycle of ``check``."""
     cycles = [one for one in predicted["findings"] if one["code"] == "PP401"]
     text = " ".join(done.stdout.split())
     named = re.search(r"error\[PP903\]: (rank \d+ .*?) of step", text)
@@ -223,12 +223,12 @@ def _render(outcomes: list[Outcome], left_out: list[str]) -> None:
 
 
 def main() -> int:
-    """Carry out the cases, print the table and write the file; the exit status."""
+    """Run the cases, print the table and write the file; return the exit status."""
     parser = argparse.ArgumentParser(description="Plans of four ranks on real NCCL.")
     parser.add_argument("--backend", choices=["torch", "paddle"], default="torch")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--only", choices=["all", "rehearse", "run"], default="all")
-    parser.add_argument("--at-once", type=int, default=2, help="how many commands run beside each other")
+    parser.add_argument("--at-once", type=int, default=2, help="number of concurrent commands")
     parser.add_argument("--seconds", type=float, default=120.0, help="after which no further command begins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What is trained in the benchmarks on GPUs."""
+"""Models of the benchmarks on GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Size:
     dtype: torch.dtype = torch.bfloat16
     activation_order: str = "bsh"
     moe: Mapping[str, int] | None = None
-    """As in a plan."""
+    """The model section of a plan."""
 
     @classmethod
     def read(cls, text: str) -> Size:

@@ -1,4 +1,4 @@
-"""Steps with tensor and sequence parallelism on GPUs: pipeproof's executor beside plain PyTorch.
+"""Steps with tensor and sequence parallelism on GPUs: pipeproof's executor next to plain PyTorch.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/tensor.py "4096,4096,4,8" 2 1f1b
 
@@ -31,7 +31,7 @@ ALONE = Times(warm_up=1, steps=3, series=1)
 
 def main() -> None:
     """Time what the command line names."""
-    framework, say = start()
+    framework, report = start()
     device, num_ranks = framework.device, dist.get_world_size()
     size, num_tp = replace(Size.read(sys.argv[1]), activation_order="sbh"), int(sys.argv[2])
     kind, num_pp = sys.argv[3], num_ranks // num_tp
@@ -44,10 +44,10 @@ def main() -> None:
     del step
     forget(device)
     work = timed(captured_anew(OurStep(data, framework, alone=True), device), device, ALONE)
-    say(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a stage, "
+    report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a stage, "
         f"{size.num_micro_batches} micro-batches")  # fmt: skip
-    say(f"{'':22} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
-    say(f"{f'tp {num_tp} pp {num_pp} {kind}':22} {theirs.ms:8.2f} {ours.beside(theirs)} {graph.beside(theirs)} "
+    report(f"{'':22} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
+    report(f"{f'tp {num_tp} pp {num_pp} {kind}':22} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph.ratio_to(theirs)} "
         f"{work.ms:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
     dist.barrier()
     os._exit(0)  # communicators of captured graphs would hold a normal exit up

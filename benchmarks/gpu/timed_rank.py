@@ -1,6 +1,6 @@
 """One rank of a plan under pipeproof's executor, for timing: without its optimizer, and with its channels exchangeable.
 
-It can be carried out plainly, with every operation timed by its device, alone
+It can be executed plainly, with every operation timed by its device, alone
 (nothing is sent, and what would be received is there), or as one CUDA graph.
 """
 
@@ -13,18 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.adapter import RankAdapter
-from pipeproof.exec.clock import Clock, HostClock
-from pipeproof.exec.framework import Channels, World
-from pipeproof.exec.machine import Instruction
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
-from pipeproof.exec.torch.comm import TorchWorld, Transfer
-from pipeproof.exec.torch.framework import TorchFramework
-from pipeproof.exec.torch.replay import captured
-from pipeproof.exec.torch.timing import timed
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.framework_protocol import Channels, World
+from pipeproof.exec.rank.machine import Instruction
+from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry
+from pipeproof.exec.rank.torch.comm import TorchWorld, Transfer
+from pipeproof.exec.rank.torch.cuda_graph import captured
+from pipeproof.exec.rank.torch.framework import TorchFramework
+from pipeproof.exec.rank.torch.op_timing import timed
+from pipeproof.schedule.op_table import NONE, Channel
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.schedule.optable import NONE, Channel
 
 
 class AloneChannels:
@@ -36,7 +35,7 @@ class AloneChannels:
     def __init__(self, rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rank, self._numbers = rank, torch.randn(numel, device=device).to(dtype)
         self.received: list[torch.Tensor] = []
-        """What was received: graphs that read it need it as long as they are replayed."""
+        """Received tensors: graphs that read them need them as long as they are replayed."""
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Any] = ()) -> Transfer:
         """Nothing to wait for."""
@@ -78,8 +77,8 @@ class _Exchangeable:
     def now(self) -> int:
         return self.clock.now()
 
-    def dated(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
-        return self.clock.dated(entries)
+    def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
+        return self.clock.timed_entries(entries)
 
 
 class OurRank:
@@ -103,15 +102,15 @@ class OurRank:
         """One step as it is; its start and end on the device, in nanoseconds of the host's clock."""
         self._use(self._plain)
         self.adapter.begin(number)
-        return self._edges(self._carry_out)
+        return self._edges(self._execute)
 
     def timed_step(self, number: int) -> list[LogEntry]:
         """The log of a step whose operations are timed."""
         self._use(self._timed, self._clock)
         self.adapter.begin(number)
         self._meet()
-        self._carry_out(keep_log=True)
-        log = [*self._clock.dated(self.adapter.log)]
+        self._execute(keep_log=True)
+        log = [*self._clock.timed_entries(self.adapter.log)]
         self.adapter.log.clear()
         return log
 
@@ -120,8 +119,8 @@ class OurRank:
         self._use(self._alone, self._clock)
         self.adapter.begin(number)
         self._meet()
-        self._carry_out(keep_log=True)
-        log = [*self._clock.dated(self.adapter.log)]
+        self._execute(keep_log=True)
+        log = [*self._clock.timed_entries(self.adapter.log)]
         self._forget_alone()
         return log
 
@@ -129,14 +128,14 @@ class OurRank:
         """Starts and ends of replays of the whole step."""
         self._use(self._plain)
         self.adapter.begin(0)
-        replay = captured(self._carry_out, self._device)
+        replay = captured(self._execute, self._device)
         return [self._edges(replay) for _ in range(num_replays + 1)][1:]
 
     def replayed_alone(self, num_replays: int) -> list[tuple[int, int]]:
         """The same of all that the rank computes, without any message: the least that its step can take."""
         self._use(self._alone)
         self.adapter.begin(0)
-        replay = captured(self._carry_out, self._device)
+        replay = captured(self._execute, self._device)
         times = [self._edges(replay) for _ in range(num_replays + 1)][1:]
         self._forget_alone()
         return times
@@ -151,12 +150,12 @@ class OurRank:
         with torch.cuda.stream(stream):
             for instruction in self.program:
                 if instruction.op.kind not in COMPUTE_KINDS:
-                    self.adapter.carry_out(instruction)
+                    self.adapter.execute(instruction)
                     continue
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(self._device)
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self.adapter.carry_out(instruction)
+                self.adapter.execute(instruction)
                 graph.capture_end()
                 graphs.append((str(instruction.op), graph))
             times: list[list[int]] = [[] for _ in graphs]
@@ -167,14 +166,14 @@ class OurRank:
                     start = self._clock.now()
                     graph.replay()
                     entries.append(LogEntry(0, HOST_QUEUE, text, start, self._clock.now()))
-                for place, entry in enumerate(self._clock.dated(entries)):
+                for place, entry in enumerate(self._clock.timed_entries(entries)):
                     times[place].append(entry.end_ns - entry.start_ns)
         self._forget_alone()
         return [(text, one[1:]) for (text, _), one in zip(graphs, times, strict=True)]
 
-    def _carry_out(self, *, keep_log: bool = False) -> None:
+    def _execute(self, *, keep_log: bool = False) -> None:
         for instruction in self.program:
-            self.adapter.carry_out(instruction)
+            self.adapter.execute(instruction)
         if not keep_log:
             self.adapter.log.clear()
 
@@ -183,7 +182,7 @@ class OurRank:
         self._meet()
         start = self._clock.now()
         work()
-        (entry,) = self._clock.dated([LogEntry(0, HOST_QUEUE, "", start, self._clock.now())])
+        (entry,) = self._clock.timed_entries([LogEntry(0, HOST_QUEUE, "", start, self._clock.now())])
         return entry.start_ns, entry.end_ns
 
     def _meet(self) -> None:

@@ -1,9 +1,9 @@
-"""One training that goes on with another topology after every two steps, on GPUs: each step against the reference.
+"""One training that resumes on another topology after every two steps, on GPUs: each step against the reference.
 
     python benchmarks/gpu/topologies.py                    # four GPUs, NCCL, PyTorch
     python benchmarks/gpu/topologies.py --device cpu       # over gloo: shows that this file works
 
-Every topology goes on from the state that the one before it saved: every second one straight from it, the others from
+Every topology resumes from the state that the one before it saved: every second one directly, the others from
 what ``pipeproof reshard`` made of it. The state at the end is cut for the first topology and back, and compared.
 Exit status 1 where a step is not as the reference has it, or a tensor has another MD5.
 """
@@ -59,16 +59,16 @@ def main() -> int:
                 made = root / f"made{number}"
                 _pipeproof("reshard", before, "--to", file, "-o", made)
                 resumed, how = ("--resume", made), "from the state, cut anew"
-            said = _pipeproof("run", file, "--save", states, "--report", report, *resumed, may_fail=True)
+            output = _pipeproof("run", file, "--save", states, "--report", report, *resumed, may_fail=True)
             before = states
             if not report.exists():
-                print(f"{name:26} {said.strip().splitlines()[-1]}", flush=True)
+                print(f"{name:26} {output.strip().splitlines()[-1]}", flush=True)
                 return 1
-            told = json.loads(report.read_text())
-            all_right = all_right and told["passed"]
-            bits = "bit for bit" if all(step["bitwise"] for step in told["steps"]) else "within the bound"
-            print(f"{name:26} {time.monotonic() - began:5.1f} s  steps {[step['step'] for step in told['steps']]}  "
-                  f"{bits if told['passed'] else 'OTHERWISE'}  {how}", flush=True)  # fmt: skip
+            content = json.loads(report.read_text())
+            all_right = all_right and content["passed"]
+            bits = "bit for bit" if all(step["bitwise"] for step in content["steps"]) else "within the bound"
+            print(f"{name:26} {time.monotonic() - began:5.1f} s  steps {[step['step'] for step in content['steps']]}  "
+                  f"{bits if content['passed'] else 'OTHERWISE'}  {how}", flush=True)  # fmt: skip
         assert before is not None
         there, back = root / "there", root / "back"
         _pipeproof("reshard", before, "--to", files[1], "-o", there)

@@ -1,10 +1,10 @@
-"""Fleet's partial messages meet sequence parallelism: two tensor-parallel ranks, two stages, on the CPU.
+"""Fleet's partial messages with sequence parallelism: two tensor-parallel ranks, two stages, on the CPU.
 
 ``python examples/fleet_partial/train.py`` trains one small model three times
 from the same weights, on the same data: in one process, and with Fleet's
-``train_batch`` on four, with ``enable_partial_send_recv`` off and on, which is
-how Fleet has it. Everything but the groups is Fleet's: its sequence-parallel
-linear layers, its 1F1B scheduler, its batched messages.
+``train_batch`` on four processes, with ``enable_partial_send_recv`` off and on
+(Fleet's default). Everything except the groups is Fleet's code: its
+sequence-parallel linear layers, its 1F1B scheduler, its batched messages.
 """
 
 import json
@@ -24,25 +24,25 @@ SHAPES = {
     "block.1.norm": (HIDDEN,), "block.1.up": (HIDDEN, INNER), "block.1.down": (INNER, HIDDEN),
     "last": (HIDDEN, CLASSES),
 }  # fmt: skip
-CUT = {"up": 1, "down": 0}
-"""The dim of a weight that tensor-parallel ranks share out."""
+SHARDED_DIM = {"up": 1, "down": 0}
+"""The dim along which tensor-parallel ranks shard a weight."""
 
 
 def weight(name):
-    """A weight as all three trainings begin with it."""
+    """Return the initial weight, the same in all three trainings."""
     rng = np.random.default_rng([len(name), *name.encode()])
     return (rng.standard_normal(SHAPES[name]) / SHAPES[name][0] ** 0.5).astype("float32")
 
 
 def micro_batch(step, index):
-    """Inputs and labels: sequences first, as sequence parallelism has it."""
+    """Return inputs and labels, with the sequence dim first, as sequence parallelism needs it."""
     rng = np.random.default_rng([step, index])
     inputs = rng.standard_normal((SEQUENCE, ROWS, INPUTS)).astype("float32")
     return inputs, rng.integers(0, CLASSES, (SEQUENCE, ROWS))
 
 
 def in_one_process():
-    """Losses of all steps, and the gradients of the first, without any parallelism."""
+    """Return the losses of all steps and the gradients of the first, without any parallelism."""
     import paddle
     import paddle.nn.functional as F
 
@@ -69,7 +69,7 @@ def in_one_process():
 
 
 def pipeline_of(topology):
-    """The same model of Fleet's sequence-parallel layers, as a ``PipelineLayer``; and its weights by name."""
+    """Return the same model with Fleet's sequence-parallel layers, as a ``PipelineLayer``, and its weights by name."""
     import paddle.nn.functional as F
     from paddle import nn
     from paddle.distributed import fleet
@@ -79,8 +79,8 @@ def pipeline_of(topology):
     rank = fleet.get_hybrid_communicate_group().get_model_parallel_rank()
     weights = {}
 
-    def begin_with(name, parameter):
-        whole, dim = weight(name), CUT.get(name.rpartition(".")[2])
+    def initialize(name, parameter):
+        whole, dim = weight(name), SHARDED_DIM.get(name.rpartition(".")[2])
         parameter.set_value(whole if dim is None else np.split(whole, TENSOR_PARALLEL, dim)[rank])
         weights[name] = parameter
 
@@ -88,7 +88,7 @@ def pipeline_of(topology):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(INPUTS, HIDDEN, bias_attr=False)
-            begin_with("first", self.linear.weight)
+            initialize("first", self.linear.weight)
 
         def forward(self, x):
             return sp.ScatterOp.apply(self.linear(x))
@@ -101,7 +101,7 @@ def pipeline_of(topology):
             self.down = sp.RowSequenceParallelLinear(INNER, HIDDEN, has_bias=False, input_is_parallel=True)
             sp.mark_as_sequence_parallel_parameter(self.norm.weight)
             for part in ("norm", "up", "down"):
-                begin_with(f"{name}.{part}", getattr(self, part).weight)
+                initialize(f"{name}.{part}", getattr(self, part).weight)
 
         def forward(self, x):
             return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -110,7 +110,7 @@ def pipeline_of(topology):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(HIDDEN, CLASSES, bias_attr=False)
-            begin_with("last", self.linear.weight)
+            initialize("last", self.linear.weight)
 
         def forward(self, x):
             return self.linear(sp.GatherOp.apply(x))
@@ -122,8 +122,8 @@ def pipeline_of(topology):
 
 
 def one_rank(directory, partial):
-    """Train with Fleet; leaves losses and the gradients of the first step."""
-    from pipeproof.exec.fleet.groups import connect_fleet, fleet_groups
+    """Train with Fleet; write the losses and the gradients of the first step."""
+    from pipeproof.exec.fleet.fleet_groups import connect_fleet, fleet_groups
     from pipeproof.stages.paddle.runtime import quiet_native, start_paddle
 
     start_paddle()
@@ -145,24 +145,24 @@ def one_rank(directory, partial):
     update = paddle.optimizer.SGD(0.05, parameters=layers.parameters())
     step_weights, gradients = update.step, {}
 
-    def step_and_keep():
+    def step_and_record():
         if not gradients:
             gradients.update({name: one.grad.numpy() for name, one in weights.items()})
         step_weights()
 
-    update.step = step_and_keep
+    update.step = step_and_record
     optimizer, losses = fleet.distributed_optimizer(update), []
     for step in range(STEPS):
         batches = (micro_batch(step, index) for index in range(MICRO_BATCHES))
         data = (tuple(paddle.to_tensor(array) for array in arrays) for arrays in batches)
         losses.append(model.train_batch(data, optimizer).item())
     np.savez(Path(directory) / f"rank{rank}.npz", losses=np.array(losses), **gradients)
-    os._exit(0)  # threads of groups would hold a normal exit up
+    os._exit(0)  # the threads of groups would block a normal exit
 
 
 def with_fleet(partial):
-    """Losses, and by weight and tensor-parallel rank the gradients of the first step, of Fleet on four processes."""
-    from pipeproof.exec.rendezvous import rank_environment, reserved_ports
+    """Return losses and first-step gradients, by weight and tensor-parallel rank, of Fleet on four processes."""
+    from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
 
     size = STAGES * TENSOR_PARALLEL
     with tempfile.TemporaryDirectory() as directory, reserved_ports(size + 1) as ports:
@@ -174,33 +174,33 @@ def with_fleet(partial):
             for process in ranks:
                 process.kill()
         if any(statuses):
-            sys.exit("a rank ended badly")
-        left = [dict(np.load(Path(directory) / f"rank{rank}.npz")) for rank in range(size)]
-    losses = left[-1]["losses"].tolist()
-    parts = {name: [one[name] for one in left if name in one] for name in SHAPES}
-    return losses, parts
+            sys.exit("a rank failed")
+        outputs = [dict(np.load(Path(directory) / f"rank{rank}.npz")) for rank in range(size)]
+    losses = outputs[-1]["losses"].tolist()
+    shards = {name: [output[name] for output in outputs if name in output] for name in SHAPES}
+    return losses, shards
 
 
-def whole(name, parts):
-    """A gradient from its tensor-parallel ranks, or, where they should be equal, what each of them has."""
-    dim = CUT.get(name.rpartition(".")[2])
-    return parts if dim is None else [np.concatenate(parts, dim)]
+def whole(name, shards):
+    """Return a gradient from its shards or, if ranks should hold equal gradients, those of all ranks."""
+    dim = SHARDED_DIM.get(name.rpartition(".")[2])
+    return shards if dim is None else [np.concatenate(shards, dim)]
 
 
 def compared():
-    """What the three trainings came to, as JSON data."""
+    """Return the results of the three trainings, as JSON data."""
     losses, gradients = in_one_process()
-    found = {"one process": {"losses": losses}}
+    results = {"one process": {"losses": losses}}
     for name, partial in (("Fleet, full", False), ("Fleet, partial", True)):
-        theirs, parts = with_fleet(partial)
+        fleet_losses, shards = with_fleet(partial)
         farthest = {
             key: max(
-                float(abs(one - gradients[key]).max() / abs(gradients[key]).max()) for one in whole(key, parts[key])
+                float(abs(one - gradients[key]).max() / abs(gradients[key]).max()) for one in whole(key, shards[key])
             )
             for key in SHAPES
         }
-        found[name] = {"losses": theirs, "farthest": farthest}
-    return found
+        results[name] = {"losses": fleet_losses, "farthest": farthest}
+    return results
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One step of PyTorch's own 1F1B on two processes, recorded: ``torchrun --nproc-per-node 2 pipeline.py LOGS``.
 
-With ``--crossed`` a stage takes the second micro-batch for the third, and the
-other way round. Nothing fails: sizes fit, and the loss looks like one.
+With ``--crossed`` a stage exchanges the second and the third micro-batch.
+Nothing fails: all sizes match, and the loss is plausible.
 """
 
 import sys
@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeproof.interop.record import record_torch
+from pipeproof.interop.traces import record_torch
 
 
 class CrossedStage(PipelineStage):
-    """Receives micro-batch 1 where 2 belongs, and 2 where 1 belongs."""
+    """A stage that receives micro-batch 1 in place of 2, and 2 in place of 1."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of a micro-batch."""
+        """Return the receives of a micro-batch."""
         return super().get_fwd_recv_ops({1: 2, 2: 1}.get(fwd_chunk_id, fwd_chunk_id))
 
 
 def main(directory: str, *, crossed: bool) -> None:
-    """Train one step, and write what this rank did into the directory."""
+    """Train one step, and write the calls of this rank into the directory."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

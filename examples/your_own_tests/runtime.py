@@ -1,17 +1,17 @@
-"""The pipeline runtime of this project: 1F1B over anything that sends and receives.
+"""The pipeline runtime of this project: 1F1B over any object that sends and receives.
 
 ``comm`` has ``rank``, ``num_ranks``, ``isend``, ``irecv`` and ``batch``. On
-the cluster that is a thin layer over the framework's calls, in the tests a
-rank of pipeproof's ``FakeWorld``.
+the cluster it is a thin layer over the framework's calls, in the tests a rank
+of pipeproof's ``FakeWorld``.
 """
 
 import numpy as np
 
 
 def train_step(comm, weight, batches):
-    """One step of a pipeline of ``y = tanh(x @ w)``, whose loss is ``sum(y**2) / 2``; returns the gradient of ``w``.
+    """Run one step of a pipeline of ``y = tanh(x @ w)`` with loss ``sum(y**2) / 2``; return the gradient of ``w``.
 
-    ``weight`` is this rank's own, ``batches`` the micro-batches, which the first rank reads.
+    ``weight`` is that of this rank, ``batches`` the micro-batches, which the first rank reads.
     """
     stage, last = comm.rank, comm.num_ranks - 1
     num_warmup = min(last - stage, len(batches))
@@ -45,7 +45,7 @@ def train_step(comm, weight, batches):
         if ahead < len(batches):
             handle = receive_input(ahead)
             output = forward(ahead, handle and handle.wait())
-            with comm.batch():  # what crosses goes in one call, so that no order of the two can hang
+            with comm.batch():  # messages that cross go into one call, so no order of the two can hang
                 send_output(ahead, output)
                 coming = None if stage == last else comm.irecv(stage + 1, name=f"{stage}RECV_B{k}")
         else:

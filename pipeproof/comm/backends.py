@@ -1,8 +1,8 @@
-"""What each backend really does: one table per backend and kind of device.
+"""Observed behaviour of each backend: one table per backend and kind of device.
 
-A table is the only place where such a fact stands. The deadlock rules read it,
-the documentation prints it, the digest of a plan covers it, and ``doctor``
-holds this machine to it. What a row means is said in ``pipeproof.comm.capabilities``.
+A table is the only place for such a fact. The deadlock rules read it, the
+documentation prints it, a certificate names its version, and ``doctor`` checks
+this machine against it. ``pipeproof.comm.backend_rows`` defines the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from pipeproof.comm.capabilities import BackendTable, RowValue
+from pipeproof.comm.backend_rows import BackendTable, RowValue
 from pipeproof.specs.plan import PlanSpec
 
 _MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
@@ -132,7 +132,7 @@ _NCCL_ALSO: Mapping[str, frozenset[RowValue]] = MappingProxyType(
         "shorter_message": frozenset({"abort", "error", "hang", "stale_rest"}),
     }
 )
-"""What NCCL may do beside its tables: a send that is done early, and anything with messages of two sizes."""
+"""Behaviour of NCCL in addition to its tables: a send that is done early, and anything with messages of two sizes."""
 
 _TORCH_NCCL = BackendTable(
     name="torch-nccl",
@@ -159,7 +159,7 @@ _TORCH_NCCL = BackendTable(
     sources=MappingProxyType(
         {
             "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
-            "host_blocks_on_post": f"kernels are launched, and the host goes on while their queue has room; {_TRIED}",
+            "host_blocks_on_post": f"kernels are launched, and the host continues while their queue has room; {_TRIED}",
             "queue": "pipeproof's adapter: a communicator with a stream of its own for each edge and direction",
             "isend_blocks_host": _TRIED,
             "irecv_blocks_host": _TRIED,

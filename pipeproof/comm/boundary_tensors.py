@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.schedule.optable import TensorSpec
-from pipeproof.specs.layout import INVARIANT
+from pipeproof.schedule.op_table import TensorSpec
+from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layers import COUNTS_DTYPE, Layer
 
 
 @dataclass(frozen=True)
 class BoundaryTensors:
-    """The tensors at the stages' ends, and where each stands among them by (``input_grad``, stage, variant, member)."""
+    """The tensors at the stages' ends, and the index of each by (``input_grad``, stage, variant, member)."""
 
     specs: tuple[TensorSpec, ...]
     index: Mapping[tuple[str, int, int, int], int]
     inside: Mapping[str, int]
-    """Likewise what collectives inside layers move in a type of their own, by that type."""
+    """The index of the tensor that collectives inside layers move in a dtype of their own, by dtype."""
 
 
 def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer], num_loads: int = 0) -> BoundaryTensors:
     """Input and output of each stage that has one, with their gradients, in each variant of the micro-batches.
 
-    After them, for each type that collectives of ``layers`` have of their own, the largest of what they move.
+    After them, for each dtype that only collectives of ``layers`` have, the largest tensor that they move.
     ``num_loads`` numbers are summed at the end of the step for each router.
     """
     specs: list[TensorSpec] = []
@@ -42,9 +42,9 @@ def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer], num_loads: int = 
                         specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
     largest = {COUNTS_DTYPE: num_loads} if num_loads else dict[str, int]()
     for layer in layers:
-        for one in (*layer.forward_collectives, *layer.backward_collectives):
-            if one.dtype is not None:
-                largest[one.dtype] = max(largest.get(one.dtype, 0), one.numel)
+        for collective in (*layer.forward_collectives, *layer.backward_collectives):
+            if collective.dtype is not None:
+                largest[collective.dtype] = max(largest.get(collective.dtype, 0), collective.numel)
     inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
     specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
     return BoundaryTensors(tuple(specs), index, inside)

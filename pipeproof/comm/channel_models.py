@@ -1,10 +1,10 @@
-"""How transfers wait for each other: the channel models under which a plan is judged.
+"""Channel models: the assumptions on how transfers wait for each other, under which a plan is checked.
 
-A model says which transfers of a rank share a FIFO, when a send is done, how
+A model defines which transfers of a rank share a FIFO, when a send is done, how
 connections are opened and whether a post holds the host. Fewer constraints
 give a subset of the waits, so a plan without a deadlock under one model has
-none under any weaker one: ``covers`` is that order, and judging goes from the
-strictest down.
+none under any weaker one: ``covers`` is that order, and checks go from the
+strictest model down.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from pipeproof.comm.capabilities import BackendTable, Queue, SendCompletes
+import numpy as np
+
+from pipeproof.comm.backend_rows import BackendTable, Queue, SendCompletes
+from pipeproof.schedule.columns import NONE, IntColumn
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.specs.dtypes import dtype_bytes
 
 Connections = Literal["warm", "lazy"]
 
 QUEUES: Mapping[Queue, str] = MappingProxyType(
     {
-        "device": "all communication of a rank, collectives too, whatever its communicator and queue",
+        "device": "all communication of a rank, collectives too, on any communicator and queue",
         "rank": "all transfers of a rank",
         "direction": "all sends of a rank, and all its receives",
         "communicator": "all transfers of a rank on one communicator",
@@ -28,8 +34,8 @@ QUEUES: Mapping[Queue, str] = MappingProxyType(
         "directed_edge": "the sends of one channel, and its receives",
     }
 )
-"""What shares one FIFO, strictest first. A transfer whose row names a queue stands in that one instead, in the order
-of its channel; ``device`` takes it in, too."""
+"""The transfers that share one FIFO, strictest first. A transfer whose row names a queue is in that queue, in the order
+of its channel; ``device`` includes it, too."""
 
 _COARSER: Mapping[Queue, frozenset[Queue]] = MappingProxyType(
     {
@@ -46,7 +52,7 @@ _COARSER: Mapping[Queue, frozenset[Queue]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ChannelModel:
-    """One way in which a backend may carry transfers out.
+    """One way in which a backend may execute transfers.
 
     Args:
         queue: which entries of a rank go one after the other; see ``QUEUES``.
@@ -67,7 +73,7 @@ class ChannelModel:
     host_blocks: bool = False
 
     def covers(self, other: ChannelModel) -> bool:
-        """Whether every wait under ``other`` is one under this model, so that no deadlock here means none there."""
+        """Return True if every wait under ``other`` is a wait under this model: no deadlock here means none there."""
         return (
             self.queue in _COARSER[other.queue]
             and _buffers_no_more(self, other)
@@ -77,7 +83,7 @@ class ChannelModel:
 
     @property
     def completion_text(self) -> str:
-        """When a send is done, in words that follow "one FIFO per rank"."""
+        """The completion of a send as text that follows "one FIFO per rank"."""
         if self.completes == "rendezvous":
             return "at rendezvous"
         if self.completes == "slots":
@@ -95,16 +101,16 @@ def queue_text(queue: Queue) -> str:
     return queue.replace("_", " ")
 
 
-def _buffers_no_more(mine: ChannelModel, other: ChannelModel) -> bool:
-    if mine.completes == "rendezvous":
+def _buffers_no_more(model: ChannelModel, other: ChannelModel) -> bool:
+    if model.completes == "rendezvous":
         return True
     if other.completes == "eager" and other.eager_bytes is None:
         return True
-    if mine.completes != other.completes:
+    if model.completes != other.completes:
         return False
-    if mine.completes == "slots":
-        return mine.slots <= other.slots
-    return mine.eager_bytes is not None and other.eager_bytes is not None and mine.eager_bytes <= other.eager_bytes
+    if model.completes == "slots":
+        return model.slots <= other.slots
+    return model.eager_bytes is not None and other.eager_bytes is not None and model.eager_bytes <= other.eager_bytes
 
 
 NCCL_BUFFER_BYTES = 4 * 2**20
@@ -130,11 +136,11 @@ MODELS: tuple[ChannelModel, ...] = (
     ChannelModel("directed_edge", "slots", slots=1),
     ChannelModel("directed_edge", "eager", eager_bytes=NCCL_BUFFER_BYTES),
 )
-"""The models under which every plan is judged, strictest queue first."""
+"""The models under which every plan is checked, strictest queue first."""
 
 
 def declared_model(backend: BackendTable, connections: Connections = "warm") -> ChannelModel:
-    """What a backend's table promises. Of a bounded buffer whose size it does not say, one message is counted on."""
+    """The model that a backend's table promises; a bounded buffer of unknown size is assumed to hold one message."""
     return ChannelModel(
         queue=backend.queue,
         completes=backend.send_completes,
@@ -142,3 +148,39 @@ def declared_model(backend: BackendTable, connections: Connections = "warm") -> 
         connections=connections,
         host_blocks=backend.host_blocks_on_post,
     )
+
+
+def message_bytes(graph: OpGraph) -> IntColumn:
+    """Bytes that each row's range holds in its tensor; 0 where a row has none."""
+    sizes = np.array([*(dtype_bytes(tensor.dtype) for tensor in graph.tensors), 0], dtype=np.int64)
+    return (graph.stop - graph.start) * sizes[graph.tensor]  # NONE is the last place
+
+
+def awaited_receives(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
+    """(sends, the receive that must be over before each is done) under slots or an eager buffer.
+
+    Sends that wait for no receive, or for one that is missing, are left out.
+    """
+    sends, receive = _awaited(graph, model)
+    return sends[receive != NONE], receive[receive != NONE]
+
+
+def awaited_by_sends(graph: OpGraph, model: ChannelModel) -> dict[int, int]:
+    """The same as a mapping by send; ``NONE`` represents a missing receive, so that the send is never done."""
+    sends, receive = _awaited(graph, model)
+    return dict(zip(sends.tolist(), receive.tolist(), strict=True))
+
+
+def _awaited(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]:
+    sends = np.flatnonzero(graph.is_kind(SEND_KINDS))
+    sends = sends[np.argsort(graph.channel[sends], kind="stable")]  # of one rank, so FIFO order within a channel
+    if model.completes == "slots":
+        earlier = np.arange(len(sends)) - model.slots
+    elif model.completes == "rendezvous" or model.eager_bytes is None:
+        return sends[:0], sends[:0]
+    else:  # the last j for which messages j..k take more bytes than there is room for
+        before = np.concatenate([[0], np.cumsum(message_bytes(graph)[sends])])
+        earlier = np.searchsorted(before, before[1:] - model.eager_bytes, side="left") - 1
+    awaits = earlier >= 0
+    awaits[awaits] = graph.channel[sends[earlier[awaits]]] == graph.channel[sends[awaits]]
+    return sends[awaits], graph.match[sends[earlier[awaits]]]

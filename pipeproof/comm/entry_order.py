@@ -1,12 +1,12 @@
-"""In what order a rank's operations come under a channel model: what each of them has to follow.
+"""Order of a rank's operations under a channel model: the events that each of them has to follow.
 
 Each operation has two events: *post*, when it is under way, and *done*, when
-it has finished. What one rank alone says of posts is here, for whoever proves
-that all events happen (``verify.deadlock``) and for whoever says when
-(``sim``):
+it has finished. The constraints of one rank alone on posts are here.
+``verify.deadlock`` proves with them that all events happen, ``sim`` computes
+when:
 
-- rows of one rank with a common batch are one call, an *entry*, which stands
-  where its last row stands; any other row is an entry of its own, and so is
+- rows of one rank with a common batch are one call, an *entry*, at the
+  place of its last row; any other row is an entry of its own, and so is
   each of the computations of a batch that has nothing else. An entry's posts
   follow the dones of all members of the entry before it, in every order below;
   its members have no order among themselves;
@@ -20,7 +20,7 @@ that all events happen (``verify.deadlock``) and for whoever says when
   queues, on the model's FIFO; with one FIFO for the device, all communication
   of the rank is one order;
 - a transfer also follows the one whose message is before its own on the
-  channel. Messages are in the order of the program, so this says more only of
+  channel. Messages are in the order of the program, so this adds a constraint only for
   a transfer that is *early*: the call that has the message before its own is
   closed behind it. The two then follow each other. Nothing else would be true
   of any backend: what is issued first takes the first place on the wire, and
@@ -35,11 +35,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeproof.comm.calls import calls_of
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
-from pipeproof.schedule.optable import OpGraph
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
+
+
+def calls_of(graph: OpGraph) -> IntColumn:
+    """Return by operation the number of its call on its rank, which is its batch; NONE if it is issued by itself.
+
+    A batch of computations alone is no call: they overlap, and the host issues
+    them one by one.
+    """
+    batched = graph.batch != NONE
+    others = batched & ~graph.is_kind(COMPUTE_KINDS)
+    if not (batched & ~others).any():
+        return graph.batch
+    batch = packed(graph.rank, graph.batch)
+    return np.where(batched & np.isin(batch, batch[others]), graph.batch, NONE)
 
 
 def post(op_id: int) -> int:
@@ -54,7 +68,7 @@ def done(op_id: int) -> int:
 
 @dataclass
 class Host:
-    """Where one rank's host is: the events that what it issues next has to follow."""
+    """State of one rank's host: the events that its next entry has to follow."""
 
     issued: list[int] = field(default_factory=list)
     """Of the compute queue's last entry, for what goes with its order."""
@@ -114,7 +128,7 @@ class EntryOrder:
                 yield entry, self._follows(entry, host)
 
     def before_entry(self, entry: Sequence[int], host: Host) -> None:
-        """What else happens before an entry is issued."""
+        """Hook for subclasses: called before an entry is issued."""
 
     def _follows(self, entry: Sequence[int], host: Host) -> list[int]:
         dones = [done(op_id) for op_id in entry]
@@ -141,22 +155,22 @@ class EntryOrder:
         return before
 
     def goes_with_host(self, op_id: int) -> bool:
-        """Whether an operation is part of the order in which its host issues."""
+        """Return True if an operation is part of the order in which its host issues."""
         return self._queue[op_id] in (COMPUTE_QUEUE, HOST_QUEUE) or self._holds_host(op_id)
 
     def _holds_host(self, op_id: int) -> bool:
         return self._queue[op_id] == HOST_QUEUE or (self.model.host_blocks and self._is_transfer[op_id])
 
     def is_transfer(self, op_id: int) -> bool:
-        """Whether an operation is a send or a receive."""
+        """Return True if an operation is a send or a receive."""
         return self._is_transfer[op_id]
 
     def is_call(self, op_id: int) -> bool:
-        """Whether an operation is a collective of several ranks."""
+        """Return True if an operation is a collective of several ranks."""
         return self._is_collective[op_id] and self._group[op_id] != NONE
 
     def orders(self, op_id: int) -> Sequence[Hashable]:
-        """The orders of its rank, beside the host's, in which an operation stands."""
+        """The orders of its rank, in addition to the host's, that include an operation."""
         queue = self._queue[op_id]
         named: Sequence[Hashable] = () if queue in (NONE, COMPUTE_QUEUE, HOST_QUEUE) else (("queue", queue),)
         on_device: Sequence[Hashable] = ("device",) if self.model.queue == "device" else ()

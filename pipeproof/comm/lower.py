@@ -5,11 +5,11 @@ wait for it, the slices and gathers of the ``partial`` transport, below each
 compute operation the collectives that it will really issue, and at the end
 the gradient reductions and the optimizer.
 
-- A receive is posted just before the wait for it, and the wait stands just
+- A receive is posted just before the wait for it, and the wait is just
   before the operation that uses the tensor (an earlier receive spins on a GPU
-  and slows the compute beside it), or earlier where ``transport.recv_post``
-  says so (``early_receives``). Where a rank uses what comes in another
-  order than it is sent, receives are posted in the order of the sends.
+  and slows concurrent compute). ``transport.recv_order`` moves receives
+  earlier (``early_receives``). If a rank uses tensors in another order than
+  they are sent, receives are posted in the order of the sends.
 - A send is posted right after its producer and never blocks it. A forward
   send is waited for before the backward of its micro-batch, which frees the
   activation; backward sends, and all sends of a program without backwards,
@@ -18,33 +18,36 @@ the gradient reductions and the optimizer.
 
 Replicas along every axis but ``pp`` run the same programs on the same shapes.
 A large plan is therefore lowered for one of them only (*folded*): each rank
-of its graph stands for all that share its ``pp`` coordinate.
+of its graph represents all that share its ``pp`` coordinate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from pipeproof.comm.early_receives import Posts, early_receives
-from pipeproof.comm.generated import UNFIT_SCHEDULE, plan_schedule
-from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule
+from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.op_graph import graph_of
-from pipeproof.comm.receive_order import receives_as_sent, used_as_sent
-from pipeproof.comm.step_end import require_own_updates
-from pipeproof.comm.times import link_times, with_times
-from pipeproof.schedule.blocks import Blocks
-from pipeproof.schedule.formats.foreign import ForeignSchedule
-from pipeproof.schedule.optable import OpGraph
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
+from pipeproof.comm.plan_context import PlanContext
+from pipeproof.comm.receive_order import Posts, early_receives, receives_as_sent, used_as_sent
+from pipeproof.comm.step_end_rows import require_own_updates
+from pipeproof.cost.plan_times import link_times, with_times
+from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.formats.read_schedule import ForeignSchedule, custom_schedule, load_schedule_file
+from pipeproof.schedule.formats.schedule_size_checks import Expected
+from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundary
-from pipeproof.stages.describe.edges import describe_boundaries
+from pipeproof.stages.describe.custom_model import describe_custom_layers, smallest_custom_boundary
+from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import Collective, Layer, backward_calls, weight_calls
-from pipeproof.stages.describe.own_layers import describe_own, own_boundary
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000
@@ -80,56 +83,55 @@ def mesh_of(plan: PlanSpec) -> Mesh:
 def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignSchedule | None = None) -> LoweredPlan:
     """Derive layers, stages, programs and the op graph of a plan. Linear in operations.
 
-    ``boundary`` puts another tensor in place of what crosses between the
-    stages, to check and simulate what a model of one's own would send.
-    ``foreign`` is the schedule where the plan names one that is not generated.
+    ``boundary`` replaces the tensor that crosses between the stages, to check
+    and simulate the messages of a user's model. ``foreign`` is the schedule of
+    a plan that names one that is not generated.
 
     Raises:
-        BadPlanAtError: the layers cannot be cut onto the stages, the schedule
+        BadPlanAtError: the layers cannot be partitioned into the stages, the schedule
             does not exist for these sizes, or there are more than
             ``MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
-    has_own = plan.own_layers is not None
-    layers = describe_own(plan) if has_own else describe_gpt(plan)
+    is_custom = plan.custom_layers is not None
+    layers = describe_custom_layers(plan) if is_custom else describe_gpt(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
     links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
-    own = boundary or (own_boundary(plan) if has_own else describe_boundary(plan))
-    nothing = OpGraph(Blocks().expand(), (), ())
-    lowered = LoweredPlan(plan, mesh, layers, stages, own, edges, schedule, nothing, nothing, foreign, links=links)
-    require_own_updates(lowered)
-    is_early = plan.transport.recv_post != "just_in_time"
+    activation = boundary or (smallest_custom_boundary(plan) if is_custom else describe_boundary(plan))
+    context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links)
+    require_own_updates(context)
+    is_early = plan.transport.recv_order != "just_in_time"
     if is_early:
-        lowered = replace(lowered, receives=_received_early(lowered))
-    canonical = graph_of(lowered, folded=True)
-    if not is_early and (foreign is None or foreign.computes_only) and not used_as_sent(canonical):
-        lowered = replace(lowered, receives=receives_as_sent(lowered))
-        canonical = graph_of(lowered, folded=True)
-    lowered = replace(lowered, graph=canonical, canonical=canonical)
-    num_replicas = mesh.num_ranks // canonical.num_ranks
-    return lowered if canonical.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
+        context = replace(context, receives=_received_early(context))
+    graph = graph_of(context, folded=True)
+    if not is_early and (foreign is None or foreign.computes_only) and not used_as_sent(graph):
+        context = replace(context, receives=receives_as_sent(context))
+        graph = graph_of(context, folded=True)
+    lowered = LoweredPlan.of(context, graph)
+    num_replicas = mesh.num_ranks // graph.num_ranks
+    return lowered if graph.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()
 
 
-def _received_early(plan: LoweredPlan) -> tuple[Posts, ...]:
-    """What each pipeline rank receives where, as ``transport.recv_post`` says."""
-    recv_post = plan.spec.transport.recv_post
+def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
+    """Receives of each pipeline rank by place in its program, for the ``transport.recv_order`` of the plan."""
+    recv_order = plan.spec.transport.recv_order
     if plan.foreign is not None and not plan.foreign.computes_only:
-        message = f"`transport.recv_post: {recv_post}` moves no receives of a schedule that has its own communication"
-        mend = "remove recv_post, or move them in the file"
-        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=mend), ("transport", "recv_post"))
-    return early_receives(plan, 1 if recv_post == "one_ahead" else None)
+        message = f"`transport.recv_order: {recv_order}` moves no receives of a schedule that has its own communication"
+        fix = "remove recv_order, or move them in the file"
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=fix), ("transport", "recv_order"))
+    return early_receives(plan, 1 if recv_order == "prefetch_one" else None)
 
 
 def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:
-    """What a layer issues for one micro-batch: forward, backward and for the gradients of its weights."""
+    """Collectives of a layer for one micro-batch: forward, backward and for the gradients of its weights."""
     return layer.forward_collectives, backward_calls(plan, layer), weight_calls(plan, layer)
 
 
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
-    """Refuse before the work begins what memory could not hold at its end."""
+    """Refuse a plan whose op table would not fit into memory, before it is built."""
     per_micro_batch = _MOST_OPS_PER_STAGE * plan.num_stages
     per_micro_batch += sum(len(calls) for layer in layers for calls in _calls(plan, layer))
     most = plan.schedule.num_micro_batches * per_micro_batch
@@ -144,3 +146,95 @@ def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
             ),
             ("schedule", "num_micro_batches"),
         )
+
+
+def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> LoweredPlan:
+    """Lower a plan with its own schedule, if it names one; ``boundary`` as for ``lower``.
+
+    Raises:
+        PlanFileError: the schedule or the profile cannot be read or does not
+            fit, the layers cannot be put onto the stages, or the plan is too
+            large.
+    """
+    with blaming_plan(loaded):
+        return lower(from_here(loaded).spec, boundary=boundary, foreign=own_schedule(loaded))
+
+
+@contextmanager
+def blaming_plan(loaded: LoadedPlan) -> Iterator[None]:
+    """Context in which errors of a plan get their location in the plan's file.
+
+    Raises:
+        PlanFileError: in place of any BadPlanError.
+    """
+    source = loaded.source
+    try:
+        yield
+    except BadPlanAtError as error:
+        location = source.locate(error.path) if source is not None else None
+        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
+    except BadPlanError as error:
+        raise PlanFileError(*error.findings, source=source) from error
+
+
+def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
+    """The schedule that a plan reads from a file or writes out; None where one is generated.
+
+    Raises:
+        ScheduleFileError: it cannot be read, or is not for the sizes of the plan.
+    """
+    spec, source = loaded.spec, loaded.source
+    schedule = spec.schedule
+    placed = schedule.placement if isinstance(schedule.placement, tuple) else None
+    expected = Expected(
+        spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits
+    )
+    if schedule.programs is not None:
+        if source is None:
+            return custom_schedule(schedule.programs, expected)
+        places = [
+            [source.locate(("schedule", "programs", rank, index)) for index in range(len(program))]
+            for rank, program in enumerate(schedule.programs)
+        ]
+        ends = [source.locate(("schedule", "programs", rank)) for rank in range(len(schedule.programs))]
+        return custom_schedule(schedule.programs, expected, places=places, ends=ends)
+    if schedule.path is None:
+        return None
+    return load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
+
+
+def schedule_path(loaded: LoadedPlan) -> Path:
+    """Path of a plan's schedule file, relative to the plan file, or to the working directory without one."""
+    assert loaded.spec.schedule.path is not None
+    return _folder(loaded) / loaded.spec.schedule.path
+
+
+def absolute_build(loaded: LoadedPlan) -> str:
+    """``model.build`` of custom layers with an absolute path of its file."""
+    assert loaded.spec.custom_layers is not None
+    file, function = loaded.spec.custom_layers.file_and_function
+    return f"{(_folder(loaded) / file).resolve()}:{function}"
+
+
+def from_here(loaded: LoadedPlan) -> LoadedPlan:
+    """The plan with the path of its profile relative to the working directory instead of the plan file."""
+    profile = loaded.spec.cost.profile
+    if profile is None:
+        return loaded
+    cost = loaded.spec.cost.model_copy(update={"profile": str(_folder(loaded) / profile)})
+    return replace(loaded, spec=loaded.spec.model_copy(update={"cost": cost}))
+
+
+def with_measured_times(loaded: LoadedPlan) -> LoadedPlan:
+    """The plan with given times in place of ``cost.profile``, for callers that change its stages.
+
+    Raises:
+        BadPlanError: the profile cannot be read, or is of another plan.
+    """
+    if loaded.spec.cost.profile is None:
+        return loaded
+    return replace(loaded, spec=with_times(from_here(loaded).spec))
+
+
+def _folder(loaded: LoadedPlan) -> Path:
+    return Path() if loaded.source is None else Path(loaded.source.file).parent

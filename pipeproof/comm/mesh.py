@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from pipeproof.schedule.optable import Group
+from pipeproof.schedule.op_table import Group
 
 
 @dataclass(frozen=True, slots=True)

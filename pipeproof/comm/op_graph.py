@@ -1,24 +1,20 @@
-"""The op graph of a lowered plan: the rows of every rank, or of one replica that stands for all (*folded*)."""
+"""Op graph of a plan: the rows of every rank, or of one replica that represents all (*folded*)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pipeproof.comm.boundary_tensors import tensors_of
-from pipeproof.comm.expert_loads import num_loads
+from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.rank_blocks import RankBlocks
 from pipeproof.comm.rank_writer import RankWriter
-from pipeproof.comm.step_end import DATA_AXES
+from pipeproof.comm.step_end_rows import DATA_AXES, num_loads
 from pipeproof.schedule.blocks import Blocks
 from pipeproof.schedule.columns import Columns, columns_of
-from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
-
-if TYPE_CHECKING:
-    from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec
 
 
-def graph_of(plan: LoweredPlan, *, folded: bool) -> OpGraph:
+def graph_of(plan: PlanContext, *, folded: bool) -> OpGraph:
     """The op graph of every global rank, or with replicas along the folded axes counted once."""
     mesh = plan.mesh
     fold = _fold_axes(plan) if folded else ()
@@ -40,7 +36,7 @@ def graph_of(plan: LoweredPlan, *, folded: bool) -> OpGraph:
     return OpGraph(columns, tensors, groups, tuple(ranks))
 
 
-def _copy_groups(plan: LoweredPlan, ranks: Sequence[int]) -> dict[tuple[tuple[int, ...], int], tuple[int, ...]]:
+def _copy_groups(plan: PlanContext, ranks: Sequence[int]) -> dict[tuple[tuple[int, ...], int], tuple[int, ...]]:
     """For each (pipeline ranks that hold copies of something, one of its global ranks): the members, in order."""
     members: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     everyone = tuple(range(plan.mesh.size("pp")))  # sums the norm to which gradients are clipped
@@ -54,7 +50,7 @@ def _copy_groups(plan: LoweredPlan, ranks: Sequence[int]) -> dict[tuple[tuple[in
 
 
 def _columns(
-    plan: LoweredPlan,
+    plan: PlanContext,
     ranks: Sequence[int],
     graph_rank: Mapping[int, int],
     axes: Sequence[str],
@@ -81,8 +77,8 @@ def _columns(
     return (columns_of(given, plan.num_splits) if given else blocks.expand()), tensors.specs
 
 
-def _fold_axes(plan: LoweredPlan) -> tuple[str, ...]:
-    """Axes along which all ranks do alike: where a boundary changes its layout, TP ranks do not."""
+def _fold_axes(plan: PlanContext) -> tuple[str, ...]:
+    """Axes along which all ranks run alike; TP is not one of them if a boundary changes its layout."""
     varies = any(boundary.changes_layout for edge in plan.edges for members in edge.variants for boundary in members)
     return tuple(axis for axis in plan.mesh.axes if axis != "pp" and not (axis == "tp" and varies))
 
@@ -91,8 +87,8 @@ _GROUP_AXES = ("tp", "cp", "ep", "dp")
 """The order in which groups are made."""
 
 
-def _reduce_axes(plan: LoweredPlan) -> tuple[str, ...]:
-    """Axes over which gradients are reduced, in order: first where they are partial, then the data axes."""
+def _reduce_axes(plan: PlanContext) -> tuple[str, ...]:
+    """Axes over which gradients are reduced, in order: first those with partial gradients, then the data axes."""
     partial = {axis for layer in plan.layers for parameter in layer.parameters for axis in parameter.partial_over}
     data = {axis for axis in DATA_AXES if plan.mesh.size(axis) > 1}
     return tuple(axis for axis in _GROUP_AXES if axis in partial | data)

@@ -1,17 +1,17 @@
-"""The rows of one rank: what it does around each forward and backward of a stage."""
+"""Rows of one rank around each forward and backward of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipeproof.comm.boundary_tensors import BoundaryTensors
-from pipeproof.comm.step_end import StepEnd
-from pipeproof.comm.transport import Transport, effective_transport, slice_range
+from pipeproof.comm.plan_context import PlanContext
+from pipeproof.comm.step_end_rows import StepEnd
 from pipeproof.schedule.blocks import ANY
-from pipeproof.schedule.columns import NONE, Row, unit_of
+from pipeproof.schedule.columns import NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     META_KINDS,
@@ -27,9 +27,7 @@ from pipeproof.schedule.ops import (
 from pipeproof.schedule.programs import Program
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, backward_calls, weight_calls
-
-if TYPE_CHECKING:
-    from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.stages.describe.transports import Transport, effective_transport, slice_range
 
 _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
@@ -41,7 +39,7 @@ _CHILD_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What one send or receive of an operation carries: a range of a tensor, to or from a TP rank of the other side."""
+    """Content of one send or receive of an operation: a range of a tensor, to or from a TP rank of the other side."""
 
     tensor: int
     start: int
@@ -51,10 +49,10 @@ class _Message:
 
 
 class Work(NamedTuple):
-    """All that the rows around a computation depend on.
+    """Everything that the rows around a computation depend on.
 
-    Its kind and stage, which size its unit of work has, and the pipeline ranks
-    that have this unit on the stages before and after (``NONE`` at the ends).
+    Its kind and stage, the size of its work item, and the pipeline ranks that
+    have this work item on the stages before and after (``NONE`` at the ends).
     """
 
     kind: OpKind
@@ -69,12 +67,12 @@ class RankBlocks:
 
     ``groups`` are the rank's own by axis, ``copies`` those with other holders
     of its stages or weights, by their pipeline ranks. With ``fold_tp`` the rank
-    stands for all its TP ranks, and ranges move by their ``shift`` from one to the next.
+    represents all its TP ranks, and ranges move by their ``shift`` from one to the next.
     """
 
     def __init__(
         self,
-        plan: LoweredPlan,
+        plan: PlanContext,
         coords: Mapping[str, int],
         tensors: BoundaryTensors,
         groups: Mapping[str, int],
@@ -101,7 +99,7 @@ class RankBlocks:
         return self._program
 
     def given(self, rows: Iterable[Row], reduce_axes: Sequence[str]) -> Iterator[Row]:
-        """The rows of a program that has its own communication, with what it leaves open filled in.
+        """The rows of a program with its own communication; fields that it leaves open are filled in.
 
         That is the tensors and ranges of its transfers, slices and gathers
         where the transport has them, the collectives below computations, and
@@ -118,7 +116,7 @@ class RankBlocks:
             else:
                 yield self._to_graph(row)
                 if op.kind in COMPUTE_KINDS:
-                    yield from self._children(op, self.variant(self.unit(op)))
+                    yield from self._children(op, self.variant(self.work_item(op)))
         if not has_step:
             reduced = {row.op.stage for row in rows if row.op.kind is OpKind.REDUCE_GRAD}
             yield from self.step_end.given(reduced, reduce_axes)
@@ -128,7 +126,7 @@ class RankBlocks:
         return row if row.peer == NONE else replace(row, peer=self._peer(row.peer, self._coords["tp"]))
 
     def _given_transfer(self, row: Row, transfer: Op) -> Iterator[Row]:
-        variant = self.variant(self.unit(transfer))
+        variant = self.variant(self.work_item(transfer))
         messages = self._messages(transfer, variant)
         if row.op.kind is OpKind.WAIT:
             yield from [row] * len(messages)
@@ -153,7 +151,7 @@ class RankBlocks:
                 yield self._row(receive, message, source)
 
     def ready(self, work: Work, batch: int) -> Iterator[Row]:
-        """What a computation waits for: its input, and the send that reads what it will free."""
+        """The waits of a computation: for its input, and for the send that reads the tensor that it will free."""
         receive = self._receive_of(work, batch)
         if receive is not None:
             for _ in self._messages(receive, work.variant):
@@ -171,26 +169,26 @@ class RankBlocks:
         return Op(OpKind.RECV_BACKWARD, work.stage, batch)
 
     def compute(self, work: Work, batch: int) -> Iterator[Row]:
-        """A computation with the collectives inside it; which pair it belongs to is for its use to say."""
+        """A computation with the collectives inside it; the use of the block defines its pair."""
         op = Op(work.kind, work.stage, batch)
         yield Row(op, batch=ANY)
         yield from self._children(op, work.variant)
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:
-        """Handing on what a computation made."""
+        """Sending the output of a computation."""
         send = self.send_of(work, batch)
         if send is not None:
             yield from self._slice(send, work.variant)
             receiver = work.after if send.is_forward else work.before
             for message in self._messages(send, work.variant):
                 yield self._row(send, message, receiver)
-            yield from self._release(send, work.variant, "after_post")
+            yield from self._release(send, work.variant, "after_send_posted")
 
     def wait(self, send: Op, variant: int) -> Iterator[Row]:
         """Waiting until a send has been taken."""
         for _ in self._messages(send, variant):
             yield Row(wait_for(send))
-        yield from self._release(send, variant, "after_wait")
+        yield from self._release(send, variant, "after_send_done")
 
     def send_of(self, work: Work, batch: int) -> Op | None:
         """The send that hands on what a computation makes; None where nothing leaves the rank."""
@@ -201,58 +199,58 @@ class RankBlocks:
         return Op(OpKind.SEND_BACKWARD, work.stage, batch)
 
     def waits_late(self, send: Op) -> bool:
-        """Whether a send is waited for at the end of the step: where no backward of its own comes to wait for it."""
+        """Return True if a send is waited for at the end of the step, because no backward waits for it."""
         return self._forward_only or not send.is_forward
 
-    def unit(self, op: Op) -> int:
-        """The unit of work that a computation or transfer is of."""
-        return unit_of(op, self._plan.num_splits)
+    def work_item(self, op: Op) -> int:
+        """The work item that a computation or transfer is of."""
+        return work_item_of(op, self._plan.num_splits)
 
-    def variant(self, unit: int) -> int:
-        """Which size a unit of work has."""
-        by_unit = self._plan.size_of_unit
-        return by_unit[unit] if by_unit and unit != NONE else 0
+    def variant(self, work_item: int) -> int:
+        """The index of a work item's size."""
+        by_work_item = self._plan.size_of_work_item
+        return by_work_item[work_item] if by_work_item and work_item != NONE else 0
 
     @cached_property
-    def units_differ(self) -> bool:
-        """Whether units of work differ in size, or in the ranks that they go through."""
-        return bool(self._plan.size_of_unit) or self._plan.has_copies
+    def work_items_differ(self) -> bool:
+        """True if work items differ in size, or in the ranks that they pass."""
+        return bool(self._plan.size_of_work_item) or self._plan.has_copies
 
-    def work(self, op: Op, unit: int) -> Work:
-        """What stands around a computation."""
+    def work(self, op: Op, work_item: int) -> Work:
+        """The key of the rows around a computation."""
         owner, stage = self._plan.owner, op.stage
-        before = int(owner[stage - 1, unit]) if stage else NONE
-        after = int(owner[stage + 1, unit]) if stage + 1 < len(owner) else NONE
-        return Work(op.kind, stage, self.variant(unit), before, after)
+        before = int(owner[stage - 1, work_item]) if stage else NONE
+        after = int(owner[stage + 1, work_item]) if stage + 1 < len(owner) else NONE
+        return Work(op.kind, stage, self.variant(work_item), before, after)
 
     def _release(self, send: Op, variant: int, when: str) -> Iterator[Row]:
-        """Give back the output that a forward send sends, or that its slices are of, if this is when the plan says."""
-        if send.is_forward and self._plan.spec.buffers.release_output == when:
+        """Free the output that a forward send or its slices read, if ``buffers.free_output`` is ``when``."""
+        if send.is_forward and self._plan.spec.buffers.free_output == when:
             sliced = any(message.transport is Transport.PARTIAL for message in self._messages(send, variant))
             yield Row(free_of(Op(OpKind.SLICE_FORWARD, send.stage, send.micro_batch) if sliced else send))
 
     def _is_elsewhere(self, pp: int) -> bool:
-        """Whether a neighbouring stage exists and is on another pipeline rank."""
+        """Return True if a neighbouring stage exists and is on another pipeline rank."""
         return pp not in (NONE, self._coords["pp"])
 
     def _messages(self, op: Op, variant: int) -> list[_Message]:
-        """What a transfer of this rank really sends or receives: each tensor of the boundary, in order."""
+        """The messages of a transfer of this rank: each tensor of the boundary, in order."""
         incoming = op.kind in RECV_KINDS
         side = "input" if incoming == op.is_forward else "output"
         name = side if op.is_forward else f"{side}_grad"
         edge = op.stage - 1 if side == "input" else op.stage
         if not 0 <= edge < len(self._plan.edges):
             return []  # a program that is wrong: the first stage receives, the last sends on
-        found: list[_Message] = []
+        messages: list[_Message] = []
         for place, boundary in enumerate(self._plan.edges[edge].variants[variant]):
             if not op.is_forward and not boundary.has_gradient:
                 continue
             tensor = self._tensors.index[name, op.stage, variant, place]
             if boundary.changes_layout:
-                found += self._reshard(tensor, boundary, op, incoming)
+                messages += self._reshard(tensor, boundary, op, incoming)
             else:
-                found.append(self._whole_or_slice(tensor, op))
-        return found
+                messages.append(self._whole_or_slice(tensor, op))
+        return messages
 
     def _whole_or_slice(self, tensor: int, op: Op) -> _Message:
         numel, tp = self._tensors.specs[tensor].numel, self._coords["tp"]
@@ -281,15 +279,15 @@ class RankBlocks:
     def _slice(self, op: Op, variant: int) -> Iterator[Row]:
         if op.kind in SEND_KINDS:
             kind = OpKind.SLICE_FORWARD if op.is_forward else OpKind.SLICE_BACKWARD
-            yield from self._cut(kind, op, variant, NONE)
+            yield from self._transport_rows(kind, op, variant, NONE)
 
     def _gather(self, op: Op, variant: int) -> Iterator[Row]:
         if op.kind in RECV_KINDS:
             kind = OpKind.GATHER_FORWARD if op.is_forward else OpKind.GATHER_BACKWARD
-            yield from self._cut(kind, op, variant, self._groups.get("tp", NONE))
+            yield from self._transport_rows(kind, op, variant, self._groups.get("tp", NONE))
 
-    def _cut(self, kind: OpKind, transfer: Op, variant: int, group: int) -> Iterator[Row]:
-        """A slice or gather for each tensor that the transfer carries in parts."""
+    def _transport_rows(self, kind: OpKind, transfer: Op, variant: int, group: int) -> Iterator[Row]:
+        """A slice or gather for each tensor that the transfer carries in slices."""
         for m in self._messages(transfer, variant):
             if m.transport is Transport.PARTIAL:
                 op = Op(kind, transfer.stage, transfer.micro_batch)
@@ -298,9 +296,9 @@ class RankBlocks:
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
         """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
         spec = self._plan.spec
-        length = 1 if spec.own_layers is not None else spec.model.seq_length
+        length = 1 if spec.custom_layers is not None else spec.model.seq_length
         full = length * spec.schedule.micro_batch_size  # what the layers are described for
-        own = self._plan.sizes[variant].num_tokens
+        num_tokens = self._plan.sizes[variant].num_tokens
         layers = self._plan.layers_of(op.stage)
         if op.kind is OpKind.FORWARD:
             collectives = [c for layer in layers for c in layer.forward_collectives]
@@ -308,7 +306,10 @@ class RankBlocks:
             parts = {OpKind.BACKWARD_INPUT: [backward_calls], OpKind.BACKWARD_WEIGHT: [weight_calls]}
             calls = parts.get(op.kind, [backward_calls, weight_calls])
             collectives = [c for part in calls for layer in reversed(layers) for c in part(spec, layer)]
-        scaled = (replace(c, numel=c.numel * own // full) if own != full and c.per_token else c for c in collectives)
+        scaled = (
+            replace(c, numel=c.numel * num_tokens // full) if num_tokens != full and c.per_token else c
+            for c in collectives
+        )
         yield from self._issued(op, scaled)
 
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:

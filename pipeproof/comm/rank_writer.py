@@ -24,7 +24,7 @@ class RankWriter:
         self._receives: dict[Work, int] = {}
         self._waits: dict[Work, int | None] = {}
         self._alike: dict[tuple[OpKind, int], Work] = {}
-        """What stands around the computations of a stage, where that is the same for all units of work."""
+        """The keys of a stage's computations that are the same for all work items."""
         self._late: list[tuple[int, int, int]] = []
 
     def write(self, rows: Sequence[Row] | None, reduce_axes: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class RankWriter:
             for op in self._rank.program:
                 self._use_one(op)
                 if stages := ready_behind.get(op):
-                    self._blocks.use(self._blocks.add(list(step_end.reduce_beside(op, stages, reduce_axes))))
+                    self._blocks.use(self._blocks.add(list(step_end.reduce_concurrently(op, stages, reduce_axes))))
         else:
             place = 0
             for computations in _overlapping(rows if rows is not None else map(Row, self._rank.program)):
@@ -47,23 +47,25 @@ class RankWriter:
                 place += len(computations)
                 for row in computations:
                     if stages := ready_behind.get(row.op):
-                        self._blocks.use(self._blocks.add(list(step_end.reduce_beside(row.op, stages, reduce_axes))))
-        for block, unit, origin in self._late:  # sends that are waited for at the end of the step, in their order
-            self._blocks.use(block, unit, origin)
+                        self._blocks.use(
+                            self._blocks.add(list(step_end.reduce_concurrently(row.op, stages, reduce_axes)))
+                        )
+        for block, work_item, origin in self._late:  # sends that are waited for at the end of the step, in their order
+            self._blocks.use(block, work_item, origin)
         for update in step_end.updates(reduce_axes):
             self._blocks.use(self._blocks.add(update))
         self._blocks.end_rank()
 
     def _use_one(self, op: Op, origin: int = NONE) -> None:
-        """One computation, with all that stands around it."""
-        unit, work = self._work(op)
+        """One computation, with all rows around it."""
+        work_item, work = self._work(op)
         blocks = self._single.get(work)
         if blocks is None:
             blocks = self._single[work] = self._blocks.add(list(self._rows([work]))), self._wait_block(work)
         block, wait = blocks
-        self._blocks.use(block, unit, origin)
+        self._blocks.use(block, work_item, origin)
         if wait is not None:
-            self._late.append((wait, unit, origin))
+            self._late.append((wait, work_item, origin))
 
     def _use(self, rows: Sequence[Row], place: int) -> None:
         """One computation, or two that overlap, from a place of the program on."""
@@ -71,41 +73,41 @@ class RankWriter:
         if len(rows) == 1 and posts[0] is None:
             self._use_one(rows[0].op, rows[0].origin)
             return
-        units, works = zip(*(self._work(row.op) for row in rows), strict=True)
-        own_order = any(mine is not None for mine in posts)
-        if own_order:
-            for mine, row in zip(posts, rows, strict=True):
-                for computed in (row.op,) if mine is None else mine:
+        work_items, works = zip(*(self._work(row.op) for row in rows), strict=True)
+        is_posted = any(users is not None for users in posts)
+        if is_posted:
+            for users, row in zip(posts, rows, strict=True):
+                for computed in (row.op,) if users is None else users:
                     self._receive(computed, row.origin)
-        block = self._others.get((works, own_order))
+        block = self._others.get((works, is_posted))
         if block is None:
-            block = self._blocks.add(list(self._rows(works, received=own_order)))
-            self._others[works, own_order] = block
+            block = self._blocks.add(list(self._rows(works, received=is_posted)))
+            self._others[works, is_posted] = block
         self._blocks.use(
-            block, units[0], rows[0].origin, other=units[1] if len(rows) > 1 else NONE, batch=rows[0].batch
+            block, work_items[0], rows[0].origin, other=work_items[1] if len(rows) > 1 else NONE, batch=rows[0].batch
         )
-        for work, row, unit in zip(works, rows, units, strict=True):
+        for work, row, work_item in zip(works, rows, work_items, strict=True):
             wait = self._wait_block(work)
             if wait is not None:
-                self._late.append((wait, unit, row.origin))
+                self._late.append((wait, work_item, row.origin))
 
     def _receive(self, computed: Op, origin: int) -> None:
         """Post the receives of what a computation needs, if it needs any."""
-        unit, work = self._work(computed)
+        work_item, work = self._work(computed)
         block = self._receives.get(work)
         if block is None:
             block = self._receives[work] = self._blocks.add(list(self._rank.receive(work, ANY)))
-        self._blocks.use(block, unit, origin)
+        self._blocks.use(block, work_item, origin)
 
     def _work(self, op: Op) -> tuple[int, Work]:
-        """The unit of work of a computation, and what stands around it."""
-        unit = self._rank.unit(op)
-        if self._rank.units_differ:
-            return unit, self._rank.work(op, unit)
+        """The work item of a computation, and the key of the rows around it."""
+        work_item = self._rank.work_item(op)
+        if self._rank.work_items_differ:
+            return work_item, self._rank.work(op, work_item)
         work = self._alike.get((op.kind, op.stage))
         if work is None:
             work = self._alike[op.kind, op.stage] = self._rank.work(op, 0)
-        return unit, work
+        return work_item, work
 
     def _rows(self, works: Sequence[Work], *, received: bool = False) -> Iterator[Row]:
         before = self._rank.ready if received else self._rank.before

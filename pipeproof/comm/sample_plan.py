@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 
-from pipeproof.specs.load import LoadedPlan, plan_from_dict
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 
 CostKeys = Mapping[str, Fraction | tuple[Fraction, ...]]
 """Keys of the plan's ``cost`` section and their times, one for all stages or one for each."""
@@ -23,7 +23,7 @@ def sample_plan(
 ) -> LoadedPlan:
     """A GPT with one small layer for each stage, on pipeline ranks alone.
 
-    ``cost`` is in any unit; F, I and W take 1 where it does not say.
+    ``cost`` is in any unit; F, I and W take 1 by default.
 
     ``schedule`` are further keys of the plan's schedule section; those that are None are left out.
 

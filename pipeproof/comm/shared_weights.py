@@ -1,4 +1,4 @@
-"""Weights that several layers compute with: who holds them, and with which stage a rank reduces and updates them.
+"""Weights that several layers use: their ranks, and the stage with which a rank reduces and updates them.
 
 A tied head multiplies by the embedding's weight, and modules of multi-token
 prediction may look tokens up in it. Pipeline ranks that hold one of their
@@ -41,12 +41,12 @@ class SharedWeights:
 
     def borrowers(self, pp: int) -> Mapping[int, tuple[int, ...]]:
         """By stage of a pipeline rank, the stages there that compute with borrowed weights which belong to it."""
-        found: dict[int, set[int]] = {}
+        stages_of: dict[int, set[int]] = {}
         for users in self.users.values():
-            here = [stage for stage in users if pp in self.holders[stage]]
-            if here:
-                found.setdefault(here[0], set()).update(here)
-        return {home: tuple(sorted(stages)) for home, stages in found.items()}
+            local = [stage for stage in users if pp in self.holders[stage]]
+            if local:
+                stages_of.setdefault(local[0], set()).update(local)
+        return {home: tuple(sorted(stages)) for home, stages in stages_of.items()}
 
     def places(self, stage: int, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a weight of a stage, in order."""

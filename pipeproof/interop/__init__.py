@@ -1,7 +1,7 @@
-"""Doors: plans made from what users already have.
+"""Import of plans from the configurations of other tools.
 
-``from_strategy`` takes a Fleet strategy object; ``import_files`` the files of
-one of ``KINDS``; ``check_imported`` judges what either gives.
+``from_strategy`` takes a Fleet strategy object, ``import_files`` the files of
+one of ``KINDS``; ``check_imported`` checks the plan of either.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeproof.interop.imported import Flags, Imported
-    from pipeproof.interop.judge import check_imported, load_imported
-    from pipeproof.interop.kinds import KINDS, import_files
-    from pipeproof.interop.paddle.fleet import from_strategy
+    from pipeproof.interop.importers.check_imported import check_imported, load_imported
+    from pipeproof.interop.importers.import_kinds import KINDS, import_files
+    from pipeproof.interop.importers.imported import Flags, Imported
+    from pipeproof.interop.importers.paddle.fleet_strategy import from_strategy
 
 __all__ = ["KINDS", "Flags", "Imported", "check_imported", "from_strategy", "import_files", "load_imported"]
 
-_HOMES = {
-    "KINDS": "kinds",
+_MODULES = {
+    "KINDS": "import_kinds",
     "Flags": "imported",
     "Imported": "imported",
-    "check_imported": "judge",
-    "from_strategy": "paddle.fleet",
-    "import_files": "kinds",
-    "load_imported": "judge",
+    "check_imported": "check_imported",
+    "from_strategy": "paddle.fleet_strategy",
+    "import_files": "import_kinds",
+    "load_imported": "check_imported",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'pipeproof.interop' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pipeproof.interop.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"pipeproof.interop.importers.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""When each computation of a schedule runs, if every rank begins each as soon as it can.
+"""As-soon-as-possible times of a schedule: every rank begins each computation as soon as it can.
 
 A forward needs the forward of the stage before it, a backward (or I) the
 backward (or I) of the stage behind it, each one latency later if that is on
@@ -21,11 +21,11 @@ Time = int | Fraction
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 Key = tuple[bool, int, int | None, int | None]
-"""Forward or backward, stage, micro-batch and sequence split: what one computation hands on."""
+"""Forward or backward, stage, micro-batch and sequence split: the output of one computation."""
 
 
 def input_of(op: Op, num_stages: int) -> Key | None:
-    """What a computation needs of a neighbouring stage; None for a W, and where the network ends."""
+    """The input of a computation from a neighbouring stage; None for a W, and at the ends of the network."""
     is_forward = op.kind is _F
     stage = op.stage - 1 if is_forward else op.stage + 1
     if op.kind is _W or not 0 <= stage < num_stages:
@@ -38,8 +38,8 @@ class StageCosts:
     """Times of one computation by global stage, in any one unit; ``latency`` is of an edge between two ranks.
 
     A whole backward takes the sum of both its parts. ``overlapped`` is the
-    time of a forward with a whole backward beside it, by the stage of the
-    forward; without it, and beside an I, the sum of the two.
+    time of a forward that overlaps with a whole backward, by the stage of the
+    forward; without it, and with an I, the time is the sum of the two.
     """
 
     forward: Sequence[Time]
@@ -126,7 +126,7 @@ def asap(schedule: Schedule, costs: StageCosts) -> Timed:
     """Run a schedule.
 
     Raises:
-        ValueError: it cannot finish; the message names where each rank stands.
+        ValueError: it cannot finish; the message names the next operation of each rank.
     """
     return _Run(schedule, costs).timed()
 
@@ -135,7 +135,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self._schedule, self._costs = schedule, costs
         self._num_stages = 1 + max((op.stage for program in schedule.programs for op in program), default=-1)
-        self._handed_on: dict[Key, tuple[int, Time]] = {}
+        self._outputs: dict[Key, tuple[int, Time]] = {}
         """The rank and the time of what has been computed."""
         self._waiting: dict[Key, int] = {}
         self._place = [0] * len(schedule.programs)
@@ -165,11 +165,11 @@ class _Run:
                 source = self._source(op)
                 if source is None:
                     continue
-                if source not in self._handed_on:
+                if source not in self._outputs:
                     self._waiting[source] = rank
                     return
-                of, time = self._handed_on[source]
-                start = max(start, time if of == rank else time + self._costs.latency)
+                source_rank, time = self._outputs[source]
+                start = max(start, time if source_rank == rank else time + self._costs.latency)
             end = start + (self._costs.of_pair(*ops) if len(ops) > 1 else self._costs.of(ops[0]))
             self._place[rank], self._clock[rank] = place + len(ops), end
             for op in ops:
@@ -177,12 +177,12 @@ class _Run:
                 self._ends[rank].append(end)
                 if op.kind is not _W:
                     made = op.kind is _F, op.stage, op.micro_batch, op.split
-                    self._handed_on[made] = rank, end
+                    self._outputs[made] = rank, end
                     if made in self._waiting:
                         yield self._waiting.pop(made)
 
     def _source(self, op: Op) -> Key | None:
-        """What a computation needs from another one; None where there is nothing."""
+        """The computation that another one needs; None without one."""
         if op.kind is _F or (op.kind is not _W and op.stage + 1 < self._num_stages):
             return input_of(op, self._num_stages)
         return (op.kind is not _W, op.stage, op.micro_batch, op.split)  # the I of a W, the forward of the last stage

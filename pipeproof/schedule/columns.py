@@ -1,8 +1,8 @@
 """The op table before anything is derived from it: rows as people write them, and the same rows as columns.
 
-A row says what one operation of one rank is. Columns are numpy arrays with
-one entry per row, all int64: a name stands in a table of its own and its
-place there in the column. Templates of rows are repeated by indexing
+A row describes one operation of one rank. Columns are numpy arrays with
+one entry per row, all int64: a name is in a table of its own, and its index
+there is in the column. Templates of rows are repeated by indexing
 (``Columns.take``), which is how a large plan is lowered without a Python
 object per operation.
 """
@@ -35,7 +35,7 @@ COMMUNICATORS = ("forward", "backward")
 """The communicators of transfers that name none: one for each direction."""
 
 READ, WRITE, FREE = 0, 1, 2
-"""What an access does to its buffer."""
+"""The modes of an access to a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Row:
     ``group`` indexes the graph's groups.
 
     ``reduction`` is ``sum``, ``max`` or ``avg``; on a backward ``overwrite``
-    says that the gradient is written, not added. ``scale`` is a factor in
+    means that the gradient is written, not added. ``scale`` is a factor in
     symbols (``1/dp``, ``2/3``). ``shift`` is by how many elements the range
-    moves from one TP rank to the next, in a graph whose ranks stand for many.
+    moves from one TP rank to the next, in a graph whose ranks represent many.
 
     ``queue`` is where the operation runs, ``""`` for the default: a transfer
     has a queue of its own per rank and channel end and is posted by the
@@ -62,8 +62,8 @@ class Row:
     no order among them.
 
     ``reads``, ``writes`` and ``frees`` name buffers of the rank (``name@1`` of
-    rank 1), beside those that the kind of the operation implies. ``origin`` is the place of
-    the row in the file that it was read from, as an index kept by whoever read it.
+    rank 1), in addition to those that the kind of the operation implies. ``origin`` is an
+    index into the reader's list of locations in the source file.
     """
 
     op: Op
@@ -100,7 +100,7 @@ class NameTable:
 
 
 COLUMN_NAMES = (
-    "kind", "stage", "unit", "target_kind", "index", "axis", "peer", "tensor", "start", "stop", "shift",
+    "kind", "stage", "work_item", "target_kind", "index", "axis", "peer", "tensor", "start", "stop", "shift",
     "group", "reduction", "communicator", "queue", "batch", "scale", "origin",
 )  # fmt: skip
 """The columns that a row fills, in canonical order."""
@@ -112,8 +112,8 @@ class Columns:
 
     ``accesses`` has shape [n, 3]: row, buffer, READ | WRITE | FREE.
     ``unusual`` holds the operations that the columns cannot express (a wait
-    for a child collective). ``unit`` is the micro-batch, or where sequences
-    are cut into ``num_splits`` (not 0), micro-batch * num_splits + split.
+    for a child collective). ``work_item`` is the micro-batch, or where sequences
+    are split into ``num_splits`` (not 0), micro-batch * num_splits + split.
     """
 
     values: Mapping[str, IntColumn]
@@ -133,7 +133,7 @@ class Columns:
         return int(self.offsets[-1])
 
     def equals(self, other: Columns) -> bool:
-        """Whether both hold the same rows, wherever these were read from."""
+        """Return True if both hold the same rows; ``origin`` is not compared."""
         return (
             np.array_equal(self.offsets, other.offsets)
             and np.array_equal(self.accesses, other.accesses)
@@ -158,7 +158,7 @@ class Columns:
 
 
 def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = None) -> Columns:
-    """Rows of each rank as columns; without ``num_splits``, sequences are cut as the rows say.
+    """Rows of each rank as columns; without ``num_splits``, sequences are split as in the rows.
 
     Raises:
         ValueError: some operations of micro-batches name a split, and some do not.
@@ -184,7 +184,7 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = N
                 (
                     KIND_CODE[op.kind],
                     op.stage,
-                    unit_of(op, num_splits),
+                    work_item_of(op, num_splits),
                     NONE if op.target is None else KIND_CODE[op.target.kind],
                     NONE if op.index is None else op.index,
                     _axis_code(op),
@@ -218,13 +218,13 @@ def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = N
     )
 
 
-def unit_of(op: Op, num_splits: int) -> int:
-    """The unit of work that an operation is of; ``NONE`` for one of a whole step.
+def work_item_of(op: Op, num_splits: int) -> int:
+    """The work item that an operation is of; ``NONE`` for one of a whole step.
 
-    A negative micro-batch stands for any unit, in rows that are yet to be filled in.
+    A negative micro-batch represents any work item, in rows that are yet to be filled in.
 
     Raises:
-        ValueError: the operation names no split, and sequences are cut.
+        ValueError: the operation names no split, and sequences are split.
     """
     if op.micro_batch is None:
         return NONE
@@ -242,7 +242,7 @@ def _axis_code(op: Op) -> int:
 
 
 def _fits_columns(op: Op) -> bool:
-    """Whether ``op_from_columns`` gives the operation back."""
+    """Return True if ``op_from_columns`` restores the operation."""
     target = op.target
     if target is None:
         return True
@@ -252,11 +252,11 @@ def _fits_columns(op: Op) -> bool:
 
 
 def op_from_columns(
-    kind: int, stage: int, unit: int, target_kind: int, index: int, axis: int, *, num_splits: int
+    kind: int, stage: int, work_item: int, target_kind: int, index: int, axis: int, *, num_splits: int
 ) -> Op:
     """The operation of one row."""
     op_kind = KINDS[kind]
-    batch, split = work_of(unit, num_splits)
+    batch, split = work_of(work_item, num_splits)
     axis_name = None if axis == NONE else AXES[axis]
     if target_kind == NONE:
         return Op(op_kind, stage, batch, axis=axis_name, split=split)
@@ -269,11 +269,11 @@ def op_from_columns(
     return Op(op_kind, stage, batch, target=parent, index=index, axis=axis_name, split=split)
 
 
-def work_of(unit: int, num_splits: int) -> tuple[int | None, int | None]:
-    """(micro-batch, split) of a unit of work; None for what there is not."""
-    if unit == NONE:
+def work_of(work_item: int, num_splits: int) -> tuple[int | None, int | None]:
+    """(micro-batch, split) of a work item; None for what there is not."""
+    if work_item == NONE:
         return None, None
-    return divmod(unit, num_splits) if num_splits else (unit, None)
+    return divmod(work_item, num_splits) if num_splits else (work_item, None)
 
 
 def rank_column(offsets: IntColumn) -> IntColumn:

@@ -1,9 +1,9 @@
-"""What follows from the columns of an op table: channels, FIFO positions, matches, waits, parents, edges.
+"""Derived columns of an op table: channels, FIFO positions, matches, waits, parents, edges.
 
 Everything is computed on whole columns; Python loops run only over channels,
-and over operations whose waits are out of order. Nothing is judged here: an
-unmatched transfer has no match, a wait for what is not under way waits for
-``NONE``.
+and over operations whose waits are out of order. Nothing is checked here: an
+unmatched transfer has no match, and a wait for an operation that is not under
+way waits for ``NONE``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.schedule.columns import NONE, Columns, IntColumn, unit_of
+from pipeproof.schedule.columns import NONE, Columns, IntColumn, work_item_of
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
     COLLECTIVE_KINDS,
@@ -32,7 +32,7 @@ BoolColumn = NDArray[np.bool_]
 
 
 def is_kind(kind: IntColumn, kinds: frozenset[OpKind]) -> BoolColumn:
-    """Which entries of a kind column are of one of ``kinds``."""
+    """Return a mask of the entries of a kind column that are in ``kinds``."""
     table = np.array([k in kinds for k in KINDS])
     return table[kind]
 
@@ -128,7 +128,7 @@ def waits_for_column(columns: Columns, rank: IntColumn) -> IntColumn:
         targets = np.flatnonzero(wanted[values["kind"]] & (values["target_kind"] == NONE))
         both = np.concatenate([usual, targets])
         named = np.concatenate([values["target_kind"][usual], values["kind"][targets]])
-        key = packed(rank[both], values["stage"][both], values["unit"][both], named, values["axis"][both])
+        key = packed(rank[both], values["stage"][both], values["work_item"][both], named, values["axis"][both])
         wait_key, target_key = key[: len(usual)], key[len(usual) :]
         finishes = is_kind(values["target_kind"][usual], TRANSFER_KINDS)
         if finishes.all():
@@ -147,9 +147,9 @@ def _last_before(
     order = np.lexsort((targets, target_key))
     for key in np.unique(wait_key).tolist():
         named = targets[order][slice(*np.searchsorted(target_key[order], [key, key + 1]))]
-        mine = waits[wait_key == key]
-        place = np.searchsorted(named, mine) - 1
-        waits_for[mine[place >= 0]] = named[place[place >= 0]]
+        of_key = waits[wait_key == key]
+        place = np.searchsorted(named, of_key) - 1
+        waits_for[of_key[place >= 0]] = named[place[place >= 0]]
 
 
 def _pair_waits(
@@ -163,8 +163,8 @@ def _pair_waits(
     paired[left[in_order]] = True
     waits_for[waits[left[in_order]]] = targets[right[in_order]]
     for key in np.unique(wait_key[~paired]).tolist():
-        mine, theirs = waits[wait_key == key].tolist(), targets[target_key == key].tolist()
-        waits_for[mine] = _walked(mine, theirs)
+        key_waits, key_targets = waits[wait_key == key].tolist(), targets[target_key == key].tolist()
+        waits_for[key_waits] = _walked(key_waits, key_targets)
 
 
 def _numbered(wait_key: IntColumn, target_key: IntColumn) -> tuple[IntColumn, IntColumn]:
@@ -175,7 +175,7 @@ def _numbered(wait_key: IntColumn, target_key: IntColumn) -> tuple[IntColumn, In
 
 
 def _walked(waits: list[int], targets: list[int]) -> list[int]:
-    """What waits of one name wait for, in program order: a wait before its target takes nothing."""
+    """Return the targets of the waits of one name, in program order: a wait before its target gets ``NONE``."""
     result = []
     pending: list[int] = []
     for wait in waits:
@@ -196,12 +196,12 @@ def _find_unusual(columns: Columns, wait: int, waits_for: IntColumn) -> None:
     same = (
         (values["kind"][before] == KIND_CODE[child.kind])
         & (values["stage"][before] == child.stage)
-        & (values["unit"][before] == unit_of(child, columns.num_splits))
+        & (values["work_item"][before] == work_item_of(child, columns.num_splits))
         & (values["target_kind"][before] == KIND_CODE[op.target.target.kind])
         & (values["index"][before] == child.index)
     )
-    found = np.flatnonzero(same)
-    waits_for[wait] = first + int(found[-1]) if len(found) else NONE
+    matching = np.flatnonzero(same)
+    waits_for[wait] = first + int(matching[-1]) if len(matching) else NONE
 
 
 def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
@@ -236,7 +236,7 @@ def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
     last = np.maximum.accumulate(np.where(owns, np.arange(len(rank)), NONE))
     candidate = last[children]
     fits = (candidate != NONE) & (rank[candidate] == rank[children])
-    for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("unit", "unit")):
+    for name, of_parent in (("target_kind", "kind"), ("stage", "stage"), ("work_item", "work_item")):
         fits &= values[name][children] == values[of_parent][candidate]
     of_update = np.isin(values["target_kind"][children], [KIND_CODE[kind] for kind in UPDATE_KINDS])
     own_axis = values["axis"][candidate]
@@ -249,14 +249,14 @@ def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
 
 def _last_parent(columns: Columns, child: int, first: int, owners: IntColumn) -> int:
     values = columns.values
-    mine = owners[(owners >= first) & (owners < child)]
+    before = owners[(owners >= first) & (owners < child)]
     same = (
-        (values["kind"][mine] == values["target_kind"][child])
-        & (values["stage"][mine] == values["stage"][child])
-        & (values["unit"][mine] == values["unit"][child])
+        (values["kind"][before] == values["target_kind"][child])
+        & (values["stage"][before] == values["stage"][child])
+        & (values["work_item"][before] == values["work_item"][child])
     )
-    found = mine[same]
-    return int(found[-1]) if len(found) else NONE
+    matching = before[same]
+    return int(matching[-1]) if len(matching) else NONE
 
 
 READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
@@ -273,7 +273,7 @@ READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.GATHER_BACKWARD: ("output_grad",),
     }
 )
-"""What each kind reads of its stage and micro-batch; ``kept`` is what a forward keeps for its backward."""
+"""Tensors of its stage and micro-batch that each kind reads; ``kept`` is what a forward keeps for its backward."""
 
 WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
     {
@@ -288,12 +288,12 @@ WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.GATHER_BACKWARD: ("output_grad",),
     }
 )
-"""What each kind writes of its stage and micro-batch."""
+"""Tensors of its stage and micro-batch that each kind writes."""
 
 TENSOR_NAMES = ("input", "output", "input_grad", "output_grad", "kept")
 
 
-def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> IntColumn:
+def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> IntColumn:
     """Producer to consumer within a rank: the last writer of each tensor before each reader, shape [n, 2]."""
     parts = [
         (rows, name, writes)
@@ -305,7 +305,7 @@ def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, unit: IntColu
     row = np.concatenate([rows for rows, _, _ in parts])
     name = np.concatenate([np.full(len(rows), TENSOR_NAMES.index(name)) for rows, name, _ in parts])
     writes = np.concatenate([np.full(len(rows), flag) for rows, _, flag in parts])
-    key = packed(rank[row], name, stage[row], unit[row])
+    key = packed(rank[row], name, stage[row], work_item[row])
     order = np.lexsort((writes, row, key))  # an operation reads before it writes
     row, key, writes = row[order], key[order], writes[order]
     last = np.maximum.accumulate(np.where(writes == 1, np.arange(len(row)), NONE)) if len(row) else row

@@ -1,6 +1,6 @@
-"""Every kind of schedule that a generator makes: what it is called, whose it is, which stages it takes.
+"""Table of schedule kinds: name, source, generator and placement of each.
 
-Commands, pages and checks read this table; a generator itself knows nothing of it.
+Commands, pages and checks read this table; generators do not use it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.schedule.asap import StageCosts, even_costs
-from pipeproof.schedule.generators.variants import VARIANTS
+from pipeproof.schedule.generators.sizes import VARIANTS
 from pipeproof.schedule.programs import Schedule
 
 
 class Placement(StrEnum):
-    """Where stages lie: in turn around the ranks, there and back, each on two ranks from both ends, or anywhere."""
+    """Placement of stages: round-robin over the ranks, V-shaped, each on two ranks from both ends, or any."""
 
     LOOP = "loop"
     V = "v"
@@ -33,17 +33,17 @@ class Placement(StrEnum):
 
 _PLACEMENT_TEXTS = MappingProxyType(
     {
-        Placement.LOOP: "in turn around the ranks (loop)",
-        Placement.V: "there and back (v)",
+        Placement.LOOP: "round-robin over the ranks (loop)",
+        Placement.V: "in a V, up the ranks and back (v)",
         Placement.BOTH_WAYS: "on two ranks each, from both ends of the pipeline",
-        Placement.ANY: "as it is told",
+        Placement.ANY: "as schedule.placement lists them",
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan asks of a generator; each takes what it needs.
+    """Request of a plan to a generator; each generator takes the arguments that it needs.
 
     ``costs`` has the times of every stage, in any unit. ``memory_limit`` is
     the most chunk activations that a rank may hold. ``group_size`` is how many
@@ -67,7 +67,7 @@ class Request:
 
     @property
     def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The placement; in turn around the ranks where none was given."""
+        """The placement; round-robin over the ranks by default."""
         num_stages = self.num_ranks * self.num_chunks
         return self.placement or tuple(tuple(range(rank, num_stages, self.num_ranks)) for rank in range(self.num_ranks))
 
@@ -83,12 +83,12 @@ class ScheduleKind:
 
     ``min_chunks`` and ``max_chunks`` bound the stages of a rank (None: any
     number). ``variants`` are the tools whose orders differ, the first being
-    the default where no backend says otherwise. ``splits_sequences`` says that
-    it works on pieces of sequences.
+    the default unless a backend has its own. ``splits_sequences`` means that
+    it works on sequence splits.
 
     ``generator`` names the function that makes it, and the module in
-    ``schedule.generators`` where that stands; it is the kind's own name where
-    it is empty. ``arguments`` is what that function takes of a request.
+    ``schedule.generators`` that defines it; the default is the name of the
+    kind. ``arguments`` is what that function takes of a request.
     """
 
     name: str
@@ -121,7 +121,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "1f1b",
-        "a short warm-up, then one forward and one backward in turn",
+        "a short warm-up, then alternately one forward and one backward",
         "Narayanan et al., PipeDream, arXiv:1806.03377; with the flush, arXiv:2104.04473",
         generator="one_f_one_b",
     ),
@@ -132,7 +132,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "interleaved",
-        "1F1B that takes turns between several stages of each rank",
+        "1F1B that alternates between several stages of each rank",
         "Narayanan et al., Megatron-LM, arXiv:2104.04473",
         arguments=lambda r: (*_sizes(r), r.num_chunks, r.variant or VARIANTS[0], r.group_size),
         min_chunks=2,
@@ -159,7 +159,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "interleaved_zb",
-        "ZB-H1 that takes turns between several stages of each rank",
+        "ZB-H1 that alternates between several stages of each rank",
         "Qi et al., arXiv:2401.10241, on chunks as PyTorch's ScheduleInterleavedZeroBubble has it",
         arguments=lambda r: (*_sizes(r), r.num_chunks),
         min_chunks=2,
@@ -167,7 +167,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "zb_v",
-        "stages there and back, so that no rank idles, in the memory of 1F1B",
+        "stages in a V, so that no rank idles, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6",
         min_chunks=2,
         max_chunks=2,
@@ -175,7 +175,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "v_half",
-        "stages there and back, in half of the memory of 1F1B, for any times of F, I and W that are not far apart",
+        "stages in a V, in half of the memory of 1F1B, for any times of F, I and W that are not far apart",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
         min_chunks=2,
         max_chunks=2,
@@ -183,7 +183,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "v_min",
-        "stages there and back, in a third of the memory of 1F1B, for equal times of F, I and W",
+        "stages in a V, in a third of the memory of 1F1B, for equal times of F, I and W",
         "Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
         min_chunks=2,
         max_chunks=2,
@@ -191,13 +191,13 @@ _KINDS = (
     ),
     ScheduleKind(
         "dualpipe",
-        "both ends feed micro-batches; forwards of one direction beside backwards of the other",
+        "both ends feed micro-batches; forwards of one direction overlap with backwards of the other",
         "DeepSeek-V3, arXiv:2412.19437; deepseek-ai/DualPipe",
         placement=Placement.BOTH_WAYS,
     ),
     ScheduleKind(
         "dualpipe_v",
-        "DualPipe cut in half: stages there and back, forwards of one way beside backwards of the other",
+        "DualPipe cut in half: stages in a V, forwards of one direction overlap with backwards of the other",
         "Sea AI Lab and DeepSeek, deepseek-ai/DualPipe; PyTorch and Paddle Fleet have the same order",
         min_chunks=2,
         max_chunks=2,
@@ -211,7 +211,7 @@ _KINDS = (
     ),
     ScheduleKind(
         "seq1f1b",
-        "1F1B over pieces of sequences",
+        "1F1B over sequence splits",
         "Sun et al., Seq1F1B, arXiv:2406.03488",
         arguments=lambda r: (*_sizes(r), r.num_sequence_splits),
         splits_sequences=True,
@@ -227,4 +227,4 @@ _KINDS = (
 )
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""``schedule.kind`` to what it is, in the order in which people should read about them."""
+"""``schedule.kind`` by name, in the order of the documentation."""

@@ -7,14 +7,14 @@ overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 EBNF::
 
     op         = compute | transfer | transport | collective | child | update | scale | stage_op | wait | free ;
-    compute    = stage , ( "F" | "B" | "I" | "W" ) , unit ;
-    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , unit ;
-    transport  = stage , ( "SLICE" | "GATHER" ) , direction , unit ;
-    unit       = micro_batch , [ ".s" , split ] ;
+    compute    = stage , ( "F" | "B" | "I" | "W" ) , work_item ;
+    transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , work_item ;
+    transport  = stage , ( "SLICE" | "GATHER" ) , direction , work_item ;
+    work_item  = micro_batch , [ ".s" , split ] ;
     direction  = "_F" | "_B" ;
-    collective = stage , what , [ micro_batch ] , ":" , axis ;
-    child      = ( compute | update ) , "/" , index , "." , what , ":" , axis ;
-    what       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
+    collective = stage , call , [ micro_batch ] , ":" , axis ;
+    child      = ( compute | update ) , "/" , index , "." , call , ":" , axis ;
+    call       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
     update     = stage , ( "REDUCE_GRAD" | "GATHER_WEIGHT" ) , [ ":" , axis ] ;
     scale      = stage , "SCALE_GRAD" , [ micro_batch ] ;
     stage_op   = stage , ( "STEP" | "UNSHARD" | "RESHARD" ) ;
@@ -24,7 +24,7 @@ EBNF::
     axis       = "pp" | "dp" | "tp" | "cp" | "ep" ;
     stage = micro_batch = split = index = "0" | nonzero digit , { digit } ;
 
-A unit of work is a micro-batch or, where sequences are cut into splits, one
+A work item is a micro-batch or, where sequences are split, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 ``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 
 class OpKind(StrEnum):
-    """What an operation does; the value is its mark in the text form."""
+    """Kinds of operations; the value is the mark in the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -96,7 +96,7 @@ CHILD_KINDS = frozenset(
         OpKind.BARRIER,
     }
 )  # fmt: skip
-"""Collectives by name: mostly below a compute operation or a reduction, but they may stand alone."""
+"""Collectives by name: mostly below a compute operation or a reduction, but they may also be separate."""
 UPDATE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
 """Kinds of which each is a sum or a gather over one axis, with a collective below it for each weight."""
 FORWARD_KINDS = frozenset(
@@ -118,7 +118,7 @@ class Op(NamedTuple):
     """One operation of one rank's program.
 
     ``micro_batch`` is None for operations of a whole step; ``split`` is the
-    piece of its sequences, where these are cut. ``target`` is what
+    split of its sequences, if these are split. ``target`` is what
     a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
     collective; ``index`` is the child's place among its parent's collectives;
     ``axis`` the mesh axis of a reduction or collective.
@@ -128,7 +128,7 @@ class Op(NamedTuple):
     stage: int
     micro_batch: int | None = None
     target: Op | None = None
-    index: int | None = None  # type: ignore[assignment]  # nobody looks for the place of a value in an operation
+    index: int | None = None  # type: ignore[assignment]  # an operation is not searched by value
     axis: str | None = None
     split: int | None = None
 
@@ -144,7 +144,7 @@ class Op(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Whether this operation belongs to the forward direction."""
+        """True if this operation belongs to the forward direction."""
         return self.kind in FORWARD_KINDS
 
 

@@ -18,12 +18,12 @@ Programs = tuple[Program, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a generator makes: the computations of each pipeline rank, and which of them run side by side.
+    """Result of a generator: the computations of each pipeline rank, and the pairs that run concurrently.
 
     ``pairs`` has for each rank the places in its program at which an
-    overlapped pair begins: the forward stands there and the backward right
-    behind it. Empty where nothing overlaps. A stage that stands on two ranks
-    has two copies, which share out the micro-batches.
+    overlapped pair begins: first the forward, then the backward. Empty where
+    nothing overlaps. A stage on two ranks has two copies, which share the
+    micro-batches.
     """
 
     programs: Programs
@@ -47,7 +47,7 @@ class Schedule:
 class UnfitSizesError(ValueError):
     """A schedule does not exist for these sizes.
 
-    ``key`` is the key of the plan to change, ``help`` says the nearest values that fit.
+    ``key`` is the key of the plan to change, ``help`` names the nearest values that fit.
     """
 
     def __init__(self, message: str, *, help: str, key: tuple[str, ...] = ("schedule", "num_micro_batches")) -> None:

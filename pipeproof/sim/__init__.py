@@ -1,1 +1,1 @@
-"""What a plan will cost: the reference model, its timeline, figures and pictures."""
+"""Simulation: the SimPy reference model, the fast engine, and the memory of a step."""

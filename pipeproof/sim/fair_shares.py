@@ -1,9 +1,9 @@
 """Flows that share links fairly: max-min rates by progressive filling, in exact arithmetic.
 
-All flows grow alike until some link is full; those on it stay as they are,
-the others go on (Bertsekas and Gallager, Data Networks, second edition,
-section 6.5.2). Rates change when a flow comes or goes, for the flows that
-share links with it, directly or by way of others.
+All rates grow equally until a link is full; the rates on it stay fixed and
+the others keep growing (Bertsekas and Gallager, Data Networks, second edition,
+section 6.5.2). When a flow starts or ends, rates change for the
+flows that share links with it, directly or through other flows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ZERO = Fraction(0)
 
 
 def fair_rates(paths: Mapping[int, Iterable[Link]], capacity: Callable[[Link], Fraction]) -> dict[int, Fraction]:
-    """The max-min fair rate of each flow, by the links that it goes over, one or more.
+    """The max-min fair rate of each flow, from the links of its path, at least one.
 
-    Linear in links times different rates.
+    Linear in links times distinct rates.
     """
     on_link: dict[Link, set[int]] = defaultdict(set)
     for flow, path in paths.items():
@@ -49,7 +49,7 @@ def fair_rates(paths: Mapping[int, Iterable[Link]], capacity: Callable[[Link], F
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """What is left of a flow in bytes, since when at its present rate in bytes for each tick."""
+    """A running flow: remaining bytes ``left`` at time ``since``, and the rate in bytes per tick from then on."""
 
     path: tuple[Link, ...]
     left: Fraction
@@ -60,10 +60,10 @@ class _Flow:
 
 
 class FairShares:
-    """Carries flows over links with ``capacity(link)`` bytes for each tick. A flow ends with the tick of its last byte.
+    """Flows over links with ``capacity(link)`` bytes per tick. A flow ends on the tick of its last byte.
 
-    ``watch``, if given, is called with the time and the rates by path
-    whenever rates have changed, for tests and figures of links.
+    ``watch``, if given, is called with the time and the rates by path after
+    each change of rates, for tests and link figures.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FairShares:
         self._changed: set[Link] = set()
 
     def start(self, path: tuple[Link, ...], num_bytes: Fraction) -> simpy.Event:
-        """Send ``num_bytes`` over all links of ``path`` from now on; the event that the last byte is there."""
+        """Send ``num_bytes`` over all links of ``path`` from now; return the event of the arrival of the last byte."""
         done = self._env.event()
         if not num_bytes:
             return done.succeed()
@@ -92,9 +92,9 @@ class FairShares:
         return done
 
     def _change(self, links: Iterable[Link]) -> None:
-        """Share anew, once for all that comes and goes together."""
+        """Recompute rates, once for all flows that start and end at the same time."""
         if not self._changed:
-            self._env.timeout(0).callbacks.append(self._share)  # behind what is already due at this time
+            self._env.timeout(0).callbacks.append(self._share)  # after everything already due at this time
         self._changed.update(links)
 
     def _share(self, _: Any) -> None:
@@ -112,18 +112,18 @@ class FairShares:
             self._watch(now, [(flow.path, flow.rate) for flow in self._flows.values()])
 
     def _reached(self, links: Iterable[Link]) -> list[int]:
-        """The flows on these links, and those that share links with them, in order."""
-        ahead, seen, found = list(links), set(links), set[int]()
+        """Numbers of the flows on these links and of all flows connected to them by shared links, sorted."""
+        ahead, seen, connected = list(links), set(links), set[int]()
         while ahead:
-            for number in self._on_link[ahead.pop()] - found:
-                found.add(number)
+            for number in self._on_link[ahead.pop()] - connected:
+                connected.add(number)
                 new = [link for link in self._flows[number].path if link not in seen]
                 seen.update(new)
                 ahead += new
-        return sorted(found)
+        return sorted(connected)
 
     def _aim(self, number: int, ends_at: int) -> None:
-        """Wake up when a flow will end, unless its rate changes before."""
+        """Schedule the end of a flow; a change of its rate before then replaces it."""
         self._flows[number].ends_at = ends_at
 
         def over(_: Any) -> None:

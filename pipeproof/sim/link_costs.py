@@ -1,4 +1,4 @@
-"""What the messages and the collectives of a graph take, in nanoseconds: one look-up for each sort of them."""
+"""Times of the messages and collectives of a graph, in nanoseconds: one look-up for each distinct case."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.links.times import LinkTimes
-from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import Group
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, SEND_KINDS, OpKind
-from pipeproof.schedule.optable import Group
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.times import GRID_US, rounded_up
+from pipeproof.specs.exact_times import GRID_US, rounded_up
 
 
 @dataclass(frozen=True, eq=False)
-class OnLinks:
-    """By op id, in nanoseconds: collectives from their last member's coming on, messages at their sends, 0 elsewhere.
+class LinkDurations:
+    """Nanoseconds by op id: ``collectives`` from the arrival of the last member, ``messages`` at their sends, else 0.
 
-    ``inside`` has for a computation what the collectives inside it take together.
+    ``inside`` is the total time of the collectives inside a computation.
     """
 
     collectives: IntColumn
@@ -30,39 +30,39 @@ class OnLinks:
     inside: IntColumn
 
 
-def on_links(lowered: LoweredPlan, links: LinkTimes) -> OnLinks:
-    """Time all messages and collectives that are between ranks. Linear in operations, but for sorting.
+def link_durations(lowered: LoweredPlan, links: LinkTimes) -> LinkDurations:
+    """Times of all messages and collectives between ranks. Linear in operations, but for sorting.
 
     Raises:
-        BadPlanAtError: PP161, a profile lacks some time.
+        BadPlanAtError: PP161, a profile lacks a time.
     """
-    graph, places = lowered.graph, Places(lowered)
+    graph, ranks = lowered.graph, GlobalRanks(lowered)
     num_bytes = bytes_of(lowered, links)
     collectives, messages, inside = (np.zeros(graph.num_ops, dtype=np.int64) for _ in range(3))
     calls = np.flatnonzero(graph.is_kind(COLLECTIVE_KINDS) & (graph.group != NONE))
-    for rows, one in _sorts(calls, graph.kind, graph.group, num_bytes):
-        kind, groups = KINDS[graph.kind[one]], places.of_group(int(graph.group[one]))
-        collectives[rows] = rounded_up(links.collective_us(kind, groups, int(num_bytes[one]))) / GRID_US
+    for rows, example in _distinct(calls, graph.kind, graph.group, num_bytes):
+        kind, groups = KINDS[graph.kind[example]], ranks.of_group(int(graph.group[example]))
+        collectives[rows] = rounded_up(links.collective_us(kind, groups, int(num_bytes[example]))) / GRID_US
     sends = np.flatnonzero(graph.is_kind(SEND_KINDS))
-    for rows, one in _sorts(sends, graph.channel, num_bytes):
-        pairs = places.of_channel(int(graph.channel[one]))
-        messages[rows] = rounded_up(links.message_us(pairs, int(num_bytes[one]))) / GRID_US
+    for rows, example in _distinct(sends, graph.channel, num_bytes):
+        pairs = ranks.of_channel(int(graph.channel[example]))
+        messages[rows] = rounded_up(links.message_us(pairs, int(num_bytes[example]))) / GRID_US
     children = calls[graph.parent[calls] != NONE]
     np.add.at(inside, graph.parent[children], collectives[children])
-    return OnLinks(collectives, messages, inside)
+    return LinkDurations(collectives, messages, inside)
 
 
 def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
-    """By op id, the bytes of the range that a row names: what a send sends, and a member of a collective puts in."""
+    """Bytes by op id: those that a send sends, and those that a member contributes to a collective."""
     graph = lowered.graph
     declared = {entry.name for entry in lowered.spec.boundaries if entry.dtype is not None}
-    own = lowered.spec.run.dtype
+    run_dtype = lowered.spec.run.dtype
     dtypes = (
-        links.dtype if tensor.dtype == own and tensor.member not in declared else tensor.dtype
+        links.dtype if tensor.dtype == run_dtype and tensor.member not in declared else tensor.dtype
         for tensor in graph.tensors
     )
     of_tensors = np.array([*map(dtype_bytes, dtypes), dtype_bytes(links.dtype)], dtype=np.int64)
-    item = of_tensors[graph.tensor]  # the last where there is no tensor
+    item = of_tensors[graph.tensor]  # the last entry where there is no tensor
     children = np.flatnonzero(graph.parent != NONE)
     reduced = children[graph.kind[graph.parent[children]] == KIND_CODE[OpKind.REDUCE_GRAD]]
     item[reduced] = dtype_bytes(links.gradient_dtype)
@@ -70,23 +70,23 @@ def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
     return result
 
 
-def _sorts(rows: IntColumn, *columns: IntColumn) -> list[tuple[IntColumn, int]]:
-    """The rows that are alike in these columns, and one of each lot."""
+def _distinct(rows: IntColumn, *columns: IntColumn) -> list[tuple[IntColumn, int]]:
+    """Sets of rows that are equal in these columns, each with one example row."""
     if not len(rows):
         return []
     _, number = np.unique(packed(*(column[rows] for column in columns)), return_inverse=True)
     order = np.argsort(number, kind="stable")
-    lots = np.split(rows[order], np.cumsum(np.bincount(number))[:-1])
-    return [(lot, int(lot[0])) for lot in lots]
+    sets = np.split(rows[order], np.cumsum(np.bincount(number))[:-1])
+    return [(members, int(members[0])) for members in sets]
 
 
-class Places:
-    """The global ranks that groups and channels of a graph stand for, one row for each replica."""
+class GlobalRanks:
+    """Global ranks of the groups and channels of a graph, one row for each replica of a folded graph."""
 
     def __init__(self, lowered: LoweredPlan) -> None:
         self._graph, mesh = lowered.graph, lowered.mesh
         self._global = np.array(lowered.graph.global_rank, dtype=np.int64)
-        self._strides = {axis: prod(mesh.sizes[:place]) for place, axis in enumerate(mesh.axes)}
+        self._strides = {axis: prod(mesh.sizes[:index]) for index, axis in enumerate(mesh.axes)}
         self._sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
         self._folded = [
             axis
@@ -96,18 +96,18 @@ class Places:
 
     def of_group(self, group: int) -> IntColumn:
         """Shape [replicas, members]."""
-        one: Group = self._graph.groups[group]
-        ranks = self._global[list(one.ranks)]
-        if one.copies == 1:
+        members_of: Group = self._graph.groups[group]
+        ranks = self._global[list(members_of.ranks)]
+        if members_of.copies == 1:
             return self._replicas(ranks, self._folded)
-        steps = np.arange(one.copies) * self._strides[one.axis]
+        steps = np.arange(members_of.copies) * self._strides[members_of.axis]
         members = (ranks[:, None] + steps).ravel()
-        return self._replicas(members, [axis for axis in self._folded if axis != one.axis])
+        return self._replicas(members, [axis for axis in self._folded if axis != members_of.axis])
 
     def of_channel(self, channel: int) -> IntColumn:
         """Shape [replicas, 2]: sender and receiver."""
-        one = self._graph.channels[channel]
-        return self._replicas(self._global[[one.src, one.dst]], self._folded)
+        ends = self._graph.channels[channel]
+        return self._replicas(self._global[[ends.src, ends.dst]], self._folded)
 
     def _replicas(self, ranks: IntColumn, axes: list[str]) -> IntColumn:
         steps = [range(0, self._sizes[axis] * self._strides[axis], self._strides[axis]) for axis in axes]

@@ -1,4 +1,4 @@
-"""From a lowered plan to its predicted timeline and figures."""
+"""Simulation of a lowered plan: predicted timeline and figures, and their JSON form."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import declared_backend
-from pipeproof.comm.capabilities import BackendTable
 from pipeproof.comm.channel_models import ChannelModel, declared_model
-from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import HOST_QUEUE
-from pipeproof.schedule.op_texts import op_texts
-from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
+from pipeproof.schedule.formats.op_text import op_texts
+from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.sim.contention import SharedLinks, every_rank_of, shared_network
-from pipeproof.sim.costs import Durations, durations_of
-from pipeproof.sim.errors import NOT_FAST, refuse_unfinished
-from pipeproof.sim.fast import NotTimedError, run_fast
-from pipeproof.sim.fast_figures import figures_of_times, makespan_of_times
-from pipeproof.sim.figures import RankFigures, figures_of
-from pipeproof.sim.memory.curve import MemoryCurve
-from pipeproof.sim.memory.step import memory_of
-from pipeproof.sim.model import MakeWires, Outcome, run_model
+from pipeproof.sim.fast_engine import NotTimedError, run_fast
+from pipeproof.sim.figures import (
+    RankFigures,
+    figures_of,
+    figures_of_times,
+    figures_to_json,
+    makespan_of_times,
+    number_to_json,
+)
+from pipeproof.sim.memory_curve import MemoryCurve
+from pipeproof.sim.op_durations import Durations, durations_of
+from pipeproof.sim.outcome import Outcome, refuse_unfinished
+from pipeproof.sim.sim_codes import NOT_FAST
+from pipeproof.sim.simpy_model import MakeWires, run_model
+from pipeproof.sim.step_memory import memory_of
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
-from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
 
 Engine = Literal["auto", "fast", "simpy"]
 
@@ -36,8 +43,8 @@ Engine = Literal["auto", "fast", "simpy"]
 class Simulation:
     """One simulated step: its timeline, the figures of each rank, and the makespan in exact microseconds.
 
-    ``p2p`` is ``cost.p2p`` as the plan has it, ``send_completes`` what it came
-    to, ``engine`` what gave the times.
+    ``p2p`` is the plan's ``cost.p2p``, ``send_completes`` the send semantics that
+    it resolved to, ``engine`` the engine that gave the times.
     """
 
     figures: tuple[RankFigures, ...]
@@ -50,31 +57,31 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What ran when, made when it is first asked for: a span for each operation."""
+        """Timeline with a span for each operation, built on first use."""
         return self.make_timeline()
 
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """What each rank holds over time, in bytes, made when it is first asked for."""
+        """Memory of each rank over time, in bytes, built on first use."""
         return self.make_memory()
 
 
 def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engine: Engine = "auto") -> Simulation:
     """Time one step of a plan's graph. Linear in operations, but for sorting.
 
-    ``backend`` is read where ``cost.p2p`` is ``backend``; without it, the
-    table of the backend that the plan declares.
+    ``backend`` is used if ``cost.p2p`` is ``backend``; the default is the table
+    of the backend that the plan declares.
 
     ``engine`` is ``fast`` (longest paths over columns), ``simpy`` (the
-    reference model) or ``auto``: fast, and SimPy where that does not apply.
-    Both give the same times to the last tick. A plan whose messages and
-    collectives share links is always timed by the reference model, with every
-    rank for itself.
+    reference model) or ``auto``: the fast engine, and SimPy for plans that it
+    does not support. Both give the same times to the last tick. A plan whose
+    messages and collectives share links is always timed by the reference model,
+    unfolded.
 
     Raises:
         SimulationError: the program cannot finish.
-        BadPlanAtError: ``engine`` is ``fast``, and only the reference model times this plan; links are shared by
-            more ranks than memory holds one by one; or a stage's time is shorter than its collectives.
+        BadPlanAtError: ``engine`` is ``fast``, and only the reference model supports this plan; links are shared and
+            the unfolded plan is too large; or a stage's time is shorter than its collectives.
         ValueError: there is no such engine.
     """
     if engine not in ("auto", "fast", "simpy"):
@@ -92,16 +99,16 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engin
     try:
         return _by_longest_paths(lowered, durations, model)
     except NotTimedError as reason:
-        by_model = _by_model(lowered, durations, model)  # it words what never ends
+        by_model = _by_model(lowered, durations, model)  # its error names the operations that never end
         if engine == "fast":
             raise _not_fast(str(reason)) from reason
         return by_model
 
 
 def _not_fast(reason: str) -> BadPlanAtError:
-    message = f"the fast engine does not time this plan: {reason}"
-    mend = "leave the engine to `auto`, or choose `simpy`"
-    return BadPlanAtError(Finding(NOT_FAST.code, Severity.ERROR, message, help=mend), ("cost",))
+    message = f"the fast engine does not support this plan: {reason}"
+    fix = "use the engine `auto` or `simpy`"
+    return BadPlanAtError(Finding(NOT_FAST.code, Severity.ERROR, message, help=fix), ("cost",))
 
 
 def _by_longest_paths(lowered: LoweredPlan, durations: Durations, model: ChannelModel) -> Simulation:
@@ -149,7 +156,7 @@ def _timeline(lowered: LoweredPlan, durations: Durations, outcome: Outcome) -> T
 
 
 def channel_model_of(lowered: LoweredPlan, backend: BackendTable | None = None) -> ChannelModel:
-    """How the transfers of a plan are carried out; connections are open before the step."""
+    """Channel model of a plan's transfers; connections are open before the step."""
     p2p = lowered.spec.cost.p2p
     if p2p == "async":
         return ChannelModel("directed_edge", "eager")
@@ -159,11 +166,11 @@ def channel_model_of(lowered: LoweredPlan, backend: BackendTable | None = None) 
 
 
 def spans_of(graph: OpGraph, durations: Durations, outcome: Outcome) -> tuple[Span, ...]:
-    """The spans of a finished outcome in microseconds, in order of op ids."""
+    """Spans of a finished outcome in microseconds, in order of op ids."""
 
     @cache
     def us(ticks: int) -> Fraction:
-        """Many operations begin and end together."""
+        """Exact microseconds, cached: many operations start and end together."""
         return Fraction(ticks, durations.ticks_per_us)
 
     texts = op_texts(graph.columns)
@@ -177,9 +184,46 @@ def spans_of(graph: OpGraph, durations: Durations, outcome: Outcome) -> tuple[Sp
 
 
 def _queue_labels(graph: OpGraph) -> list[str]:
-    """By op id, the queue that it names, else the channel of a transfer, or where the rank computes."""
+    """Queue label by op id: the named queue, else the channel of a transfer, else the compute queue."""
     channels = {NONE: COMPUTE_QUEUE, **{number: str(channel) for number, channel in enumerate(graph.channels)}}
     labels = [channels[channel] for channel in graph.channel.tolist()]
     for op_id in np.flatnonzero(graph.queue > HOST_QUEUE).tolist():
         labels[op_id] = graph.queues[int(graph.queue[op_id])]
     return labels
+
+
+def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
+    """The output of ``simulate --format json``; see ``docs/schemas/simulate.schema.json``.
+
+    Times are in ``unit``. A whole number is a JSON integer. For a fraction
+    without an exact binary form, an additional key with the suffix ``_exact``
+    holds ``"numerator/denominator"``.
+    """
+    return {
+        **number_to_json("makespan", simulation.makespan),
+        "unit": "us",
+        "p2p": simulation.p2p,
+        "send_completes": simulation.send_completes,
+        "engine": simulation.engine,
+        "ranks": [
+            {**_rank_to_json(figures), "memory": _memory_to_json(curve)}
+            for figures, curve in zip(simulation.figures, simulation.memory, strict=True)
+        ],
+    }
+
+
+def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
+    return {
+        "rank": figures.rank,
+        "coords": dict(figures.coords),
+        **figures_to_json(figures),
+    }
+
+
+def _memory_to_json(curve: MemoryCurve) -> dict[str, Any]:
+    """The memory peak in bytes, its time and its parts."""
+    return {
+        "peak_bytes": curve.peak,
+        **number_to_json("peak_at", curve.peak_at_us),
+        **{f"{part}_bytes": num_bytes for part, num_bytes in curve.make_up.items()},
+    }

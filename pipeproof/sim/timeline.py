@@ -1,7 +1,7 @@
-"""What ran when: one span per operation, simulated or measured, in one form.
+"""Timeline of a step: one span per operation, simulated or measured, in one form.
 
 A simulated timeline holds exact times in microseconds; a measured one holds
-what its clock gives (integer nanoseconds, say) and names the length of one
+the readings of its clock (such as integer nanoseconds) and the length of one
 tick in ``tick_us``. Every figure is an exact fraction of microseconds.
 """
 
@@ -11,27 +11,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import count
 from typing import Literal
 
-from pipeproof.schedule.asap import time_covered
-from pipeproof.schedule.op_texts import kinds_of
+from pipeproof.schedule.asap import Timed, time_covered
+from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
 
 Time = Fraction | int | float
 """A point in time or a duration, in ticks of its timeline."""
 
 COMPUTE_QUEUE = "compute"
-"""The queue that the rank's host walks; every other queue is a channel and carries its label, such as
-``forward 0->1``, or a further queue (a CUDA stream) that operations of the program name."""
+"""Queue of the rank's host. Every other queue is a channel, labelled like ``forward 0->1``, or a queue (such as a
+CUDA stream) that operations of the program name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One operation from its start to its end, in ticks.
 
-    A transfer starts when its queue comes to it, not when its data is there.
-    ``op`` is the text form; ``step`` tells the training steps of a measured
-    run apart, in which op ids repeat.
+    A transfer starts when its queue reaches it, not when its data arrives.
+    ``op`` is the text form; ``step`` numbers the training steps of a measured
+    run, in which op ids repeat.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of a step (or of several), with the ranks that they ran on.
+    """All spans of one or several steps, with their ranks.
 
     ``ranks`` holds the mesh coordinates of each global rank; ``matches`` the
     (send, recv) op ids of each message, for the arrows of a trace.
@@ -64,7 +65,7 @@ class Timeline:
     @cached_property
     def first_start(self) -> Time:
         """The first start over all ranks and queues, in ticks; 0 without spans."""
-        # Operations that begin together mostly share one object; to compare fractions takes longer than to find that.
+        # Operations that start together mostly share one object; comparing fractions is slower than comparing ids.
         return min({id(span.start): span.start for span in self.spans}.values(), default=0)
 
     @cached_property
@@ -77,7 +78,7 @@ class Timeline:
         return self._extent(tuple(span for span, _ in self._compute[rank]))
 
     def busy_us(self, rank: int) -> Fraction:
-        """Time in which ``rank`` is in compute operations (F, B, I, W); what runs side by side counts once."""
+        """Time in which ``rank`` computes (F, B, I, W); overlapped computations count once."""
         return Fraction(time_covered((self.us(span.start), self.us(span.end)) for span, _ in self._compute[rank]))
 
     def bubble_of_makespan_us(self, rank: int) -> Fraction:
@@ -85,7 +86,7 @@ class Timeline:
         return self.makespan_us - self.busy_us(rank)
 
     def bubble_of_span_us(self, rank: int) -> Fraction:
-        """Time of its own span in which ``rank`` does not compute (the figure of the zero-bubble papers)."""
+        """Time within the span of ``rank`` in which it does not compute (the bubble of the zero-bubble papers)."""
         return self.span_us(rank) - self.busy_us(rank)
 
     def peak_activations(self, rank: int) -> int:
@@ -93,7 +94,7 @@ class Timeline:
         return self._peak(rank, OpKind.BACKWARD_WEIGHT)
 
     def peak_activations_at_i(self, rank: int) -> int:
-        """The same if they are freed at the end of I; equal where the backward is not split."""
+        """Most chunk activations held at once if they are freed at the end of I; equal if the backward is not split."""
         return self._peak(rank, OpKind.BACKWARD_INPUT)
 
     def compute_spans(self, rank: int) -> tuple[tuple[Span, OpKind], ...]:
@@ -129,11 +130,22 @@ class Timeline:
         for span, kind in zip(spans, kinds_of(span.op for span in spans), strict=True):
             if kind in COMPUTE_KINDS:
                 by_rank[span.rank].append((span, kind))
-        for mine in by_rank:
-            mine.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
+        for spans_of_rank in by_rank:
+            spans_of_rank.sort(key=lambda pair: (pair[0].start, pair[0].end, pair[0].step, pair[0].op_id))
         return tuple(map(tuple, by_rank))
 
 
 def _is_channel(queue: str) -> bool:
-    """Whether a queue's name is the label of a channel, on which there are transfers alone."""
+    """True if the name of a queue is the label of a channel."""
     return "->" in queue
+
+
+def timeline_of(timed: Timed) -> Timeline:
+    """Timeline of the as-soon-as-possible times of a schedule, in the unit of its costs."""
+    ids = count()
+    spans = tuple(
+        Span(rank, COMPUTE_QUEUE, next(ids), str(op), start, end)
+        for rank, program in enumerate(timed.programs)
+        for op, start, end in zip(program, timed.starts[rank], timed.ends[rank], strict=True)
+    )
+    return Timeline(spans, tuple({"pp": rank} for rank in range(len(timed.programs))))

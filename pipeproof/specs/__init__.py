@@ -1,1 +1,1 @@
-"""What a person writes: the plan, its file, and what is said about it."""
+"""The plan: its sections, its file, and the checks of both."""

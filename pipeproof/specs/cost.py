@@ -1,43 +1,185 @@
-"""The section ``cost``: the times that the simulator takes."""
+"""The section ``cost``: the times that the simulator uses, given, computed, measured, or from links."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-from pipeproof.specs.analytic import AnalyticSpec
-from pipeproof.specs.checks import check_cost
-from pipeproof.specs.network import NetworkSpec
-from pipeproof.specs.profile import ProfilePath
-from pipeproof.specs.receives import Slowdown
+from pipeproof.diagnostics.problems import Problem, listed
+from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
 from pipeproof.specs.section import Section, refuse
-from pipeproof.specs.times import PositiveTimeByStage, StageTimes, Time, TimeByStage
+
+DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "mi300x"]
+"""An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
+
+MatmulDtype = Literal["float8"]
+"""A type narrower than that of weights and activations, for matrix products only."""
+
+NO_FLOAT8: frozenset[DeviceName] = frozenset({"a100"})
+"""Devices without matrix products in eight-bit floating point."""
+
+Algorithm = Literal["ring", "tree", "auto"]
+"""Algorithm of all-reduces; every other collective has one algorithm."""
+
+ProfilePath = Annotated[str, Field(min_length=1)]
+"""A file that `pipeproof run PLAN --profile FILE` wrote, relative to the plan file."""
 
 _DEFAULT_BACKWARD_US = Fraction(200)
 
 
+class AnalyticSpec(Section):
+    """Times computed from the data sheet of a device. A plain string such as ``h200`` is the device's name.
+
+    Efficiencies are the reached share of a data sheet's figure. They are
+    assumptions: measure yours.
+    """
+
+    device: DeviceName = Field(description="The accelerator of every rank.")
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None,
+        description="Type of weights and activations for these times; without it, `run.dtype`. Gradients of weights "
+        "are accumulated in float32.",
+    )
+    matmul_dtype: MatmulDtype | None = Field(
+        default=None,
+        description="Type of the products of blocks with their weights, except those of routers; without it, `dtype`. "
+        "Tensors are read, written and sent in `dtype`.",
+    )
+    attention: Literal["flash", "unfused"] = Field(
+        default="flash",
+        description="flash: only the causal half of the scores is computed, and none are stored; unfused: all scores "
+        "are computed and stored.",
+    )
+    ranks_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**16,
+        description="Number of consecutive global ranks that fast links connect; without it, that of the device's "
+        "usual node.",
+    )
+    matmul_efficiency: float = Field(default=0.7, gt=0, le=1, description="Share of peak of matrix products.")
+    attention_efficiency: float = Field(default=0.5, gt=0, le=1, description="Share of peak of attention.")
+    memory_efficiency: float = Field(default=0.8, gt=0, le=1, description="Share of memory bandwidth.")
+    link_efficiency: float = Field(default=0.75, gt=0, le=1, description="Share of the bandwidth of links and network.")
+    launch_us: float = Field(
+        default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
+    )
+    node_step_us: float = Field(
+        default=1, ge=0, le=10**6, description="Latency of a step of a ring, or of a message, inside a node."
+    )
+    network_step_us: float = Field(default=5, ge=0, le=10**6, description="The same between nodes.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_plain_string(cls, value: object) -> object:
+        return {"device": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the schema of the mapping, or of the plain string."""
+        mapping: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
+        return {
+            "title": mapping.pop("title"),
+            "description": mapping.pop("description"),
+            "anyOf": [{"type": "string", "enum": mapping["properties"]["device"]["enum"]}, mapping],
+        }
+
+
+class LinkSpec(Section):
+    """One kind of link."""
+
+    bandwidth: float = Field(
+        gt=0,
+        le=10**6,
+        description="Reached bandwidth in one direction, in GB/s (10^9 bytes); both directions have it at the same "
+        "time.",
+    )
+    latency_us: Time = Field(
+        default=Fraction(0),
+        description="Latency of a message, or of a step of a collective.",
+        json_schema_extra={"default": 0},
+    )
+
+
+class EdgeSpec(Section):
+    """Measured times of messages from one rank to another; `pipeproof rehearse PLAN -o FILE` writes these."""
+
+    source: int = Field(ge=0, description="Global rank that sends.")
+    destination: int = Field(ge=0, description="Global rank that receives.")
+    bandwidth: float = Field(gt=0, le=10**6, description="Reached bandwidth in GB/s (10^9 bytes).")
+    latency_us: Time = Field(
+        default=Fraction(0),
+        description="Time of a message apart from its bytes; it includes `launch_us`.",
+        json_schema_extra={"default": 0},
+    )
+
+
+class NetworkSpec(Section):
+    """The links between ranks, which give messages and collectives their times.
+
+    Together with ``cost.analytic``, whose data sheet describes the links, only
+    ``ranks_per_nic``, ``algorithm``, ``contention`` and ``edges`` are allowed.
+    """
+
+    ranks_per_node: int | None = Field(
+        default=None, ge=1, le=2**16, description="Number of consecutive global ranks that fast links connect."
+    )
+    node: LinkSpec | None = Field(default=None, description="Link of a rank to the other ranks of its node.")
+    between: LinkSpec | None = Field(default=None, description="Link of a network card to other nodes.")
+    ranks_per_nic: int = Field(
+        default=1, ge=1, le=2**16, description="Number of consecutive ranks of a node that share a network card."
+    )
+    launch_us: Time | None = Field(
+        default=None,
+        description="Time of a message or a collective before its first byte moves; without it, 0.",
+    )
+    algorithm: Algorithm = Field(
+        default="ring", description="Algorithm of all-reduces: ring, tree, or auto for the faster one at each size."
+    )
+    contention: bool = Field(
+        default=False,
+        description="Whether transfers that use a link at the same time share its bandwidth; if not, each has all of "
+        "it.",
+    )
+    edges: tuple[EdgeSpec, ...] = Field(
+        default=(),
+        strict=False,
+        description="Pairs of ranks with measured message times, each pair and direction once. All other messages, and "
+        "all collectives, follow the other keys.",
+        json_schema_extra={"default": []},
+    )
+
+
 class CostSpec(Section):
-    """What the simulator assumes each operation takes, in microseconds per stage and micro-batch.
+    """Assumed times of operations, in microseconds per stage and micro-batch.
 
     A time is exact: an integer, a decimal (0.1 is one tenth) or a fraction
-    ``a/b``; where a stage's time may differ, also a list by global stage.
-    The backward time is given whole (``backward_us``) or as its two halves.
+    ``a/b``; where stages may differ, also a list by global stage. The backward
+    time is given whole (``backward_us``) or as its two halves.
     """
 
     forward_us: PositiveTimeByStage = Field(
         default=Fraction(100), description="Time of a forward.", json_schema_extra={"default": 100}
     )
     backward_us: TimeByStage | None = Field(
-        default=None, description="Time of a backward; 200 where no backward time is given."
+        default=None, description="Time of a backward; 200 if no backward time is given."
     )
     backward_input_us: TimeByStage | None = Field(default=None, description="The backward's input-gradient part.")
     backward_weight_us: TimeByStage | None = Field(default=None, description="The backward's weight-gradient part.")
     overlapped_us: TimeByStage | None = Field(
         default=None,
-        description="Time of a forward and a backward that run side by side, as in DualPipe; a list goes by the stage "
-        "of the forward. Without it, the sum of both.",
+        description="Time of a forward and a backward that run in parallel, as in DualPipe; a list is by the stage of "
+        "the forward. Without it, the sum of both.",
     )
     optimizer_us: TimeByStage = Field(
         default=Fraction(0), description="Time of the optimizer's step.", json_schema_extra={"default": 0}
@@ -49,35 +191,36 @@ class CostSpec(Section):
     )
     p2p: Literal["async", "rendezvous", "backend"] = Field(
         default="async",
-        description="When a send ends: at once, when its receive is posted, or as run.backend does it.",
+        description="When a send ends: async, at once; rendezvous, when its receive is posted; backend, as on "
+        "run.backend.",
     )
     recv_slowdown: Slowdown = Field(
         default=None,
-        description="By which share of its time a computation gets longer while a receive of its rank is under way, 0 "
-        "to 1; without it, what is measured of the device of `analytic`, else 0.",
+        description="Share of its time, 0 to 1, by which a computation gets longer while a receive of its rank is in "
+        "progress. Without it, the measured share of the device of `analytic`, else 0.",
     )
 
     analytic: AnalyticSpec | None = Field(
-        default=None, description="In place of all times here: the device from whose data sheet they are computed."
+        default=None, description="The device whose data sheet gives all times, in place of the times here."
     )
     profile: ProfilePath | None = Field(
         default=None,
-        description="In place of all times here: the file of measured times that `run --profile` wrote, relative to "
-        "the plan file.",
+        description="A file of measured times that `run --profile` wrote, in place of the times here; relative to the "
+        "plan file.",
     )
     network: NetworkSpec | None = Field(
         default=None,
-        description="In place of p2p_latency_us: the links on which messages and collectives take their times.",
+        description="The links that give messages and collectives their times, in place of p2p_latency_us.",
     )
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        refuse(check_cost(self))
+        refuse(_problems(self))
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused_times(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Times beside ``analytic``, ``profile`` or ``network`` would be refused when the dump is loaded."""
+        """Leave out times that ``analytic``, ``profile`` or ``network`` replace: a dump with both would not load."""
         dumped: dict[str, Any] = dump(self)
         is_given = self.analytic is None and self.profile is None
         if is_given and self.network is not None:
@@ -85,31 +228,31 @@ class CostSpec(Section):
         return {key: value for key, value in dumped.items() if is_given or not key.endswith("_us")}
 
     def forward_of(self, stage: int) -> Fraction:
-        """Microseconds of one forward of global stage ``stage``."""
+        """Return the microseconds of one forward of global stage ``stage``."""
         return _at(self.forward_us, stage)
 
     def backward_input_of(self, stage: int) -> Fraction:
-        """Microseconds of the input-gradient part; half of the whole where only that is given."""
+        """Return the microseconds of the input-gradient part; half of the whole if only that is given."""
         part = self.backward_input_us
         return self.backward_of(stage) / 2 if part is None else _at(part, stage)
 
     def backward_weight_of(self, stage: int) -> Fraction:
-        """Microseconds of the weight-gradient part; half of the whole where only that is given."""
+        """Return the microseconds of the weight-gradient part; half of the whole if only that is given."""
         part = self.backward_weight_us
         return self.backward_of(stage) / 2 if part is None else _at(part, stage)
 
     def overlapped_of(self, forward: int, backward: int) -> Fraction:
-        """Microseconds of a forward of one stage beside a whole backward of another."""
+        """Return the microseconds of a forward of one stage in parallel with a whole backward of another."""
         if self.overlapped_us is None:
             return self.forward_of(forward) + self.backward_of(backward)
         return _at(self.overlapped_us, forward)
 
     def optimizer_of(self, stage: int) -> Fraction:
-        """Microseconds of the optimizer's step of global stage ``stage``."""
+        """Return the microseconds of the optimizer's step of global stage ``stage``."""
         return _at(self.optimizer_us, stage)
 
     def backward_of(self, stage: int) -> Fraction:
-        """Microseconds of one whole backward (input and weight gradients) of global stage ``stage``."""
+        """Return the microseconds of one whole backward (input and weight gradients) of global stage ``stage``."""
         if self.backward_us is not None:
             return _at(self.backward_us, stage)
         if self.backward_input_us is not None and self.backward_weight_us is not None:
@@ -119,3 +262,44 @@ class CostSpec(Section):
 
 def _at(times: StageTimes, stage: int) -> Fraction:
     return times[stage] if isinstance(times, tuple) else times
+
+
+def _problems(cost: CostSpec) -> list[Problem]:
+    """The backward time is given whole, or as both of its parts (PP104), and no time twice (PP106)."""
+    if cost.analytic is not None or cost.profile is not None:
+        source, verb = ("analytic", "computes") if cost.analytic is not None else ("profile", "measured")
+        return [
+            Problem(
+                "PP106",
+                (name,),
+                f"`cost.{name}` is given together with `cost.{source}`, which {verb} it",
+                help=f"remove {name}, or give all times and remove {source}",
+                at_key=True,
+            )
+            for name in sorted(cost.model_fields_set)
+            if (name.endswith("_us") or name == "profile" != source) and getattr(cost, name) is not None
+        ]
+    parts = [name for name in ("backward_input_us", "backward_weight_us") if getattr(cost, name) is not None]
+    if cost.backward_us is not None and parts:
+        names = listed([f"`cost.{name}`" for name in parts], "and")
+        return [
+            Problem(
+                "PP106",
+                ("backward_us",),
+                f"`cost.backward_us` is given together with {names}",
+                help="give backward_us alone, or backward_input_us and backward_weight_us",
+                at_key=True,
+            )
+        ]
+    if len(parts) == 1:
+        missing = "backward_weight_us" if parts == ["backward_input_us"] else "backward_input_us"
+        return [
+            Problem(
+                "PP104",
+                (parts[0],),
+                f"`cost.{parts[0]}` is given without `cost.{missing}`",
+                help=f"add `{missing}`, or give the whole time as backward_us",
+                at_key=True,
+            )
+        ]
+    return []

@@ -1,4 +1,4 @@
-"""Sizes of the types that tensors have."""
+"""Sizes of tensor types."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import re
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element, by the bits that a type's name ends with (``bfloat16``); one without takes 1."""
+    """Return the bytes of one element, from the bits at the end of a type's name (``bfloat16``); 1 without bits."""
     bits = re.search(r"\d+$", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1

@@ -1,4 +1,4 @@
-"""The section ``model``: the network."""
+"""The section ``model`` of a GPT."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeproof.specs.cut import EmptyLayersSpec
-from pipeproof.specs.dropout import DropoutSpec
-from pipeproof.specs.hyper_connections import HyperConnectionsSpec
-from pipeproof.specs.model_checks import check_model
-from pipeproof.specs.model_parts import MlaSpec, MoeSpec
-from pipeproof.specs.mtp import MtpSpec
-from pipeproof.specs.section import Section, refuse
+from pipeproof.diagnostics.problems import Problem
+from pipeproof.specs.model_parts import (
+    DropoutSpec,
+    EmptyLayersSpec,
+    HyperConnectionsSpec,
+    MlaSpec,
+    MoeSpec,
+    MtpSpec,
+)
+from pipeproof.specs.section import Section, divisors, multiples, refuse
 
 
 class ModelSpec(Section):
@@ -24,14 +27,14 @@ class ModelSpec(Section):
     num_heads: int = Field(
         ge=1,
         le=2**16,
-        description="Number of attention heads; divides hidden_size, unless the size of a head is given.",
+        description="Number of attention heads; divides hidden_size, unless head_size is given.",
     )
     num_kv_heads: int | None = Field(
         default=None,
         ge=1,
         le=2**16,
-        description="Heads of keys and values, each for a group of attention heads (arXiv:2305.13245); divides "
-        "num_heads. Without it, as many as num_heads.",
+        description="Number of heads of keys and values, each for a group of attention heads (arXiv:2305.13245); "
+        "divides num_heads. Without it, num_heads.",
     )
     head_size: int | None = Field(
         default=None, ge=2, le=2**16, description="Size of a head; without it, hidden_size / num_heads."
@@ -42,38 +45,39 @@ class ModelSpec(Section):
         default=None,
         ge=2,
         le=2**26,
-        description="Rows of the vocabulary from this one on are padding: no token has such an id. Without it, no row.",
+        description="Number of token ids without padding: rows of the vocabulary from this one on are padding. Without "
+        "it, there is no padding.",
     )
     seq_length: int = Field(ge=1, le=2**26, description="Tokens per sequence.")
     activation_order: Literal["sbh", "bsh"] = Field(
         default="sbh",
-        description="Dim order of the tensor between stages: s(equence), b(atch), h(idden).",
+        description="Order of the dims of the tensor between stages: s(equence), b(atch), h(idden).",
     )
     tied_embedding: bool = Field(
         default=False, description="Whether the head multiplies by the transpose of the embedding's weight."
     )
     moe: MoeSpec | None = Field(default=None, description="Experts in place of the MLP of most blocks.")
     mla: MlaSpec | None = Field(
-        default=None, description="Latent attention; its head sizes take the place of num_kv_heads and head_size."
+        default=None, description="Latent attention; its head sizes replace num_kv_heads and head_size."
     )
     mtp: MtpSpec | None = Field(default=None, description="Modules that predict tokens further ahead.")
     dropout: DropoutSpec | None = Field(
-        default=None, description="What is set to zero at random; without it, nothing. A number sets all three shares."
+        default=None, description="Dropout; without it, none. A number sets all three shares."
     )
     swiglu_limit: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
-        description="Makes every MLP and expert the clamped SwiGLU of gpt-oss: its gate is at most this, its other "
-        "factor between minus this and this. Without it, SwiGLU as it is.",
+        description="Clamp of the SwiGLU of every MLP and expert, as in gpt-oss: the gate is at most this, the other "
+        "factor between minus this and this. Without it, no clamp.",
     )
 
     empty_layers: EmptyLayersSpec | None = Field(
-        default=None, description="Layers that do nothing and only take a place in the cut; without it, none."
+        default=None, description="Layers that return their input and only count in the partition; without it, none."
     )
     final_norm: Literal["after_tail_empty", "before_tail_empty"] = Field(
         default="after_tail_empty",
-        description="Whether the last norm stands behind the empty layers of the tail, or before them.",
+        description="Position of the last norm: after the empty layers of the tail, or before them.",
     )
     hyper_connections: HyperConnectionsSpec | None = Field(
         default=None, description="Several residual streams between blocks; without it, one."
@@ -81,22 +85,22 @@ class ModelSpec(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        refuse(check_model(self))
+        refuse(_problems(self))
         return self
 
     @property
     def num_empty(self) -> tuple[int, int]:
-        """Empty layers before the blocks, and behind them."""
+        """Numbers of empty layers before and after the blocks."""
         return (0, 0) if self.empty_layers is None else (self.empty_layers.head, self.empty_layers.tail)
 
     @property
     def num_token_ids(self) -> int:
-        """How many ids tokens have: the vocabulary without its padding."""
+        """Number of token ids: the vocabulary without its padding."""
         return self.vocab_size if self.unpadded_vocab_size is None else self.unpadded_vocab_size
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
@@ -106,14 +110,97 @@ class ModelSpec(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that rotary positions turn."""
+        """Elements of a head that rotary positions rotate."""
         return self.size_of_head if self.mla is None else self.mla.rope_head_size
 
     @property
     def num_streams(self) -> int:
-        """Residual streams between blocks."""
+        """Number of residual streams between blocks."""
         return 1 if self.hyper_connections is None else self.hyper_connections.streams
 
     def has_experts(self, block: int) -> bool:
-        """Whether the block of that number has experts in place of the MLP."""
+        """Return True if the block of that number has experts in place of the MLP."""
         return self.moe is not None and block >= self.moe.dense_layers
+
+
+def _problems(model: ModelSpec) -> list[Problem]:
+    """Heads fit the hidden size and are even (PP108); the parts of a model fit it and each other (PP106, PP108)."""
+    heads = _check_latent(model) if model.mla is not None else [*_check_head_size(model), *_check_groups(model)]
+    return [*heads, *_check_vocabulary(model), *_check_experts(model)]
+
+
+def _check_head_size(model: ModelSpec) -> list[Problem]:
+    """Rotary embedding rotates pairs of elements, so the size of a head is even."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if model.head_size is not None:
+        if model.head_size % 2 == 0:
+            return []
+        message = f"model.head_size {model.head_size} is odd, and rotary attention needs an even number"
+        return [Problem("PP108", ("head_size",), message, help=f"set it to {multiples(model.head_size, 2)}")]
+    if hidden % heads:
+        message = f"model.hidden_size {hidden} does not divide into model.num_heads {heads} heads"
+    elif hidden // heads % 2:
+        message = (
+            f"a head has model.hidden_size {hidden} / model.num_heads {heads} = {hidden // heads} elements, "
+            "and rotary attention needs an even number"
+        )
+    else:
+        return []
+    fix = f"set model.hidden_size to {multiples(hidden, 2 * heads)}"
+    if hidden % 2 == 0:  # heads of an even size: their number divides half the hidden size
+        fix += f", or model.num_heads to {divisors(hidden // 2, heads)}"
+    return [Problem("PP108", ("hidden_size",), message, help=fix)]
+
+
+def _check_groups(model: ModelSpec) -> list[Problem]:
+    heads, kv_heads = model.num_heads, model.kv_heads
+    if heads % kv_heads == 0:
+        return []
+    message = f"model.num_heads {heads} does not divide into groups for model.num_kv_heads {kv_heads}"
+    fix = f"set model.num_kv_heads to {divisors(heads, kv_heads)}"
+    return [Problem("PP108", ("num_kv_heads",), message, help=fix)]
+
+
+def _check_latent(model: ModelSpec) -> list[Problem]:
+    assert model.mla is not None
+    problems = [
+        Problem(
+            "PP106",
+            (name,),
+            f"`model.{name}` is given together with `model.mla`, which has its own head sizes",
+            help=f"remove {name}",
+            at_key=True,
+        )
+        for name in ("num_kv_heads", "head_size")
+        if getattr(model, name) is not None
+    ]
+    size = model.mla.rope_head_size
+    if size % 2:
+        message = f"model.mla.rope_head_size {size} is odd, and rotary attention needs an even number"
+        problems.append(Problem("PP108", ("mla", "rope_head_size"), message, help=f"set it to {multiples(size, 2)}"))
+    return problems
+
+
+def _check_vocabulary(model: ModelSpec) -> list[Problem]:
+    """Padding makes a vocabulary larger, never smaller."""
+    size = model.num_token_ids
+    if size <= model.vocab_size:
+        return []
+    message = f"model.unpadded_vocab_size {size} is more than model.vocab_size {model.vocab_size}, padding included"
+    fix = f"set model.vocab_size to a multiple of topology.tp that is at least {size}"
+    return [Problem("PP106", ("unpadded_vocab_size",), message, help=fix)]
+
+
+def _check_experts(model: ModelSpec) -> list[Problem]:
+    moe, problems = model.moe, list[Problem]()
+    if moe is None:
+        return problems
+    if moe.top_k > moe.num_experts:
+        message = f"a token is sent to model.moe.top_k {moe.top_k} experts, and there are {moe.num_experts}"
+        fix = f"set model.moe.top_k to at most {moe.num_experts}"
+        problems.append(Problem("PP106", ("moe", "top_k"), message, help=fix))
+    if moe.dense_layers >= model.num_layers:
+        message = f"model.moe.dense_layers {moe.dense_layers} leaves none of {model.num_layers} blocks for experts"
+        fix = f"set it to at most {model.num_layers - 1}, or remove model.moe"
+        problems.append(Problem("PP106", ("moe", "dense_layers"), message, help=fix))
+    return problems

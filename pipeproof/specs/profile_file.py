@@ -1,4 +1,4 @@
-"""The file that ``pipeproof run PLAN --profile FILE`` writes and ``cost.profile`` reads.
+"""The file of measured times that ``pipeproof run PLAN --profile FILE`` writes and ``cost.profile`` reads.
 
 Times are microseconds of one machine's monotonic clock, as medians and
 quartiles over all ranks and counted steps.
@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from pipeproof.specs.finding import BadPlanError, Finding, Location, Severity
-from pipeproof.specs.problems import describe_value, dotted
-from pipeproof.specs.profile import NOT_A_PROFILE, UNREADABLE_PROFILE
-from pipeproof.specs.times import MAX_TIME_US
-from pipeproof.specs.yaml_tree import parse_text
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, Severity
+from pipeproof.diagnostics.problems import describe_value, dotted
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.specs.exact_times import MAX_TIME_US
 
 MAX_BYTES = 2**24
 """Largest profile."""
@@ -29,10 +30,10 @@ _Item = TypeVar("_Item")
 _Listed = Annotated[tuple[_Item, ...], Field(strict=False)]
 """A list in the file."""
 _Section = Annotated[dict[str, JsonValue], Field(json_schema_extra={"required": []})]
-"""A section of a plan, which a release may have other keys for."""
+"""A section of a plan; other releases may have other keys."""
 
 TimedKind = Literal["F", "B", "I", "W", "REDUCE_GRAD", "STEP"]
-"""What a stage does that takes time of its own, by its mark in the text form of operations."""
+"""An operation of a stage that takes time, by its mark in the text form of operations."""
 
 CollectiveName = Literal["ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "BARRIER"]
 """A collective; the gathers of the partial transport are all-gathers."""
@@ -43,13 +44,13 @@ class _Part(BaseModel):
 
 
 class Spread(_Part):
-    """How long something took, as often as it was measured."""
+    """Statistics of a measured time."""
 
-    count: _Count = Field(description="How many were measured.")
+    count: _Count = Field(description="Number of measurements.")
     q1_us: _Time = Field(description="Lower quartile.")
     median_us: _Time = Field(description="Median.")
     q3_us: _Time = Field(description="Upper quartile.")
-    mean_us: _Time = Field(description="Mean: far above the median where a few took very long.")
+    mean_us: _Time = Field(description="Mean: far above the median if a few took very long.")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -59,50 +60,50 @@ class Spread(_Part):
 
 
 class SizedSpread(Spread):
-    """The same of messages of one size."""
+    """Statistics of messages of one size."""
 
     num_bytes: _Bytes = Field(alias="bytes", description="Bytes of one message.")
 
 
 class CollectivePoint(Spread):
-    """The same of collectives of one kind and size, from the arrival of the last member to its end on each."""
+    """Statistics of collectives of one kind and size, from the arrival of the last member to the end on each."""
 
     kind: CollectiveName = Field(description="The collective.")
     axis_size: int = Field(ge=2, description="Members of the group.")
-    num_bytes: _Bytes = Field(alias="bytes", description="Bytes of the tensor that each rank puts in.")
+    num_bytes: _Bytes = Field(alias="bytes", description="Bytes of each rank's input tensor.")
 
 
 class StageOp(_Part):
     """One kind of operation of a stage."""
 
     kind: TimedKind = Field(description="The operation.")
-    whole: Spread = Field(description="From start to end, the collectives inside among it.")
-    own: Spread = Field(description="The same without the collectives inside.")
+    whole: Spread = Field(description="From start to end, including the collectives inside.")
+    own: Spread = Field(description="From start to end, without the collectives inside.")
 
 
 class StageTimes(_Part):
-    """What one stage takes for a micro-batch, over its tensor- and data-parallel ranks."""
+    """Times of one stage for a micro-batch, over its tensor- and data-parallel ranks."""
 
     stage: int = Field(ge=0, description="Global stage.")
     ops: _Listed[StageOp] = Field(description="Each kind of operation once.")
 
 
 class Machine(_Part):
-    """Where it was measured."""
+    """The machine of the measurement."""
 
     processor: str = Field(description="Model of the processor.")
-    cores: _Count = Field(description="Processors that the processes may use, all together.")
-    processes: _Count = Field(description="Processes of the plan's ranks; the reference runs after them.")
-    threads: _Count = Field(description="Compute threads of each process.")
-    framework: str = Field(description="What computes, with its version.")
-    devices: _Listed[str] = Field(default=(), description="The GPU of each rank; none where processors compute.")
+    cores: _Count = Field(description="Number of processors that all processes together may use.")
+    processes: _Count = Field(description="Number of processes of the plan's ranks; the reference runs after them.")
+    threads: _Count = Field(description="Number of compute threads of each process.")
+    framework: str = Field(description="The framework, with its version.")
+    devices: _Listed[str] = Field(default=(), description="The GPU of each rank; none for runs on CPUs.")
     system: str = Field(description="The operating system.")
 
 
 class MeasuredPlan(_Part):
-    """The plan that was measured, as far as its times depend on it. Keys with default values are left out."""
+    """The keys of the measured plan on which its times depend. Keys with default values are left out."""
 
-    digest: str = Field(pattern="^[0-9a-f]{64}$", description="Of the plan, as `check` prints it.")
+    digest: str = Field(pattern="^[0-9a-f]{64}$", description="Digest of the plan, as `check` prints it.")
     model: _Section = Field(description="Section `model`.")
     topology: _Section = Field(description="Section `topology`.")
     stages: _Listed[_Listed[str]] = Field(description="The layers of each global stage.")
@@ -111,7 +112,7 @@ class MeasuredPlan(_Part):
     micro_batch_size: _Count = Field(description="Sequences in a micro-batch.")
     uneven: bool = Field(
         default=False,
-        description="Whether micro-batches differ in size: times are then of all together, and predict nothing.",
+        description="Whether micro-batches differ in size: times are then over all of them, and predict nothing.",
     )
     backend: str = Field(description="`run.backend`.")
     device: str = Field(description="`run.device`.")
@@ -120,35 +121,35 @@ class MeasuredPlan(_Part):
 
 
 class Steps(_Part):
-    """Which steps count."""
+    """Steps of the measurement."""
 
-    run: _Count = Field(description="Steps that were run.")
-    counted: _Count = Field(description="The last ones, which are counted: without the first, where there are others.")
+    run: _Count = Field(description="Number of steps that were run.")
+    counted: _Count = Field(description="Number of last steps that are counted: without the first, if there are more.")
 
 
 class ClockOfTimes(_Part):
-    """Whose clock the times are of."""
+    """The clock of the times."""
 
     name: Literal["host", "device"] = Field(
-        description="Of processes that wait for what they ask for, or of GPUs that run behind them."
+        description="host: processes that wait for each operation; device: GPUs that run asynchronously."
     )
-    accuracy_us: _Time = Field(description="How far times of two ranks may be off against each other, at most.")
+    accuracy_us: _Time = Field(description="Largest clock difference between two ranks.")
 
 
 HOST_CLOCK = ClockOfTimes(name="host", accuracy_us=0.0)
-"""One for all processes of a machine."""
+"""One clock for all processes of a machine."""
 
 
 class DeviceMemory(_Part):
-    """The most that one rank's allocator had in the last step."""
+    """Peak memory of one rank's allocator in the last step."""
 
     rank: int = Field(ge=0, description="Global rank.")
-    allocated_bytes: _Bytes = Field(description="Given out to tensors.")
-    reserved_bytes: _Bytes = Field(description="Taken from the device; the rest is rounding and gaps.")
+    allocated_bytes: _Bytes = Field(description="Bytes in tensors.")
+    reserved_bytes: _Bytes = Field(description="Bytes taken from the device; the rest is rounding and fragmentation.")
 
 
 class Host(_Part):
-    """What the host takes where a simulation has it take nothing; no prediction uses it."""
+    """Host overhead, which a simulation takes as zero; no prediction uses it."""
 
     between_ops: Spread | None = Field(description="From the end of an operation to the start of the next on its rank.")
     after_wait: Spread | None = Field(
@@ -165,16 +166,16 @@ class Profile(_Part):
     steps: Steps
     stages: _Listed[StageTimes] = Field(description="By global stage.")
     messages: _Listed[SizedSpread] = Field(
-        description="In the steps: from a send's post until its receive is done, where the receive was posted first; "
-        "by bytes."
+        description="In the steps, by bytes: from a send's post until its receive is done, for receives that were "
+        "posted before."
     )
     bare_messages: _Listed[SizedSpread] = Field(
-        description="The same before the first step, one message at a time and nothing beside it."
+        description="Messages before the first step, one at a time without other traffic; by bytes."
     )
     collectives: _Listed[CollectivePoint] = Field(description="By kind, axis size and bytes.")
     host: Host
     clock: ClockOfTimes = Field(default=HOST_CLOCK)
-    memory: _Listed[DeviceMemory] = Field(default=(), description="By rank; none where processors compute.")
+    memory: _Listed[DeviceMemory] = Field(default=(), description="By rank; none for runs on CPUs.")
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -188,21 +189,58 @@ class Profile(_Part):
             [("", 0, point.num_bytes) for point in self.messages],
             [("", 0, point.num_bytes) for point in self.bare_messages],
         ]
-        if any(a >= b for one in points for a, b in pairwise(one)):
+        if any(a >= b for series in points for a, b in pairwise(series)):
             raise ValueError("points of messages or collectives are not in order of their sizes, each once")
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file; see ``docs/schemas/profile.schema.json``."""
+        """Return the content of the file; see ``docs/schemas/profile.schema.json``."""
         return self.model_dump(mode="json", by_alias=True)
 
 
+UNREADABLE_PROFILE = RuleDoc(
+    code="PP160",
+    title="the profile cannot be read",
+    explanation=(
+        "`cost.profile` is relative to the plan file. The file does not exist, is a directory, may not be read, is "
+        "larger than any profile, or is not UTF-8 text."
+    ),
+    wrong="cost: {profile: profiles/}   # a directory",
+    right="cost: {profile: profiles/measured.json}",
+)
+NOT_A_PROFILE = RuleDoc(
+    code="PP161",
+    title="the file is not a complete profile",
+    explanation=(
+        "`pipeproof run PLAN --profile FILE` writes profiles, and this release reads one version of them. A file that "
+        "is truncated, edited by hand or written by another tool is refused. So is a profile without a time for an "
+        "operation of the plan: a missing time would be simulated as zero."
+    ),
+    wrong="cost: {profile: profiles/cut_short.json}",
+    right="cost: {profile: profiles/measured.json}",
+)
+OTHER_PLAN = RuleDoc(
+    code="PP162",
+    title="the profile was measured on another plan",
+    explanation=(
+        "The time of a stage depends on the model, on the layers of the stage, on the mesh axes that shard them, on "
+        "the size of a micro-batch, on the type of the elements and on the optimizer. All of these must equal those of "
+        "the measured run. Schedules, transports, the number of micro-batches and, if the stages are the same, the "
+        "number of pipeline ranks may differ: predicting those is the purpose of a profile."
+    ),
+    wrong="cost: {profile: profiles/measured.json}\ntopology: {pp: 2, tp: 2}",
+    right="cost: {profile: profiles/measured.json}\nschedule: {kind: gpipe, num_micro_batches: 8}",
+)
+
+PROFILE_CODES: tuple[RuleDoc, ...] = (UNREADABLE_PROFILE, NOT_A_PROFILE, OTHER_PLAN)
+
+
 class ProfileError(BadPlanError):
-    """A profile that cannot be read, with the place in it."""
+    """A profile that cannot be read, with locations in it."""
 
 
 def profile_json_schema() -> dict[str, Any]:
-    """The JSON Schema of the file."""
+    """Return the JSON Schema of the file."""
     schema = Profile.model_json_schema(mode="serialization", by_alias=True)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -222,43 +260,37 @@ def read_profile(path: Path) -> Profile:
     tree = parse_text(_text_of(path), shown)
     problems = [_finding(problem.message, tree.source.at(problem.span)) for problem in tree.problems]
     if problems or not isinstance(tree.data, dict):
-        found = "nothing" if tree.data is None else describe_value(tree.data)
+        value = "nothing" if tree.data is None else describe_value(tree.data)
         raise ProfileError(
-            *(problems or [_finding(f"`{shown}` is not a profile, found {found}", Location(shown, 1, 1))])
+            *(problems or [_finding(f"`{shown}` is not a profile, found {value}", Location(shown, 1, 1))])
         )
     try:
         return Profile.model_validate(tree.data)
     except ValidationError as error:
         findings, details = [], error.errors(include_url=False)
         for detail in details[:_MOST_FINDINGS]:
-            at = tuple(detail["loc"])
-            where = f"`{dotted(at)}`" if at else f"`{shown}`"
+            path_in_file = tuple(detail["loc"])
+            name = f"`{dotted(path_in_file)}`" if path_in_file else f"`{shown}`"
             findings.append(
-                _finding(f"{where}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", tree.source.locate(at))
+                _finding(f"{name}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", tree.source.locate(path_in_file))
             )
         if len(details) > len(findings):
-            findings.append(_finding(f"{len(details) - len(findings)} more of the kind", Location(shown, 1, 1)))
+            findings.append(
+                _finding(f"{len(details) - len(findings)} more problems of this kind", Location(shown, 1, 1))
+            )
         raise ProfileError(*findings) from error
 
 
-def _finding(message: str, place: Location) -> Finding:
-    mend = "measure anew: `pipeproof run PLAN --profile FILE`"
-    return Finding(NOT_A_PROFILE.code, Severity.ERROR, message, place, mend)
+def _finding(message: str, location: Location) -> Finding:
+    fix = "measure again: `pipeproof run PLAN --profile FILE`"
+    return Finding(NOT_A_PROFILE.code, Severity.ERROR, message, location, fix)
 
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreadable(f"cannot read `{path}`: {reason[:1].lower()}{reason[1:]}") from error
-    if len(content) > MAX_BYTES:
-        raise _unreadable(f"`{path}` has more than {MAX_BYTES} bytes, which no profile needs")
-    return text
-
-
-def _unreadable(message: str) -> ProfileError:
-    mend = "`pipeproof run PLAN --profile FILE` writes a profile"
-    return ProfileError(Finding(UNREADABLE_PROFILE.code, Severity.ERROR, message, help=mend))
+        return read_utf8(str(path), MAX_BYTES, "profile")
+    except UnreadableTextError as error:
+        fix = "`pipeproof run PLAN --profile FILE` writes a profile"
+        raise ProfileError(
+            Finding(UNREADABLE_PROFILE.code, Severity.ERROR, error.message, error.location, fix)
+        ) from error

@@ -1,4 +1,4 @@
-"""From pydantic's errors to problems with our codes, words and suggestions."""
+"""Conversion of pydantic's errors to problems with our codes, messages and suggested fixes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.own_layers import LayersSpec
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.problems import (
+from pipeproof.diagnostics.problems import (
     PROBLEMS,
     KeyPath,
     Problem,
@@ -21,6 +18,9 @@ from pipeproof.specs.problems import (
     nearest_name,
     shortened,
 )
+from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
 
 _SECTION = "a mapping of keys"
@@ -47,7 +47,7 @@ _BOUNDS = {
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Every problem behind a validation error of ``PlanSpec``, in the order of the keys."""
+    """Return all problems of a validation error of ``PlanSpec``, in the order of the keys."""
     details = error.errors(include_url=False)
     problems = [problem for detail in details for problem in _problems(detail)]
     misspelt = {
@@ -55,7 +55,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
         for path in (tuple(detail["loc"]) for detail in details if detail["type"] in _UNKNOWN)
         if (suggestion := _near_key(path)) is not None
     }
-    # A key that is there under a misspelt name is not also reported as missing.
+    # A key that is given under a misspelt name is not also reported as missing.
     return [problem for problem in problems if not (problem.code == "PP104" and problem.path in misspelt)]
 
 
@@ -74,11 +74,11 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
     elif kind == "literal_error":
         yield _not_allowed(path, value)
     elif kind in _BOUNDS:
-        key, words = _BOUNDS[kind]
+        key, bound = _BOUNDS[kind]
         yield Problem(
             "PP106",
             _shown(path),
-            f"`{_dotted(path)}` must be {words.format(context[key])}, found {describe_value(value)}",
+            f"`{_dotted(path)}` must be {bound.format(context[key])}, found {describe_value(value)}",
         )
     elif kind == "finite_number":
         yield Problem("PP106", _shown(path), f"`{_dotted(path)}` must be finite, found {describe_value(value)}")
@@ -87,7 +87,7 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
 
 
 def _shown(path: KeyPath) -> KeyPath:
-    """The path as the plan has it: pydantic puts the family of a model behind ``model``."""
+    """The path in the plan file: without the family of a model, which pydantic puts behind ``model``."""
     return (path[0], *path[2:]) if len(path) > 1 and path[0] == _MODEL else path
 
 
@@ -101,7 +101,7 @@ def _wrong_type(path: KeyPath, value: object, expected: str) -> Problem:
 
 
 def _conversion(value: object, expected: str) -> str | None:
-    """The value that was probably meant, where one is obvious."""
+    """The suggested fix for an obvious mistake."""
     if expected in ("an integer", "a number"):
         if isinstance(value, float) and value.is_integer() and abs(value) < 10**15:
             return f"write {int(value)}"
@@ -134,7 +134,7 @@ def _not_allowed(path: KeyPath, value: object) -> Problem:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The values that a key may have by name, one that may be left out included."""
+    """The literal values of a key, optional or not."""
     literals = [option for option in (annotation, *get_args(annotation)) if get_origin(option) is Literal]
     return tuple(value for literal in literals for value in get_args(literal))
 
@@ -143,8 +143,8 @@ def _unknown_key(path: KeyPath) -> Problem:
     section, name = path[:-1], str(path[-1])
     shown = shortened(name)
     known = _sections().get(_without_indices(section), ())
-    where = f"`{_dotted(section)}`" if len(_shown(section)) else "a plan"
-    return Problem("PP102", _shown(path), f"{where} has no key `{shown}`", _key_help(path, known), at_key=True)
+    owner = f"`{_dotted(section)}`" if len(_shown(section)) else "a plan"
+    return Problem("PP102", _shown(path), f"{owner} has no key `{shown}`", _key_help(path, known), at_key=True)
 
 
 def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
@@ -171,23 +171,23 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
 
 
 def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
-    """Whether these are the same section of two families of models."""
+    """True for the same section of two families of models."""
     return other != section and _shown(other) == _shown(section)
 
 
 def _near_key(path: KeyPath) -> str | None:
-    """The key of the same section that was probably meant."""
+    """The most similar key of the same section."""
     section, name = _without_indices(path[:-1]), str(path[-1])
     return nearest_name(name, _sections().get(section, ()))
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
-    """The items of a list have the same keys wherever they stand."""
+    """The path without list indices: all items of a list have the same keys."""
     return tuple(part for part in path if isinstance(part, str))
 
 
 def _sections() -> dict[KeyPath, tuple[str, ...]]:
-    """The keys of each section, however deep, the top first."""
+    """The keys of each section at any depth, the top first."""
     sections: dict[KeyPath, tuple[str, ...]] = {}
 
     def add(path: KeyPath, model: type[BaseModel]) -> None:
@@ -201,8 +201,10 @@ def _sections() -> dict[KeyPath, tuple[str, ...]]:
 
 
 def _family(section: type[BaseModel]) -> KeyPath:
-    """What pydantic puts behind ``model`` for this family of models; nothing for other sections."""
-    return tuple(name for name, family in zip(_FAMILIES, (ModelSpec, LayersSpec), strict=True) if section is family)
+    """The tag that pydantic puts behind ``model`` for a family of models; empty for other sections."""
+    return tuple(
+        name for name, family in zip(_FAMILIES, (ModelSpec, CustomModelSpec), strict=True) if section is family
+    )
 
 
 def _field_of(path: KeyPath) -> Any:

@@ -1,31 +1,84 @@
-"""The section ``schedule``: in which order each pipeline rank works."""
+"""The section ``schedule``: the order in which each pipeline rank works."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
-from pipeproof.specs.schedule_checks import StagePlacement, check_own_schedule, check_placement
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.specs.section import FROM_LIST, Section, refuse
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half",
     "v_min", "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "optimal", "custom", "file",
 ]  # fmt: skip
-"""A kind of schedule; ``pipeproof.schedule.kinds`` says what each is."""
+"""A kind of schedule; ``pipeproof.schedule.kinds`` describes each."""
+
+_MAX_STAGE = 2**32
+"""Largest number of a stage."""
+
+
+def _validate_placement(value: object) -> Literal["loop", "v"] | tuple[tuple[int, ...], ...]:
+    if value == "loop" or value == "v":  # a comparison with each narrows the type
+        return value
+    if not isinstance(value, list | tuple):
+        code = "PP106" if isinstance(value, str) else "PP105"
+        raise problems_error([_not_a_placement(code, (), "loop, v or a list of the stages of each rank", value)])
+    problems = []
+    for rank, stages in enumerate(value):
+        if not isinstance(stages, list | tuple):
+            problems.append(_not_a_placement("PP105", (rank,), "a list of stages", stages))
+            continue
+        for index, stage in enumerate(stages):
+            if type(stage) is not int:
+                problems.append(_not_a_placement("PP105", (rank, index), "an integer", stage))
+            elif not 0 <= stage <= _MAX_STAGE:
+                problems.append(_not_a_placement("PP106", (rank, index), "the number of a stage", stage))
+    if problems:
+        raise problems_error(problems)
+    return tuple(tuple(stages) for stages in value)
+
+
+def _not_a_placement(code: str, path: KeyPath, expected: str, value: object) -> Problem:
+    name = dotted(("schedule", "placement", *path))
+    return Problem(code, path, f"`{name}` must be {expected}, found {describe_value(value)}")
+
+
+def _to_json(value: Literal["loop", "v"] | tuple[tuple[int, ...], ...]) -> str | list[list[int]]:
+    return value if isinstance(value, str) else [list(stages) for stages in value]
+
+
+StagePlacement = Annotated[
+    Literal["loop", "v"] | tuple[tuple[int, ...], ...],
+    PlainValidator(_validate_placement),
+    PlainSerializer(_to_json, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "enum": ["loop", "v"]},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                },
+            ]
+        }
+    ),
+]
+"""``loop``, ``v``, or the stages of each pipeline rank."""
 
 
 class ScheduleSpec(Section):
     """The order in which each pipeline rank works on its micro-batches."""
 
     kind: ScheduleName = Field(
-        description="Which schedule; `pipeproof schedule list` says what each is. file: read from path; custom: as "
-        "programs give it."
+        description="The kind of schedule; `pipeproof schedule list` describes each. file: read from path; custom: "
+        "given by programs."
     )
     variant: Literal["torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced"] | None = Field(
         default=None,
-        description="Whose order, where tools differ; without it, that of the backend's own tool.",
+        description="The tool whose order is used, where tools differ; without it, that of the backend.",
     )
     path: str | None = Field(
         default=None,
@@ -34,8 +87,8 @@ class ScheduleSpec(Section):
     )
     format: Literal["auto", "text", "csv", "csv-comms", "fleet"] = Field(
         default="auto",
-        description="Of the file: our text form, PyTorch's CSV without or with communication, or the strings of "
-        "Fleet's static scheduler; auto looks at it.",
+        description="Format of the file: our text form, PyTorch's CSV without or with communication, or the strings of "
+        "Fleet's static scheduler; auto detects it.",
     )
     programs: Annotated[tuple[Annotated[tuple[str, ...], FROM_LIST], ...], FROM_LIST] | None = Field(
         default=None, description="With kind custom, the operations of each pipeline rank in order, such as 0F0."
@@ -43,47 +96,96 @@ class ScheduleSpec(Section):
     num_micro_batches: int = Field(ge=1, le=10**6, description="Micro-batches per step and data-parallel rank.")
     micro_batch_size: int = Field(ge=1, le=10**6, description="Sequences in a micro-batch.")
     last_micro_batch_size: int | None = Field(
-        default=None, ge=1, le=10**6, description="Sequences in the last micro-batch, where it has fewer."
+        default=None, ge=1, le=10**6, description="Sequences in the last micro-batch, if it has fewer."
     )
     seq_lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**26)], ...], FROM_LIST] | None = Field(
         default=None, description="Tokens per sequence of each micro-batch, where they differ."
     )
     num_chunks: int = Field(
-        default=1, ge=1, le=2**16, description="Stages per pipeline rank, as many as the schedule takes."
+        default=1, ge=1, le=2**16, description="Stages per pipeline rank; the schedule limits the choice."
     )
     micro_batch_group_size: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="With variant megatron, micro-batches that go through a chunk at a time; without it, as many as "
-        "there are pipeline ranks.",
+        description="With variant megatron, number of micro-batches that go through a chunk before the next chunk; "
+        "without it, the number of pipeline ranks.",
     )
     num_sequence_splits: int = Field(
         default=1,
         ge=1,
         le=2**16,
-        description="Equal pieces into which each sequence is cut; more than 1 with seq1f1b, file and custom.",
+        description="Number of equal splits of each sequence; more than 1 with seq1f1b, file and custom.",
     )
     memory_limit: int | None = Field(
         default=None,
         ge=1,
         le=10**9,
-        description="Most chunk activations of one micro-batch that a rank may hold, from F to the end of W. With kind "
-        "optimal; `advise` keeps to it too.",
+        description="Largest number of chunk activations of one micro-batch that a rank holds, from F to the end of W. "
+        "For kind optimal; `advise` respects it too.",
     )
     reduce_gradients: Literal["at_end", "when_ready"] = Field(
         default="at_end",
-        description="When gradients are summed over ranks: after all computations, or those of a stage beside what "
-        "follows the last computation that adds to them. A stage that has copies is summed at the end in any case.",
+        description="When gradients are summed over ranks: at_end, after all computations; when_ready, those of a "
+        "stage after the last computation that adds to them, in parallel with later computations. Gradients of a stage "
+        "with copies are always summed at the end.",
     )
     placement: StagePlacement | None = Field(
         default=None,
-        description="How stages are dealt to ranks: loop, v (there and back), or the stages of each pipeline rank; a "
-        "stage listed on several ranks has a copy on each. Without it, as the schedule needs, and with kinds file and "
-        "custom as they compute them.",
+        description="Assignment of stages to ranks: loop (round-robin), v (there and back), or the stages of each "
+        "pipeline rank; a stage listed on several ranks has a copy on each. Without it, as the schedule needs, and "
+        "with kinds file and custom as they compute them.",
     )
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        refuse([*check_own_schedule(self), *check_placement(self)])
+        refuse([*_check_source(self), *_check_placement(self)])
         return self
+
+
+def _check_source(schedule: ScheduleSpec) -> list[Problem]:
+    """PP104 if the file or the programs are missing, PP106 for keys that belong to another kind."""
+    problems = []
+    for kind, key in (("file", "path"), ("custom", "programs")):
+        given = getattr(schedule, key) is not None
+        if schedule.kind == kind and not given:
+            message = f"`schedule.{key}` is missing, which `kind: {kind}` needs"
+            example = "path: schedules/zb.csv" if key == "path" else "programs: [[0F0, 0B0], [1F0, 1B0]]"
+            problems.append(Problem("PP104", ("kind",), message, help=f"add `{example}`"))
+        elif given and schedule.kind != kind:
+            message = f"`schedule.{key}` is given, and `kind: {schedule.kind}` does not use it"
+            problems.append(Problem("PP106", (key,), message, help=f"use kind: {kind}, or remove {key}", at_key=True))
+    if schedule.programs == ():
+        problems.append(Problem("PP106", ("programs",), "`schedule.programs` is empty", help="give one for each rank"))
+    if schedule.format != "auto" and schedule.kind != "file":
+        message = f"`schedule.format` is given, and `kind: {schedule.kind}` is not read from a file"
+        problems.append(Problem("PP106", ("format",), message, help="use kind: file, or remove format", at_key=True))
+    return problems
+
+
+def _check_placement(schedule: ScheduleSpec) -> list[Problem]:
+    """PP106: a list of stages by rank has every stage, all equally often, and replaces ``num_chunks``."""
+    placement = schedule.placement
+    if not isinstance(placement, tuple):
+        return []
+    problems = []
+    if schedule.num_chunks > 1:
+        message = "`schedule.num_chunks` is given together with a list of stages as `schedule.placement`"
+        problems.append(Problem("PP106", ("num_chunks",), message, help="remove num_chunks", at_key=True))
+    copies = Counter(stage for stages in placement for stage in stages)
+    missing = [stage for stage in range(max(copies, default=0)) if stage not in copies]
+    if missing:
+        message = f"`schedule.placement` lists stage {max(copies)}, and stage {listed(missing, 'and')} is missing"
+        problems.append(Problem("PP106", ("placement",), message, help="number stages from 0"))
+    elif len(set(copies.values())) > 1 and not any(len(set(stages)) < len(stages) for stages in placement):
+        few, many = (pick(copies, key=lambda stage: copies[stage]) for pick in (min, max))
+        message = f"`schedule.placement` has stage {few} on {copies[few]} and stage {many} on {copies[many]} ranks"
+        problems.append(Problem("PP106", ("placement",), message, help="list each stage once, or all equally often"))
+    for rank, stages in enumerate(placement):
+        if not stages:
+            problems.append(Problem("PP106", ("placement", rank), f"pipeline rank {rank} has no stage"))
+        elif len(set(stages)) < len(stages):
+            problems.append(
+                Problem("PP106", ("placement", rank), f"pipeline rank {rank} has one stage twice: {list(stages)}")
+            )
+    return problems

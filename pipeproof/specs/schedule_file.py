@@ -1,12 +1,12 @@
-"""Schedules from files, or from programs in the plan: their codes, PP130 to PP139, and the text of a file."""
+"""Codes of schedules from files or from programs in the plan, PP130 to PP139, and reading such a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import BadPlanError, Finding, Location, Severity
-from pipeproof.specs.source import LINE_BREAK
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
 
 MAX_BYTES = 2**26
 """Largest schedule file."""
@@ -18,7 +18,7 @@ UNREADABLE = RuleDoc(
     title="the schedule file cannot be read",
     explanation=(
         "`schedule.path` is relative to the plan file. The file does not exist, is a directory, may not be read, is "
-        "larger than any schedule, or is not text in UTF-8."
+        "larger than any schedule, or is not UTF-8 text."
     ),
     wrong="schedule: {kind: file, path: schedules/, num_micro_batches: 4, micro_batch_size: 2}   # a directory",
     right="schedule: {kind: file, path: schedules/zb.csv, num_micro_batches: 4, micro_batch_size: 2}",
@@ -37,10 +37,10 @@ BAD_OPERATION = RuleDoc(
     code="PP132",
     title="not an operation of this format",
     explanation=(
-        "Operations are read strictly: the whole text must be one. PyTorch's own reader takes `2F0xyz` for `2F0`, "
-        "and a slip of the pen becomes another schedule. Its CSV has compute operations (F, B, I, W and overlapped "
-        "pairs), SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD and REDUCE_GRAD; our text form has more. Fleet's "
-        "strings have f and b, as in `f0;b0;` or `f0_vp1;b0_vp1;`."
+        "Operations are read strictly: the full text must be one operation. PyTorch's own reader accepts `2F0xyz` as "
+        "`2F0`, so that a typing error becomes another schedule. Its CSV has compute operations (F, B, I, W and "
+        "overlapped pairs), SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD and REDUCE_GRAD; our text form has more. "
+        "Fleet's strings have f and b, as in `f0;b0;` or `f0_vp1;b0_vp1;`."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0xyz, 0B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -50,8 +50,8 @@ BAD_LINE = RuleDoc(
     title="malformed line or attribute in a program text",
     explanation=(
         "A program text has one line for each rank, in order, and lines that declare tensors and groups. Attributes "
-        "stand in braces right behind their operation. An unknown attribute is refused: ignored, it would leave its "
-        "default in force, and another program would be proved than the one that was meant."
+        "are in braces directly after their operation. An unknown attribute is refused: if it were ignored, its "
+        "default would apply, and a different program from the intended one would be proved."
     ),
     wrong="rank 0: 0F0{que=side}",
     right="rank 0: 0F0{queue=side} WAIT(0F0)",
@@ -60,9 +60,9 @@ MISPLACED = RuleDoc(
     code="PP134",
     title="an operation is not on the rank that holds its stage",
     explanation=(
-        "A stage is on the rank that computes it: its weights are there and nowhere else. The rank that computes "
-        "most of a stage counts as its holder; what the schedule lets another rank do for that stage is misplaced, "
-        "mostly because of a wrong stage number."
+        "A stage is on the rank that computes it, which alone has its weights. The rank that computes most of a stage "
+        "counts as its holder; an operation of that stage on another rank is misplaced, mostly because of a wrong "
+        "stage number."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0, 1B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -78,9 +78,9 @@ WRONG_MICRO_BATCHES = RuleDoc(
     code="PP136",
     title="the schedule is for another number of micro-batches",
     explanation=(
-        "`schedule.num_micro_batches` says how many micro-batches a step has, and sizes the global batch with it. "
-        "The programs must work on those, numbered from 0, and on no others. The same goes for the splits of "
-        "`schedule.num_sequence_splits`: where sequences are cut, each operation names its split, as in 2F0.s1."
+        "`schedule.num_micro_batches` is the number of micro-batches of a step, and determines the global batch. The "
+        "programs must work on those, numbered from 0, and on no others. The same holds for the splits of "
+        "`schedule.num_sequence_splits`: if sequences are split, each operation names its split, as in 2F0.s1."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 2, programs: [[0F0, 0B0], [1F0, 1B0]]}",
     right=_RIGHT,
@@ -90,18 +90,18 @@ WRONG_FORMAT = RuleDoc(
     title="the schedule file is in another format",
     explanation=(
         "`schedule.format` is text (our own), csv (PyTorch's, compute operations only), csv-comms (PyTorch's, with "
-        "communication) or fleet (the strings of Fleet's static scheduler); auto looks at the content. The content is "
-        "none of these, or not the one that is named."
+        "communication) or fleet (the strings of Fleet's static scheduler); auto detects the format. The content is "
+        "in none of these, or not in the named one."
     ),
     wrong="schedule: {kind: file, path: with_sends.csv, format: csv, num_micro_batches: 4, micro_batch_size: 2}",
     right="schedule: {kind: file, path: with_sends.csv, format: csv-comms, num_micro_batches: 4, micro_batch_size: 2}",
 )
 NO_PEER = RuleDoc(
     code="PP138",
-    title="a transfer has no other end",
+    title="a transfer has no peer",
     explanation=(
         "A send goes to the rank that holds the next stage (of a gradient: the stage before), a receive comes from "
-        "there. No rank holds that stage, several do, or it is on the same rank, where nothing travels."
+        "there. No rank holds that stage, several do, or it is on the same rank, where nothing is transferred."
     ),
     wrong="rank 0: 0F0 0SEND_B0\nrank 1: 1F0",
     right="rank 0: 0F0 0SEND_F0 WAIT(0SEND_F0)\nrank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0",
@@ -110,8 +110,8 @@ WRONG_STAGES = RuleDoc(
     code="PP139",
     title="the schedule is for other stages",
     explanation=(
-        "Stages are numbered from 0 without gaps. There are as many as `topology.pp` x `schedule.num_chunks`, or as "
-        "`schedule.placement` lists; where it does list them, each rank computes exactly those."
+        "Stages are numbered from 0 without gaps. Their number is `topology.pp` x `schedule.num_chunks`, or that of "
+        "the stages in `schedule.placement`; if it lists them, each rank computes exactly those."
     ),
     wrong="schedule: {kind: custom, num_micro_batches: 1, programs: [[0F0, 0B0], [2F0, 2B0]]}",
     right=_RIGHT,
@@ -136,27 +136,12 @@ class ScheduleFileError(BadPlanError):
 
 
 def read_schedule_text(path: str | Path) -> str:
-    """The text of a schedule file.
+    """Return the text of a schedule file.
 
     Raises:
         ScheduleFileError: PP130.
     """
-    shown = str(path)
     try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreadable(f"cannot read `{shown}`: {reason[:1].lower()}{reason[1:]}") from error
-    if len(content) > MAX_BYTES:
-        raise _unreadable(f"`{shown}` has more than {MAX_BYTES} bytes, which no schedule needs")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = LINE_BREAK.split(content[: error.start].decode("utf-8-sig"))
-        place = Location(shown, len(before), len(before[-1]) + 1)
-        raise _unreadable(f"byte 0x{content[error.start]:02x} is not UTF-8 text", place) from error
-
-
-def _unreadable(message: str, place: Location | None = None) -> ScheduleFileError:
-    return ScheduleFileError(Finding(UNREADABLE.code, Severity(UNREADABLE.severity), message, place))
+        return read_utf8(str(path), MAX_BYTES, "schedule")
+    except UnreadableTextError as error:
+        raise ScheduleFileError(Finding(UNREADABLE.code, Severity.ERROR, error.message, error.location)) from error

@@ -1,23 +1,47 @@
-"""What all sections of a plan share: strict, frozen, and without unknown keys."""
+"""The base class of all sections of a plan, and helpers of their validators."""
 
 from __future__ import annotations
 
+from math import isqrt
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticKnownError
 
-from pipeproof.specs.problems import Problem, problems_error
+from pipeproof.diagnostics.problems import Problem, listed, problems_error
+
+
+class Section(BaseModel):
+    """A part of a plan. Values are strict: a quoted number is not a number, and ``true`` is not 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _tuple_of_list(value: object) -> object:
-    """Files have lists where a frozen spec has tuples; nothing else is converted."""
+    """Convert a list of a file to the tuple of a frozen spec; nothing else is converted."""
     return tuple(value) if isinstance(value, list) else value
 
 
+FROM_LIST = BeforeValidator(_tuple_of_list)
+"""Validator of a field that is a tuple."""
+
+
+def int_only(value: object) -> object:
+    """Refuse ``true`` and 1.0, which equal 1 and would pass as ``Literal[1]``."""
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def refuse(problems: list[Problem]) -> None:
+    """Raise a validation error for pydantic if there are any problems."""
+    if problems:
+        raise problems_error(problems)
+
+
 def sections_in(annotation: object) -> tuple[type[BaseModel], ...]:
-    """The sections that a key may hold: itself, those of a choice, and those of the items of a list."""
+    """Return the sections that a key may hold: one, those of a union, or those of the items of a list."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, BaseModel) else ()
     origin = get_origin(annotation)
@@ -27,24 +51,16 @@ def sections_in(annotation: object) -> tuple[type[BaseModel], ...]:
     return tuple(section for item in items for section in sections_in(item))
 
 
-FROM_LIST = BeforeValidator(_tuple_of_list)
-"""For a field that is a tuple."""
+def multiples(size: int, unit: int) -> str:
+    """Return the multiples of ``unit`` next to ``size``, as text."""
+    below = size // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
 
 
-def int_only(value: object) -> object:
-    """``Literal[1]`` alone would accept ``true`` and 1.0, which equal 1."""
-    if type(value) is not int:
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def refuse(problems: list[Problem]) -> None:
-    """Raise what pydantic takes for an error of validation, if there are any problems."""
-    if problems:
-        raise problems_error(problems)
-
-
-class Section(BaseModel):
-    """A part of a plan; values are strict: a quoted number is none, and ``true`` is not 1."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+def divisors(size: int, near: int) -> str:
+    """Return the divisors of ``size`` next to ``near``, which is not a divisor, as text."""
+    small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
+    candidates = {*small, *(size // n for n in small)}
+    below = max((n for n in candidates if n < near), default=None)
+    above = min((n for n in candidates if n > near), default=None)
+    return listed([n for n in (below, above) if n is not None])

@@ -1,41 +1,45 @@
-"""The sections ``transport``, ``boundaries`` and ``buffers``: what crosses between stages, how, and in which memory."""
+"""The sections ``transport``, ``boundaries`` and ``buffers``: tensors between stages, their transfer and its memory."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeproof.specs.boundary_checks import check_boundary
-from pipeproof.specs.problems import Problem, describe_value, nearest_name, problems_error
-from pipeproof.specs.receives import RecvPost
+from pipeproof.diagnostics.problems import Problem, describe_value, listed, nearest_name, problems_error
 from pipeproof.specs.section import FROM_LIST, Section, refuse
 
 TransportName = Literal["full", "partial"]
-"""How a tensor crosses a stage boundary; ``pipeproof.comm.transport`` says what each does."""
+"""A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.transports`` describes each."""
+
+RecvOrder = Literal["just_in_time", "prefetch_one", "send_order"]
+"""When receives are posted; ``pipeproof.comm.receive_order`` gives the position in a program."""
 
 
 class TransportSpec(Section):
-    """How tensors cross stage boundaries. The plain string ``full`` or ``partial`` sets both directions."""
+    """Transfer of tensors across stage boundaries. The plain string ``full`` or ``partial`` sets both directions."""
 
     forward: TransportName = Field(default="full", description="Transport of activations.")
     backward: TransportName = Field(default="full", description="Transport of activation gradients.")
     connections: Literal["warm", "lazy"] = Field(
         default="warm",
         description="warm: connections are opened before the first step; lazy: at first use, which the deadlock "
-        "rules then take into account (runs open them before in either case).",
+        "rules then consider (runs open them before in either case).",
     )
-    recv_post: RecvPost = Field(
+    recv_order: RecvOrder = Field(
         default="just_in_time",
-        description="When receives are posted: just before what needs them; one computation earlier, where the order "
-        "of sends allows it; or as_sent, in the order in which messages are sent.",
+        description="When receives are posted: just_in_time, just before the computation that needs them; "
+        "prefetch_one, one computation earlier where the order of sends allows it; send_order, in the order of the "
+        "sends.",
     )
     queue: Literal["device", "rank", "direction", "communicator", "pair", "directed_edge"] | None = Field(
         default=None,
-        description="Which transfers of a rank share one FIFO, where a stricter runtime than run.backend is to execute "
-        "the plan: pair is what PyTorch's unbatched transfers have on NCCL.",
+        description="Transfers of a rank that share one FIFO queue, for a runtime that is stricter than run.backend. "
+        "pair is the queue of PyTorch's unbatched transfers on NCCL.",
     )
 
     @model_validator(mode="before")
@@ -60,7 +64,7 @@ class TransportSpec(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema of the mapping, or the plain string."""
+        """Return the schema of the mapping, or of the plain string."""
         mapping = handler.resolve_ref_schema(handler(schema))
         description = mapping.pop("description")
         return {
@@ -82,7 +86,7 @@ class BoundarySpec(Section):
         default=None, ge=0, le=2**32, description="Between stages `edge` and `edge` + 1; without it, every edge."
     )
     name: str = Field(description="Name of the tensor.", json_schema_extra={"minLength": 1})
-    dims: str = Field(description="Dims in order, a letter each.", json_schema_extra={"pattern": "^[a-z]+$"})
+    dims: str = Field(description="Dims in order, one letter each.", json_schema_extra={"pattern": "^[a-z]+$"})
     shape: Annotated[tuple[Annotated[int, Field(ge=1, le=2**40)], ...], FROM_LIST] | None = Field(
         default=None, description="Sizes of the dims over all TP ranks, the same for every micro-batch."
     )
@@ -91,12 +95,12 @@ class BoundarySpec(Section):
     )
     tp: str = Field(
         default="invariant",
-        description="How it lies over the sender's TP ranks: invariant, replicated or sharded(d).",
+        description="Placement over the sender's TP ranks: invariant, replicated or sharded(d).",
         json_schema_extra={"pattern": "^(invariant|replicated|sharded\\([a-z]\\))$"},
     )
     receiver_tp: str | None = Field(
         default=None,
-        description="How it lies over the receiver's TP ranks; without it, as at the sender.",
+        description="Placement over the receiver's TP ranks; without it, that of the sender.",
         json_schema_extra={"pattern": "^(invariant|replicated|sharded\\([a-z]\\))$"},
     )
     gradient: bool | None = Field(
@@ -105,29 +109,79 @@ class BoundarySpec(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        refuse(check_boundary(self))
+        refuse(_check_boundary(self))
         return self
 
 
+SHARDED_DIM = re.compile(r"sharded\(([a-z])\)", re.ASCII)
+"""A placement that shards one dim, named by its letter."""
+
+_UNSHARDED = ("invariant", "replicated")
+_MODEL_DIMS = "sbh"
+"""Dims whose sizes the model and the schedule give: sequence, micro-batch rows, hidden."""
+
+
+def is_float(dtype: str) -> bool:
+    """Return True if values of the type have gradients."""
+    return "float" in dtype
+
+
+def _check_boundary(entry: BoundarySpec) -> list[Problem]:
+    """Dims, shape and placements of one entry agree (PP104, PP106, PP109)."""
+    problems = []
+    if not re.fullmatch(r"[a-z]+", entry.dims, re.ASCII) or len(set(entry.dims)) != len(entry.dims):
+        message = f"`dims` names each dim by its own letter, found {describe_value(entry.dims)}"
+        return [Problem("PP106", ("dims",), message, help="write for example sbh: sequence, batch, hidden")]
+    unknown = [dim for dim in entry.dims if dim not in _MODEL_DIMS]
+    if entry.shape is None and unknown:
+        message = f"the sizes of the dims {listed(unknown, 'and')} of `{entry.name}` are not known"
+        problems.append(Problem("PP104", ("dims",), message, help="add `shape`, one size for each dim"))
+    if entry.shape is not None and len(entry.shape) != len(entry.dims):
+        message = f"`shape` has {len(entry.shape)} sizes, and `dims` names {len(entry.dims)} dims"
+        problems.append(Problem("PP109", ("shape",), message, help="give one size for each dim"))
+    for key in ("tp", "receiver_tp"):
+        text: str | None = getattr(entry, key)
+        if text is not None:
+            problems += _check_placement(key, text, entry.dims)
+    if entry.gradient and entry.dtype is not None and not is_float(entry.dtype):
+        message = f"`{entry.name}` is {entry.dtype}, which has no gradient, and `gradient` is true"
+        problems.append(Problem("PP106", ("gradient",), message, help="remove `gradient`"))
+    return problems
+
+
+def _check_placement(key: str, text: str, dims: str) -> Iterator[Problem]:
+    match = SHARDED_DIM.fullmatch(text)
+    allowed = [*_UNSHARDED, *(f"sharded({dim})" for dim in dims)]
+    if text in _UNSHARDED or (match and match[1] in dims):
+        return
+    near = nearest_name(text, allowed)
+    yield Problem(
+        "PP106",
+        (key,),
+        f"`{key}` must be {listed(allowed)}, found {describe_value(text)}",
+        help=f"did you mean `{near}`?" if near else None,
+    )
+
+
 class BuffersSpec(Section):
-    """Which memory messages use, and when a stage's output is given back."""
+    """Memory of messages, and the lifetime of a stage's output."""
 
     receive_slots: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="Slots that the receives of a channel take in turn, a step's first receive the first slot; the "
-        "stage works on the tensor there. Without it, each receive has memory of its own.",
+        description="Number of slots that the receives of a channel use round-robin, beginning with the first slot in "
+        "each step; the stage uses the tensor in the slot. Without it, each receive has its own memory.",
     )
     send_slots: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="Slots into which the sends of a channel are copied in turn when they are posted. Without it, "
-        "tensors are sent from where they are.",
+        description="Number of slots into which the sends of a channel are copied round-robin when they are posted. "
+        "Without it, tensors are sent without a copy.",
     )
-    release_output: Literal["after_backward", "after_wait", "after_post"] = Field(
+    free_output: Literal["after_backward", "after_send_done", "after_send_posted"] = Field(
         default="after_backward",
-        description="When a stage gives back the output that it sent: with the backward, once the wait for the send "
-        "is done, or as soon as the send is posted.",
+        description="When a stage frees the output that it sent: after its backward, after the send is done, or after "
+        "the send is posted.",
     )

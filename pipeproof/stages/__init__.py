@@ -1,1 +1,1 @@
-"""The model: described without a framework, built for each framework, and once more as the reference."""
+"""The model: its description without a framework, its stages for each framework, and its references."""

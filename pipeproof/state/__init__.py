@@ -1,1 +1,1 @@
-"""What training goes on from: its arrays in files that others can read, and an index of who held which part."""
+"""Saved training states: tensors in files that other tools can read, and an index of the shards of each rank."""

@@ -1,221 +1,214 @@
-"""Arrays on disk, of whatever origin: what there is, and where each part of each tensor stands. It reads headers."""
+"""A checkpoint of any origin.
+
+Its tensors, their shards on disk, and their content as bytes in C order, block by block.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
-from pipeproof.state.codes import StateError, reading
-from pipeproof.state.header import Header, StoredArray, read_header, require_array
-from pipeproof.state.index import INDEX_FILE, Shard, ShardFile, StateIndex, TensorEntry, parse_index
-from pipeproof.state.load import SavedState, find_state
-from pipeproof.state.seal import seal_in
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.byte_ranges import FileArray, RangeReader
+from pipeproof.state.cast import Bits, bits_dtype
+from pipeproof.state.regions import Region, flat_regions, intersect, tiling_fault
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry
 
 SUFFIX = ".safetensors"
 INDEX_KEY = "pipeproof_state"
-"""Under which a merged file's metadata has the index of the state that it holds."""
-_OPEN_INDEX = "model.safetensors.index.json"
-"""Beside the files of a model, in the directories of Hugging Face; it has by tensor the file."""
-_OPEN_FILE = "model.safetensors"
-_PICKLES = ("pytorch_model.bin", ".pdparams", "pytorch_model-*.bin")
-_MEND = "copy the checkpoint anew from where it was saved, or name another one"
+"""Metadata key under which a merged file has the index of the state that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
-    """Which part of which tensor stands where. ``start`` is the byte of the file where its first element is."""
+class StoredShard:
+    """A shard on disk. ``start`` is the byte of the file where its first element is."""
 
     shard: Shard
     file: Path
     key: str
-    """Its name in that file."""
+    """The tensor's name in that file."""
     start: int
     rank: int | None
-    """Who wrote it, where that is known."""
+    """The rank that wrote it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a person named, opened."""
+    """A checkpoint that was opened."""
 
-    place: Path
+    path: Path
     kind: str
-    """``state``, ``merged`` (whole tensors in one file or some) or ``flex`` (Paddle's)."""
+    """``state``, ``merged`` (whole tensors in one file or several) or ``flex`` (Paddle's)."""
     tensors: Mapping[str, TensorEntry]
     """Whole tensors by name."""
-    parts: Mapping[str, tuple[StoredPart, ...]]
-    """By tensor."""
+    shards: Mapping[str, tuple[StoredShard, ...]]
+    """Shards by tensor."""
     files: Mapping[Path, ShardFile | None]
-    """Every file, and what the index says of it, where there is one."""
+    """All files, each with its entry in the index, where there is one."""
     index: StateIndex | None
-    """Of a state; of a merged file the one that its metadata has, if any."""
-    seals: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By file the SHA-256 that it has of itself, see ``seal``: of merged files that were written here."""
+    """Index of a state; of a merged file the one in its metadata, if any."""
+    checksums: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By file the checksum in its own metadata, of merged files that were written here (see ``array_files``)."""
 
     def has_sha256(self, file: Path) -> bool:
-        """Whether there is anything to hold the content of a file against."""
-        return self.files[file] is not None or file in self.seals
+        """Return True if there is a checksum to compare the content of a file with."""
+        return self.files[file] is not None or file in self.checksums
 
 
-def open_checkpoint(place: Path) -> Checkpoint:
-    """A state or the newest below ``place``, a safetensors file, a model's directory, or Paddle's checkpoint.
+BLOCK = 2**24
+"""Most bytes of a tensor that are in memory at once."""
+_FIX_CONTENT = "copy the file again from where it was saved, or name another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRegion:
+    """A region of a whole tensor that is stored in C order in one file, as an array of its extents."""
+
+    region: Region
+    array: FileArray
+
+
+def stored_regions_of(stored: StoredShard, dtype: str) -> Iterator[StoredRegion]:
+    """Yield a shard as regions that are one byte range of its file each; ``dtype`` is the type of the elements."""
+    bits = bits_dtype(dtype)
+    for first, region in stored.shard.regions():
+        yield StoredRegion(region, FileArray(stored.file, stored.start + first * bits.itemsize, region.extents, bits))
+
+
+def read_stored_regions(
+    reader: RangeReader,
+    stored_regions: Iterable[StoredRegion],
+    region: Region,
+    out: Bits,
+    convert: Callable[[Bits], Bits] | None = None,
+) -> None:
+    """Copy what the stored regions have of ``region`` into ``out``, of the region's extents and any strides.
+
+    ``convert`` is as in ``RangeReader.read_region``.
 
     Raises:
-        StateError: nothing of these is there, or it is incomplete, cut short, or says two things.
+        StateError: A file cannot be read, or is too short.
     """
-    opened = _opened(place.parent if place.name in (INDEX_FILE, _OPEN_INDEX) else place)
-    odd = next((name for name in opened.tensors if not name.isprintable()), None)
-    if odd is not None:
-        mend = "no tool writes such names, and a terminal may obey them: take the checkpoint from where it was saved"
-        raise StateError(f"{place} has a tensor whose name is not printable: {odd!a}", mend)
-    return opened
+    for stored in stored_regions:
+        common = intersect(stored.region, region)
+        if common is not None:
+            reader.read_region(
+                stored.array, common.relative_to(stored.region), out[common.relative_to(region).slices], convert
+            )
 
 
-def _opened(place: Path) -> Checkpoint:
-    if place.is_file():
-        return _merged(place)
-    if not (place / INDEX_FILE).exists():
-        if (place / _OPEN_INDEX).exists():
-            return _of_many(place)
-        if (place / _OPEN_FILE).exists():
-            return _merged(place / _OPEN_FILE)
-        from pipeproof.state.flex import is_flex, open_flex
+def require_tiled(checkpoint: Checkpoint, name: str) -> list[StoredRegion]:
+    """Return the stored regions of a tensor, which hold every element exactly once.
 
-        if is_flex(place):
-            return open_flex(place)
-    if not place.is_dir() and place.exists():
-        mend = "copy it into a file first: tensors are read from wherever they stand in it"
-        raise StateError(f"{place} is a pipe or a device, and no file", mend)
-    if place.suffix == SUFFIX and not place.exists():
-        raise StateError(f"there is no file {place}", "name a checkpoint that is there")
-    _require_no_other_files(place)
-    return _of_state(find_state(place))
-
-
-def _require_no_other_files(place: Path) -> None:
-    """Say what is missing of a model's directory, in place of that there is no state."""
-    if (place / INDEX_FILE).exists():
-        return
-    if any(place.glob(f"*{SUFFIX}")):
-        mend = f"name one of the files; several that make up a model need the {_OPEN_INDEX} that was saved with them"
-        raise StateError(f"{place} has safetensors files, and no {_OPEN_INDEX}", mend)
-    pickles = next((file.name for end in _PICKLES for file in sorted(place.glob(f"*{end}"))), None)
-    if pickles is not None:
-        mend = "save it as safetensors with the tool that wrote it: `save_pretrained(.., safe_serialization=True)`"
-        raise StateError(f"{place} has {pickles}, which is no safetensors file", mend)
+    Raises:
+        StateError: An element is stored nowhere, or in several places.
+    """
+    entry = checkpoint.tensors[name]
+    stored_regions = [
+        region for shard in checkpoint.shards.get(name, ()) for region in stored_regions_of(shard, entry.dtype)
+    ]
+    fault = tiling_fault(entry.shape, [stored.region for stored in stored_regions])
+    if fault is None:
+        return stored_regions
+    where = " and ".join(sorted({str(stored_regions[number].array.path) for number in fault.holders})[:2]) or "no file"
+    raise StateError(
+        f"{checkpoint.path}: of {name}, {list(entry.shape)}, the region of {list(fault.region.extents)} "
+        f"from {list(fault.region.offsets)} on is stored in {where}, and must be stored once",
+        "the index was changed, or a file of another checkpoint lies there: copy it again from where it was saved",
+    )
 
 
-def _of_state(state: SavedState) -> Checkpoint:
-    index, parts = state.index, dict[str, list[StoredPart]]()
-    index_file = state.directory / INDEX_FILE
-    files = {state.directory / file.name: file for file in index.files}
-    if len(files) != len(index.files):
-        raise StateError(f"{index_file} names a file twice", _MEND)
-    for path, file in files.items():
-        header = _header_of_size(path, file)
-        for shard in file.shards:
-            entry = index.tensors.get(shard.tensor)
-            if entry is None:
-                raise StateError(f"{path} is to hold {shard.tensor}, and the index has no tensor of that name", _MEND)
-            if len(shard.extents) != len(entry.shape):
-                message = f"{index_file}: the part of {shard.tensor} in {file.name} has {len(shard.extents)} dims"
-                raise StateError(f"{message}, and the tensor {len(entry.shape)}", _MEND)
-            key = file.key_of(shard.tensor)
-            array = require_array(path, header, key, entry.dtype, shard.shape, _MEND)
-            parts.setdefault(shard.tensor, []).append(StoredPart(shard, path, key, array.start, file.rank))
-        _require_no_more(path, header, [file.key_of(shard.tensor) for shard in file.shards])
-    return Checkpoint(state.directory, "state", index.tensors, _in_order(parts), files, index)
+def tensor_blocks(checkpoint: Checkpoint, name: str, block_bytes: int = BLOCK) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of a whole tensor in C order, at most ``block_bytes`` at once (but at least one element).
+
+    Each block overwrites the one before.
+
+    Raises:
+        StateError: The shards do not make up the tensor, or a file cannot be read or is too short.
+    """
+    entry = checkpoint.tensors[name]
+    bits, stored_regions = bits_dtype(entry.dtype), require_tiled(checkpoint, name)
+    numel, row = prod(entry.shape), prod(entry.shape[1:])
+    most = max(1, block_bytes // bits.itemsize)
+    step = most // row * row or most if row else most  # whole rows where one fits: fewer and longer reads
+    buffer = np.empty(min(step, numel), bits)
+    with RangeReader(_FIX_CONTENT) as reader:
+        for begin in range(0, numel, step):
+            end, done = min(begin + step, numel), 0
+            for region in flat_regions(entry.shape, (begin, end)):
+                read_stored_regions(
+                    reader, stored_regions, region, buffer[done : done + region.numel].reshape(region.extents)
+                )
+                done += region.numel
+            yield buffer[: end - begin].view(np.uint8)
 
 
-def _merged(file: Path) -> Checkpoint:
-    header = read_header(file)
-    tensors = {name: _weight(array) for name, array in header.arrays.items()}
-    index = None
-    if INDEX_KEY in header.metadata:
-        index = parse_index(header.metadata[INDEX_KEY], f"`{INDEX_KEY}` in the metadata of {file}", _MEND)
-        for name, entry in index.tensors.items():
-            require_array(file, header, name, entry.dtype, entry.shape, _MEND)
-        _require_no_more(file, header, index.tensors)
-        tensors = dict(index.tensors)
-    parts = {name: (_whole(name, entry, file, header.arrays[name]),) for name, entry in tensors.items()}
-    return Checkpoint(file, "merged", tensors, parts, {file: None}, index, _seals({file: header}))
+_MOST_AT_ONCE = 8
+_Result = TypeVar("_Result")
 
 
-def _of_many(place: Path) -> Checkpoint:
-    """A directory as Hugging Face has it: the index gives for each tensor its file."""
-    file = place / _OPEN_INDEX
-    with reading(file, _MEND):
-        content = file.read_bytes()
+def entry_bytes(entry: TensorEntry) -> int:
+    """Return the bytes of a whole tensor."""
+    return prod(entry.shape) * dtype_bytes(entry.dtype)
+
+
+def tensor_md5s(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the MD5 of each whole tensor by name, in the order of names.
+
+    The digest is that of the bytes in C order, as ``hashlib.md5(array.tobytes())`` and Paddle's ``tensor._md5sum()``
+    give. So checkpoints of different topologies, and other tools, agree on it.
+
+    Raises:
+        StateError: A file cannot be read, or the shards of a tensor do not make it up.
+    """
+
+    def md5_of(name: str) -> str:
+        digest = hashlib.md5(usedforsecurity=False)
+        for block in tensor_blocks(checkpoint, name):
+            digest.update(block.data)
+        return digest.hexdigest()
+
+    return over_tensors(md5_of, checkpoint.tensors)
+
+
+def md5_lines(digests: Mapping[str, str]) -> str:
+    """Return ``name  md5``, one line each, in the order of names."""
+    return "".join(f"{name}  {digests[name]}\n" for name in sorted(digests))
+
+
+def md5_of_all(digests: Mapping[str, str]) -> str:
+    """Return one digest of all tensors: the MD5 of ``md5_lines``."""
+    return hashlib.md5(md5_lines(digests).encode(), usedforsecurity=False).hexdigest()
+
+
+def over_tensors(work: Callable[[str], _Result], tensors: Mapping[str, TensorEntry]) -> dict[str, _Result]:
+    """Return the results of ``work`` for each tensor, in the order of names.
+
+    Several threads work, because reading and hashing release the lock.
+    """
+    largest_first = sorted(tensors, key=lambda name: (-entry_bytes(tensors[name]), name))
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        results = dict(zip(largest_first, _results_in_order(pool, work, largest_first), strict=True))
+    return {name: results[name] for name in sorted(results)}
+
+
+def _results_in_order(
+    pool: ThreadPoolExecutor, work: Callable[[str], _Result], names: Iterable[str]
+) -> Iterable[_Result]:
+    futures = [pool.submit(work, name) for name in names]
     try:
-        by_name = _weight_map(json.loads(content))
-        names_of = dict[str, list[str]]()
-        for name, file_name in by_name.items():
-            names_of.setdefault(_file_name(file_name), []).append(name)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"{file} is no index of safetensors files: {error}", _MEND) from error
-    tensors, parts = dict[str, TensorEntry](), dict[str, tuple[StoredPart, ...]]()
-    headers = dict[Path, Header]()
-    for file_name, names in sorted(names_of.items()):
-        path = place / file_name
-        header = headers[path] = read_header(path)
-        for name in names:
-            if name not in header.arrays:
-                raise StateError(f"{path} is to hold {name}, and it is not there", _MEND)
-            tensors[name] = _weight(header.arrays[name])
-            parts[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
-        _require_no_more(path, header, names)
-    return Checkpoint(place, "merged", tensors, parts, dict.fromkeys(headers), None, _seals(headers))
-
-
-def _seals(headers: Mapping[Path, Header]) -> dict[Path, str]:
-    found = {path: seal_in(header.metadata, path) for path, header in headers.items()}
-    return {path: seal for path, seal in found.items() if seal is not None}
-
-
-def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
-    if "weight_map" not in content:
-        raise ValueError("it has no `weight_map`")
-    return content["weight_map"]
-
-
-def _file_name(text: str) -> str:
-    if Path(text).name != text or not text.endswith(SUFFIX):
-        raise ValueError(f"{text!r} is no name of a safetensors file beside it")
-    return text
-
-
-def _header_of_size(path: Path, file: ShardFile) -> Header:
-    header = read_header(path)
-    if header.size_bytes != file.size_bytes:
-        message = f"{path} has {header.size_bytes} bytes, and the index says {file.size_bytes}"
-        raise StateError(message, _MEND)
-    return header
-
-
-def _require_no_more(path: Path, header: Header, names: Iterable[str]) -> None:
-    """Refuse what no index speaks of: it would be lost without a word. Nor may an index speak of one key twice."""
-    listed = list(names)
-    more = sorted(header.arrays.keys() - set(listed))
-    if more:
-        shown = more[0] + (f" and {len(more) - 1} more" if len(more) > 1 else "")
-        raise StateError(f"{path} holds {shown}, and the index does not say so", _MEND)
-    if len(listed) > len(header.arrays):
-        twice = next(name for name in listed if listed.count(name) > 1)
-        raise StateError(f"the index has two parts of {twice} in {path}, which holds one", _MEND)
-
-
-def _weight(array: StoredArray) -> TensorEntry:
-    """What a tensor is that nobody says anything of."""
-    return TensorEntry(kind="weight", dtype=array.dtype, shape=array.shape)
-
-
-def _whole(name: str, entry: TensorEntry, file: Path, array: StoredArray) -> StoredPart:
-    shard = Shard(tensor=name, offsets=(0,) * len(entry.shape), extents=entry.shape)
-    return StoredPart(shard, file, name, array.start, None)
-
-
-def _in_order(parts: Mapping[str, Iterable[StoredPart]]) -> dict[str, tuple[StoredPart, ...]]:
-    return {name: tuple(of_one) for name, of_one in parts.items()}
+        return [future.result() for future in futures]
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise

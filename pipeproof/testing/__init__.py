@@ -1,10 +1,10 @@
-"""Public helpers for tests of plans, transports and runtimes of one's own.
+"""Public helpers for tests of your own plans, transports and runtimes.
 
-Everything named here is stable, and imported when it is first used::
+All names here are stable, and imported at first use::
 
     from pipeproof.testing import FakeWorld, assert_plan_sound, assert_same_gradients, check_transport
 
-Beside it: ``strategies`` (needs Hypothesis), ``conformance`` and ``endpoint``
+Other modules: ``strategies`` (needs Hypothesis), ``conformance`` and ``endpoint``
 for backends, ``fake_backend`` and ``delivery``, and ``plugin`` for pytest.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
     from pipeproof.comm.channel_models import MODELS, ChannelModel, declared_model
-    from pipeproof.testing.fake.errors import (
+    from pipeproof.testing.fake.fake_operations import (
         DeadlockError,
         FakeWorldError,
         MismatchError,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         RaceError,
         UnmatchedError,
     )
-    from pipeproof.testing.fake.rank import FakeRank, Handle
-    from pipeproof.testing.fake.world import FakeRun, FakeWorld
-    from pipeproof.testing.gradients import assert_same_gradients
-    from pipeproof.testing.plans import assert_plan_sound
-    from pipeproof.testing.transports import TransportVerdict, check_transport
+    from pipeproof.testing.fake.fake_rank import FakeRank, Handle
+    from pipeproof.testing.fake.fake_world import FakeRun, FakeWorld
+    from pipeproof.testing.same_gradients import assert_same_gradients
+    from pipeproof.testing.sound_plan import assert_plan_sound
+    from pipeproof.testing.transport_verdict import TransportVerdict, check_transport
 
 __all__ = [
     "MODELS",
@@ -54,24 +54,24 @@ __all__ = [
 _HOMES = {
     "MODELS": "comm.channel_models",
     "ChannelModel": "comm.channel_models",
-    "DeadlockError": "testing.fake.errors",
-    "FakeRank": "testing.fake.rank",
-    "FakeRun": "testing.fake.world",
-    "FakeWorld": "testing.fake.world",
-    "FakeWorldError": "testing.fake.errors",
-    "Handle": "testing.fake.rank",
-    "MismatchError": "testing.fake.errors",
-    "NeverComesError": "testing.fake.errors",
-    "RaceError": "testing.fake.errors",
-    "TransportVerdict": "testing.transports",
-    "UnmatchedError": "testing.fake.errors",
-    "assert_plan_sound": "testing.plans",
-    "assert_same_gradients": "testing.gradients",
+    "DeadlockError": "testing.fake.fake_operations",
+    "FakeRank": "testing.fake.fake_rank",
+    "FakeRun": "testing.fake.fake_world",
+    "FakeWorld": "testing.fake.fake_world",
+    "FakeWorldError": "testing.fake.fake_operations",
+    "Handle": "testing.fake.fake_rank",
+    "MismatchError": "testing.fake.fake_operations",
+    "NeverComesError": "testing.fake.fake_operations",
+    "RaceError": "testing.fake.fake_operations",
+    "TransportVerdict": "testing.transport_verdict",
+    "UnmatchedError": "testing.fake.fake_operations",
+    "assert_plan_sound": "testing.sound_plan",
+    "assert_same_gradients": "testing.same_gradients",
     "backend_table": "comm.backends",
-    "check_transport": "testing.transports",
+    "check_transport": "testing.transport_verdict",
     "declared_model": "comm.channel_models",
 }
-"""Public name to the module that holds it: the backends' own use of this package loads none of them."""
+"""Module of each public name; backends that use this package load none of them."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Hold a backend to its table: ``check_backend`` observes every row that two ranks can observe.
+"""Check of a backend against its table: ``check_backend`` observes every row that two ranks can observe.
 
-For a backend of your own, write an ``Endpoint`` and a ``World``
-(``pipeproof.testing.endpoint``), fill in a ``BackendTable`` and run::
+For your own backend, write an ``Endpoint`` and a ``World``
+(``pipeproof.testing.endpoint_protocol``), fill in a ``BackendTable`` and run::
 
     results = check_backend(my_table, make_my_world)
     assert all(result.ok for result in results), results
@@ -14,14 +14,14 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from pipeproof.comm.capabilities import BackendTable, RowValue
-from pipeproof.testing.endpoint import MakeWorld, Outcome, World
+from pipeproof.comm.backend_rows import BackendTable, RowValue
+from pipeproof.testing.endpoint_protocol import MakeWorld, Outcome, World
 from pipeproof.testing.probes import PROBES, Outcomes, Probe
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """One row: what the table says, what the backend did, and what that looked like."""
+    """Result for one row: the table's value, the backend's, and the observation."""
 
     key: str
     expected: RowValue
@@ -44,8 +44,8 @@ def check_backend(
     a fresh one.
 
     Args:
-        table: what the backend is said to do.
-        make_world: makes two connected ranks; see ``pipeproof.testing.endpoint.World``.
+        table: the expected behaviour of the backend.
+        make_world: creates two connected ranks; see ``pipeproof.testing.endpoint_protocol.World``.
         keys: the rows to observe; all by default.
         timeout_s: after this long a rank counts as blocked. A probe that does
             not block takes a few pauses of the endpoint.
@@ -95,14 +95,14 @@ def _result(table: BackendTable, probe: Probe, outcomes: Outcomes) -> RowResult:
 
 
 def _detail(observed: RowValue, outcomes: Outcomes) -> str:
-    """What became of ranks that did not return, and values that a table has no name for."""
+    """Describe ranks that did not return, and values without a name in the table."""
     values_matter = observed in ("wrong", "other", "converted")
-    told = {
+    texts = {
         rank: _words(outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "returned" or values_matter
     }
-    if len(told) == 2 and told[0] == told[1]:
-        return f"both ranks {told[0]}"
-    return "; ".join(f"rank {rank} {words}" for rank, words in told.items())
+    if len(texts) == 2 and texts[0] == texts[1]:
+        return f"both ranks {texts[0]}"
+    return "; ".join(f"rank {rank} {text}" for rank, text in texts.items())
 
 
 def _words(outcome: Outcome) -> str:

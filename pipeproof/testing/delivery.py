@@ -1,8 +1,8 @@
-"""A fake transport: carry real numbers through a graph's messages, without a process or a framework.
+"""Fake transport: it delivers numbers through a graph's messages, without a process or a framework.
 
-For tests of communication invariants: give each rank the tensor it holds, and
-see what every receiver ends up with. Values are carried here, identities in
-``pipeproof.verify.provenance``; the two must agree on every graph.
+For tests of communication invariants: give each rank its tensor, and get the
+result of every receiver. This module delivers values,
+``pipeproof.verify.provenance`` identities; the two must agree on every graph.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, Op
-from pipeproof.schedule.optable import NONE, EdgeKind, OpGraph
 from pipeproof.verify.provenance import gathers_of_receives
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[int, Op], Array]:
-    """What each receiver holds once its message has come and, where there is one, its gather is done.
+    """Return the tensor of each receiver after its message and, if there is one, its gather.
 
     For graphs in which one tensor crosses each boundary, in one message; for
     others see ``deliver_rows``.
@@ -44,7 +44,7 @@ def deliver(graph: OpGraph, held: Mapping[tuple[int, Op], Array]) -> dict[tuple[
 
 
 def deliver_rows(graph: OpGraph, held: Mapping[int, Array]) -> dict[int, Array]:
-    """What each receiver holds in the end, by op id: ``held`` by id of the SEND, the result by id of the RECV.
+    """Return the final tensor of each receiver by op id of its RECV; ``held`` is by op id of the SEND.
 
     Receives of one rank into the same tensor of the same micro-batch fill one
     array between them.
@@ -57,7 +57,7 @@ def deliver_rows(graph: OpGraph, held: Mapping[int, Array]) -> dict[int, Array]:
         if send in held:
             shape = graph.tensors[int(graph.tensor[send])].shape
             if held[send].shape != shape:
-                raise ValueError(f"{graph.ops[send]}: an array of shape {held[send].shape}, the graph says {shape}")
+                raise ValueError(f"{graph.ops[send]}: an array of shape {held[send].shape}, the graph has {shape}")
             received[receive] = held[send].reshape(-1)[int(graph.start[send]) : int(graph.stop[send])]
     buffers: dict[tuple[int, Op, int], Array] = {}
     for receive, message in sorted(received.items()):

@@ -1,17 +1,17 @@
-"""A backend in memory that behaves as a table says, row by row, for two ranks on threads.
+"""Backend in memory with the behaviour of a table, row by row, for two ranks on threads.
 
-It serves to test what stands on top of a backend, and to test the conformance
-suite itself: change one row, and the suite must report that row and no other::
+It serves to test code that uses a backend, and to test the conformance suite:
+change one row, and the suite must report that row and no other::
 
     table = dataclasses.replace(backend_table("paddle", "cpu"), longer_message="truncate")
     with fake_world(table) as world:
         ...
 
 All transfers live in one state behind one lock: ``_advance`` completes
-whatever can be completed, and is called whenever something was posted.
+all transfers that can be completed, and is called after every post.
 """
 
-# ruff: noqa: D102 - what each method of an endpoint does stands once, at `Endpoint`
+# ruff: noqa: D102 - the methods of an endpoint are documented at `Endpoint`
 from __future__ import annotations
 
 import threading
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeproof.comm.capabilities import BackendTable
-from pipeproof.testing.endpoint import EDGES, Array, Body, Outcome
+from pipeproof.comm.backend_rows import BackendTable
+from pipeproof.testing.endpoint_protocol import EDGES, Array, Body, Outcome
 
 NUM_SLOTS = 4
-"""Messages that a channel buffers where the table says ``slots``."""
+"""Number of messages that a channel buffers if the table has ``slots``."""
 
 _STILL_S = 0.3
-"""For so long every thread must have slept before its world counts as stuck; one may just be on its way to post."""
+"""Time for which every thread must sleep before its world counts as stuck; one may be about to post."""
 
 
 class Killed(BaseException):
@@ -42,8 +42,8 @@ class _Closed(SystemExit):
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
-    """Messages of one lane meet receives of the same lane."""
+class _Channel:
+    """Channel of messages; its sends match its receives."""
 
     name: str
     src: int
@@ -53,18 +53,18 @@ class _Lane:
 @dataclass(eq=False, slots=True)
 class _Transfer:
     rank: int
-    lane: _Lane
+    channel: _Channel
     is_send: bool
     array: Array
-    """What a send reads; what a receive fills."""
+    """Buffer that a send reads or a receive fills."""
     done: bool = False
-    """As its rank sees it: an eager send is done before it is delivered."""
+    """Done for its rank: an eager send is done before it is delivered."""
     delivered: bool = False
     error: BaseException | None = None
 
 
 class FakeBackend:
-    """The state that both ranks share."""
+    """State that both ranks share."""
 
     def __init__(self, table: BackendTable) -> None:
         self.table = table
@@ -72,26 +72,26 @@ class FakeBackend:
         self._closed = False
         self._queues: dict[object, list[_Transfer]] = defaultdict(list)
         """Transfers that wait for each other, those not done, oldest first."""
-        self._in_flight: dict[_Lane, list[_Transfer]] = defaultdict(list)
-        """Sends that reached their lane and were not delivered, oldest first."""
+        self._in_flight: dict[_Channel, list[_Transfer]] = defaultdict(list)
+        """Sends that reached their channel and were not delivered, oldest first."""
         self._lost: list[_Transfer] = []
         """Transfers that will never be done."""
         self._meetings: dict[tuple[str, int], dict[int, list[Array]]] = defaultdict(dict)
-        """What each rank put in, for every collective call that a rank came to."""
+        """Inputs of the ranks, for every collective call that a rank has reached."""
         self._asleep: set[threading.Thread] = set()
-        """Threads that found nothing to do since the last change."""
+        """Threads that have had nothing to do since the last change."""
         self._changed_s = time.monotonic()
 
     def begin(self) -> None:
-        """Count what does not happen from now on."""
+        """Start to count the time without events."""
         with self._changed:
             self._wake()
 
     def is_stuck(self, ranks: Sequence[threading.Thread], timeout_s: float) -> bool:
-        """Whether nothing will ever happen: all ``ranks`` sleep, or nothing changed for ``timeout_s``.
+        """Return True if no event can happen: all ``ranks`` sleep, or nothing changed for ``timeout_s``.
 
-        The second is for a rank that waits elsewhere, as for a thread of its own. Time alone would call a slow machine
-        a hang.
+        The second is for a rank that waits elsewhere, for example for its own thread. Time alone would report a slow
+        machine as a hang.
         """
         with self._changed:
             still_s = time.monotonic() - self._changed_s
@@ -105,7 +105,7 @@ class FakeBackend:
             self._changed.notify_all()
 
     def post(self, transfer: _Transfer, queue: object) -> None:
-        """Put a transfer into its queue and complete what this makes possible."""
+        """Put a transfer into its queue and complete all transfers that can complete."""
         with self._changed:
             self._queues[queue].append(transfer)
             self._advance()
@@ -121,7 +121,7 @@ class FakeBackend:
             return transfer.array
 
     def meet(self, call: tuple[str, int], rank: int, parts: list[Array]) -> list[list[Array]]:
-        """Block until both ranks came to a call; returns what each put in, in rank order."""
+        """Block until both ranks reach a call; return their inputs, in rank order."""
         with self._changed:
             meeting = self._meetings[call]
             meeting[rank] = parts
@@ -163,8 +163,8 @@ class FakeBackend:
         return queue[0] if self.table.matching == "fifo" else queue[-1]
 
     def _try(self, transfer: _Transfer) -> bool:
-        """Take the next step of the transfer at the head of a queue; False if there is none to take."""
-        waiting = self._in_flight[transfer.lane]
+        """Execute the next step of the transfer at the head of a queue; return False if there is none."""
+        waiting = self._in_flight[transfer.channel]
         if transfer.is_send:
             fresh = transfer not in waiting
             if fresh:
@@ -210,7 +210,7 @@ class _FakeHandle:
 
 
 class FakeEndpoint:
-    """One rank of a ``FakeBackend``; a ``pipeproof.testing.endpoint.Endpoint``."""
+    """One rank of a ``FakeBackend``; a ``pipeproof.testing.endpoint_protocol.Endpoint``."""
 
     def __init__(self, backend: FakeBackend, rank: int, pause_s: float) -> None:
         self.rank = rank
@@ -226,10 +226,10 @@ class FakeEndpoint:
         time.sleep(self._pause_s)
 
     def send(self, array: Array, peer: int, tag: int | None = None) -> None:
-        self._call(array, peer, is_send=True, lane=self._lane_of(tag)).wait()
+        self._call(array, peer, is_send=True, channel=self._channel_name(tag)).wait()
 
     def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
-        return self._call(into, peer, is_send=False, lane=self._lane_of(tag)).wait()
+        return self._call(into, peer, is_send=False, channel=self._channel_name(tag)).wait()
 
     def isend(self, array: Array, peer: int) -> _FakeHandle:
         handle = self._call(array, peer, is_send=True)
@@ -285,22 +285,22 @@ class FakeEndpoint:
             np.split(into, num_slices)[index][:] = parts[peer][0]
         return into
 
-    def _lane_of(self, tag: int | None) -> str:
+    def _channel_name(self, tag: int | None) -> str:
         if tag is None:
             return "untagged"
         if not self._table.tags:
             raise NotImplementedError("this backend takes no tags")
         return f"tag {tag}"
 
-    def _call(self, array: Array, peer: int, *, is_send: bool, lane: str = "untagged") -> _FakeHandle:
+    def _call(self, array: Array, peer: int, *, is_send: bool, channel: str = "untagged") -> _FakeHandle:
         src, dst = (self.rank, peer) if is_send else (peer, self.rank)
-        transfer = _Transfer(self.rank, _Lane(lane, src, dst), is_send, array.copy())
-        self._backend.post(transfer, (transfer.lane, self.rank))
+        transfer = _Transfer(self.rank, _Channel(channel, src, dst), is_send, array.copy())
+        self._backend.post(transfer, (transfer.channel, self.rank))
         return _FakeHandle(self._backend, transfer)
 
     def _post(self, array: Array, edge: str, *, is_send: bool) -> _FakeHandle:
-        transfer = _Transfer(self.rank, _Lane(edge, *EDGES[edge]), is_send, array.copy())
-        queue = (transfer.lane, self.rank) if self._table.queue == "directed_edge" else self.rank
+        transfer = _Transfer(self.rank, _Channel(edge, *EDGES[edge]), is_send, array.copy())
+        queue = (transfer.channel, self.rank) if self._table.queue == "directed_edge" else self.rank
         self._backend.post(transfer, queue)
         if self._table.host_blocks_on_post:
             self._backend.wait(transfer, delivered=True)
@@ -325,7 +325,7 @@ class FakeWorld:
         self._endpoints = [FakeEndpoint(backend, rank, pause_s) for rank in (0, 1)]
 
     def run(self, body: Body, timeout_s: float) -> tuple[Outcome, Outcome]:
-        """Run ``body`` on both ranks; see ``pipeproof.testing.endpoint.World.run``."""
+        """Run ``body`` on both ranks; see ``pipeproof.testing.endpoint_protocol.World.run``."""
         outcomes = [Outcome("blocked"), Outcome("blocked")]
 
         def run_rank(endpoint: FakeEndpoint) -> None:
@@ -335,7 +335,7 @@ class FakeWorld:
                 pass
             except Killed as signal:
                 outcomes[endpoint.rank] = Outcome("died", detail=str(signal))
-            except Exception as error:  # noqa: BLE001 - whatever the body raises is its outcome
+            except Exception as error:  # noqa: BLE001 - any error of the body is its outcome
                 outcomes[endpoint.rank] = Outcome("raised", detail=f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=run_rank, args=(end,), daemon=True) for end in self._endpoints]
@@ -350,7 +350,7 @@ class FakeWorld:
 
 @contextmanager
 def fake_world(table: BackendTable, pause_s: float = 0.02) -> Iterator[FakeWorld]:
-    """Two connected ranks that behave as ``table`` says; blocked ones are freed at the end."""
+    """Create two connected ranks with the behaviour of ``table``; blocked ones are freed at the end."""
     backend = FakeBackend(table)
     try:
         yield FakeWorld(backend, pause_s)

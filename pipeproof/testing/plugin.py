@@ -1,7 +1,7 @@
-"""The pytest plugin: plan files as tests, and fixtures. Loaded by pytest wherever pipeproof is installed.
+"""Pytest plugin: plan files as tests, and fixtures. Pytest loads it wherever pipeproof is installed.
 
-Nothing of pipeproof is imported until a test asks for it, so that a project
-that happens to have it installed pays nothing.
+It imports pipeproof only when a test uses it, so other projects in the same
+environment have no cost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from pipeproof.specs.load import LoadedPlan
-    from pipeproof.testing.fake.world import FakeWorld
-    from pipeproof.verify.check import Report
+    from pipeproof.specs.load_plan import LoadedPlan
+    from pipeproof.testing.fake.fake_world import FakeWorld
+    from pipeproof.verify.check_plan import Report
 
 _PLANS = pytest.StashKey[frozenset[Path]]()
 
@@ -23,7 +23,7 @@ _MARKER = "pipeproof_plan"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
+    """Add the options."""
     group = parser.getgroup("pipeproof", "pipeproof: plans as tests")
     group.addoption(
         "--pipeproof-plans",
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and add the plans that are asked for to what is collected."""
+    """Register the marker, and add the requested plans to the collection."""
     config.addinivalue_line(
         "markers", f"{_MARKER}(plan): the plan of the fixture {_MARKER}: a path from the test's file, or a mapping"
     )
@@ -62,7 +62,7 @@ def _matches(root: Path, glob: str) -> Iterator[Path]:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """A plan file that was asked for."""
+    """A requested plan file."""
     if file_path not in parent.config.stash[_PLANS]:
         return None
     return PlanFile.from_parent(parent, path=file_path)
@@ -77,29 +77,29 @@ class PlanFile(pytest.File):
 
 
 class PlanItem(pytest.Item):
-    """Passes if the plan is proved."""
+    """Test that passes if the plan is proved."""
 
     def runtest(self) -> None:
         """Check it."""
-        from pipeproof.testing.plans import assert_plan_sound
+        from pipeproof.testing.sound_plan import assert_plan_sound
 
         assert_plan_sound(self.path, strict=self.config.getoption("--pipeproof-strict"))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The diagnostics alone; a traceback through the plugin says nothing of a plan."""
+        """Return only the diagnostics; a traceback through the plugin does not help."""
         if isinstance(excinfo.value, AssertionError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Where, and what failed."""
+        """Return file, line and name of the test."""
         return self.path, None, f"plan {self.path.name}"
 
 
 @pytest.fixture
 def plan_check() -> Callable[..., Report]:
     """``pipeproof.testing.assert_plan_sound``."""
-    from pipeproof.testing.plans import assert_plan_sound
+    from pipeproof.testing.sound_plan import assert_plan_sound
 
     return assert_plan_sound
 
@@ -107,7 +107,7 @@ def plan_check() -> Callable[..., Report]:
 @pytest.fixture
 def fake_world() -> type[FakeWorld]:
     """``pipeproof.testing.FakeWorld``: ``fake_world(4, semantics=...).run(program)``."""
-    from pipeproof.testing.fake.world import FakeWorld
+    from pipeproof.testing.fake.fake_world import FakeWorld
 
     return FakeWorld
 
@@ -115,8 +115,8 @@ def fake_world() -> type[FakeWorld]:
 @pytest.fixture
 def pipeproof_plan(request: pytest.FixtureRequest) -> LoadedPlan:
     """The loaded plan of ``@pytest.mark.pipeproof_plan("../plans/mine.yaml")``, a path from the test's own file."""
-    from pipeproof.specs.load import PlanFileError
-    from pipeproof.testing.plans import findings_text, loaded
+    from pipeproof.diagnostics.source import PlanFileError
+    from pipeproof.testing.sound_plan import findings_text, loaded
 
     marker = request.node.get_closest_marker(_MARKER)
     if marker is None or len(marker.args) != 1 or marker.kwargs:

@@ -1,12 +1,11 @@
-"""What the ranks do in each probe: module-level functions, so that they can travel to a process by name.
+"""Bodies of the probes on each rank: module-level functions, so that a process can import them by name.
 
-Both ranks always hold different values, so that nothing comes out right by
-symmetry. Where a row is about who waits for whom, one rank pauses, and the
-clock tells whether the other got ahead: a single time ahead proves that
-nothing blocked, so a slow machine cannot turn "waits" into "does not wait";
-attempts are repeated, so that it hardly turns it the other way round. No body
-rests on a behaviour that another row is about, but for plain sends and
-receives that agree.
+Both ranks always have different values, so that no result is correct by
+symmetry. For rows about waits, one rank pauses, and the clock shows if the
+other got ahead: being ahead once proves that nothing blocked, so a slow machine
+cannot turn "waits" into "does not wait"; repeated attempts make the opposite
+error unlikely. A body relies on no behaviour of another row except plain
+matching sends and receives.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeproof.testing.endpoint import Array, Endpoint, Handle, array
+from pipeproof.testing.endpoint_protocol import Array, Endpoint, Handle, array
 
 NUM_ATTEMPTS = 3
 
 NUM_MESSAGES = 8
-"""In the probe of buffering; a backend that holds as many without a receiver counts as eager."""
+"""Messages of the buffering probe; a backend that buffers this many without a receiver counts as eager."""
 
 STALE = -7.0
-"""What a receive buffer holds before, where that matters."""
+"""Content of a receive buffer before the receive, if it matters."""
 
 BITS = np.array([1.5, -2.25, 3.0, 4.0], np.float32)
-"""Sent as float32 and received as int32."""
+"""Value that is sent as float32 and received as int32."""
 
 
 # --- who waits for whom ----------------------------------------------------------------------------------
@@ -44,7 +43,7 @@ def _in_step(end: Endpoint) -> None:
 
 
 def blocking_sends(end: Endpoint) -> list[list[int]] | list[int]:
-    """Rank 0: when each send came back. Rank 1, late: when its first receive of each attempt began."""
+    """Return on rank 0 when each send returned; on rank 1, late, when its first receive of each attempt began."""
     if end.rank == 0:
         returned: list[list[int]] = []
         for attempt in range(NUM_ATTEMPTS):
@@ -65,7 +64,7 @@ def blocking_sends(end: Endpoint) -> list[list[int]] | list[int]:
 
 
 def _call_times(end: Endpoint, early: int, call: Callable[[], Handle], counterpart: Callable[[], object]) -> list[int]:
-    """On rank ``early``: when each call came back. On the other, late: when its counterpart began."""
+    """Return on rank ``early`` when each call returned; on the other, late, when its counterpart began."""
     times = []
     for _ in range(NUM_ATTEMPTS):
         _in_step(end)
@@ -81,12 +80,12 @@ def _call_times(end: Endpoint, early: int, call: Callable[[], Handle], counterpa
 
 
 def isends(end: Endpoint) -> list[int]:
-    """When each isend came back on rank 0; when the late receives began on rank 1."""
+    """Return when each isend returned on rank 0, and when the late receives began on rank 1."""
     return _call_times(end, 0, lambda: end.isend(array(1, 2), 1), lambda: end.recv(array(STALE, STALE), 0))
 
 
 def irecvs(end: Endpoint) -> list[int]:
-    """When each irecv came back on rank 1; when the late sends began on rank 0."""
+    """Return when each irecv returned on rank 1, and when the late sends began on rank 0."""
     return _call_times(end, 1, lambda: end.irecv(array(STALE, STALE), 0), lambda: end.send(array(1, 2), 1))
 
 
@@ -105,8 +104,8 @@ def posts(end: Endpoint) -> tuple[list[int], list[int]]:
     )
 
 
-class _Beside(threading.Thread):
-    """A transfer on a thread of its own, since posting it may block."""
+class _TransferThread(threading.Thread):
+    """A transfer on its own thread, because posting it may block."""
 
     def __init__(self, end: Endpoint, post: Callable[[], Handle]) -> None:
         super().__init__(daemon=True)
@@ -130,7 +129,7 @@ class _Beside(threading.Thread):
 def crossing(end: Endpoint) -> bool:
     """Two edges the same way, then two opposite ones, each finished in an order that a shared queue bars."""
     if end.rank == 0:
-        first = _Beside(end, lambda: end.post_send(array(1, 2), "forward"))
+        first = _TransferThread(end, lambda: end.post_send(array(1, 2), "forward"))
         end.post_send(array(3, 4), "second").wait()
         first.wait()
         end.post_recv(array(STALE, STALE), "backward").wait()
@@ -138,7 +137,7 @@ def crossing(end: Endpoint) -> bool:
     else:
         end.post_recv(array(STALE, STALE), "second").wait()
         end.post_recv(array(STALE, STALE), "forward").wait()
-        last = _Beside(end, lambda: end.post_recv(array(STALE, STALE), "forward"))
+        last = _TransferThread(end, lambda: end.post_recv(array(STALE, STALE), "forward"))
         end.post_send(array(7, 8), "backward").wait()
         last.wait()
     return True
@@ -189,7 +188,7 @@ def shorter(end: Endpoint) -> list[float]:
 
 
 def other_dtype(end: Endpoint) -> list[int]:
-    """As many bytes of another dtype; rank 1 returns what it received."""
+    """The same number of bytes of another dtype; rank 1 returns what it received."""
     if end.rank == 0:
         end.send(BITS, 1)
         return []
@@ -248,7 +247,7 @@ def partial(end: Endpoint) -> list[float]:
 
 
 def barriers(end: Endpoint) -> list[tuple[int, int]]:
-    """When this rank came to each barrier and when it left it, with now one rank late, now the other."""
+    """Return when this rank reached and left each barrier; the ranks are late alternately."""
     times = []
     for attempt in range(2 * NUM_ATTEMPTS):
         if end.rank == attempt % 2:

@@ -1,4 +1,4 @@
-"""One probe for each row that two ranks can observe: a body for both, and a reading of what became of it."""
+"""One probe for each row that two ranks can observe: a body for both, and the reading of its outcome."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, get_args
 
 import numpy as np
 
-from pipeproof.comm.capabilities import Queue, RowValue
+from pipeproof.comm.backend_rows import Queue, RowValue
 from pipeproof.testing import probe_bodies as bodies
-from pipeproof.testing.endpoint import Body, Outcome
+from pipeproof.testing.endpoint_protocol import Body, Outcome
 
 Outcomes = tuple[Outcome, Outcome]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How one row is observed; values that ``look_alike`` to two ranks are not told apart."""
+    """Observation of one row; two ranks cannot distinguish values that ``look_alike``."""
 
     key: str
     body: Body
@@ -26,7 +26,7 @@ class Probe:
 
 
 def disturbance(outcomes: Outcomes) -> str | None:
-    """The worst that befell a rank: ``died`` before ``raised`` before ``blocked``; None if both returned."""
+    """Return the worst outcome of a rank: ``died`` before ``raised`` before ``blocked``; None if both returned."""
     kinds = {outcome.kind for outcome in outcomes}
     return next((kind for kind in ("died", "raised", "blocked") if kind in kinds), None)
 
@@ -35,7 +35,7 @@ _UNEXPECTED = {"died": "abort", "raised": "error", "blocked": "hang"}
 
 
 def _both(values: Callable[[Any, Any], RowValue], **disturbed: RowValue) -> Callable[[Outcomes], RowValue]:
-    """Read both ranks' values, or, where a rank did not return, what that stands for in this row."""
+    """Read both ranks' values, or, if a rank did not return, the meaning of that in this row."""
 
     def read(outcomes: Outcomes) -> RowValue:
         worst = disturbance(outcomes)
@@ -77,12 +77,12 @@ def _held(rank_0: list[tuple[int, int]], rank_1: list[tuple[int, int]]) -> RowVa
 
 
 def _support(key: str, body: Body, values: Callable[[Any, Any], RowValue]) -> Probe:
-    """The probe of an operation that works, or does not in one way or another."""
+    """Return the probe of an operation that works or fails."""
     return Probe(key, body, _both(values, died="aborts", raised="missing", blocked="hangs"))
 
 
 def _returns(key: str, body: Body, rank_0: list[Any], rank_1: list[Any]) -> Probe:
-    """The probe of an operation that works if the ranks return these values."""
+    """Return the probe of an operation that works if the ranks return these values."""
     return _support(key, body, lambda a, b: "works" if (a, b) == (rank_0, rank_1) else "wrong")
 
 
@@ -117,4 +117,4 @@ PROBES: tuple[Probe, ...] = (
     _returns("partial_send_recv", bodies.partial, [], [bodies.STALE, bodies.STALE, 3.0, 4.0]),
     _returns("all_reduce_float16", bodies.all_reduced_float16, _SUM, _SUM),
 )
-"""In the order of the table's rows."""
+"""Probes in the order of the table's rows."""

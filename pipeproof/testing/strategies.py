@@ -1,8 +1,8 @@
-"""Hypothesis strategies for plans and their parts: right ones, small, and smaller as Hypothesis shrinks them.
+"""Hypothesis strategies for plans and their sections: valid, small, and smaller as Hypothesis shrinks them.
 
-For properties of what stands on top of a plan: a runtime, a launcher, a cost
-model. What is drawn has the form that a plan file has, so that a test can
-change a part before it asks for the verdict::
+For properties of code that uses plans: a runtime, a launcher, a cost model. A
+drawn plan has the form of a plan file, so a test can change a part of it before
+the check::
 
     @given(plans())
     def test_my_launcher_starts_every_plan(plan):
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.axis_layout import PlacementKind
 
 Section = dict[str, Any]
 """A section of a plan file, or a whole one."""
@@ -31,7 +31,7 @@ Section = dict[str, Any]
 AXES = ("pp", "tp", "dp", "cp", "ep")
 
 DRAWN_KINDS = tuple(sorted(set(SCHEDULE_KINDS) - {"optimal"}, key=lambda name: (name not in ("gpipe", "1f1b"), name)))
-"""The kinds of schedules that are drawn, the plainest first; ``optimal`` asks a solver and may take long."""
+"""Kinds of schedules that are drawn, the simplest first; ``optimal`` uses a solver and may take long."""
 
 
 @st.composite
@@ -64,7 +64,7 @@ def topologies(
 def layouts(
     draw: st.DrawFn, *, num_dims: int = 3, kinds: Sequence[str] = ("invariant", "replicated", "sharded")
 ) -> str:
-    """How a tensor of ``num_dims`` dims lies over an axis, in text form: ``invariant``, ``sharded(0)``.
+    """Layouts of a tensor of ``num_dims`` dims over an axis, as text: ``invariant``, ``sharded(0)``.
 
     ``kinds`` may have ``partial`` and ``varying``, too, which no plan's boundary may be.
     """
@@ -88,7 +88,7 @@ def schedules(
     Kinds that cut sequences cut them into ``max_splits`` at most; a plan with ``cp`` over 1 takes 1.
 
     Raises:
-        ValueError: a kind that there is not.
+        ValueError: an unknown kind.
     """
     unknown = set(kinds) - set(SCHEDULE_KINDS)
     if unknown:

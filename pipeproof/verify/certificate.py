@@ -1,57 +1,86 @@
-"""The digest of what was verified, and the certificate that carries it to the executor."""
+"""The identity of a plan, and the certificate of its check, which an executor compares."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.comm.lowered import LoweredPlan
+from pipeproof.comm.backend_rows import BackendTable
+from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
+from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import KINDS
-from pipeproof.schedule.optable import OpGraph
 from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 7
-"""Raised whenever a rule is added or begins to judge differently."""
-_OF_OWN_LAYERS = {"kind": True, "buffers": True}
+"""Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
+_OF_CUSTOM_LAYERS = {"kind": True, "buffers": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
     "build": True,
     "unpadded_vocab_size": True,
-    "layers": {"__all__": _OF_OWN_LAYERS},
+    "layers": {"__all__": _OF_CUSTOM_LAYERS},
 }
-"""Keys of a model: a path, which tokens are drawn, and of own layers what no operation reads or reduces."""
+"""Keys of a model that change no operation: a path, the tokens, parts of custom layers that no operation reads."""
+
+
+class Verdict(StrEnum):
+    """The outcome of a check: no error by any rule, errors, or no error by those rules that ran."""
+
+    PROVED = "proved"
+    REFUSED = "refused"
+    INCOMPLETE = "incomplete"
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Says that the plan with this digest passed every rule of this rule set."""
+    """The verdict on one graph, by one version of the rules and of the backend's table."""
 
-    digest: str
-    rule_set: int
+    graph_digest: str
+    rule_set_version: int
+    backend_table_version: str
+    verdict: Verdict
 
 
-def plan_digest(subject: Subject) -> str:
-    """SHA-256 (hex) over everything that the verdict depends on.
+def certificate_of(subject: Subject, digest: str, verdict: Verdict) -> Certificate:
+    """The certificate that this version of pipeproof gives to a subject whose graph digest is ``digest``."""
+    return Certificate(digest, RULE_SET_VERSION, backend_table_version(subject.backend), verdict)
+
+
+def backend_table_version(table: BackendTable) -> str:
+    """SHA-256 (hex) over a backend table's name and the values of its rows; sources are not in it."""
+    return hashlib.sha256(_canonical({"name": table.name, **table.values()})).hexdigest()
+
+
+def graph_digest(subject: Subject) -> str:
+    """SHA-256 (hex) over the op graph and everything else that changes what runs: the identity of a plan.
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization, whether gradients
-    are clipped, and the type of weights; the backend's table; the facts said beside the graph;
-    the version of the rule set. Cost, seed, steps, learning rate and paths are
-    not in it. The bytes are canonical, so that the digest is the same in every
-    run and on every machine.
+    are clipped, and the type of weights; the backend and its device, which
+    compute other bits; the queues that a plan declares, which order its transfers;
+    the facts that are given along with a graph. What only changes a verdict is in
+    the certificate and not here: the version of the rule set, and the rows of the
+    backend's table. Cost, seed, steps, learning rate and paths are not in it either.
+    The bytes are canonical, so that the digest is the same in every run and on
+    every machine.
     """
     graph = subject.graph if subject.lowered is None else subject.lowered.canonical
     sha = hashlib.sha256()
-    sha.update(json.dumps(_content(subject, graph), sort_keys=True, separators=(",", ":"), default=_plain).encode())
+    sha.update(_canonical(_content(subject, graph)))
     for column in (graph.offsets, graph.columns.accesses, *_columns(graph)):
         sha.update(column.astype("<i8", copy=False).tobytes())
     return sha.hexdigest()
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
 
 def _columns(graph: OpGraph) -> Iterator[NDArray[np.int64]]:
@@ -60,26 +89,24 @@ def _columns(graph: OpGraph) -> Iterator[NDArray[np.int64]]:
 
 
 def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
-    """All but the columns: tables of the graph, the plan around it, the backend."""
+    """All but the columns: tables of the graph, and the plan around it; fields by position, so that names are free."""
     columns = graph.columns
     return {
-        "rule_set": RULE_SET_VERSION,
         "kinds": KINDS,
         "num_rows": columns.num_rows,
         "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],
         "unusual": {str(op_id): str(op) for op_id, op in columns.unusual.items()},
-        "tensors": [asdict(tensor) for tensor in graph.tensors],
-        "groups": [asdict(group) for group in graph.groups],
+        "tensors": [astuple(tensor) for tensor in graph.tensors],
+        "groups": [astuple(group) for group in graph.groups],
         "global_rank": graph.global_rank,
         "plan": None if subject.lowered is None else _plan_content(subject.lowered),
-        "backend": {"name": subject.backend.name, **subject.backend.values()},
-        "facts": asdict(subject.facts),
+        "facts": astuple(subject.facts),
     }
 
 
 def _plain(value: object) -> list[Any]:
-    """What facts hold that JSON has no form for, in a fixed order."""
+    """JSON form of a value in facts that JSON does not know, in a fixed order."""
     if isinstance(value, np.ndarray):
         return list(value.tolist())
     assert isinstance(value, frozenset), f"a fact holds a {type(value).__name__}"
@@ -88,13 +115,16 @@ def _plain(value: object) -> list[Any]:
 
 def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
     return {
-        "mesh": asdict(plan.mesh),
+        "backend": plan.spec.run.backend,
+        "device": plan.spec.run.device,
+        "queue": plan.spec.transport.queue or "directed_edge",
+        "mesh": astuple(plan.mesh),
         "model": plan.spec.model.model_dump(mode="json", exclude=_NO_PART_OF_A_GRAPH),
-        "layers": [{key: value for key, value in asdict(layer).items() if key != "buffers"} for layer in plan.layers],
+        "layers": [astuple(replace(layer, buffers=())) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "clips": plan.spec.run.clip_norm is not None,
         "weights": plan.spec.run.weight_dtype,
-        "buffers": plan.spec.buffers.model_dump(mode="json"),
+        "buffers": [*plan.spec.buffers.model_dump(mode="json").values()],
         "connections": plan.spec.transport.connections,
     }

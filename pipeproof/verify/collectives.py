@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, OpKind
-from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.verify.pairs import rank_of
+from pipeproof.verify.fifo_matching import rank_of
 from pipeproof.verify.subject import Rule, Subject, finding
 
 
@@ -35,7 +35,7 @@ class _Calls:
         return group * self.graph.num_ranks + rank
 
     def by_members(self) -> BoolColumn:
-        """Which calls come from a member of their group."""
+        """Mask of the calls that come from a member of their group."""
         return np.isin(self._key(self.group, self.rank), self._member_keys)
 
     def leaders_call(self) -> IntColumn:
@@ -49,7 +49,7 @@ class _Calls:
         return np.where(position < counts, self.row[led[place]] if len(led) else NONE, NONE)
 
     def count_of(self, group: IntColumn, rank: IntColumn) -> IntColumn:
-        """How many collectives each rank issues on the group beside it."""
+        """Number of collectives of each (rank, group) pair."""
         keys, counts = np.unique(self._key(self.group, self.rank), return_counts=True)
         if not len(keys):
             return np.zeros(len(group), dtype=np.int64)
@@ -58,8 +58,8 @@ class _Calls:
 
     def find(self, group: int, rank: int, position: int) -> int | None:
         """The call of a rank at a place on its group; None where it issues fewer."""
-        mine = (self.group == group) & (self.rank == rank) & (self.graph.position[self.row] == position)
-        found = self.row[mine]
+        selected = (self.group == group) & (self.rank == rank) & (self.graph.position[self.row] == position)
+        found = self.row[selected]
         return int(found[0]) if len(found) else None
 
 
@@ -95,11 +95,11 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
     where = zip(calls.group[wrong].tolist(), calls.rank[wrong].tolist(), strict=True)
     for key, position in zip(where, graph.position[calls.row[wrong]].tolist(), strict=True):
         first[key] = min(position, first.get(key, position))
-    mine = calls.count_of(calls.member_group, calls.member_rank)
+    selected = calls.count_of(calls.member_group, calls.member_rank)
     of_leader = calls.count_of(calls.member_group, calls.leader[calls.member_group])
-    for place in np.flatnonzero(mine < of_leader).tolist():
+    for place in np.flatnonzero(selected < of_leader).tolist():
         key = int(calls.member_group[place]), int(calls.member_rank[place])
-        first[key] = min(int(mine[place]), first.get(key, int(mine[place])))
+        first[key] = min(int(selected[place]), first.get(key, int(selected[place])))
     for index, rank in sorted(first):
         position = first[index, rank]
         group, leader = graph.groups[index], int(calls.leader[index])
@@ -115,13 +115,13 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
 
 
 def _same_call(subject: Subject, ours: IntColumn, theirs: IntColumn) -> BoolColumn:
-    """Whether two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one.
+    """Return True if two calls are the same collective. Members along ``pp`` are of unlike stages, all others of one.
 
     A call that names no tensor moves activations; in a graph alone, of a type that is not known.
     """
     graph = subject.graph
     same = np.ones(len(ours), dtype=bool)
-    for column in (graph.kind, graph.unit, graph.target_kind, graph.index, graph.axis, graph.reduction):
+    for column in (graph.kind, graph.work_item, graph.target_kind, graph.index, graph.axis, graph.reduction):
         same &= column[ours] == column[theirs]
     length = graph.stop - graph.start
     same &= length[ours] == length[theirs]

@@ -6,44 +6,44 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.optable import NONE, IntColumn
-from pipeproof.specs.codes import ExampleKind, RuleDoc
-from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.verify.examples import of_small_plan
-from pipeproof.verify.subject import Rule, Subject, finding, missing_op
+from pipeproof.verify.subject import Rule, Subject, finding, missing_op, of_small_plan
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 
 
 def is_training(subject: Subject) -> bool:
-    """Whether every forward owes a backward: not in an evaluation, whose programs have forwards only."""
+    """Return True if every forward needs a backward: not in an evaluation, which has forwards only."""
     if subject.lowered is None:
         return bool(subject.computes.backwards.any() or subject.computes.count[_W].any())
     return any(op.kind is not _F for program in subject.lowered.programs for op in program)
 
 
 def owns(subject: Subject, rank: IntColumn, stage: IntColumn) -> BoolColumn:
-    """Whether each rank owns the stage beside it (-1 or more; stages that nobody has are nobody's)."""
+    """Mask of the (rank, stage) pairs in which the rank owns the stage (-1 or more)."""
     pairs = [(owner, owned) for owned, owners in subject.stage_owners.items() for owner in owners]
     num_stages = max(int(stage.max(initial=0)), max(subject.stage_owners, default=0)) + 2
     keys = np.array([owner * num_stages + owned for owner, owned in pairs], dtype=np.int64)
     return (stage >= 0) & np.isin(rank * num_stages + stage, keys)
 
 
-def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> BoolColumn:
-    """Whether each rank should compute the unit of work on the stage.
+def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> BoolColumn:
+    """Mask of the (rank, stage, work item) triples that the rank should compute.
 
-    It owns the stage, there are that many units, and of several copies of the stage it has the one for this unit.
+    It owns the stage, there are that many work items, and of several copies of the stage it has the one for this
+    item.
     """
     lowered = subject.lowered
     if lowered is None or not lowered.has_copies:
-        return owns(subject, rank, stage) & (unit < subject.num_units)
-    num_stages, num_units = lowered.owner.shape
-    known = (stage >= 0) & (stage < num_stages) & (unit >= 0) & (unit < num_units)
-    mine = lowered.owner[np.where(known, stage, 0), np.where(known, unit, 0)] == subject.pp_of[rank]
-    return np.asarray(known & mine)
+        return owns(subject, rank, stage) & (work_item < subject.num_work_items)
+    num_stages, num_work_items = lowered.owner.shape
+    known = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
+    selected = lowered.owner[np.where(known, stage, 0), np.where(known, work_item, 0)] == subject.pp_of[rank]
+    return np.asarray(known & selected)
 
 
 MISSING = RuleDoc(
@@ -53,7 +53,7 @@ MISSING = RuleDoc(
     explanation=(
         "Training needs one forward and one backward (or one input-gradient and one weight-gradient operation) "
         "for each stage and micro-batch; an evaluation, whose programs have no backward at all, one forward. A "
-        "missing backward leaves a gradient without that micro-batch's share: training goes on with a smaller, "
+        "missing backward leaves a gradient without that micro-batch's share: training continues with a smaller, "
         "biased gradient."
     ),
     wrong="rank 0: 0F0 0F1 0B0",
@@ -63,8 +63,8 @@ MISSING = RuleDoc(
 
 def _check_missing(subject: Subject) -> Iterator[Finding]:
     table = subject.computes
-    rank, stage, unit = _expected_by_plan(subject) if subject.lowered is not None else _expected_alone(subject)
-    entry = table.find(rank, stage, unit)
+    rank, stage, work_item = _expected_by_plan(subject) if subject.lowered is not None else _expected_alone(subject)
+    entry = table.find(rank, stage, work_item)
 
     def lacks(kind: OpKind) -> BoolColumn:
         none: BoolColumn = np.append(table.count[kind], 0)[entry] == 0  # the place NONE, -1, is the appended one
@@ -77,7 +77,7 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
     for place in np.flatnonzero(np.any(list(absent.values()), axis=0)).tolist():
         at = int(rank[place])
         ops = [
-            subject.graph.op_of(kind, int(stage[place]), int(unit[place]))
+            subject.graph.op_of(kind, int(stage[place]), int(work_item[place]))
             for kind, here in absent.items()
             if here[place]
         ]
@@ -91,16 +91,16 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _expected_by_plan(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """(rank, stage, unit of work) of all that the plan's placement and number of micro-batches ask for."""
+    """(rank, stage, work item) of all that the plan's placement and number of micro-batches ask for."""
     pairs = sorted((rank, stage) for stage, ranks in subject.stage_owners.items() for rank in ranks)
-    rank, stage = np.repeat(np.array(pairs, dtype=np.int64).reshape(-1, 2), subject.num_units, axis=0).T
-    unit = np.tile(np.arange(subject.num_units), len(pairs))
-    due = is_expected(subject, rank, stage, unit)
-    return rank[due], stage[due], unit[due]
+    rank, stage = np.repeat(np.array(pairs, dtype=np.int64).reshape(-1, 2), subject.num_work_items, axis=0).T
+    work_item = np.tile(np.arange(subject.num_work_items), len(pairs))
+    due = is_expected(subject, rank, stage, work_item)
+    return rank[due], stage[due], work_item[due]
 
 
 def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """What a graph without a plan asks for itself: what it begins, and every micro-batch of it on every stage.
+    """Cells that a graph without a plan must compute: all that it begins, and every micro-batch on every stage.
 
     Two ranks with one stage are replicas, which both run each micro-batch, or
     copies, which share them out: each micro-batch is expected on as many ranks
@@ -108,21 +108,21 @@ def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
     """
     table = subject.computes
     stages, stage_code = np.unique(table.stage, return_inverse=True)
-    units, unit_code = np.unique(table.unit, return_inverse=True)
-    cells = stage_code * len(units) + unit_code
-    covered = np.bincount(cells, minlength=len(stages) * len(units)).reshape(len(stages), len(units))
+    work_items, work_item_code = np.unique(table.work_item, return_inverse=True)
+    cells = stage_code * len(work_items) + work_item_code
+    covered = np.bincount(cells, minlength=len(stages) * len(work_items)).reshape(len(stages), len(work_items))
     uncovered = covered.max(axis=1, initial=0)[:, None] - covered
     lacking = np.flatnonzero(uncovered.ravel() > 0)
     touched = np.isin(cells, lacking)
     busy = set(zip(cells[touched].tolist(), table.rank[touched].tolist(), strict=True))
     more: list[tuple[int, int, int]] = []
     for cell in lacking.tolist():
-        row, column = divmod(cell, len(units))
+        row, column = divmod(cell, len(work_items))
         idle = [rank for rank in subject.stage_owners[int(stages[row])] if (cell, rank) not in busy]
         missing = int(uncovered[row, column])
-        more += [(rank, int(stages[row]), int(units[column])) for rank in idle[:missing]]
+        more += [(rank, int(stages[row]), int(work_items[column])) for rank in idle[:missing]]
     added = np.array(more, dtype=np.int64).reshape(-1, 3)
-    ours = np.stack([table.rank, table.stage, table.unit], axis=1)
+    ours = np.stack([table.rank, table.stage, table.work_item], axis=1)
     rank, stage_column, unit_column = np.concatenate([ours, added]).T
     return rank, stage_column, unit_column
 
@@ -133,7 +133,7 @@ DOUBLED = RuleDoc(
     severity="error",
     explanation=(
         "A second backward adds the micro-batch's gradient again; a second forward overwrites the activations "
-        "that the backward needs. B beside I or W of the same micro-batch counts as twice too."
+        "that the backward needs. B in addition to I or W of the same micro-batch counts as twice too."
     ),
     wrong="rank 0: 0F0 0B0 0B0",
     right="rank 0: 0F0 0B0",
@@ -157,7 +157,7 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
                 DOUBLED,
                 f"{subject.coords_text(int(table.rank[entry]))} runs "
                 f"{', '.join(str(graph.ops[i]) for i in ids)}: stage {table.stage[entry]} does the work of "
-                f"micro-batch {graph.unit_text(int(table.unit[entry]))} more than once",
+                f"micro-batch {graph.work_item_text(int(table.work_item[entry]))} more than once",
                 help="keep one of them",
                 witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
             )
@@ -213,9 +213,9 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
     if not graph.num_splits:
         return
-    entry = np.arange(len(table.unit))
-    before = table.find(table.rank, table.stage, table.unit - 1)  # the split before it of the same micro-batch
-    follows = (before != NONE) & (table.unit % graph.num_splits > 0)
+    entry = np.arange(len(table.work_item))
+    before = table.find(table.rank, table.stage, table.work_item - 1)  # the split before it of the same micro-batch
+    follows = (before != NONE) & (table.work_item % graph.num_splits > 0)
     for first, onward in ((table.first[_F], True), (table.first_backward, False)):
         here, previous = first[entry[follows]], first[before[follows]]
         due, late = (previous, here) if onward else (here, previous)  # what should run first, and what should run next
@@ -246,15 +246,16 @@ FOREIGN = RuleDoc(
 
 def _check_foreign(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
-    strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.unit))
+    strangers = np.flatnonzero(~is_expected(subject, table.rank, table.stage, table.work_item))
     for rank in np.unique(table.rank[strangers]).tolist():
         ids = [op_id for entry in strangers[table.rank[strangers] == rank].tolist() for op_id in table.ops(entry)]
         stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
         named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         yield finding(
             FOREIGN,
-            f"{subject.coords_text(rank)} owns {named} and micro-batches 0..{graph.unit_text(subject.num_units - 1)}, "
-            f"but runs {', '.join(str(graph.ops[i]) for i in ids[:8])}",
+            f"{subject.coords_text(rank)} owns {named} and micro-batches "
+            f"0..{graph.work_item_text(subject.num_work_items - 1)}, but runs "
+            f"{', '.join(str(graph.ops[i]) for i in ids[:8])}",
             help="run the operation on the rank that owns the stage",
             witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
         )

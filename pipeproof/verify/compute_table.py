@@ -1,4 +1,4 @@
-"""What is computed, as columns: one entry per rank, stage and micro-batch."""
+"""Computation as columns: one entry per rank, stage and micro-batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, KIND_CODE, OpKind
-from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 
 
 @dataclass(frozen=True, eq=False)
 class ComputeTable:
     """The compute operations of a graph by rank, stage and micro-batch, in that order.
 
-    ``rank``, ``stage`` and ``unit`` say what entry ``i`` is of;
+    ``rank``, ``stage`` and ``work_item`` identify entry ``i``;
     ``count[kind][i]`` how often its rank runs that kind, ``first[kind][i]`` the
     op id of the first one, ``NONE`` without any. ``rows`` are the op ids of
     all compute operations, ``entry_of`` the entry of each.
@@ -24,7 +24,7 @@ class ComputeTable:
 
     rank: IntColumn
     stage: IntColumn
-    unit: IntColumn
+    work_item: IntColumn
     count: Mapping[OpKind, IntColumn]
     first: Mapping[OpKind, IntColumn]
     rows: IntColumn
@@ -35,12 +35,12 @@ class ComputeTable:
 
     @property
     def forwards(self) -> IntColumn:
-        """How often each entry runs its forward."""
+        """Number of forwards of each entry."""
         return self.count[OpKind.FORWARD]
 
     @cached_property
     def backwards(self) -> IntColumn:
-        """How often each entry makes its input gradient: in a whole backward or in its first half."""
+        """Number of input gradients of each entry: in a whole backward or in its first half."""
         return self.count[OpKind.BACKWARD] + self.count[OpKind.BACKWARD_INPUT]
 
     @cached_property
@@ -54,24 +54,24 @@ class ComputeTable:
         order, starts = self._by_entry
         return [int(op_id) for op_id in self.rows[order[starts[entry] : starts[entry + 1]]]]
 
-    def find(self, rank: IntColumn, stage: IntColumn, unit: IntColumn) -> IntColumn:
+    def find(self, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> IntColumn:
         """The entry at each of these places, ``NONE`` where nothing is computed; all arrays of one length."""
-        num_stages, num_units, keys = self._index
-        inside = (stage >= 0) & (stage < num_stages) & (unit >= 0) & (unit < num_units)
+        num_stages, num_work_items, keys = self._index
+        inside = (stage >= 0) & (stage < num_stages) & (work_item >= 0) & (work_item < num_work_items)
         if not len(keys):
             return np.full(len(rank), NONE, dtype=np.int64)
-        wanted = np.where(inside, (rank * num_stages + stage) * num_units + unit, NONE)
-        place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[place] == wanted, place, NONE)
+        expected = np.where(inside, (rank * num_stages + stage) * num_work_items + work_item, NONE)
+        place = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
+        return np.where(keys[place] == expected, place, NONE)
 
     @cached_property
     def _index(self) -> tuple[int, int, IntColumn]:
         num_stages = int(self.stage.max(initial=-1)) + 1
-        num_units = int(self.unit.max(initial=-1)) + 1
+        num_work_items = int(self.work_item.max(initial=-1)) + 1
         return (
             num_stages,
-            num_units,
-            (self.rank * num_stages + self.stage) * num_units + self.unit,
+            num_work_items,
+            (self.rank * num_stages + self.stage) * num_work_items + self.work_item,
         )
 
     @cached_property
@@ -86,18 +86,20 @@ def compute_table(graph: OpGraph) -> ComputeTable:
     Raises:
         OverflowError: stages and micro-batches are numbered too high for 63 bits.
     """
-    rows = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.unit != NONE))
-    rank, stage, unit = graph.rank[rows], graph.stage[rows], graph.unit[rows]
-    sizes = graph.num_ranks, int(stage.max(initial=-1)) + 1, int(unit.max(initial=-1)) + 1
+    rows = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.work_item != NONE))
+    rank, stage, work_item = graph.rank[rows], graph.stage[rows], graph.work_item[rows]
+    sizes = graph.num_ranks, int(stage.max(initial=-1)) + 1, int(work_item.max(initial=-1)) + 1
     if sizes[0] * sizes[1] * sizes[2] >= 2**63:
         raise OverflowError("operations are numbered too high for this table")
-    keys = (rank * sizes[1] + stage) * sizes[2] + unit
+    keys = (rank * sizes[1] + stage) * sizes[2] + work_item
     _, some, entry_of = np.unique(keys, return_index=True, return_inverse=True)
     count: dict[OpKind, IntColumn] = {}
     first: dict[OpKind, IntColumn] = {}
     for kind in sorted(COMPUTE_KINDS):
-        mine = np.flatnonzero(graph.kind[rows] == KIND_CODE[kind])
-        count[kind] = np.bincount(entry_of[mine], minlength=len(some))
+        selected = np.flatnonzero(graph.kind[rows] == KIND_CODE[kind])
+        count[kind] = np.bincount(entry_of[selected], minlength=len(some))
         first[kind] = np.full(len(some), NONE, dtype=np.int64)
-        first[kind][entry_of[mine[::-1]]] = rows[mine[::-1]]  # of several the last one written stays: the first row
-    return ComputeTable(rank[some], stage[some], unit[some], count, first, rows, entry_of)
+        first[kind][entry_of[selected[::-1]]] = rows[
+            selected[::-1]
+        ]  # of several the last one written stays: the first row
+    return ComputeTable(rank[some], stage[some], work_item[some], count, first, rows, entry_of)

@@ -1,4 +1,4 @@
-"""What a delivered tensor should hold by its receiver's layout, and how what arrived differs from it.
+"""Comparison of a delivered tensor with its receiver's layout: lost and foreign elements.
 
 Both are maps from the receiver's local elements to those of the whole tensor:
 the wanted one comes from the receiver's declared layout, the other from the
@@ -13,9 +13,9 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.schedule.optable import NONE, OpGraph, TensorSpec
-from pipeproof.specs.finding import ElementRange
-from pipeproof.specs.layout import INVARIANT, VARYING, Placement, PlacementKind, parse_placement
+from pipeproof.diagnostics.finding import ElementRange
+from pipeproof.schedule.op_table import NONE, OpGraph, TensorSpec
+from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, parse_placement
 from pipeproof.stages.describe.index_map import NOWHERE, IndexMap, counts, differences, layout_map
 from pipeproof.verify.provenance import Delivery, Places, Segment
 from pipeproof.verify.subject import Subject
@@ -34,15 +34,15 @@ class Loss:
 
 
 def places_of(subject: Subject) -> Places:
-    """Where the subject's ranks stand in their tensor-parallel groups: by the plan's mesh, else by the graph's groups.
+    """Places of the subject's ranks in their tensor-parallel groups: by the plan's mesh, else by the graph's groups.
 
-    Without a plan ranks in no group are alone, and all ranks share one lane.
+    Without a plan ranks in no group are alone, and all ranks share one data_group.
     """
     if subject.lowered is None:
         return _places_by_groups(subject.graph)
     mesh, rank = subject.lowered.mesh, np.array(subject.graph.global_rank, dtype=np.int64)
     none = np.zeros_like(rank)
-    index, lane, pp = none, none, none
+    index, data_group, pp = none, none, none
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         rank, coord = np.divmod(rank, size)
         if axis == "tp":
@@ -50,10 +50,10 @@ def places_of(subject: Subject) -> Places:
         elif axis == "pp":
             pp = coord
         else:
-            lane = lane * size + coord
+            data_group = data_group * size + coord
     num_tp = mesh.size("tp")
     copies = 1 if index.any() else num_tp  # folded over tp: only first members are there
-    return Places(index, none + num_tp, lane * mesh.size("pp") + pp, lane, none + copies)
+    return Places(index, none + num_tp, data_group * mesh.size("pp") + pp, data_group, none + copies)
 
 
 def _places_by_groups(graph: OpGraph) -> Places:
@@ -82,10 +82,10 @@ class Layouts:
     def loss(self, delivery: Delivery) -> Loss | None:
         """Compare what arrived with what must be there; None when every element is right."""
         receive, tensor = delivery.receive, self._graph.tensor
-        sent, wanted = int(tensor[self._graph.match[receive]]), int(tensor[receive])
-        if NONE in (sent, wanted):
+        sent, expected = int(tensor[self._graph.match[receive]]), int(tensor[receive])
+        if NONE in (sent, expected):
             return None
-        return _Comparison(self, delivery, int(self._graph.rank[receive]), wanted, sent).loss()
+        return _Comparison(self, delivery, int(self._graph.rank[receive]), expected, sent).loss()
 
     def whole_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
         """The shape over all TP ranks of a tensor of which ``rank`` holds its local part."""
@@ -96,15 +96,15 @@ class Layouts:
         return tuple(n * size if dim == placement.dim else n for dim, n in enumerate(spec.shape))
 
     def placement(self, tensor: int) -> Placement:
-        """How a tensor is declared to lie over tp."""
+        """Declared placement of a tensor over tp."""
         return self._placements[tensor]
 
     def index(self, rank: int, copy: int) -> int:
-        """The place in its TP group of the rank that is the ``copy``-th of those that ``rank`` stands for."""
+        """The place in its TP group of the rank that is the ``copy``-th of those that ``rank`` represents."""
         return int(self._places.index[rank]) + copy
 
     def map(self, tensor: int, placement: Placement, rank: int, copy: int) -> IndexMap:
-        """What ``rank`` holds of ``tensor``, if that lies as ``placement`` says."""
+        """Elements of ``tensor`` that ``rank`` holds under ``placement``."""
         key = tensor, placement, int(self._places.size[rank]), self.index(rank, copy)
         if key not in self._maps:
             shape = self.whole_shape(tensor, rank) if placement == self._placements[tensor] else self.spec(tensor).shape
@@ -116,9 +116,11 @@ class Layouts:
         return self._graph.tensors[tensor]
 
     def is_stranger(self, source: int, sender: int, receiver: int) -> bool:
-        """Whether ``source`` has other data than the group that the receiver's own message comes from."""
+        """Return True if ``source`` has other data than the group that the receiver's own message comes from."""
         places = self._places
-        return bool(places.team[source] != places.team[sender] or places.lane[sender] != places.lane[receiver])
+        return bool(
+            places.team[source] != places.team[sender] or places.data_group[sender] != places.data_group[receiver]
+        )
 
     def team_of(self, rank: int) -> list[tuple[int, int]]:
         """(rank, copy) of all that a rank's TP group holds."""
@@ -126,7 +128,7 @@ class Layouts:
         return [(mate, copy) for mate in ranks for copy in range(int(self._places.copies[mate]))]
 
     def global_rank(self, rank: int, copy: int) -> int:
-        """The rank of the mesh that the ``copy``-th of those that ``rank`` stands for is."""
+        """The rank of the mesh that the ``copy``-th of those that ``rank`` represents is."""
         own = self._graph.global_rank[rank]
         lowered = self._subject.lowered
         if lowered is None or not copy:
@@ -137,17 +139,17 @@ class Layouts:
 class _Comparison:
     """One delivery against its receiver's layout."""
 
-    def __init__(self, layouts: Layouts, delivery: Delivery, rank: int, wanted: int, sent: int) -> None:
+    def __init__(self, layouts: Layouts, delivery: Delivery, rank: int, expected: int, sent: int) -> None:
         self._layouts, self._delivery, self._sent = layouts, delivery, sent
         self._rank = rank
-        self._numel = layouts.spec(wanted).numel
+        self._numel = layouts.spec(expected).numel
         self._placement = layouts.placement(sent)
         sender, copy = delivery.sender, delivery.copy
-        same = layouts.spec(sent).dims == layouts.spec(wanted).dims and layouts.whole_shape(
+        same = layouts.spec(sent).dims == layouts.spec(expected).dims and layouts.whole_shape(
             sent, sender
-        ) == layouts.whole_shape(wanted, rank)
+        ) == layouts.whole_shape(expected, rank)
         if same:
-            self._wanted = layouts.map(wanted, layouts.placement(wanted), rank, copy)
+            self._wanted = layouts.map(expected, layouts.placement(expected), rank, copy)
         else:  # two different tensors: that is for another rule; each element is to lie where its sender has it
             self._placement = INVARIANT if self._placement.holds_equal_values else VARYING
             self._wanted = layouts.map(sent, self._placement, sender, copy).part(0, self._numel, 0)
@@ -158,22 +160,22 @@ class _Comparison:
         for segment in self._delivery.segments:
             held = self._held(segment)
             for difference in differences(self._wanted.part(segment.start, segment.stop, segment.start), held):
-                if difference.one == NOWHERE:
+                if difference.first == NOWHERE:
                     continue  # beyond the receiver's tensor
-                lost += self._sources(difference.local, difference.one, difference.length)
+                lost += self._sources(difference.local, difference.first, difference.length)
                 start = segment.source_start + difference.local - segment.start
                 foreign.append(self._range(segment.source_rank, segment.source_copy, start, difference.length))
         written = [(segment.start, segment.stop - segment.start) for segment in self._delivery.segments]
         for gap in counts(written, self._numel):
             if not gap.times:
-                for piece in self._wanted.part(gap.start, gap.stop, gap.start).pieces:
+                for piece in self._wanted.part(gap.start, gap.stop, gap.start).ranges:
                     lost += self._sources(*piece)
         if not lost:
             return None
         return Loss(self._numel, _merged([item for _, item in sorted(lost, key=lambda at: at[0])]), _merged(foreign))
 
     def _held(self, segment: Segment) -> IndexMap:
-        """What arrived in one segment stands for, by the receiver's local index."""
+        """Elements that arrived in one segment, by the receiver's local index."""
         start, length = segment.source_start, segment.stop - segment.start
         if self._layouts.is_stranger(segment.source_rank, self._delivery.sender, self._rank):
             return IndexMap.of([(segment.start, _STRANGE, length)])
@@ -181,13 +183,13 @@ class _Comparison:
         return own.part(start, start + length, segment.start)
 
     def _sources(self, local: int, whole: int, length: int) -> list[tuple[int, ElementRange]]:
-        """Who holds ``length`` elements from ``whole`` on, the message's own sender first; with their local place."""
+        """Holders of ``length`` elements from ``whole`` on, the message's sender first; with their local index."""
         sender, copy = self._delivery.sender, self._delivery.copy
         mates = [(sender, copy), *(m for m in self._layouts.team_of(sender) if m != (sender, copy))]
         found: list[tuple[int, ElementRange]] = []
         for rank, mate_copy in mates:
             held = self._layouts.map(self._sent, self._placement, rank, mate_copy)
-            for here, there, num in held.inverted().part(whole, whole + length, local).pieces:
+            for here, there, num in held.inverted().part(whole, whole + length, local).ranges:
                 found.append((here, self._range(rank, mate_copy, there, num)))
             if found:
                 return found

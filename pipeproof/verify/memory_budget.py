@@ -6,18 +6,76 @@ simulated for its check, and the simulator is not even loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding
+import numpy as np
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.op_table import IntColumn, OpGraph
+from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.subject import Rule, Subject, finding
+
+_TAKES = frozenset({OpKind.FORWARD})
+_GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The most micro-batches that a rank holds activations of, and what their boundary inputs weigh.
+
+    ``boundary_bytes`` counts what each held micro-batch brought over the
+    boundary before its stage, for the first stage the model's activation: a
+    lower bound of the memory that needs no times. The simulator counts the
+    activations inside stages, and all else.
+    """
+
+    rank: int
+    peak_activations: int
+    boundary_bytes: int
+
+
+def in_flight(subject: Subject) -> tuple[InFlight, ...]:
+    """Per rank: held from the start of F to the end of B (of W, where backward is split)."""
+    graph = subject.graph
+    inputs = np.array(_input_bytes(subject.plan), dtype=np.int64)
+    change = graph.is_kind(_TAKES).astype(np.int64) - graph.is_kind(_GIVES_BACK)
+    weight = np.where(change != 0, inputs[np.clip(graph.stage, 0, len(inputs) - 1)], 0)
+    counts, weights = (_peaks(graph, column) for column in (change, change * weight))
+    return tuple(InFlight(rank, *both) for rank, both in enumerate(zip(counts, weights, strict=True)))
+
+
+def _peaks(graph: OpGraph, change: IntColumn) -> list[int]:
+    """By rank, the most that its changes add up to."""
+    held = np.cumsum(change)
+    peaks = []
+    for start, stop in pairwise(graph.offsets.tolist()):
+        before = int(held[start - 1]) if start else 0
+        peaks.append(max(int(held[start:stop].max(initial=before)) - before, 0))
+    return peaks
+
+
+def _input_bytes(plan: LoweredPlan) -> list[int]:
+    """By stage, the bytes of what the largest micro-batch, or split of one, brings to a rank."""
+
+    def num_bytes(tensors: Sequence[Boundary]) -> int:
+        return sum(prod(one.local_shape_at(at_sender=False)) * dtype_bytes(one.dtype) for one in tensors)
+
+    return [num_bytes((plan.boundary,)), *(max(map(num_bytes, edge.variants)) for edge in plan.edges)]
+
 
 OVER_BUDGET = RuleDoc(
     code="PP701",
     title="a rank holds more than the memory budget",
     severity="error",
     explanation=(
-        "`memory.budget_gib` is the memory of a rank. The simulated step says what each rank holds when: weights, "
+        "`memory.budget_gib` is the memory of a rank. The simulation of a step gives what each rank holds: weights, "
         "gradients, optimizer states, activations from their forward to their backward, logits, messages, and the "
         "overhead that the plan states. The message has the rank that needs most, the first time at which it does, and "
         "what its peak is made of; the help names changes with which the same computation fits."
@@ -25,13 +83,13 @@ OVER_BUDGET = RuleDoc(
     wrong="memory: {budget_gib: 0.0001}",
     right="memory: {budget_gib: 1}",
 )
-NOT_JUDGED = RuleDoc(
+NOT_CHECKED = RuleDoc(
     code="PP702",
-    title="the memory budget was not judged",
+    title="the memory budget was not checked",
     severity="warning",
     explanation=(
-        "The plan has a `memory.budget_gib`, but its step cannot be simulated to its end, so that nobody knows what is "
-        "held when. What keeps it from its end is reported by the rules on matching and deadlock."
+        "The plan has a `memory.budget_gib`, but its step cannot be simulated to its end, so that its memory use is "
+        "unknown. The rules on matching and deadlock report the cause."
     ),
     wrong=(
         "topology: {pp: 2}\n"
@@ -65,21 +123,21 @@ def _check_budget(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _check_judged(subject: Subject) -> Iterator[Finding]:
+def _check_known(subject: Subject) -> Iterator[Finding]:
     if subject.plan.spec.memory.budget_gib is None:
         return
     from pipeproof.verify import memory_peak
 
     if subject.once(memory_peak.worst_of) is None:
         yield finding(
-            NOT_JUDGED,
-            "the step never ends, so that its memory is not known",
+            NOT_CHECKED,
+            "the step never ends, so its memory use is unknown",
             location=subject.locate("memory", "budget_gib"),
-            help="mend the errors of this plan first",
+            help="fix the errors of this plan first",
         )
 
 
 RULES = (
     Rule(OVER_BUDGET, _check_budget, needs_plan=True),
-    Rule(NOT_JUDGED, _check_judged, needs_plan=True),
+    Rule(NOT_CHECKED, _check_known, needs_plan=True),
 )

@@ -1,13 +1,13 @@
-"""3xx: what travels is memory, so both ends must lay the tensor's elements into memory alike and without holes."""
+"""Memory order of messages: both ends store the tensor's elements in one order and without holes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.schedule.optable import NONE, TensorSpec
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding, OpsWitness
-from pipeproof.verify.pairs import Pairs, rank_of
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.op_table import NONE, TensorSpec
+from pipeproof.verify.fifo_matching import Pairs, rank_of
 from pipeproof.verify.subject import Rule, Subject, finding
 
 MEMORY_ORDER = RuleDoc(
@@ -47,7 +47,7 @@ def memory_order(tensor: TensorSpec) -> tuple[int, ...]:
 
 
 def has_holes(tensor: TensorSpec) -> bool:
-    """Whether the tensor's elements, by their strides, are not just as many places in memory, each once."""
+    """Return True if the tensor's strides leave holes in memory, or use an address twice."""
     sizes = [size for size in tensor.shape if size > 1]
     expected = 1
     for stride, size in sorted(zip(memory_order(tensor), sizes, strict=True)):
@@ -73,7 +73,7 @@ def _check_memory_order(subject: Subject) -> Iterator[Finding]:
     other_order = pairs.differ(memory_order) & ~pairs.differ(lambda tensor: tensor.shape)  # else PP303 speaks
     wrong = other_order | pairs.either(holes)
     for send, receive in pairs.where(wrong & pairs.is_payload()):
-        said = [
+        stated = [
             f"{graph.ops[op_id]} on rank {rank_of(graph, op_id)} has strides {list(memory_order(tensor))}"
             + (" with holes" if has_holes(tensor) else "")
             for op_id in (send, receive)
@@ -82,7 +82,7 @@ def _check_memory_order(subject: Subject) -> Iterator[Finding]:
         ]
         yield finding(
             MEMORY_ORDER,
-            " and ".join(said),
+            " and ".join(stated),
             help="make the tensor contiguous before it is sent, and receive into a contiguous buffer",
             witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
         )

@@ -1,4 +1,4 @@
-"""Which rank of a plan holds most, and with what changes it would hold less: by simulation."""
+"""Rank with the highest memory peak, found by simulation, and changes that lower the peak."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import product
 from types import MappingProxyType
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.sim.errors import SimulationError
-from pipeproof.sim.memory.curve import GIB, MemoryCurve
-from pipeproof.sim.memory.words import make_up_text, size_text
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.problems import listed
+from pipeproof.sim.memory_curve import GIB, MemoryCurve
+from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.sim.terminal import format_us
-from pipeproof.specs.finding import BadPlanError
 from pipeproof.specs.memory import Recompute
-from pipeproof.specs.problems import listed
 from pipeproof.verify.subject import Subject
+from pipeproof.views.byte_sizes import make_up_text, size_text
+from pipeproof.views.timeline_text import format_us
 
 _LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -37,7 +37,7 @@ _LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _MORE: Mapping[Recompute, tuple[Recompute, ...]] = MappingProxyType(
     {"none": ("selective", "full"), "selective": ("full",), "full": ()}
 )
-"""What more could be computed again."""
+"""Settings of ``recompute`` that keep fewer activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Worst:
     curve: MemoryCurve
 
     def is_over(self, budget_gib: float) -> bool:
-        """Whether it is more than a budget."""
+        """Return True if the peak is above a budget."""
         return self.curve.peak > budget_gib * GIB
 
 
@@ -58,7 +58,7 @@ def worst_of(subject: Subject) -> Worst | None:
 
 
 def peak_text(worst: Worst, budget_gib: float) -> str:
-    """How much is held when, of what, and how much there may be."""
+    """Text of a peak: its size, time and parts, and the budget."""
     curve, budget = worst.curve, size_text(int(budget_gib * GIB))
     return (
         f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and `memory.budget_gib` is {budget}: "
@@ -103,11 +103,13 @@ def _and(texts: Iterable[str]) -> str:
 def _changes(plan: LoweredPlan) -> Iterator[tuple[frozenset[str], LoweredPlan]]:
     """The plan with one or several changes, those with fewer of them first; each is named as it would be written."""
     spec, memory = plan.spec, plan.spec.memory
-    is_gathered = spec.topology.sequence_parallel and spec.topology.tp > 1 and memory.gathered == "kept"
+    is_gathered = (
+        spec.topology.sequence_parallel and spec.topology.tp > 1 and memory.sequence_parallel_activations == "keep"
+    )
     values = {
         "recompute": _MORE[memory.recompute],
         "shard_optimizer": ("dp",) if spec.topology.dp > 1 and memory.shard_optimizer == "none" else (),
-        "gathered": ("again",) if is_gathered else (),
+        "sequence_parallel_activations": ("regather",) if is_gathered else (),
     }
     plans = {"": plan}
     for kind in _LEANER.get(spec.schedule.kind, ()):

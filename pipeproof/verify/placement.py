@@ -1,16 +1,16 @@
-"""11x: every layer stands on exactly one stage, in model order, and no stage is empty."""
+"""11x: every layer is on exactly one stage, in model order, and no stage is empty."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.verify.subject import Rule, Subject, finding
 
 NO_OWNER = RuleDoc(
     code="PP112",
-    title="a layer stands on no stage",
+    title="a layer is on no stage",
     severity="error",
     explanation="A layer that no stage holds is left out of the model: the run trains another network.",
     wrong="model: {num_layers: 2}\nstages: [[embed, layer.0], [norm, head]]",
@@ -24,7 +24,7 @@ def _check_no_owner(subject: Subject) -> Iterator[Finding]:
         if layer.name not in placed:
             yield finding(
                 NO_OWNER,
-                f"layer `{layer.name}` stands on no stage",
+                f"layer `{layer.name}` is on no stage",
                 location=subject.locate("stages"),
                 help=f"add `{layer.name}` to one of the {len(subject.plan.stages)} stages",
             )
@@ -32,7 +32,7 @@ def _check_no_owner(subject: Subject) -> Iterator[Finding]:
 
 TWO_OWNERS = RuleDoc(
     code="PP113",
-    title="a layer stands on two places",
+    title="a layer is listed twice",
     severity="error",
     explanation=(
         "The layer would be applied twice, with two copies of its weights that drift apart: copies must be "
@@ -50,7 +50,7 @@ def _check_two_owners(subject: Subject) -> Iterator[Finding]:
             if name in first_place:
                 yield finding(
                     TWO_OWNERS,
-                    f"layer `{name}` stands on stage {stage} and already on stage {first_place[name]}",
+                    f"layer `{name}` is on stage {stage} and already on stage {first_place[name]}",
                     location=subject.locate("stages", stage, index),
                     help=f"remove `{name}` from one of them",
                 )
@@ -59,7 +59,7 @@ def _check_two_owners(subject: Subject) -> Iterator[Finding]:
 
 OUT_OF_ORDER = RuleDoc(
     code="PP114",
-    title="layers stand out of model order",
+    title="layers are not in model order",
     severity="error",
     explanation=(
         "Stages run one after the other and each runs its layers in the order listed, so another order than the "
@@ -78,7 +78,7 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
             if previous is not None and model_order[name] < model_order[previous]:
                 yield finding(
                     OUT_OF_ORDER,
-                    f"layer `{name}` on stage {stage} comes after `{previous}`, but stands before it in the model",
+                    f"layer `{name}` on stage {stage} comes after `{previous}`, but is before it in the model",
                     location=subject.locate("stages", stage, index),
                     help=f"the model's order is {', '.join(layer.name for layer in subject.plan.layers)}",
                 )

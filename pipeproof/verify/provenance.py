@@ -1,4 +1,4 @@
-"""Where every element that a receiver holds came from, as ranges.
+"""Provenance of every element that a receiver holds, as ranges.
 
 Every element of a sent tensor has an identity (source rank, index in that
 rank's flattened local tensor). The identities are pushed through the lowered
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, KIND_CODE, OpKind
-from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
 
 DATA_RECEIVES = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
 DATA_SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
@@ -29,18 +29,18 @@ DATA_SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where each rank of a graph stands in its tensor-parallel group, one entry per rank.
+    """Place of each rank of a graph in its tensor-parallel group, one entry per rank.
 
     ``index`` of ``size`` ranks; ranks with the same ``team`` are one group,
-    and ranks with the same ``lane`` work on the same micro-batches and parts
-    of sequences, whatever their stage. A rank stands for ``copies`` ranks of
+    and ranks with the same ``data_group`` work on the same micro-batches and parts
+    of sequences, on any stage. A rank represents ``copies`` ranks of
     its group, ``index`` and those after it (1, unless the graph is folded).
     """
 
     index: IntColumn
     size: IntColumn
     team: IntColumn
-    lane: IntColumn
+    data_group: IntColumn
     copies: IntColumn
 
 
@@ -48,7 +48,7 @@ class Places:
 class Segment:
     """Positions ``start .. stop`` of a receiver's flattened tensor, filled from ``source_start`` of ``source_rank``.
 
-    ``source_copy`` says which of the ranks that ``source_rank`` stands for; 0 where it stands for itself.
+    ``source_copy`` is the number among the ranks that ``source_rank`` represents; 0 for itself.
     """
 
     start: int
@@ -68,11 +68,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One boundary tensor as it stands in the receiver's memory when its consumer starts.
+    """One boundary tensor in the receiver's memory when its consumer starts.
 
     ``receive`` is the op id of its first RECV, ``sender`` the rank that this
-    message came from; ``copy`` says which of the ranks that the receiver
-    stands for. ``segments`` are sorted by position; positions in no segment
+    message came from; ``copy`` is the number among the ranks that the
+    receiver represents. ``segments`` are sorted by position; positions in no segment
     were never written.
     """
 
@@ -89,16 +89,16 @@ def gathers_of_receives(graph: OpGraph) -> IntColumn:
     keys = _tensor_keys(graph, np.concatenate([receives, gathers]))
     known, first = np.unique(keys[len(receives) :], return_index=True)
     if len(known):
-        wanted = keys[: len(receives)]
-        place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        result[receives] = np.where(known[place] == wanted, gathers[first[place]], NONE)
+        expected = keys[: len(receives)]
+        place = np.minimum(np.searchsorted(known, expected), len(known) - 1)
+        result[receives] = np.where(known[place] == expected, gathers[first[place]], NONE)
     return result
 
 
 def _tensor_keys(graph: OpGraph, rows: IntColumn) -> IntColumn:
     """Equal for operations of one rank that write the same tensor of the same micro-batch."""
     backward = np.isin(graph.kind[rows], [KIND_CODE[OpKind.RECV_BACKWARD], KIND_CODE[OpKind.GATHER_BACKWARD]])
-    columns = (graph.rank, graph.stage, graph.unit, graph.tensor)
+    columns = (graph.rank, graph.stage, graph.work_item, graph.tensor)
     return packed(*(column[rows] for column in columns), backward.astype(np.int64))
 
 
@@ -120,7 +120,7 @@ class Events:
     classes: IntColumn
 
     def deliveries(self, event: int, places: Places | None = None) -> Iterator[Delivery]:
-        """What each receiver of one event ends up with; with ``places``, each of the ranks that a rank stands for."""
+        """Deliveries of one event, one per receiver; with ``places``, one for each rank that a rank represents."""
         items = range(int(self.offsets[event]), int(self.offsets[event + 1]))
         receives = [int(self.receive[i]) for i in items if self.receive[i] != NONE]
         gathers = sorted({int(self.gather[i]) for i in items if self.gather[i] != NONE})
@@ -129,11 +129,11 @@ class Events:
         for receive in receives:
             by_rank.setdefault(int(self.graph.rank[receive]), []).append(receive)
         joined = tuple(self._joined(gathers, by_rank, copies)) if gathers else ()
-        for mine in by_rank.values():
-            sender = int(self.graph.rank[self.graph.match[mine[0]]])
+        for selected in by_rank.values():
+            sender = int(self.graph.rank[self.graph.match[selected[0]]])
             for copy in range(copies):
-                segments = joined or tuple(sorted(self._received(mine, copy), key=lambda s: s.start))
-                yield Delivery(mine[0], sender, segments, copy)
+                segments = joined or tuple(sorted(self._received(selected, copy), key=lambda s: s.start))
+                yield Delivery(selected[0], sender, segments, copy)
 
     def _received(self, receives: list[int], copy: int) -> Iterator[Segment]:
         graph = self.graph
@@ -162,7 +162,7 @@ class Events:
 
 
 def deliveries(graph: OpGraph) -> Iterator[Delivery]:
-    """What every tensor whose messages all matched ends up with, gathers included. For small graphs; see ``events``."""
+    """Deliveries of every tensor whose messages all matched, gathers included. For small graphs; see ``events``."""
     num_ranks = graph.num_ranks
     zeros = np.zeros(num_ranks, dtype=np.int64)
     found = events(graph, Places(zeros, zeros + 1, np.arange(num_ranks), zeros, zeros + 1))
@@ -217,7 +217,7 @@ def _item_columns(
             columns += [np.where(there, column, NONE) for column in (form[ids], places.index[rank])]
             columns += [np.where(there, places.size[rank], NONE)]
     ours, theirs = graph.rank[row], graph.rank[send]
-    columns.append((send != NONE) & (places.lane[ours] != places.lane[theirs]))
+    columns.append((send != NONE) & (places.data_group[ours] != places.data_group[theirs]))
     columns.append(
         (send != NONE) & (send[first] != NONE) & (places.team[theirs] != places.team[graph.rank[send[first]]])
     )
@@ -236,9 +236,9 @@ def _places_in_group(graph: OpGraph, calls: IntColumn) -> IntColumn:
     members = [(g, rank, place) for g in used for place, rank in enumerate(graph.groups[g].ranks)]
     table = np.array(sorted(members), dtype=np.int64)
     key = packed(np.append(group, table[:, 0]), np.append(graph.rank[calls], table[:, 1]))
-    known, wanted = key[len(calls) :], key[: len(calls)]
-    found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[found] == wanted, table[found, 2], NONE)
+    known, expected = key[len(calls) :], key[: len(calls)]
+    found = np.minimum(np.searchsorted(known, expected), len(known) - 1)
+    return np.where(known[found] == expected, table[found, 2], NONE)
 
 
 _FACTOR = np.int64(-7046029254386353131)  # 2^64 / golden ratio, as a signed number: Fibonacci hashing

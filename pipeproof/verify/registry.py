@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from pipeproof.verify import (
-    announced,
+    boundary_transport,
     collectives,
     completeness,
     deadlock,
-    groups,
-    handover,
+    fifo_matching,
+    layouts,
     lifetime,
-    matching,
     memory_budget,
     memory_order,
-    messages,
+    message_contents,
+    optimizer_steps,
+    p2p_data_flow,
     placement,
+    process_groups,
     rng,
     roles,
-    steps,
-    transport,
+    shape_exchange,
 )
-from pipeproof.verify.gradients import norm as gradient_norm
-from pipeproof.verify.gradients import rules as gradient_rules
-from pipeproof.verify.gradients import updated as gradients_updated
-from pipeproof.verify.layouts import rules as layout_rules
+from pipeproof.verify.gradients import gathered_weights, gradient_rules, norm_rule
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -31,20 +29,20 @@ RULES: tuple[Rule, ...] = (
     *roles.RULES,
     *rng.RULES,
     *completeness.RULES,
-    *handover.RULES,
-    *steps.RULES,
-    *transport.RULES,
-    *layout_rules.RULES,
-    *matching.RULES,
-    *messages.RULES,
+    *p2p_data_flow.RULES,
+    *optimizer_steps.RULES,
+    *boundary_transport.RULES,
+    *layouts.RULES,
+    *fifo_matching.RULES,
+    *message_contents.RULES,
     *collectives.RULES,
-    *groups.RULES,
+    *process_groups.RULES,
     *memory_order.RULES,
-    *announced.RULES,
+    *shape_exchange.RULES,
     *deadlock.RULES,
     *lifetime.RULES,
     *gradient_rules.RULES,
-    *gradient_norm.RULES,
-    *gradients_updated.RULES,
+    *norm_rule.RULES,
+    *gathered_weights.RULES,
     *memory_budget.RULES,
 )

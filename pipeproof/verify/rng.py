@@ -1,6 +1,6 @@
 """119, 120: random numbers are drawn from a key of (layer, micro-batch, region), the same where values are the same.
 
-Nothing here draws: a key stands for the state of a generator, and equal keys
+Nothing here draws: a key represents the state of a generator, and equal keys
 for equal numbers. The facts come from a person or a log (``RngFacts``).
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pipeproof.specs.codes import ExampleKind, RuleDoc
-from pipeproof.specs.finding import Finding
-from pipeproof.verify.facts import RngDraw, RngFacts, RngRegion
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
 from pipeproof.verify.subject import Rule, Subject, finding
 
 
 def _example(*draws: str) -> str:
     return (
         "from pipeproof.comm.mesh import Mesh\n"
-        "from pipeproof.verify.facts import Facts, RngDraw, RngFacts, RngRegion\n"
-        "from pipeproof.verify.program import program_subject\n\n"
+        "from pipeproof.verify.declared_facts import Facts, RngDraw, RngFacts, RngRegion\n"
+        "from pipeproof.verify.subject import program_subject\n\n"
         "regions = (RngRegion('dropout', differs_over=('tp',)),)  # of a tensor that is cut along the sequence\n"
         f"draws = ({', '.join(draws)})\n"
         "facts = Facts(rng=RngFacts(Mesh(('tp',), (2,)), regions, draws))\n"
@@ -33,7 +33,7 @@ REPLAY = RuleDoc(
     severity="error",
     explanation=(
         "Recomputed activations are those of the forward only if dropout masks repeat: the generator's state must "
-        "be kept with the micro-batch and restored. Otherwise the backward belongs to another function than the "
+        "be saved with the micro-batch and restored. Otherwise the backward belongs to another function than the "
         "forward, and the loss alone does not show it."
     ),
     wrong=_example("RngDraw(0, 'layer.0', 0, 'dropout', 'a')", "RngDraw(0, 'layer.0', 0, 'dropout', 'b', replay=True)"),
@@ -120,7 +120,7 @@ def _check_agreement(rng: RngFacts, regions: dict[str, RngRegion], draws: list[R
 def _stream(
     rng: RngFacts, regions: dict[str, RngRegion], draw: RngDraw
 ) -> tuple[str, int, str, tuple[tuple[str, int], ...]]:
-    """What the key of a draw must be a name of: where it is made, and the coordinates over which it must differ."""
+    """Identity that the key of a draw must have: its place, and the coordinates over which it must differ."""
     coords = rng.mesh.coords(draw.rank)
     over = tuple(sorted((axis, coords[axis]) for axis in regions[draw.region].differs_over if axis in coords))
     return draw.layer, draw.micro_batch, draw.region, over

@@ -1,23 +1,23 @@
-"""11x: who a rank believes it is: the numbers of its layers, and whether it embeds or computes the loss.
+"""11x: roles of a rank: the numbers of its layers, and whether it embeds or computes the loss.
 
-Both are decided outside of the op graph, in the code that builds a stage, and
-wrongly so when a stage is taken for its rank or a layer counted from its own
-stage. They are judged where a person says what the code does (``Facts``).
+The code that builds a stage decides both, outside of the op graph, and is
+wrong if it takes a stage for its rank or counts layers within the stage. The
+rules check what a person declares about that code (``Facts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.specs.codes import ExampleKind, RuleDoc
-from pipeproof.specs.finding import Finding
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.verify.subject import Rule, Subject, finding
 
 
 def _example(ranks: str, facts: str) -> str:
     return (
-        "from pipeproof.verify.facts import Facts, LayerNumber, Role\n"
-        "from pipeproof.verify.program import program_subject\n\n"
+        "from pipeproof.verify.declared_facts import Facts, LayerNumber, Role\n"
+        "from pipeproof.verify.subject import program_subject\n\n"
         f"facts = {facts}\n"
         f"subject = program_subject({ranks!r}, facts=facts)"
     )

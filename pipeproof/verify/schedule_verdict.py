@@ -1,4 +1,4 @@
-"""What the rules say of a schedule by itself: right or not, and under which channel models it deadlocks."""
+"""Verdict on a schedule alone: correct or not, and the channel models under which it deadlocks."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeproof.comm.channel_models import MODELS, ChannelModel
-from pipeproof.specs.finding import Finding
-from pipeproof.specs.load import LoadedPlan
-from pipeproof.verify.check import check
-from pipeproof.verify.deadlock.rules import models_text
-from pipeproof.verify.deadlock.verdict import conditions
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.verify.check_plan import check
+from pipeproof.verify.deadlock.deadlock_rules import models_text
+from pipeproof.verify.deadlock.deadlock_verdict import conditions
 
 
 class Outcome(StrEnum):
-    """How a schedule stands."""
+    """Result of the check of a schedule."""
 
     ROBUST = "robust"
-    """Right, and no channel model makes it wait for itself."""
+    """Correct, and safe under every channel model."""
     CONDITIONAL = "conditional"
-    """Right on the plan's backend; under other channel models it deadlocks."""
+    """Correct on the plan's backend; it deadlocks under other channel models."""
     WRONG = "wrong"
     """The check of its plan has errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleVerdict:
-    """What checking a plan came to: its errors, and the channel models of ``MODELS`` under which it deadlocks."""
+    """Errors of a plan, and the channel models of ``MODELS`` under which it deadlocks."""
 
     backend: str
     errors: tuple[Finding, ...]
@@ -34,7 +34,7 @@ class ScheduleVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        """How the schedule stands."""
+        """Result of the check."""
         if self.errors:
             return Outcome.WRONG
         return Outcome.CONDITIONAL if self.failing else Outcome.ROBUST
@@ -54,7 +54,7 @@ class ScheduleVerdict:
                 return f"no deadlock under any of {len(MODELS)} channel models"
 
 
-def judge_schedule(plan: LoadedPlan) -> ScheduleVerdict:
+def check_schedule(plan: LoadedPlan) -> ScheduleVerdict:
     """Check a plan by every rule; only what is wrong or conditional counts.
 
     Raises:

@@ -1,22 +1,20 @@
-"""What the rules look at: a lowered plan, its backend's table, and the file it came from."""
+"""The subject of a check: an op graph, its lowered plan and backend table, and the file that it comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
 
+from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import backend_table, declared_backend
-from pipeproof.comm.capabilities import BackendTable
-from pipeproof.comm.loaded import lower_loaded
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.schedule.ops import COMPUTE_KINDS, Op
-from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import (
+from pipeproof.comm.lower import lower_loaded
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import (
     CycleWitness,
     Finding,
     Location,
@@ -25,11 +23,42 @@ from pipeproof.specs.finding import (
     Witness,
     WitnessOp,
 )
-from pipeproof.specs.load import LoadedPlan
-from pipeproof.specs.source import SourceMap
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.source import SourceMap
+from pipeproof.schedule.formats.located_text import Findings
+from pipeproof.schedule.formats.schedule_size_checks import RawSchedule, check_splits
+from pipeproof.schedule.formats.text_form import parse_program
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
+from pipeproof.schedule.ops import COMPUTE_KINDS, Op
+from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.specs.schedule_file import NO_OPERATIONS, ScheduleFileError, read_schedule_text
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.compute_table import ComputeTable, compute_table
-from pipeproof.verify.facts import NO_FACTS, Facts
+from pipeproof.verify.declared_facts import NO_FACTS, Facts
+
+
+def of_small_plan(topology: str, *changes: str) -> str:
+    """Python code that makes a small plan of this topology, changes its ``rows`` and leaves it in ``subject``."""
+    return "\n".join(
+        [
+            "from dataclasses import replace",
+            "from pipeproof.schedule.op_table import build_graph",
+            "from pipeproof.schedule.op_table import Row",
+            "from pipeproof.schedule.ops import parse_op",
+            "from pipeproof.specs.load_plan import plan_from_dict",
+            "from pipeproof.verify.subject import make_subject",
+            "",
+            "model = {'kind': 'gpt', 'num_layers': 2, 'hidden_size': 16, 'num_heads': 4, 'ffn_size': 32}",
+            "model |= {'vocab_size': 32, 'seq_length': 8}",
+            "schedule = {'kind': '1f1b', 'num_micro_batches': 2, 'micro_batch_size': 2}",
+            f"plan = {{'pipeproof': 1, 'model': model, 'topology': {topology}, 'schedule': schedule}}",
+            "base = make_subject(plan_from_dict(plan))",
+            "rows = base.graph.rows()",
+            *changes,
+            "subject = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))",
+        ]
+    )
+
 
 _Fact = TypeVar("_Fact")
 
@@ -39,10 +68,10 @@ class Subject:
     """Everything that a rule may read.
 
     ``lowered`` is the plan that the graph comes from, None for a graph that
-    was made in Python and is judged alone. ``source`` is None for plans made
+    was made in Python and is checked alone. ``source`` is None for plans made
     in Python. ``origins`` are the places of rows that were read from a file,
-    by the graph's ``origin`` column. ``facts`` is what a person says beside
-    the graph.
+    by the graph's ``origin`` column. ``facts`` are stated by a person in
+    addition to the graph.
     """
 
     graph: OpGraph
@@ -102,22 +131,22 @@ class Subject:
 
     @cached_property
     def computes(self) -> ComputeTable:
-        """What each rank computes, by stage and micro-batch."""
+        """Computation of each rank, by stage and micro-batch."""
         return compute_table(self.graph)
 
     @cached_property
-    def num_units(self) -> int:
-        """Units of work of a step (micro-batches, or their splits): as the plan says, else as many as are computed."""
+    def num_work_items(self) -> int:
+        """Work items of a step (micro-batches, or their splits): from the plan, else as many as are computed."""
         if self.lowered is not None:
-            return self.lowered.num_units
-        return int(self.graph.unit[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
+            return self.lowered.num_work_items
+        return int(self.graph.work_item[self.graph.is_kind(COMPUTE_KINDS)].max(initial=-1)) + 1
 
     @cached_property
     def _found(self) -> dict[object, object]:
         return {}
 
     def once(self, find: Callable[[Subject], _Fact]) -> _Fact:
-        """What ``find`` says of this subject, found when it is first asked for: what several rules share."""
+        """Return the result of ``find`` for this subject, computed at the first call: several rules share it."""
         if find not in self._found:
             self._found[find] = find(self)
         return cast("_Fact", self._found[find])
@@ -187,9 +216,9 @@ def graph_subject(
     origins: tuple[Location, ...] = (),
     facts: Facts = NO_FACTS,
 ) -> Subject:
-    """A graph made in Python or read from a file, to be judged alone: by every rule that needs no plan.
+    """Subject of a graph that was made in Python or read from a file; rules that need a plan do not apply.
 
-    ``backend`` is whose promises hold, the default backend's without it.
+    ``backend`` is the table whose promises hold; default: the table of the default backend.
     """
     return Subject(graph, backend or backend_table("paddle", "cpu"), origins=origins, facts=facts)
 
@@ -216,3 +245,30 @@ def finding(
 ) -> Finding:
     """A finding of the rule that ``doc`` documents, with that rule's code and severity."""
     return Finding(doc.code, Severity(doc.severity), message, location, help, witness)
+
+
+def load_program(path: Path, *, backend: BackendTable | None = None) -> Subject:
+    """Subject of the programs of a file; rules that need a plan do not apply.
+
+    Raises:
+        ScheduleFileError: PP130 to PP133, PP136, PP138, the file cannot be read or is no program.
+    """
+    return program_subject(read_schedule_text(path), file=str(path), backend=backend)
+
+
+def program_subject(
+    text: str, *, file: str = "<program>", backend: BackendTable | None = None, facts: Facts = NO_FACTS
+) -> Subject:
+    """Subject of the programs of a text; ``file`` is the name in locations, ``facts`` are additional facts.
+
+    Raises:
+        ScheduleFileError: PP131 to PP133, PP136, PP138, the text is no program.
+    """
+    program = parse_program(text, file)
+    findings = Findings()
+    check_splits(RawSchedule(program.rows_by_rank, program.origins, program.ends, None), None, findings)
+    findings.raise_any()
+    if not any(program.rows_by_rank):
+        message = "no rank of this program does anything: nothing could be wrong with it"
+        raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file, 1, 1)))
+    return graph_subject(program.graph(), backend=backend, origins=program.origins, facts=facts)

@@ -17,8 +17,8 @@ from pathlib import Path
 import paddle
 import pytest
 
-from pipeproof.exec import step_end
-from pipeproof.exec.step_end import StepEnd
+from pipeproof.exec.rank import step_end
+from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.common import stage as common_stage
 from pipeproof.stages.paddle import stage as paddle_stage
@@ -72,9 +72,9 @@ def rope_backward(patch: pytest.MonkeyPatch) -> None:
     """Let the rotary embedding of one block turn the wrong way backward."""
     turn, heads, at = paddle_stage.rotate, PaddleStage._grouped_heads, threading.local()
 
-    def grouped_heads(stage, activation, name, piece):
+    def grouped_heads(stage, activation, name, split):
         at.name = name  # ranks are threads, and wait for each other inside
-        return heads(stage, activation, name, piece)
+        return heads(stage, activation, name, split)
 
     def rotate(tensor, cos, sin):
         if at.name != f"{LAYER}.attn":
@@ -138,8 +138,8 @@ def double_tied_reduction(patch: pytest.MonkeyPatch) -> None:
 
 def twice_the_weight_of_modules(patch: pytest.MonkeyPatch) -> None:
     """Train on twice of what the losses of modules of multi-token prediction should count."""
-    right = common_stage.whole_loss
-    patch.setattr(common_stage, "whole_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
+    right = common_stage.training_loss
+    patch.setattr(common_stage, "training_loss", lambda plan, losses: 2 * right(plan, losses) - losses[0])
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from pipeproof.comm.accumulation import sum_orders, tied_sums
-from pipeproof.comm.lowered import LoweredPlan
-from pipeproof.exec.compare import StepResult, compare_step
-from pipeproof.exec.compare_routers import compare_routers
-from pipeproof.exec.dp_shares import with_whole_gradients
-from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
-from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.comm.accumulation_order import sum_orders, tied_sums
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.compare.run_record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.orders import Orders
+from pipeproof.stages.reference.ordered_sums import Orders
 from tests.exec.in_memory import run_all
 
 
@@ -41,7 +40,7 @@ def record(plan: LoweredPlan, reference: ReferenceRun, directory, *, values: boo
     results = []
     for step, of_step in enumerate(outcomes):
         theirs = reference.steps[step]
-        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
+        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
         routers = compare_routers(plan, [one.routers for one in of_step], theirs.routers, theirs.routers)
         result = compare_step(plan, step, ranks, *[(theirs.loss, theirs.gradients)] * 2)
         recorder.put(

@@ -8,15 +8,15 @@ from functools import partial
 import paddle
 from paddle.autograd import PyLayer
 
-from pipeproof.comm.accumulation import sum_orders
-from pipeproof.exec.compare_routers import compare_routers
-from pipeproof.exec.record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.comm.accumulation_order import sum_orders
+from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.compare.run_record import RankStep, Recorder, RecordOptions, ReferenceStep
 from pipeproof.stages.describe.boundary import describe_boundary
-from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.paddle import balance
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.orders import Orders
+from pipeproof.stages.reference.ordered_sums import Orders
 from tests.plans import subject
 from tests.stages.staged_run import StagedRun
 
@@ -74,7 +74,7 @@ class RecordedRun:
                 for (stage,), seen in zip(self.run.stages, self.watches, strict=True)
             ]
             of_reference = watch.take() if layers else {}
-            shown = [stage.balance.shown() for (stage,) in self.run.stages]
+            shown = [stage.balance.values() for (stage,) in self.run.stages]
             routers = compare_routers(self.plan, shown, reference.routers, reference.routers)
             recorder.put(step, loss, ranks, ReferenceStep(reference.loss, reference.gradients, of_reference), routers)
             for optimizer in self.run.optimizers:
@@ -130,7 +130,7 @@ def plant_double_auxiliary(monkeypatch) -> None:
     """Let every rank put the losses of routers in, though all of them route the same tokens."""
     right = balance.Balance
     monkeypatch.setattr(
-        paddle_stage, "Balance", lambda plan, layers, *, puts_in_losses: right(plan, layers, puts_in_losses=True)
+        paddle_stage, "Balance", lambda plan, layers, *, adds_losses: right(plan, layers, adds_losses=True)
     )
 
 

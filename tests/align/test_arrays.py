@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.align.arrays import FAR, max_relative, max_ulps, md5_of, norm_of, ulps_between
+from pipeproof.analysis.align.array_digests import FAR, max_relative, max_ulps, md5_of, norm_of, ulps_between
 
 WIDTHS = {"float16": 16, "float32": 32, "float64": 64}
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeproof.align.arrays import md5_of, norm_of
-from pipeproof.align.cause import Family, Values, guess, guess_from_norms
-from pipeproof.align.record import Recorded, Shard
+from pipeproof.analysis.align.array_digests import md5_of, norm_of
+from pipeproof.analysis.align.likely_cause import Family, Values, guess, guess_from_norms
+from pipeproof.analysis.align.record_format import Recorded, Shard
 
 RNG = np.random.default_rng(7)
 RIGHT = RNG.standard_normal((8, 6)).astype("f4")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.align.align import align
-from pipeproof.align.errors import AlignmentError
-from pipeproof.align.logs import LogForm, Observed, read_log
-from pipeproof.align.losses import Tolerance, align_losses
+from pipeproof.analysis.align.align_errors import AlignmentError
+from pipeproof.analysis.align.compare_records import align
+from pipeproof.analysis.align.loss_pairs import Tolerance, align_losses
+from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit, strict_json
 
@@ -163,7 +163,7 @@ def test_a_long_log_is_read_in_bounded_memory():
 
 
 def test_a_side_without_partners_does_not_grow(monkeypatch):
-    monkeypatch.setattr("pipeproof.align.losses.WINDOW", 10)
+    monkeypatch.setattr("pipeproof.analysis.align.loss_pairs.WINDOW", 10)
     lonely = (Observed(step, "main", "loss", None, None, "9.0", None) for step in range(100))
     found = align_losses(lonely, iter(()), BITS)
     assert found.unpaired == [100, 0]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeproof.align.logs import Observed
-from pipeproof.align.losses import LossAlignment, Tolerance
+from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance
+from pipeproof.analysis.align.training_logs import Observed
 
 
 def factor(a, b):

@@ -55,12 +55,12 @@ def test_so_do_ranks_that_cut_the_sequence(tmp_path):
 
 
 def test_the_reference_in_order_and_the_uncut_one_show_the_same():
-    from pipeproof.stages.describe.watch import LayerWatch
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.describe.layer_records import LayerWatch
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
     from tests.align.recorded_plan import reference_run
 
     plan, watch = plan_of("between modules"), LayerWatch()
-    list(run_uncut(plan.spec, watch))
+    list(run_unpartitioned(plan.spec, watch))
     (uncut,), (ordered,) = [watch.take()], reference_run(plan).layers
     assert {key: array.tobytes() for key, array in uncut.items()} == {
         key: array.tobytes() for key, array in ordered.items()

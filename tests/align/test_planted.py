@@ -36,6 +36,7 @@ def trained():
     return of
 
 
+@pytest.mark.slow
 def test_schedules_have_the_same_bits_as_each_other_and_their_references(tmp_path):
     from tests.align.planted import plan_under
     from tests.align.recorded_plan import record, reference_run
@@ -58,6 +59,17 @@ def test_schedules_have_the_same_bits_as_each_other_and_their_references(tmp_pat
     assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.slow(
+    but=[
+        "scale-zb_v",
+        "norms-1f1b",
+        "rope-interleaved",
+        "auxiliary-1f1b",
+        "modules-interleaved",
+        "experts-zb_v",
+        "tied-1f1b",
+    ]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_in_its_layer(name, schedule, trained, tmp_path):

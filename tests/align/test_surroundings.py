@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.align.cause import Cause, Family
-from pipeproof.align.record import Recorded
-from pipeproof.align.surroundings import WeightGradients, giver, placed
+from pipeproof.analysis.align.likely_cause import Cause, Family
+from pipeproof.analysis.align.neighbouring_tensors import WeightGradients, giver, placed
+from pipeproof.analysis.align.record_format import Recorded
 
 PLAIN = ("embed", "layer.0", "layer.1", "norm", "head")
 MODULES = ("embed", "layer.0", "layer.1", "mtp.0", "mtp.1", "empty.0", "norm", "head")
@@ -54,7 +54,7 @@ def test_a_layer_that_takes_what_is_equal_and_gives_what_is_not(direction):
 )
 def test_what_other_lanes_bring_is_said_to_be_unknown(layer, direction, told):
     first, before = tensor(layer, direction, "output"), tensor(layer, direction)
-    assert ("other lanes" in placed(UNKNOWN, first, before, MODULES).evidence) == told
+    assert ("other MTP streams" in placed(UNKNOWN, first, before, MODULES).evidence) == told
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_what_the_values_say_comes_first():
 
 
 def test_gradients_of_weights_narrow_it_down_only_where_some_are_equal_and_some_are_not():
-    assert WeightGradients(("a",), ("b",)).tells
-    assert not WeightGradients((), ("b",)).tells
-    assert not WeightGradients(("a",), ()).tells
+    assert WeightGradients(("a",), ("b",)).are_conclusive
+    assert not WeightGradients((), ("b",)).are_conclusive
+    assert not WeightGradients(("a",), ()).are_conclusive

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.exec.run import NotVerifiedError, RunOptions, require_runnable
-from pipeproof.explain import all_docs
-from pipeproof.specs.finding import Finding, Severity
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import CHECK_CODES, check
+from pipeproof.cli.code_registry import all_docs
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.exec.run_plan import NotVerifiedError, RunOptions, require_runnable
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import CHECK_CODES, check
 from pipeproof.verify.selection import Selection
 from tests.cli.commands import BROKEN, EXAMPLES, invoke, process
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 KNOWN = {"code": "PP202", "reason": "the same file serves larger topologies"}
 
@@ -170,7 +172,7 @@ def test_a_suppression_of_a_rule_that_did_not_run_is_not_called_useless(quiet):
 
 
 def test_a_warning_of_a_rule_that_is_an_error_elsewhere_can_be_suppressed(quiet, monkeypatch):
-    from pipeproof.verify import check as module
+    from pipeproof.verify import check_plan as module
 
     def warn(subject):
         yield Finding("PP401", Severity.WARNING, "not on this backend")
@@ -183,7 +185,7 @@ def test_a_warning_of_a_rule_that_is_an_error_elsewhere_can_be_suppressed(quiet,
 
 
 def test_errors_stay_errors_where_their_code_is_suppressed(quiet, monkeypatch):
-    from pipeproof.verify import check as module
+    from pipeproof.verify import check_plan as module
 
     def fail(subject):
         yield Finding("PP202", Severity.ERROR, "worse here")
@@ -203,7 +205,7 @@ def test_errors_stay_errors_where_their_code_is_suppressed(quiet, monkeypatch):
         ([{"code": "PP202", "reason": " "}], "PP106", "this one is empty"),
         ([{"code": "PP202"}], "PP104", "`suppress[0].reason` is missing"),
         ([{**KNOWN, "code": "pp202"}], "PP106", "write PP202"),
-        ([{**KNOWN, "code": "PP2"}], "PP106", "a whole code"),
+        ([{**KNOWN, "code": "PP2"}], "PP106", 'found string "PP2"'),
         ([{**KNOWN, "until": "2027"}], "PP102", "known here: code, reason"),
         ([{"cod": "PP202", "reason": "x"}], "PP102", "did you mean `code`?"),
         ("PP202", "PP105", "must be a list"),
@@ -226,7 +228,7 @@ def many(count):
 @pytest.fixture
 def crowded(good, monkeypatch):
     """A plan with forty findings of one code and one of another."""
-    from pipeproof.verify import check as module
+    from pipeproof.verify import check_plan as module
 
     real = module.check
 
@@ -253,6 +255,13 @@ def test_all_shows_all_and_so_does_json(crowded):
     assert len(check_json(crowded)[1]["findings"]) == 41
 
 
+@pytest.mark.slow(
+    but=[
+        "gpt_pp2_tp2_sp_partial-always-environment0-True",
+        "gpt_pp2_tp2_sp_partial-never-environment2-False",
+        "backward_given_twice-auto-environment3-True",
+    ]
+)
 @pytest.mark.parametrize(
     ("option", "environment", "coloured"),
     [
@@ -279,7 +288,7 @@ def test_colours(option, environment, coloured, plan):
     [
         ((), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
         (("plan.yaml", "--program", "p.txt"), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
-        (("plan.yaml", "--backend", "paddle-gloo"), "a plan says its backend itself"),
+        (("plan.yaml", "--backend", "paddle-gloo"), "a plan gives its backend"),
         (("plan.yaml", "--color", "blue"), "--color"),
         (("plan.yaml", "--format", "xml"), "--format"),
     ],

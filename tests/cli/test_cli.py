@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import pipeproof
-from pipeproof.explain import all_docs
+from pipeproof.cli.code_registry import all_docs
 from tests.cli.commands import BROKEN, EXAMPLES, REPOSITORY, invoke, process
 from tests.plans import plan_dict
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 # --- check ---
 
@@ -106,6 +108,7 @@ def test_show_a_rank_that_is_not_there(good, rank):
     assert "--rank" in result.stderr
 
 
+@pytest.mark.needs("jsonschema")
 def test_schema():
     import jsonschema
 
@@ -186,6 +189,7 @@ COLOURED = [
 ]
 
 
+@pytest.mark.slow(but=["check_gpt_pp2_tp2_sp_partial"])
 @pytest.mark.parametrize("arguments", COLOURED, ids=lambda a: f"{a[0]}_{Path(a[1]).stem}")
 def test_no_escape_codes_where_nobody_looks(arguments):
     result = process(*arguments)
@@ -193,6 +197,7 @@ def test_no_escape_codes_where_nobody_looks(arguments):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_colours_where_they_are_wanted_and_not_where_they_are_refused():
     arguments = ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
@@ -200,6 +205,7 @@ def test_colours_where_they_are_wanted_and_not_where_they_are_refused():
     assert not colour.search(process(*arguments, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm").stdout)
 
 
+@pytest.mark.slow(but=["check_gpt_pp2_tp2_sp_partial"])
 @pytest.mark.parametrize("arguments", COLOURED, ids=lambda a: f"{a[0]}_{Path(a[1]).stem}")
 def test_a_terminal_that_knows_ascii_only(arguments):
     result = process(*arguments, PYTHONIOENCODING="ascii")
@@ -208,6 +214,7 @@ def test_a_terminal_that_knows_ascii_only(arguments):
     assert result.stdout + result.stderr
 
 
+@pytest.mark.slow(only=["simulate_gpt_pp4_--format_json"])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -241,8 +248,8 @@ def test_an_interrupt_in_code_that_is_made_while_it_runs_ends_with_130_too(good,
     """As one that comes while a module with dataclasses is imported."""
     program = f"""
 import sys
-from pipeproof import cli
-from pipeproof.specs import load
+from pipeproof.cli import main as cli
+from pipeproof.specs import load_plan as load
 
 def interrupt(path):
     exec("raise KeyboardInterrupt")
@@ -263,7 +270,7 @@ def test_an_interrupted_command_ends_with_130(good, monkeypatch):
     def interrupt(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeproof.specs.load.load_plan", interrupt)
+    monkeypatch.setattr("pipeproof.specs.load_plan.load_plan", interrupt)
     result = invoke("check", good)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -271,10 +278,10 @@ def test_an_interrupted_command_ends_with_130(good, monkeypatch):
 
 def test_check_imports_no_framework_and_nothing_heavy():
     script = (
-        "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli import main\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli.main import main\n"
         f"result = CliRunner().invoke(main, ['check', {str(EXAMPLES / 'gpt_pp4.yaml')!r}])\n"
         "assert result.exit_code == 0, result.output\n"
-        "heavy = ('paddle', 'torch', 'simpy', 'networkx', 'safetensors', 'pipeproof.exec.run')\n"
+        "heavy = ('paddle', 'torch', 'simpy', 'networkx', 'safetensors', 'pipeproof.exec.run_plan')\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     result = subprocess.run(

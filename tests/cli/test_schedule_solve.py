@@ -9,6 +9,8 @@ import yaml
 from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
+pytestmark = pytest.mark.needs("ortools")
+
 COST = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
 
 

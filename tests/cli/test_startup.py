@@ -10,8 +10,8 @@ import pytest
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"variants", "dealt", "stage_ops"}
-"""What the table of kinds, and several generators, need."""
+SHARED = {"sizes", "stage_ops"}
+"""Modules that the table of kinds and several generators need."""
 
 
 def loaded_by_check(tmp_path, **sections):
@@ -21,7 +21,7 @@ def loaded_by_check(tmp_path, **sections):
     code = (
         "import sys\n"
         "from click.testing import CliRunner\n"
-        "from pipeproof.cli import main\n"
+        "from pipeproof.cli.main import main\n"
         f"assert CliRunner().invoke(main, ['check', {str(plan)!r}]).exit_code == 0\n"
         "print(*(name for name in sys.modules if name.startswith('pipeproof.')))"
     )
@@ -29,12 +29,13 @@ def loaded_by_check(tmp_path, **sections):
     return set(done.stdout.split())
 
 
+@pytest.mark.slow(but=["interleaved-"])
 @pytest.mark.parametrize(
     ("schedule", "own"),
     [
         ({"kind": "1f1b"}, {"one_f_one_b"}),
         ({"kind": "gpipe"}, {"gpipe"}),
-        ({"kind": "interleaved", "num_chunks": 2}, {"interleaved", "interleaved_fleet", "rounds", "turns"}),
+        ({"kind": "interleaved", "num_chunks": 2}, {"interleaved", "interleaved_fleet", "round_robin"}),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
@@ -45,7 +46,7 @@ def test_a_check_loads_the_generator_of_its_own_schedule(tmp_path, schedule, own
 
 
 def test_data_sheets_are_loaded_for_plans_that_ask_for_them(tmp_path):
-    resolve = "pipeproof.comm.analytic.resolve"
+    resolve = "pipeproof.cost.analytic_times"
     assert resolve not in loaded_by_check(tmp_path)
     assert resolve in loaded_by_check(tmp_path, cost={"analytic": "h200"})
 
@@ -55,7 +56,7 @@ def test_an_interrupt_during_the_imports_is_no_traceback():
         "import runpy, sys\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'pipeproof.commands.sweep':\n"
+        "        if name == 'pipeproof.cli.sweep_command':\n"
         "            raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupted())\n"
         "runpy.run_module('pipeproof', run_name='__main__', alter_sys=True)"

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeproof.sweep import run as run_module
-from pipeproof.sweep.load import load_sweep
-from pipeproof.sweep.results import open_results
+from pipeproof.analysis.sweep import run_sweep as run_module
+from pipeproof.analysis.sweep.results_file import open_results
+from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import REPOSITORY, invoke
+from tests.default_signals import default_signals
 from tests.sweep.files import write_sweep
 
 GRID = {"schedule.num_micro_batches": [3, 4], "topology.tp": [1, 3]}
@@ -126,12 +127,12 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(sweep, tmp_path
 
 
 def test_a_point_that_failed_is_status_3(sweep, monkeypatch):
-    import pipeproof.sweep.evaluate
+    import pipeproof.analysis.sweep.evaluate_point
 
     def broken(*arguments):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(pipeproof.sweep.evaluate, "simulate", broken)
+    monkeypatch.setattr(pipeproof.analysis.sweep.evaluate_point, "simulate", broken)
     result = invoke("sweep", sweep)
     assert result.exit_code == 3
     assert "failed: 2; first " in result.stdout
@@ -145,16 +146,18 @@ def test_ctrl_c_keeps_results_and_the_same_command_goes_on(num_lines, tmp_path):
     results = sweep.with_suffix(".results.jsonl")
     command = [sys.executable, "-m", "pipeproof", "sweep", str(sweep), "--workers", "1"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default_signals
+    )
     children_file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     try:
         children = set()
         while not (len(children) > 1 and _num_lines(results) >= num_lines) and time.monotonic() < deadline:
             time.sleep(0.01)
             children = set(children_file.read_text().split())  # Python has one of its own beside the worker
         os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, parse_op
-from pipeproof.specs.load import PlanFileError
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 TWO_WAYS = [["0F0", "1F1", "1B1", "0B0"], ["1F0", "0F1", "1B0", "0B1"]]
 """Micro-batch 0 enters at rank 0, micro-batch 1 at rank 1; both stages are on both ranks."""

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipeproof.comm.generated import default_variant, plan_schedule
+from pipeproof.comm.generated_schedule import default_variant, plan_schedule
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.programs import stages_of
-from pipeproof.specs.finding import BadPlanAtError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict
 
 
@@ -52,17 +52,17 @@ def test_stages_there_and_back_may_be_asked_for_where_any_placement_goes():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "key", "words", "mend"),
+    ("schedule", "key", "fragment", "fix"),
     [
         ({"kind": "zb_v"}, "num_chunks", "2 stages on each rank, and schedule.num_chunks is 1", "num_chunks to 2"),
         ({"kind": "interleaved"}, "num_chunks", "2 or more stages on each rank", "set num_chunks to 2"),
         ({"kind": "1f1b", "num_chunks": 2}, "num_chunks", "one stage on each rank, and", "num_chunks to 1"),
         ({"kind": "1f1b", "placement": [[0, 1], [2, 3], [4, 5], [6, 7]]}, "placement", "placement lists 2", "list 1"),
-        ({"kind": "zb_v", "num_chunks": 2, "placement": "loop"}, "placement", "there and back (v)", "remove the key"),
+        ({"kind": "zb_v", "num_chunks": 2, "placement": "loop"}, "placement", "(v)", "remove the key"),
         ({"kind": "zb_v", "placement": [[0, 4], [1, 5], [2, 6], [3, 7]]}, "placement",
-         "rank 0 has the stages [0, 4]", "deal [0, 7], [1, 6], [2, 5], [3, 4]"),
+         "rank 0 has the stages [0, 4]", "[0, 7], [1, 6], [2, 5], [3, 4]"),
         ({"kind": "interleaved", "placement": [[0, 1, 2], [3], [4, 5], [6]]}, "placement",
-         "lists 7 stages for 4 ranks", "deal as many"),
+         "lists 7 stages for 4 ranks", "looped_bfs or optimal"),
         ({"kind": "looped_bfs", "placement": [[0, 1], [1, 0], [2, 3], [3, 2]]}, "placement",
          "one copy of each stage", "dualpipe or chimera"),
         ({"kind": "1f1b", "variant": "fleet"}, "variant", "is the same in all tools", "remove the key"),
@@ -74,14 +74,14 @@ def test_stages_there_and_back_may_be_asked_for_where_any_placement_goes():
         ({"kind": "optimal", "num_chunks": 2, "memory_limit": 1}, "memory_limit", "1", "2"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_at_its_key(schedule, key, words, mend):
+def test_what_does_not_go_together_is_refused_at_its_key(schedule, key, fragment, fix):
     with pytest.raises(BadPlanAtError) as caught:
         plan_schedule(spec(**schedule))
     (finding,) = caught.value.findings
     assert finding.code == "PP140"
     assert caught.value.path == ("schedule", key)
-    assert words in finding.message
-    assert mend in finding.help
+    assert fragment in finding.message
+    assert fix in finding.help
 
 
 def test_the_backends_own_tool_gives_the_default_variant():

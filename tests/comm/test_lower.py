@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import pipeproof.comm.lower as lower_module
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind
-from pipeproof.schedule.optable import NONE, EdgeKind
-from pipeproof.specs.load import PlanFileError, load_plan, plan_from_dict
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.stages.describe.boundary import describe_boundary
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
 
@@ -115,7 +116,7 @@ def test_replicas_of_a_large_plan_are_lowered_once_and_unfold_to_the_same_graph(
     assert (folded.graph.num_ranks, small.graph.num_ranks) == (2, 8)
     assert folded.graph.global_rank == (0, 4)
     assert folded.unfolded().graph.columns.equals(small.graph.columns)
-    assert plan_digest(folded) == plan_digest(small) == plan_digest(folded.unfolded())
+    assert graph_digest(folded) == graph_digest(small) == graph_digest(folded.unfolded())
     assert {(g.axis, g.ranks, g.size) for g in folded.graph.groups} == {
         (axis, (rank,), 2) for axis in ("tp", "dp") for rank in (0, 1)
     }
@@ -153,18 +154,18 @@ DIGEST_CHANGES = [
 
 @pytest.mark.parametrize("sections", DIGEST_KEEPS)
 def test_digest_does_not_speak_of_cost_seed_steps_or_rates(sections):
-    assert plan_digest(subject(**sections)) == plan_digest(subject())
+    assert graph_digest(subject(**sections)) == graph_digest(subject())
 
 
 @pytest.mark.parametrize("sections", DIGEST_CHANGES)
-def test_digest_speaks_of_everything_that_the_verdict_depends_on(sections):
-    assert plan_digest(subject(**sections)) != plan_digest(subject())
+def test_digest_covers_everything_that_changes_what_runs(sections):
+    assert graph_digest(subject(**sections)) != graph_digest(subject())
 
 
 def test_digest_is_the_same_on_every_machine(check_golden):
-    """A change here is a change of what certificates mean: raise RULE_SET_VERSION or find out why."""
+    """A change here makes every saved state, report and profile that of another plan: find out why. No rule does it."""
     lines = [
-        f"{name} {plan_digest(subject(**sections))}\n"
+        f"{name} {graph_digest(subject(**sections))}\n"
         for name, sections in {
             "base": {},
             "tp2_sp_partial": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}, "transport": "partial"},

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import NONE, build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.schedule.optable import NONE
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 TP2 = {"pp": 2, "tp": 2}
@@ -81,7 +80,7 @@ def test_sizes_of_micro_batches_reach_messages_and_collectives():
     of_forward = {
         batch: int(graph.stop[i])
         for batch in range(4)
-        for i in np.flatnonzero((graph.parent != NONE) & (graph.unit == batch) & (graph.rank == 0))[:1]
+        for i in np.flatnonzero((graph.parent != NONE) & (graph.work_item == batch) & (graph.rank == 0))[:1]
     }
     assert of_forward == {0: 256, 1: 128, 2: 256, 3: 64}  # the embedding's reduce-scatter of all tokens
     assert not errors(one)

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.loaded import lower_loaded, with_measured_times
-from pipeproof.comm.profile.curve import Curve
-from pipeproof.comm.profile.resolve import ProfileTimes
-from pipeproof.comm.times import resolved_cost
+from pipeproof.comm.lower import lower_loaded, with_measured_times
+from pipeproof.cost.measured_profile import Curve, ProfileTimes
+from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import load_plan, plan_from_dict
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.profile_file import Profile
 from tests.plans import plan_dict, subject
 from tests.profiles import COST, plan_with_profile, profile_of, profile_text
@@ -145,14 +144,14 @@ def test_what_takes_no_time_at_all_takes_a_nanosecond_forward(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind", "said"),
+    ("stage", "kind", "fragment"),
     [(1, "F", "a F of stage 1"), (0, "B", "a B of stage 0"), (0, "STEP", "a STEP of stage 0")],
 )
-def test_a_time_that_is_missing_is_said(tmp_path, stage, kind, said):
+def test_a_time_that_is_missing_is_said(tmp_path, stage, kind, fragment):
     content = json.loads(profile_text())
     ops = content["stages"][stage]["ops"]
     content["stages"][stage]["ops"] = [op for op in ops if op["kind"] != kind]
-    with pytest.raises(BadPlanError, match=f"PP161.*has no time of {said}"):
+    with pytest.raises(BadPlanError, match=f"PP161.*has no time of {fragment}"):
         lower_loaded(load_plan(plan_with_profile(tmp_path, profile=json.dumps(content))))
 
 
@@ -174,7 +173,7 @@ def test_one_rank_needs_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "fragment"),
     [
         ({"model": {"hidden_size": 32}}, "model.hidden_size is 16 there, 32 here"),
         ({"model": {"activation_order": "bsh"}}, "model.activation_order is the default there, bsh here"),
@@ -191,13 +190,13 @@ def test_one_rank_needs_none(tmp_path):
         ({"run": {"optimizer": "sgd"}}, "run.optimizer is adamw there, sgd here"),
     ],
 )
-def test_what_differs_from_the_measured_plan_is_named(tmp_path, sections, said):
+def test_what_differs_from_the_measured_plan_is_named(tmp_path, sections, fragment):
     path = plan_with_profile(tmp_path, profile=profile_text(), **sections)
     with pytest.raises(BadPlanError) as error:
         lower_loaded(load_plan(path))
     (finding,) = error.value.findings
     assert finding.code == "PP162"
-    assert said in finding.message
+    assert fragment in finding.message
     assert finding.location is not None
     assert finding.location.file == str(path)
 

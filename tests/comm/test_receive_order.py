@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check, check_subject
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check, check_subject
 from tests.plans import plan_dict, subject
 
 USED_BACKWARDS = [

@@ -1,4 +1,4 @@
-"""A mixture of experts under TP (sequence parallel) and EP as a typed program, right and with the field's bugs."""
+"""A mixture of experts with TP (sequence parallel) and EP as a typed program: correct, and with bugs from practice."""
 
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_ops import ProgramBuilder

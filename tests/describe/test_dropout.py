@@ -1,17 +1,17 @@
-"""Masks are of what an element is: parts are parts of the whole, and every key has a mask of its own."""
+"""Dropout masks depend only on the element: parts equal parts of the whole, and every key has its own mask."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.dropout import DropoutKeys, dropout_rate, dropped_places
+from pipeproof.stages.describe.dropout import DropoutKeys, dropout_rate, dropout_sites
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.memory import activations_of
-from pipeproof.stages.describe.work import layer_work
+from pipeproof.stages.describe.gpt_work import layer_work
 from tests.plans import plan_dict
 
 RATE = 0.3
@@ -78,8 +78,8 @@ def test_one_number_is_that_of_all_places():
     assert plan(model={"dropout": 0.2}) == plan(model={"dropout": {"embedding": 0.2, "attention": 0.2, "hidden": 0.2}})
     some = plan(model={"dropout": {"hidden": 0.1}})
     assert (dropout_rate(some, "hidden"), dropout_rate(some, "attention")) == (0.1, 0.0)
-    assert dropped_places(some) == {"hidden"}
-    assert dropped_places(plan()) == dropped_places(plan(model={"dropout": 0})) == frozenset()
+    assert dropout_sites(some) == {"hidden"}
+    assert dropout_sites(plan()) == dropout_sites(plan(model={"dropout": 0})) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,9 @@ def test_what_is_refused(sections, message):
 def bytes_of(spec, layer, size=None):
     layers = [one for one in describe_gpt(spec) if one.name == layer]
     size = size or MicroBatchSize(spec.model.seq_length, spec.schedule.micro_batch_size)
-    return {held.name: held.num_bytes for held in activations_of(spec, layers, size) if held.life.is_from_forward}
+    return {
+        held.name: held.num_bytes for held in stored_activations(spec, layers, size) if held.lifetime.is_from_forward
+    }
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

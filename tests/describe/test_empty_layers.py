@@ -1,22 +1,22 @@
-"""Empty layers hold nothing, take no time and send nothing, wherever they stand."""
+"""Empty layers have no memory, time or messages, at every position."""
 
 import io
 
 import pytest
 from rich.console import Console
 
-from pipeproof.advice.recut import layer_times, stage_times
-from pipeproof.comm.show import render_show
-from pipeproof.comm.times import with_times
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.analysis.advise.recut import layer_times, stage_times
+from pipeproof.cost.plan_times import with_times
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.activation_memory import keeps_input, stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gpt_work import layer_work
 from pipeproof.stages.describe.layers import Layer
-from pipeproof.stages.describe.memory import activations_of, keeps_input
-from pipeproof.stages.describe.state import state_of
+from pipeproof.stages.describe.training_state import state_of
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.stages.describe.work import layer_work
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.views.plan_tables import render_show
 from tests.plans import plan_dict, subject
 
 BARE = [["embed", "layer.0"], ["layer.1", "layer.2", "layer.3"], ["norm", "head"]]
@@ -57,7 +57,7 @@ def test_a_plan_costs_and_holds_what_it_does_without_them(analytic):
     for stage in range(3):
         with_empty, without = filled.layers_of(stage), bare.layers_of(stage)
         assert state_of(filled.spec, with_empty) == state_of(bare.spec, without)
-        assert activations_of(filled.spec, with_empty, SIZE) == activations_of(bare.spec, without, SIZE)
+        assert stored_activations(filled.spec, with_empty, SIZE) == stored_activations(bare.spec, without, SIZE)
         assert keeps_input(filled.spec, with_empty) == keeps_input(bare.spec, without)
     assert filled.graph.columns.equals(bare.graph.columns)
 
@@ -71,7 +71,7 @@ def test_a_stage_of_them_alone_keeps_nothing_and_is_no_error():
     ]
     one = subject(model=ENDS, topology={"pp": 4}, stages=stages)
     alone = one.plan.layers_of(2)
-    assert activations_of(one.plan.spec, alone, SIZE) == ()
+    assert stored_activations(one.plan.spec, alone, SIZE) == ()
     assert not keeps_input(one.plan.spec, alone)
     assert state_of(one.plan.spec, alone).parameters == 0
     assert not check_subject(one).errors

@@ -8,7 +8,7 @@ gradient that this rank has before any reduction.
 import numpy as np
 import pytest
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from tests.plans import plan_dict
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from pipeproof.comm.times import link_times
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.cost.plan_times import link_times
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.state import optimizer_bytes, state_of
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.stages.describe.training_state import optimizer_bytes, state_of
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import plan_dict, subject
 
 NETWORK = {"network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 300}}}
@@ -19,26 +19,21 @@ def plan(**sections):
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "words"),
     [
-        (
-            {"run": {"dtype": "float64", "main_grad_dtype": "float32"}},
-            "run.main_grad_dtype float32 is narrower than run.dtype float64, in which gradients are computed",
-        ),
-        (
-            {"run": {"main_grad_dtype": "bfloat16"}},
-            '`run.main_grad_dtype` must be float32 or float64, found string "bfloat16"',
-        ),
+        ({"run": {"dtype": "float64", "main_grad_dtype": "float32"}}, ["main_grad_dtype float32", "run.dtype float64"]),
+        ({"run": {"main_grad_dtype": "bfloat16"}}, ["`run.main_grad_dtype`", 'found string "bfloat16"']),
         (
             {"run": {"main_grad_dtype": "float64"}, "memory": {"gradient_dtype": "bfloat16"}},
-            "run.main_grad_dtype is float64, and memory.gradient_dtype says bfloat16",
+            ["run.main_grad_dtype is float64", "memory.gradient_dtype", "bfloat16"],
         ),
     ],
 )
-def test_what_is_refused(sections, message):
+def test_what_is_refused(sections, words):
     with pytest.raises(PipeproofError) as refused:
         plan(**sections)
-    assert [finding.message for finding in refused.value.findings] == [message]
+    (finding,) = refused.value.findings
+    assert all(word in finding.message for word in words), finding.message
 
 
 @pytest.mark.parametrize(
@@ -78,6 +73,6 @@ def test_reductions_cost_the_bytes_of_their_type(sections, dtype):
 def test_a_certificate_is_of_one_type_of_weights():
     """Two that mean the same type have one digest."""
     digests = [
-        plan_digest(subject(run=run)) for run in ({}, {"main_grad_dtype": "float32"}, {"main_grad_dtype": "float64"})
+        graph_digest(subject(run=run)) for run in ({}, {"main_grad_dtype": "float32"}, {"main_grad_dtype": "float64"})
     ]
     assert digests[0] == digests[1] != digests[2]

@@ -1,14 +1,14 @@
-"""What layers keep, against published closed forms; the block there has LayerNorm and GELU, ours has not."""
+"""Stored activations against published closed forms; their block has LayerNorm and GELU, ours does not."""
 
 from fractions import Fraction
 
 import pytest
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.activation_memory import Lifetime, keeps_input, stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.memory import Life, activations_of, keeps_input
-from pipeproof.stages.describe.state import moved_by_update, optimizer_bytes, state_of
+from pipeproof.stages.describe.training_state import moved_by_update, optimizer_bytes, state_of
 from tests.plans import plan_dict
 
 GPT3 = {"hidden": 12288, "heads": 96}
@@ -28,11 +28,11 @@ def plan(hidden=64, heads=8, ffn=None, tp=1, sp=False, dtype="bfloat16", attenti
 
 def held(spec, names=("layer.0",), size=None):
     layers = [layer for layer in describe_gpt(spec) if layer.name in names]
-    return activations_of(spec, layers, size or MicroBatchSize(spec.model.seq_length, ROWS))
+    return stored_activations(spec, layers, size or MicroBatchSize(spec.model.seq_length, ROWS))
 
 
 def total(holdings, *lives):
-    return sum(one.num_bytes for one in holdings if one.life in (lives or (Life.TO_INPUT, Life.TO_WEIGHT)))
+    return sum(one.num_bytes for one in holdings if one.lifetime in (lives or (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)))
 
 
 def published(hidden, heads, tp, *, sp, dropout=True):
@@ -71,7 +71,9 @@ def test_our_block_differs_from_theirs_by_named_terms(sizes, tp, sp, dropout):
     gate = 2 * Fraction(4 * h, tp) * tokens  # SwiGLU has two inputs where GELU has one
     factors = 2 * 4 * between  # of RMSNorm; they leave out LayerNorm's means and deviations
     theirs = published(h, sizes["heads"], tp, sp=sp, dropout=dropout)
-    again = plan(h, sizes["heads"], tp=tp, sp=sp, model=model, memory={"gathered": "again"})  # as they do
+    again = plan(
+        h, sizes["heads"], tp=tp, sp=sp, model=model, memory={"sequence_parallel_activations": "regather"}
+    )  # as they do
     assert total(held(again)) == theirs + gate + factors
     whole = 2 * 2 * (tokens - between) * h  # of the inputs of products, what other ranks have of them
     assert total(held(plan(h, sizes["heads"], tp=tp, sp=sp, model=model))) == theirs + gate + factors + whole
@@ -88,7 +90,7 @@ def test_selective_recompute_saves_of_their_block_what_they_say(sizes, saved):
         )
         core = total(with_all) - total(without)
         assert core == elements * a * SEQ * SEQ * ROWS
-        assert total(without, Life.IN_INPUT) == core
+        assert total(without, Lifetime.IN_INPUT) == core
     theirs = Fraction(5, 2) * core
     assert round(100 * theirs / published(h, a, 1, sp=False)) == saved
 
@@ -99,8 +101,8 @@ def test_products_keep_for_w_what_the_zero_bubble_paper_counts():
     sbh = SEQ * ROWS * h
     products = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
     kept = [one for one in held(plan(h)) if one.name.removesuffix(".grad") in products]
-    assert total(kept, Life.TO_WEIGHT) == 14 * sbh
-    assert total(kept, Life.BETWEEN) == (18 + 8) * sbh  # 8: the gate's gradient
+    assert total(kept, Lifetime.TO_WEIGHT) == 14 * sbh
+    assert total(kept, Lifetime.BETWEEN) == (18 + 8) * sbh  # 8: the gate's gradient
 
 
 def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
@@ -109,9 +111,9 @@ def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
     once, both, one = held(plan(), names), held(full, names), held(full)
     h, tokens = full.model.hidden_size, SEQ * ROWS
     assert total(both) == 2 * 2 * tokens * h  # 2sbh a block, as in section 5
-    assert total(both, Life.IN_INPUT) == total(one, Life.IN_INPUT) == total(held(plan())) - 2 * tokens * h
-    for_w = total(once, Life.TO_WEIGHT) + total(once, Life.BETWEEN)
-    assert total(both, Life.TO_WEIGHT, Life.BETWEEN) == for_w
+    assert total(both, Lifetime.IN_INPUT) == total(one, Lifetime.IN_INPUT) == total(held(plan())) - 2 * tokens * h
+    for_w = total(once, Lifetime.TO_WEIGHT) + total(once, Lifetime.BETWEEN)
+    assert total(both, Lifetime.TO_WEIGHT, Lifetime.BETWEEN) == for_w
 
 
 def test_flash_attention_keeps_a_number_for_each_query_in_place_of_probabilities():
@@ -126,7 +128,7 @@ def test_context_parallelism_cuts_tokens_but_not_keys_and_values():
     assert four - key_value == Fraction(one - key_value, 4)
 
 
-def test_pieces_of_a_sequence_add_up_to_the_whole():
+def test_splits_of_a_sequence_add_up_to_the_whole():
     schedule = {"kind": "seq1f1b", "num_sequence_splits": 4}
     whole = total(held(plan(attention="flash")))
     split = plan(attention="flash", schedule=schedule)
@@ -140,7 +142,11 @@ def test_grouped_queries_keep_fewer_keys_and_values():
 
 def test_latent_attention_keeps_compressed_vectors_and_heads():
     mla = {"q_rank": 24, "kv_rank": 16, "nope_head_size": 8, "rope_head_size": 4, "value_head_size": 6}
-    one = {h.name: h.num_bytes for h in held(plan(model={"mla": mla})) if h.life in (Life.TO_INPUT, Life.TO_WEIGHT)}
+    one = {
+        h.name: h.num_bytes
+        for h in held(plan(model={"mla": mla}))
+        if h.lifetime in (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
+    }
     assert one["attn.q_up"] == 2 * 24 * SEQ
     assert one["attn.kv_up"] == 2 * 16 * SEQ
     assert one["attn.q_down"] == 2 * 64 * SEQ
@@ -151,7 +157,11 @@ def test_latent_attention_keeps_compressed_vectors_and_heads():
 
 def test_experts_keep_every_visit_of_a_token():
     moe = {"num_experts": 8, "top_k": 3, "ffn_size": 32, "num_shared_experts": 1}
-    one = {h.name: h.num_bytes for h in held(plan(model={"moe": moe})) if h.life in (Life.TO_INPUT, Life.TO_WEIGHT)}
+    one = {
+        h.name: h.num_bytes
+        for h in held(plan(model={"moe": moe}))
+        if h.lifetime in (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
+    }
     assert one["mlp.router"] == 2 * 64 * SEQ
     assert one["mlp.scores"] == 4 * 8 * SEQ
     assert one["mlp.experts.gate_up"] == one["mlp.unpermute"] == 3 * 2 * 64 * SEQ
@@ -164,7 +174,10 @@ def test_the_head_keeps_float32_logits_and_has_their_gradient_while_i_runs():
     spec = plan(model={"vocab_size": 1000}, tp=2)
     loss = [one for one in held(spec, ("head",)) if one.is_logits]
     logits = 4 * 500 * SEQ * ROWS
-    assert {one.life: one.num_bytes for one in loss} == {Life.TO_INPUT: logits + 8 * SEQ, Life.IN_INPUT: logits}
+    assert {one.lifetime: one.num_bytes for one in loss} == {
+        Lifetime.TO_INPUT: logits + 8 * SEQ,
+        Lifetime.IN_INPUT: logits,
+    }
 
 
 @pytest.mark.parametrize(
@@ -189,7 +202,7 @@ def test_states_and_what_a_step_moves_of_them():
     assert moved_by_update(spec, state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
 
 
-def test_experts_are_shared_out_over_ep():
+def test_experts_are_sharded_over_ep():
     moe = {"num_experts": 8, "top_k": 2, "ffn_size": 32}
     one, four = (state_of(spec, describe_gpt(spec)) for spec in (
         plan(model={"moe": moe}, topology={"ep": ep}) for ep in (1, 4)
@@ -203,5 +216,5 @@ def test_what_a_stage_is_given_is_what_its_first_layer_keeps():
     assert keeps_input(plan(), [layers["layer.0"]])
     assert keeps_input(plan(), [layers["head"]])
     assert not keeps_input(plan(tp=2, sp=True), [layers["head"]])  # it gathers, and keeps that
-    assert keeps_input(plan(tp=2, sp=True, memory={"gathered": "again"}), [layers["head"]])
+    assert keeps_input(plan(tp=2, sp=True, memory={"sequence_parallel_activations": "regather"}), [layers["head"]])
     assert not keeps_input(plan(), [])

@@ -1,10 +1,10 @@
-"""What PyTorch's autograd saves of the same operations, byte for byte, but for what is named here."""
+"""Bytes that PyTorch's autograd saves for the same operations, with the exceptions named here."""
 
 import pytest
 
+from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.memory import activations_of
 from tests.describe.test_memory import plan
 
 pytestmark = pytest.mark.needs_torch
@@ -191,5 +191,5 @@ def described(layer, dtype, *, flash=True):
         model={"vocab_size": VOCAB},
     )  # fmt: skip
     layers = [one for one in describe_gpt(spec) if one.name == layer]
-    held = activations_of(spec, layers, MicroBatchSize(SEQ, ROWS))
-    return sum(one.num_bytes for one in held if one.life.is_from_forward)
+    held = stored_activations(spec, layers, MicroBatchSize(SEQ, ROWS))
+    return sum(one.num_bytes for one in held if one.lifetime.is_from_forward)

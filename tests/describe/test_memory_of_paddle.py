@@ -1,8 +1,8 @@
-"""What Paddle's autograd saves of the arithmetic that runs really do, beside what the description counts for it."""
+"""Bytes that Paddle's autograd saves in the stages' arithmetic, compared with the description."""
 
 import pytest
 
-from pipeproof.stages.describe.memory import Life
+from pipeproof.stages.describe.activation_memory import Lifetime
 from tests.describe.test_memory import held, plan
 
 pytestmark = pytest.mark.needs_paddle
@@ -13,7 +13,9 @@ ROWS, SEQ, HIDDEN, HEADS, FFN, VOCAB = 1, 16, 32, 4, 48, 100
 def described(*names, layer="layer.0"):
     """Bytes of these operations in float32."""
     spec = plan(hidden=HIDDEN, heads=HEADS, ffn=FFN, seq=SEQ, dtype="float32", model={"vocab_size": VOCAB})
-    return sum(one.num_bytes for one in held(spec, (layer,)) if one.name in names and one.life is not Life.BETWEEN)
+    return sum(
+        one.num_bytes for one in held(spec, (layer,)) if one.name in names and one.lifetime is not Lifetime.BETWEEN
+    )
 
 
 def saved_by(compute, *weights):

@@ -1,4 +1,4 @@
-"""Grouped-query and latent attention, and experts: the description by hand against the types, and against numbers."""
+"""Grouped-query attention, latent attention and experts: the hand-written description against types and numbers."""
 
 from math import prod
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.layout import INVARIANT, sharded
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.axis_layout import INVARIANT, sharded
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import CollectiveKind, layer_kind

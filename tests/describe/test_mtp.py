@@ -1,18 +1,18 @@
-"""Multi-token prediction as it is described: layers, what crosses, collectives, work and memory."""
+"""Description of multi-token prediction: layers, boundaries, collectives, work and memory."""
 
 from math import prod
 
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.activation_memory import Lifetime, stored_activations
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.lanes import lanes_after, lanes_into
-from pipeproof.stages.describe.memory import Life, activations_of
-from pipeproof.stages.describe.operations import Phase, Unit
-from pipeproof.stages.describe.work import layer_work
-from pipeproof.verify.check import check_subject
+from pipeproof.stages.describe.gpt_work import layer_work
+from pipeproof.stages.describe.mtp_streams import mtp_streams_after, mtp_streams_into
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, own
 from tests.verify.programs import errors
@@ -28,17 +28,17 @@ def spec(mtp, **sections):
 
 
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
-@pytest.mark.parametrize(("again", "lanes"), [(False, (3, 3, 3)), (True, (1, 2, 3))])
-def test_lanes_cross_as_rows_of_one_tensor(order, again, lanes):
+@pytest.mark.parametrize(("again", "streams"), [(False, (3, 3, 3)), (True, (1, 2, 3))])
+def test_mtp_streams_cross_as_rows_of_one_tensor(order, again, streams):
     stages = [["embed", *(f"layer.{i}" for i in range(4))], ["mtp.0"], ["mtp.1"], ["norm", "head"]]
     mtp = {"num_modules": 2, "magic_send": again}
     plan = spec(mtp, topology={**SP, "pp": 4}, stages=stages, model={"activation_order": order})
-    for edge, number in zip(lower(plan).edges, lanes, strict=True):
+    for edge, number in zip(lower(plan).edges, streams, strict=True):
         (tensor,) = edge.members(0)
         assert dict(zip(tensor.dims, tensor.shape, strict=True)) == {"s": 8, "b": 2 * number, "h": 16}
         assert tensor.tp.dim == order.index("s")
-    assert lanes_into(plan.model, "mtp.1") == (2 if again else 3)
-    assert (lanes_into(plan.model, "embed"), lanes_after(plan.model, ["embed"])) == (0, 1 if again else 3)
+    assert mtp_streams_into(plan.model, "mtp.1") == (2 if again else 3)
+    assert (mtp_streams_into(plan.model, "embed"), mtp_streams_after(plan.model, ["embed"])) == (0, 1 if again else 3)
 
 
 def test_without_stages_modules_are_on_the_last():
@@ -107,7 +107,11 @@ def test_embedding_norm_and_head_work_for_every_lane():
         )
         assert ours == base * (1 if layer == "layer.1" else 3)
     module, block = (
-        sum(w.flops for w in layer_work(three, name, size, ITEM) if w.phase is Phase.WEIGHT and w.unit is Unit.MATMUL)
+        sum(
+            w.flops
+            for w in layer_work(three, name, size, ITEM)
+            if w.phase is Phase.WEIGHT and w.unit is ComputeUnit.MATMUL
+        )
         for name in ("mtp.0", "layer.3")
     )
     assert module - block == 2 * size.num_tokens * 32 * 16
@@ -121,13 +125,13 @@ def test_what_a_module_keeps(again, inputs):
     tokens, module = lowered.sizes[0].num_tokens, [lowered.layer_by_name["mtp.0"]]
 
     def held(plan, *lives):
-        return sum(one.num_bytes for one in activations_of(plan, module, lowered.sizes[0]) if one.life in lives)
+        return sum(one.num_bytes for one in stored_activations(plan, module, lowered.sizes[0]) if one.lifetime in lives)
 
-    lives = (Life.TO_INPUT, Life.TO_WEIGHT)
+    lives = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
     assert held(full, *lives) == inputs * tokens * 16 * ITEM
-    block = activations_of(spec(mtp), [lowered.layer_by_name["layer.3"]], lowered.sizes[0])
+    block = stored_activations(spec(mtp), [lowered.layer_by_name["layer.3"]], lowered.sizes[0])
     joined = 2 * 16 * ITEM + 2 * (16 * ITEM + 4) + (8 if again else 0)  # for a token: side by side, two norms, its id
-    of_block = sum(one.num_bytes for one in block if one.life in lives)
+    of_block = sum(one.num_bytes for one in block if one.lifetime in lives)
     assert held(spec(mtp), *lives) == of_block + tokens * joined
 
 

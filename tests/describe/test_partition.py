@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import BadPlanAtError
-from pipeproof.specs.load import PlanFileError, load_plan, plan_from_dict
+from pipeproof.diagnostics.finding import BadPlanAtError
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict

@@ -1,4 +1,4 @@
-"""The cuts of ``stages: layer:REGEX`` and ``stages: uniform`` are those of Paddle's own ``SegmentLayers``."""
+"""The partitions `stages: layer:REGEX` and `stages: uniform` equal those of Paddle's own `SegmentLayers`."""
 
 from itertools import pairwise, product
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import BadPlanAtError
-from pipeproof.specs.load import PlanFileError, plan_from_dict
-from pipeproof.stages.describe.order import CLASS_NAMES, first_word, layer_order
-from pipeproof.stages.describe.partition import stage_layers
-from pipeproof.stages.describe.segments import cut_behind, even_shares
+from pipeproof.diagnostics.finding import BadPlanAtError
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.layers import CLASS_NAMES, layer_order, layer_prefix
+from pipeproof.stages.describe.partition import cut_behind, even_shares, stage_layers
 from tests.plans import plan_dict
 
 FLEET_DEFAULT = "layer:TransformerLayer|EmptyLayer"
@@ -40,7 +40,7 @@ def fleets(plan):
 
     classes = {word: type(name, (nn.Layer,), {}) for word, name in CLASS_NAMES.items()}
     names = layer_order(plan.model)
-    descriptions = [LayerDesc(classes[first_word(name)]) for name in names]
+    descriptions = [LayerDesc(classes[layer_prefix(name)]) for name in names]
     num_chunks = plan.schedule.num_chunks
     try:
         cutter = SegmentLayers(
@@ -99,17 +99,17 @@ def test_parts_end_behind_what_they_count(counted, num_parts):
     [
         (
             "layer:TransformerLayer",
-            "PP143: `TransformerLayer` is found in 3 layers, which do not divide",
+            "PP143: `TransformerLayer` matches 3 layers",
             "count 1 more",
         ),
         (
             "layer:Decoder",
-            "PP143: no layer of the model is of a class",
+            "PP143: `Decoder` matches .* no layer",
             "the classes are GPTEmbedding, TransformerLayer",
         ),
     ],
 )
-def test_layers_that_cannot_be_shared_out(stages, message, help_text):
+def test_layers_that_do_not_divide(stages, message, help_text):
     plan = spec(3, 0, 0, 2, stages)
     with pytest.raises(BadPlanAtError, match=message) as caught:
         stage_layers(plan)
@@ -130,14 +130,14 @@ def test_fewer_layers_than_stages():
         ({"stages": "layers"}, '`stages` must be a list of stages, `uniform` or `layer:REGEX`, found string "layers"'),
         ({"stages": 2}, "`stages` must be a list of stages, `uniform` or `layer:REGEX`, found integer 2"),
         ({"stages": "layer:"}, "`stages: layer:` names no class of layers"),
-        ({"stages": "layer:("}, "the pattern of `stages` is no regular expression: missing )"),
-        ({"stages": "layer:(?:a)"}, "the pattern of `stages` has a colon, and Fleet reads up to it"),
+        ({"stages": "layer:("}, "missing )"),
+        ({"stages": "layer:(?:a)"}, "the pattern of `stages` has a colon"),
         ({"stages": ["embed", []]}, '`stages[0]` must be a list of layers, found string "embed"'),
         ({"stages": [["embed", 3], []]}, "`stages[0][1]` must be a string, found integer 3"),
         ({"stages": [[""], []]}, "`stages[0][0]` must be the name of a layer"),
         (
             {"stages": "uniform", "schedule": {"kind": "interleaved", "num_chunks": 2}},
-            "`stages: uniform` is given together with schedule.num_chunks 2, which Fleet cuts by class only",
+            "schedule.num_chunks 2",
         ),
         ({"model": {"empty_layers": {"tail": -1}}}, "`model.empty_layers.tail` must be at least 0"),
         ({"model": {"final_norm": "before_tail"}}, "did you mean `before_tail_empty`"),

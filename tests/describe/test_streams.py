@@ -1,4 +1,4 @@
-"""Hyper-connections without a framework: by hand against the types, widths at every edge, bytes, FLOPs, mistakes."""
+"""Hyper-connections without a framework: hand-written description against types, widths, bytes, FLOPs, mistakes."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.layout import INVARIANT
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.specs.schema import plan_json_schema
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.specs.axis_layout import INVARIANT
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import plan_json_schema
+from pipeproof.stages.describe.activation_memory import Lifetime, keeps_input, stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.edges import describe_boundaries
+from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gpt_work import layer_work
 from pipeproof.stages.describe.layers import layer_kind
-from pipeproof.stages.describe.memory import Life, activations_of, keeps_input
-from pipeproof.stages.describe.operations import Phase
-from pipeproof.stages.describe.streams import INITIAL_SCALE, measured_with, streams_of
+from pipeproof.stages.describe.op_work import Phase
+from pipeproof.stages.describe.residual_streams import INITIAL_SCALE, measured_with, residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.stages.describe.work import layer_work
-from pipeproof.verify.check import check, check_subject
+from pipeproof.verify.check_plan import check, check_subject
 from tests.plans import plan_dict, subject
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
@@ -89,13 +89,13 @@ def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_h
 
 
 def test_the_ends_of_the_blocks_make_several_streams_of_one_and_one_of_several():
-    found = [streams_of(spec_of(3, {"num_layers": 3}).model, f"layer.{i}") for i in range(3)]
+    found = [residual_streams_of(spec_of(3, {"num_layers": 3}).model, f"layer.{i}") for i in range(3)]
     assert [(one.count, one.iterations, one.expands, one.contracts) for one in found] == [
         (3, 20, True, False), (3, 20, False, False), (3, 20, False, True),
     ]  # fmt: skip
-    only = streams_of(spec_of(3, {"num_layers": 1}).model, "layer.0")
+    only = residual_streams_of(spec_of(3, {"num_layers": 1}).model, "layer.0")
     assert (only.expands, only.contracts) == (True, True)
-    assert streams_of(spec_of(3).model, "norm") is None
+    assert residual_streams_of(spec_of(3).model, "norm") is None
 
 
 LAYERS = ["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"]
@@ -103,7 +103,7 @@ LAYERS = ["embed", "layer.0", "layer.1", "layer.2", "layer.3", "norm", "head"]
 
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.sampled_from(range(1, 7)), min_size=1, max_size=5, unique=True), sp=st.booleans())
-def test_every_edge_is_as_wide_as_what_stands_before_it_makes(cuts, sp):
+def test_every_edge_is_as_wide_as_the_activation_before_it(cuts, sp):
     bounds = [0, *sorted(cuts), 7]
     stages = [LAYERS[a:b] for a, b in pairwise(bounds)]
     topology = {"pp": len(stages), "tp": 2, "sequence_parallel": sp}
@@ -148,31 +148,33 @@ def test_a_sum_that_sequence_parallelism_owes_these_weights_is_asked_for():
 
 
 def held(spec, *names):
-    return activations_of(spec, [layer for layer in describe_gpt(spec) if layer.name in names], MicroBatchSize(16, 2))
+    return stored_activations(
+        spec, [layer for layer in describe_gpt(spec) if layer.name in names], MicroBatchSize(16, 2)
+    )
 
 
 def total(holdings, *lives):
-    return sum(one.num_bytes for one in holdings if one.life in lives)
+    return sum(one.num_bytes for one in holdings if one.lifetime in lives)
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_bytes_of_a_block_beside_those_of_one_stream(sp):
+def test_bytes_of_a_block_with_streams(sp):
     """n streams around each of two sub-layers: the streams, their norm, what gates and mixes, what was made."""
     topology = {"pp": 1, "tp": 2, "sequence_parallel": sp}
     several, one = spec_of(4, topology=topology), plan_from_dict(
         plan_dict(model={"seq_length": 16}, topology=topology)
     ).spec  # fmt: skip
     tokens, n, hidden, gates = Fraction(16 * 2, 2 if sp else 1), 4, 16, 24
-    forward = (Life.TO_INPUT, Life.TO_WEIGHT)
+    forward = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
     more = total(held(several, "layer.1"), *forward) - total(held(one, "layer.1"), *forward)
     assert more == 2 * 4 * tokens * (n * hidden + 1 + n * hidden + gates + n * n + gates + hidden)
-    between = total(held(several, "layer.1"), Life.BETWEEN) - total(held(one, "layer.1"), Life.BETWEEN)
+    between = total(held(several, "layer.1"), Lifetime.BETWEEN) - total(held(one, "layer.1"), Lifetime.BETWEEN)
     assert between == 2 * 4 * tokens * 2 * gates
 
 
 def test_recomputation_keeps_what_a_block_is_given():
     spec = spec_of(4, memory={"recompute": "full"})
-    kept = [total(held(spec, f"layer.{i}"), Life.TO_INPUT, Life.TO_WEIGHT) for i in range(4)]
+    kept = [total(held(spec, f"layer.{i}"), Lifetime.TO_INPUT, Lifetime.TO_WEIGHT) for i in range(4)]
     assert kept == [4 * 32 * 16, *[4 * 32 * 4 * 16] * 3]
     stages = {name: [layer for layer in describe_gpt(spec) if layer.name == name] for name in ("layer.0", "layer.1")}
     assert all(keeps_input(spec, layers) for layers in stages.values())

@@ -1,10 +1,10 @@
-"""Typed programs: signatures, the dual program, the plan's own GPT, and the field's layout bugs as programs."""
+"""Typed programs: signatures, the dual program, the plan's own GPT, and layout bugs from practice as programs."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import derive_types
 from pipeproof.stages.describe.gpt import describe_gpt

@@ -1,4 +1,4 @@
-"""What the type rules accept denotes, on real numbers, what one rank would compute: values and gradients."""
+"""Programs that the type rules accept have, on real numbers, the values and gradients of one rank."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Typed programs run on numbers: every rank its local arrays, forward and backward, beside one rank that has all.
+"""Typed programs run on numbers: every rank with its local arrays, forward and backward, and one rank with all.
 
 Written from what the types mean, not from the rules: a value of type S is a
 part, of type P an addend, and so on. What the rules accept must then denote

@@ -6,17 +6,18 @@ import shlex
 
 from click.testing import CliRunner
 
-from pipeproof import cli
-from pipeproof.comm.loaded import blaming_plan, lower_loaded
+from pipeproof.cli import main as cli
+from pipeproof.comm.lower import blaming_plan, lower_loaded
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.rule_doc import ExampleKind
+from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop import Flags, check_imported, import_files
-from pipeproof.sim.errors import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
+from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.codes import PLAN_FILE_CODES, ExampleKind
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import load_plan
-from pipeproof.specs.yaml_tree import parse_text
-from pipeproof.verify.check import check, check_subject
-from pipeproof.verify.program import program_subject
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.specs.plan_codes import PLAN_FILE_CODES
+from pipeproof.verify.check_plan import check, check_subject
+from pipeproof.verify.subject import program_subject
 from tests.plans import plan_dict, subject
 from tests.profiles import profile_files
 from tests.specs.plans import EXAMPLE

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import check
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "docs" / "alignment_log.json").read_text(encoding="utf-8"))
@@ -18,7 +20,7 @@ FAULTS = ("scale", "norms", "rope", "auxiliary", "modules", "experts", "tied")
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
     return importlib.import_module("make_alignment_log")
 
 
@@ -39,7 +41,7 @@ def test_the_examples_differ_in_their_schedules_only(script):
 
 def test_results_are_of_the_plans_as_they_are_now(script):
     found = {name: run["plan"] for name, run in RESULTS["runs"].items()}
-    assert found == script.plans(), "run `python docs/make_alignment_log.py --measure`"
+    assert found == script.plans(), "run `python validation/pages/make_alignment_log.py --measure`"
 
 
 def test_every_loss_every_tensor_and_every_gradient_is_equal(script):

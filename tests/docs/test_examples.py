@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import check
+from tests.default_signals import default_signals
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -95,6 +98,7 @@ def test_a_missing_report_is_a_failure(demo, tmp_path):
     assert demo.lesson(write_report(tmp_path / "full"), tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_an_unexpected_exit_status_is_a_failure(demo):
     plan = "examples/gpt_pp2_tp2_sp_partial.yaml"
     assert demo.play(demo.Scene("refused", ("check", plan), 1)) == []
@@ -102,6 +106,7 @@ def test_an_unexpected_exit_status_is_a_failure(demo):
     assert "ended with 1, expected 0" in problem
 
 
+@pytest.mark.needs_paddle
 def test_ctrl_c_ends_the_demo_without_a_traceback(tmp_path):
     """As a terminal does it: the signal goes to the whole foreground group."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
@@ -112,6 +117,7 @@ def test_ctrl_c_ends_the_demo_without_a_traceback(tmp_path):
         env=environment,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     while "$ pipeproof" not in process.stdout.readline():
         assert process.poll() is None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.exec.fleet.suits import require_suited
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.exec.fleet.fleet_support import require_fleet_support
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -16,7 +16,7 @@ RESULTS = json.loads((DOCS / "fleet.json").read_text(encoding="utf-8"))
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
     return importlib.import_module("make_fleet")
 
 
@@ -31,7 +31,7 @@ def test_all_of_fleets_classes_are_there(script):
 @pytest.mark.parametrize("name", RESULTS["runs"])
 def test_figures_are_those_of_the_plan(script, name):
     run, subject = RESULTS["runs"][name], make_subject(plan_from_dict(script.plan_of(name)))
-    require_suited(subject)
+    require_fleet_support(subject)
     plan = subject.plan
     units = plan.spec.schedule.num_micro_batches * plan.spec.topology.dp
     assert run["computed_per_step"] == 2 * units * len(plan.stages)

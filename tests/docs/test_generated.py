@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def docs_module(monkeypatch):
     """Imports a script of ``docs/`` by name, as it is imported when it runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
     return importlib.import_module
 
 
+@pytest.mark.slow(only=["make_published.py", "make_forms.py", "make_receives.py"])
 @pytest.mark.parametrize(
     "script",
     [
@@ -36,7 +37,7 @@ def docs_module(monkeypatch):
         "make_fleet.py",
         "make_reshard.py",
         "make_refused.py",
-        "make_forms.py",
+        pytest.param("make_forms.py", marks=pytest.mark.needs("perfetto")),
         "make_receives.py",
         "make_published.py",
         "make_seed_experiment.py",
@@ -45,7 +46,7 @@ def docs_module(monkeypatch):
 )
 def test_generated_pages_are_current(script):
     done = subprocess.run(
-        [sys.executable, f"docs/{script}", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, f"validation/pages/{script}", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -95,16 +96,16 @@ def test_pictures_show_what_the_commands_print(docs_module, name):
     fresh = make_pictures.picture(name, output)
     assert fresh == make_pictures.picture(name, output), "the picture differs between two makings"
     committed = (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")
-    assert words(committed) == words(fresh), "stale; run `python docs/make_pictures.py`"
+    assert words(committed) == words(fresh), "stale; run `python validation/pages/make_pictures.py`"
 
 
 def test_the_picture_of_a_reshard_is_what_the_command_draws(docs_module):
     committed = (ROOT / "docs" / "images" / "reshard.svg").read_text(encoding="utf-8")
-    assert committed == docs_module("make_pictures").moves(), "stale; run `python docs/make_pictures.py`"
+    assert committed == docs_module("make_pictures").moves(), "stale; run `python validation/pages/make_pictures.py`"
 
 
 def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
-    """Its other numbers are the machine's; ``python docs/make_pictures.py --run`` makes it anew."""
+    """Its other numbers are the machine's; ``python validation/pages/make_pictures.py --run`` makes it anew."""
     digest = check(load_plan(ROOT / "examples" / "gpt_pp4.yaml")).digest
     picture = words((ROOT / "docs" / "images" / "run.svg").read_text(encoding="utf-8"))
     assert f"digest {digest[:12]}" in picture

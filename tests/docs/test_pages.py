@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
-from pipeproof.cli import main
-from pipeproof.specs.load import load_plan
+from pipeproof.cli.main import main
+from pipeproof.specs.load_plan import load_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -84,7 +84,22 @@ def test_there_are_commands_to_look_at():
     assert {"make", "pipeproof", "python"} <= {name for name, *_ in ALL_COMMANDS}
 
 
-@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "pipeproof"], ids=" ".join)
+NEEDED = {
+    ".pftrace": "perfetto",
+    ".png": "matplotlib",
+    ".svg": "matplotlib",
+    ".pdf": "matplotlib",
+    "--scheduler": "distributed",
+}
+"""Packages without which a command refuses an option, by the end of an argument."""
+
+
+def with_needs(command):
+    packages = {package for end, package in NEEDED.items() if any(word.endswith(end) for word in command)}
+    return pytest.param(command, marks=[pytest.mark.needs(package) for package in packages], id=" ".join(command))
+
+
+@pytest.mark.parametrize("command", [with_needs(c) for c in ALL_COMMANDS if c[0] == "pipeproof"])
 def test_pipeproof_commands_can_be_typed(command):
     _, name, *arguments = command
     # with its parent, as on the command line: a command keeps what its first context told it of options
@@ -139,6 +154,7 @@ PYTHON = "\n".join(re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "test
 
 
 @pytest.mark.parametrize("name", re.findall(r"^def (test_\w+)", PYTHON, re.MULTILINE))
+@pytest.mark.needs("hypothesis")
 def test_the_code_of_the_testing_page_runs(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     namespace = {}

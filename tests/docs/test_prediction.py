@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.exec.oplog import LogEntry
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.exec.rank.op_log import LogEntry
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def predicting(monkeypatch):
 
 @pytest.fixture
 def make_prediction(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
     return importlib.import_module("make_prediction")
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.finding import PipeproofError, Severity
-from pipeproof.specs.load import load_plan, plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.diagnostics.finding import PipeproofError, Severity
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.features import FEATURES, TOPOLOGIES, mixed
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def docs_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
     return importlib.import_module
 
 
@@ -33,7 +33,7 @@ def refusal(docs_module):
 
 def located(plan, tmp_path):
     """The findings on a plan as it is in a file, of whichever command refuses it."""
-    from pipeproof.exec.carried_out import require_carried_out
+    from pipeproof.exec.executor_support import require_executable
 
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan, indent=1))
@@ -41,7 +41,7 @@ def located(plan, tmp_path):
         report = check(load_plan(file))
         if report.errors:
             return report.errors
-        require_carried_out(report.subject)
+        require_executable(report.subject)
     except PipeproofError as error:
         return error.findings
     return ()
@@ -49,7 +49,7 @@ def located(plan, tmp_path):
 
 def test_every_row_is_refused_with_place_and_remedy(plans, tmp_path):
     refused = [plans.gpt_plan(*parts) for parts in plans.REFUSED]
-    refused += [plans.own_plan(part) for part in plans.BESIDE_OWN_LAYERS]
+    refused += [plans.custom_plan(part) for part in plans.WITH_CUSTOM_LAYERS]
     for plan in refused:
         found = located(plan, tmp_path)
         assert found, plan
@@ -61,7 +61,7 @@ def test_every_row_is_refused_with_place_and_remedy(plans, tmp_path):
 
 def test_without_one_of_its_parts_each_is_taken(plans, refusal):
     assert refusal(plans.gpt_plan()) is None
-    assert refusal(plans.own_plan()) is None
+    assert refusal(plans.custom_plan()) is None
     rests = {tuple(part.name for part in rest): rest for parts in plans.REFUSED
              for left_out in parts if (rest := tuple(part for part in parts if part is not left_out))}  # fmt: skip
     for name, rest in rests.items():
@@ -86,6 +86,13 @@ PAIRS_REFUSED = {
 four slots are too few where four tensors cross an edge together."""
 
 
+@pytest.mark.parametrize("pair", PAIRS_REFUSED, ids=" + ".join)
+def test_a_pair_is_refused(refusal, pair):
+    features, topologies = [one for one in pair if one in FEATURES], [one for one in pair if one in TOPOLOGIES]
+    assert refusal(mixed(features, *topologies))[1].code == PAIRS_REFUSED[pair]
+
+
+@pytest.mark.slow
 def test_no_other_pair_is_refused(refusal):
     refused = {}
     for pair in itertools.combinations([*FEATURES, *TOPOLOGIES], 2):
@@ -99,8 +106,8 @@ def test_no_other_pair_is_refused(refusal):
 
 def test_a_plan_that_runs_is_no_row(docs_module, plans):
     with pytest.raises(AssertionError, match="plans that are refused"):
-        docs_module("make_refused")._said(plans.gpt_plan())
+        docs_module("make_refused")._refusal_cells(plans.gpt_plan())
 
 
 def test_a_plan_of_own_layers_is_declared_whole(plans):
-    assert plan_from_dict(plans.own_plan()).spec.own_layers is not None
+    assert plan_from_dict(plans.custom_plan()).spec.custom_layers is not None

@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
     return importlib.import_module("make_reshard")
 
 
@@ -50,6 +50,7 @@ def test_a_wrong_pair_is_shown(made, measured, key, value):
     assert made.matrix_part(result).count("**wrong**") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_a_small_part_is_measured_anew(made, monkeypatch, tmp_path):
     monkeypatch.setattr(made, "topologies", lambda model: ("pp2",))

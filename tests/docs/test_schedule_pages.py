@@ -14,12 +14,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipeproof.cli import main
+from pipeproof.cli.main import main
 from pipeproof.schedule.asap import even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.specs.load import load_plan, plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ KINDS = list(SCHEDULE_KINDS)
 def docs():
     """The scripts of ``docs/`` that make the pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
+        patch.syspath_prepend(str(ROOT / "validation" / "pages"))
         names = ("make_schedules", "schedule_page", "closed_forms", "known_forms", "shown_schedule", "sizes_and_times")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
@@ -44,7 +44,7 @@ def made(docs):
 
 def test_pages_and_pictures_are_current(docs, made):
     stale = [path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    assert not stale, "run `python docs/make_schedules.py`"
+    assert not stale, "run `python validation/pages/make_schedules.py`"
     assert not docs.make_schedules.strays(made)
 
 
@@ -194,7 +194,7 @@ def test_closed_forms_hold_inside_and_fail_outside(kind, docs):
         assert form.holds(form.inside, timed)
         if form.relation != "=":
             ranks = range(form.inside.p if form.by_rank else 1)
-            assert all(form.true_value(timed, rank) == form.says(form.inside, rank) for rank in ranks)
+            assert all(form.true_value(timed, rank) == form.formula_value(form.inside, rank) for rank in ranks)
         if form.outside is None:
             assert form.condition == "True" or form.quantity.startswith("peak")
             continue

@@ -9,20 +9,19 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from pipeproof.cli import main
-from pipeproof.comm.accumulation import Accumulation
-from pipeproof.exec.compare import GradientResult, Shard, StepResult
-from pipeproof.exec.oplog import LogEntry
-from pipeproof.exec.report import RunReport, measured_timeline
-from pipeproof.schedule.build import build_graph
+from pipeproof.cli.main import main
+from pipeproof.comm.accumulation_order import Accumulation
+from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.text_output import finding_to_json
+from pipeproof.exec.compare.compare_gradients import GradientResult, Shard, StepResult
+from pipeproof.exec.rank.op_log import LogEntry
+from pipeproof.exec.run_report import RunReport, measured_timeline
+from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.schedule.optable import Row
-from pipeproof.specs.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
-from pipeproof.specs.load import load_plan
-from pipeproof.specs.render import finding_to_json
-from pipeproof.state.index import state_json_schema
-from pipeproof.verify.certificate import plan_digest
-from pipeproof.verify.check import check_graph, check_subject
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.state.state_index import state_json_schema
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.check_plan import check_graph, check_subject
 from tests.plans import plan_dict, subject
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +226,7 @@ def made_up_report(*, gradient=0.0, loss=5.5, log_findings=()):
         md5="0" * 32,
         reference_md5="0" * 32 if gradient == 0.0 else "1" * 32,
         max_rel_diff=gradient,
-        uncut_max_rel_diff=gradient,
+        unpartitioned_max_rel_diff=gradient,
         replicas_agree=True,
         shards=(Shard(0, "0" * 32, ((0, 32), (0, 16))),),
     )
@@ -236,7 +235,7 @@ def made_up_report(*, gradient=0.0, loss=5.5, log_findings=()):
     logs = {0: [LogEntry(0, "compute", "0F0", 100, 1600)], 1: [LogEntry(0, "compute", "1F0", 2000, 2500)]}
     return RunReport(
         subject=base,
-        digest=plan_digest(base),
+        digest=graph_digest(base),
         verified=True,
         steps=(step,),
         log_findings=log_findings,
@@ -302,6 +301,7 @@ def test_the_run_schema_refuses_what_is_not_so():
     assert not fits("run", changed(["digest"], None))
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_the_report_of_a_real_run_fits(tmp_path):
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
@@ -318,10 +318,11 @@ def test_the_report_of_a_real_run_fits(tmp_path):
 # --- doctor ---
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_the_doctors_json_fits():
-    from pipeproof.exec.doctor import run_doctor
-    from pipeproof.exec.doctor_report import doctor_to_json
+    from pipeproof.exec.measure.doctor import run_doctor
+    from pipeproof.exec.measure.doctor_report import doctor_to_json
 
     report = run_doctor(keys=["send_completes", "matching"], sizes=(8, 4096))
     content = strict_json(json.dumps(doctor_to_json(report)))
@@ -331,8 +332,8 @@ def test_the_doctors_json_fits():
 
 
 def test_the_doctors_json_fits_without_a_backend(monkeypatch):
-    from pipeproof.exec import doctor
-    from pipeproof.exec.doctor_report import doctor_to_json
+    from pipeproof.exec.measure import doctor
+    from pipeproof.exec.measure.doctor_report import doctor_to_json
 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     content = strict_json(json.dumps(doctor_to_json(doctor.run_doctor())))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "seed").glob("*.yaml"))
@@ -16,7 +16,7 @@ RESULTS = json.loads((ROOT / "docs" / "seed_experiment.json").read_text(encoding
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
     return importlib.import_module("make_seed_experiment")
 
 
@@ -29,7 +29,7 @@ def test_examples_are_judged_as_meant(example):
 
 def test_results_are_of_the_plans_as_they_are_now(script):
     found = {name: result["plan"] for name, result in RESULTS.items()}
-    assert found == script.plans(), "run `python docs/make_seed_experiment.py --measure`"
+    assert found == script.plans(), "run `python validation/pages/make_seed_experiment.py --measure`"
 
 
 def test_the_two_examples_differ_in_one_key(script):
@@ -63,6 +63,6 @@ def test_the_runs_show_it(script):
 def test_the_page_says_what_the_runs_show(script):
     parts = script.parts(RESULTS)
     assert "The first losses have equal bits" in parts["partial"]
-    assert "0 of 22 are equal in both; equal in both are `head.weight`" in parts["partial"]
+    assert "0 of 22 are equal in both runs. Equal in both runs: `head.weight`" in parts["partial"]
     assert "24 of 24" in parts["full"]
     assert "**do not have** equal bits" in parts["partial_cut_tokens"]

@@ -20,7 +20,7 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 @pytest.fixture(scope="module")
 def hooks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS))
+        patch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
         yield importlib.import_module("site_hooks")
 
 
@@ -69,8 +69,8 @@ def test_a_directory_in_the_navigation_is_its_pages_the_index_first(hooks, tmp_p
     ("page", "there", "on_the_site"),
     [
         ("plan.md", "deadlock.md#events", "deadlock.md#events"),
-        ("plan.md", "../pipeproof/cli.py", "source/pipeproof/cli.py.txt"),
-        ("plan.md", "make_rules.py", "source/docs/make_rules.py.txt"),
+        ("plan.md", "../pipeproof/cli/main.py", "source/pipeproof/cli/main.py.txt"),
+        ("plan.md", "../validation/pages/make_rules.py", "source/validation/pages/make_rules.py.txt"),
         ("zh/tutorial.md", "../plan.md", "../plan.md"),
         ("rules/PP201.md", "../../examples/gpt_pp4.yaml", "../source/examples/gpt_pp4.yaml.txt"),
         ("rules/PP201.md", "../../CHANGELOG.md", "../changelog.md"),
@@ -106,6 +106,6 @@ def test_public_names_are_those_that_the_packages_export(hooks):
         "pipeproof.check",
         "pipeproof.testing.check_transport",
         "pipeproof.interop.from_strategy",
-        "pipeproof.interop.record.judge_log",
+        "pipeproof.interop.traces.check_log",
     } <= set(names)
     assert "pipeproof.__version__" not in names

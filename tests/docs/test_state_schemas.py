@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
 
-from pipeproof.cli import main
+from pipeproof.cli.main import main
 from tests.state.reshard.plans import DENSE, state_of, write_plan
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"

@@ -1,4 +1,4 @@
-"""What pages say to type is typed, in a shell, and does what they say; see ``docs/console_blocks.py``."""
+"""What pages say to type is typed, in a shell, and does what they say; see ``validation/pages/console_blocks.py``."""
 
 import importlib
 import re
@@ -55,7 +55,7 @@ EXEMPT = {
     "state.md": "runs that go on from others; tests/state",
     "sweep.md": "a cluster, and worker processes; tests/sweep",
     "tutorial.md": "`make tutorial` follows it, installation and all, in a fresh environment; .ci/run calls it",
-    "your-own-layers.md": "runs; tests/own",
+    "custom-layers.md": "runs; tests/custom",
 }
 """Pages whose commands are not typed by these tests, and why; links of pages and their options are tested for all."""
 
@@ -67,7 +67,7 @@ def console(text):
 @pytest.fixture(scope="module")
 def blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS))
+        patch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
         yield importlib.import_module("console_blocks")
 
 
@@ -90,6 +90,7 @@ def work(session, tmp_path):
     return tmp_path / "work"
 
 
+@pytest.mark.slow(only=["fleet-bug.md"])
 @pytest.mark.parametrize("name", WITH_OUTPUT)
 def test_commands_print_what_the_page_shows(name, blocks, session, work):
     steps = list(blocks.steps_of((DOCS / name).read_text(encoding="utf-8")))
@@ -98,6 +99,7 @@ def test_commands_print_what_the_page_shows(name, blocks, session, work):
         session.follow(step)
 
 
+@pytest.mark.slow(but=["hangs.md", "timeline.md", "schedules-from-files.md", "aoa.md"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_commands_end_with_a_verdict(name, blocks, session, work):
     shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))

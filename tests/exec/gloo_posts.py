@@ -7,18 +7,18 @@ import json
 import os
 import sys
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.paddle.runtime import start_paddle
 from pipeproof.verify.subject import make_subject
 
 
 def main(plan):
     start_paddle()
-    from pipeproof.exec.machine import RankMachine
-    from pipeproof.exec.paddle import nccl
-    from pipeproof.exec.paddle.arrays import PaddleArrays
-    from pipeproof.exec.rehearse.adapter import RehearsalAdapter
-    from pipeproof.exec.worker import run_step
+    from pipeproof.exec.rank.machine import RankMachine
+    from pipeproof.exec.rank.paddle import nccl
+    from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+    from pipeproof.exec.rank.worker import run_step
+    from pipeproof.exec.rehearse.rehearsal_worker import RehearsalAdapter
 
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     subject = make_subject(plan_from_dict(plan)).unfolded()
@@ -28,7 +28,7 @@ def main(plan):
     machine = RankMachine(graph, rank)
     for step in range(2):
         adapter.begin(step)
-        run_step(machine, step, adapter.carry_out)
+        run_step(machine, step, adapter.execute)
         world.barrier()
     world.channels.close()
     checked = adapter.checked

@@ -1,8 +1,8 @@
-"""All ranks of a plan in one process, with the plan's framework: adapters in threads that take turns.
+"""All ranks of a plan in one process, with the plan's framework: adapters in threads that run one at a time.
 
 Channels and collectives are in memory.
 
-As in ``tests.stages.tensor_parallel`` only one rank runs at any time, until it
+Like in ``tests.stages.tensor_parallel`` only one rank runs at any time, until it
 waits for another. A send is done at once.
 """
 
@@ -12,16 +12,14 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from pipeproof.comm.accumulation import sum_orders, tied_sums
-from pipeproof.exec.adapter import RankAdapter
-from pipeproof.exec.compare import compare_step
-from pipeproof.exec.compare_routers import compare_routers
-from pipeproof.exec.dp_shares import with_whole_gradients
-from pipeproof.exec.exchanges import compare_exchanges
-from pipeproof.exec.frameworks import start_framework
-from pipeproof.exec.machine import Begin, Finished, RankMachine
-from pipeproof.exec.oplog import compare_log
-from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.comm.accumulation_order import sum_orders, tied_sums
+from pipeproof.exec.compare.compare_gradients import compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
+from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.framework_choice import start_framework
+from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.stages.describe.layer_records import LayerWatch
 
 WAIT_S = 60.0
 
@@ -153,7 +151,7 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
             instructions = machine.handle(Begin(step))
             while instructions:
                 for instruction in instructions:
-                    adapter.carry_out(instruction)
+                    adapter.execute(instruction)
                 instructions = machine.handle(Finished(instructions[-1].op_id))
             adapter.finish()
             outcomes[step][rank] = adapter.outcome
@@ -171,35 +169,35 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
 
 
 def compared(plan):
-    """Each step's comparison with Paddle's ordered reference, and the uncut one; logs must be the graph's."""
+    """Each step's comparison with Paddle's ordered reference, and the unpartitioned one; logs must be the graph's."""
     from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.orders import Orders
-    from pipeproof.stages.reference.uncut import uncut_step
+    from pipeproof.stages.reference.ordered_sums import Orders
+    from pipeproof.stages.reference.unpartitioned import unpartitioned_step
 
     outcomes, adapters = run_all(plan)
     orders = sum_orders(plan)
     references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan)))
     results = []
     for step, (of_step, reference) in enumerate(zip(outcomes, references, strict=True)):
-        uncut = uncut_step(plan.spec, reference.weights, step)
-        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
+        unpartitioned = unpartitioned_step(plan.spec, reference.weights, step)
+        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
         ours = reference.loss, reference.gradients
-        result = compare_step(plan, step, ranks, ours, (uncut.loss, uncut.gradients))
-        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, uncut.routers)
+        result = compare_step(plan, step, ranks, ours, (unpartitioned.loss, unpartitioned.gradients))
+        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, unpartitioned.routers)
         results.append(replace(result, routers=routers))
     require_logged(plan, adapters)
     return results
 
 
 def compared_with_torch(plan):
-    """Each step's comparison with PyTorch's uncut reference; logs must be the graph's."""
-    from pipeproof.stages.reference.torch_uncut import run_uncut
+    """Each step's comparison with PyTorch's unpartitioned reference; logs must be the graph's."""
+    from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 
     outcomes, adapters = run_all(plan)
     require_logged(plan, adapters)
     results = []
-    for step, (of_step, reference) in enumerate(zip(outcomes, run_uncut(plan.spec), strict=True)):
-        ranks = with_whole_gradients(plan, [(one.loss, one.gradients) for one in of_step])
+    for step, (of_step, reference) in enumerate(zip(outcomes, run_unpartitioned(plan.spec), strict=True)):
+        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
         ours = reference.loss, reference.gradients
         result = compare_step(plan, step, ranks, ours, ours)
         routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, reference.routers)
@@ -208,7 +206,7 @@ def compared_with_torch(plan):
 
 
 def require_logged(plan, adapters):
-    """The log of every rank is what the graph says."""
+    """Assert that the log of every rank equals the graph."""
     run = plan.spec.run
     for rank, adapter in enumerate(adapters):
         types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}

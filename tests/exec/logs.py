@@ -1,6 +1,7 @@
-"""A log as a faithful adapter writes it, made from a graph."""
+"""Log of a faithful adapter, made from a graph."""
 
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, expected_facts
+from pipeproof.exec.compare.compare_log import expected_facts
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry
 
 
 def faithful_log(graph, rank, *, num_steps, dtype="float32"):

@@ -1,4 +1,4 @@
-"""Real ``pipeproof run`` processes for tests: started in a private temporary directory, and looked at from outside."""
+"""Real ``pipeproof run`` processes for tests, started in a private temporary directory and observed from outside."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.default_signals import default_signals
+
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_S = 150.0
-"""Longest that any run here may take: ten times what it takes on an idle machine."""
+PATIENCE_S = 300.0
+"""Longest that any run here may take: twenty times what it takes on an idle machine."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Run:
                 cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary), "COLUMNS": "400"},
                 start_new_session=True,
+                preexec_fn=default_signals,
             )
 
     @property
@@ -74,7 +77,7 @@ class Run:
         return Ended(status, self.output, report)
 
     def leftovers(self):
-        """What lies in the run's private directory for temporary files, but for Paddle's own."""
+        """Entries of the run's private directory for temporary files, without Paddle's."""
         return sorted(path.name for path in self.temporary.iterdir() if path.name.startswith("pipeproof"))
 
     def _stop(self):

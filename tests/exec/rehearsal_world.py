@@ -1,4 +1,4 @@
-"""All ranks of a rehearsal in one process: tensors are bytes, channels and collectives are in memory, faults planted.
+"""All ranks of a rehearsal in one process: tensors are bytes, channels and collectives are in memory, faults injected.
 
 Only one rank runs at any time, until it waits for another; a send is done at once.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeproof.exec.machine import Begin, Finished, RankMachine
-from pipeproof.exec.oplog import compare_log
-from pipeproof.exec.rehearse.adapter import RehearsalAdapter
+from pipeproof.exec.compare.compare_log import compare_log
+from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rehearse.rehearsal_worker import RehearsalAdapter
 
 WAIT_S = 30.0
 
@@ -29,7 +29,7 @@ class HostTensor:
 
 
 class HostArrays:
-    """What a rehearsal asks of a framework's tensors."""
+    """The ``Arrays`` that a rehearsal needs of a framework."""
 
     def from_bytes(self, content, shape, dtype):
         return HostTensor(content.copy(), dtype)
@@ -56,14 +56,14 @@ class HostArrays:
 
 @dataclass
 class Faults:
-    """What goes wrong: each is asked what becomes of what really arrived."""
+    """Injected faults: each changes what really arrived."""
 
     message: object = lambda channel, place, sent: sent[place]
-    """Of the ``place``-th message of a channel, given all that were sent so far."""
+    """Content of the ``place``-th message of a channel, given all messages sent so far."""
     gathered: object = lambda rank, group, call, parts: parts
-    """Of what the members put into a collective."""
+    """Inputs of the members of a collective."""
     wiring: object = lambda rank, channel: channel
-    """Which channel a rank really uses for one."""
+    """Channel that a rank really uses instead of one."""
 
 
 class _Memory:
@@ -157,7 +157,7 @@ class _World:
 
 
 def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
-    """What each rank looked at and found; the logs must be the graph's. ``around`` changes each rank's world."""
+    """Checks of each rank; the logs must match the graph. ``around`` changes each rank's world."""
     subject = subject.unfolded()
     graph, memory = subject.graph, _Memory(faults or Faults())
     adapters = [None] * graph.num_ranks
@@ -184,7 +184,7 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
             instructions = machine.handle(Begin(step))
             while instructions:
                 for instruction in instructions:
-                    adapter.carry_out(instruction)
+                    adapter.execute(instruction)
                 instructions = machine.handle(Finished(instructions[-1].op_id))
 
     threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(graph.num_ranks)]

@@ -1,12 +1,12 @@
-"""The adapter in this process, without launching anything: a rank that needs no peer."""
+"""The adapter in this process, without a launcher: one rank without peers."""
 
 import pytest
 
-from pipeproof.comm.accumulation import sum_orders
-from pipeproof.exec.adapter import RankAdapter
-from pipeproof.exec.frameworks import start_framework
-from pipeproof.exec.machine import Begin, Finished, RankMachine
-from pipeproof.exec.oplog import compare_log
+from pipeproof.comm.accumulation_order import sum_orders
+from pipeproof.exec.compare.compare_log import compare_log
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.framework_choice import start_framework
+from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.needs_paddle
 def run_alone(plan):
     """Every step of the only rank: the adapter, and each step's outcome."""
     framework = start_framework(plan.spec.run)
-    from pipeproof.exec.paddle.comm import PaddleChannels, PaddleWorld
+    from pipeproof.exec.rank.paddle.comm import PaddleChannels, PaddleWorld
 
     adapter = RankAdapter(plan, 0, framework, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
     machine = RankMachine(plan.graph, 0)
@@ -25,7 +25,7 @@ def run_alone(plan):
         instructions = machine.handle(Begin(step))
         while instructions:
             for instruction in instructions:
-                adapter.carry_out(instruction)
+                adapter.execute(instruction)
             instructions = machine.handle(Finished(instructions[-1].op_id))
         adapter.finish()
         outcomes.append(adapter.outcome)
@@ -37,7 +37,7 @@ def assert_bitwise_and_logged(plan):
     adapter, outcomes = run_alone(plan)
 
     from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.orders import Orders
+    from pipeproof.stages.reference.ordered_sums import Orders
 
     orders = sum_orders(plan)
     references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan)))
@@ -67,7 +67,7 @@ def test_a_split_backward_has_the_bits_of_the_reference_and_logs_what_the_graph_
 
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("num_splits", [2, 4])
-def test_pieces_of_sequences_have_the_bits_of_the_reference(num_splits, order):
+def test_sequence_splits_have_the_bits_of_the_reference(num_splits, order):
     plan = subject(
         topology={"pp": 1},
         model={"activation_order": order},
@@ -76,12 +76,12 @@ def test_pieces_of_sequences_have_the_bits_of_the_reference(num_splits, order):
     assert_bitwise_and_logged(plan)
 
 
-def test_slots_are_taken_in_turn_and_from_the_first_again_in_every_step():
+def test_slots_are_used_round_robin_and_each_step_starts_with_the_first():
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from pipeproof.exec.paddle.arrays import PaddleArrays
-    from pipeproof.exec.slots import Slots
+    from pipeproof.exec.rank.message_buffers import Slots
+    from pipeproof.exec.rank.paddle.arrays import PaddleArrays
     from pipeproof.schedule.ops import RECV_KINDS
 
     plan = subject(schedule={"last_micro_batch_size": 1}).plan

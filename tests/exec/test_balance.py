@@ -1,4 +1,4 @@
-"""Losses and biases of routers on all ranks of a plan: bitwise the reference's, near the uncut model, and logged."""
+"""Losses and biases of routers on all ranks: bitwise the reference, near the unpartitioned model, and logged."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ PLANS = {
     "ep, dp": ({"pp": 1, "ep": 2, "dp": 2}, {}, {**LOSSES, **BIAS}, {"run": {"clip_norm": 0.05}}),
     "ep, sp, computed again": ({**SP, "pp": 1, "ep": 2}, {}, {**LOSSES, **BIAS}, {"memory": {"recompute": "full"}}),
     "copies of stages": ({"ep": 2}, {"kind": "dualpipe"}, {**LOSSES, **BIAS}, {}),
-    "pieces of sequences": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {**LOSSES, **BIAS}, {}),
+    "sequence splits": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {**LOSSES, **BIAS}, {}),
     "pieces, one rank of experts": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {**LOSSES, **BIAS}, {}),
     "sharded optimizer": ({"dp": 2}, {}, {**LOSSES, **BIAS}, {"memory": {"shard_optimizer": "dp"}}),
     "sums when ready": ({"dp": 2}, {"reduce_gradients": "when_ready"}, {**LOSSES, **BIAS}, {}),
@@ -37,7 +37,7 @@ PLANS = {
     "sizes of micro-batches": ({"ep": 2}, {"last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}, LOSSES, {}),
 }
 WHOLE = {"stages in a line", "split backward", "one loss", "computed again", "gradients of twice the bits"}
-"""Those that no axis and no cut of sequences makes add otherwise than the uncut model."""
+"""Placements that add in the order of the unpartitioned model."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +54,16 @@ def lowered(topology, schedule, moe, sections=(), **model):
     return subject(model=model, topology=topology, schedule=schedule, run=run, **given).unfolded().plan
 
 
+@pytest.mark.slow(
+    but=[
+        "stages in a line",
+        "split backward",
+        "tp",
+        "ep, sp, computed again",
+        "pieces, one rank of experts",
+        "gradients of twice the bits",
+    ]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_routers_have_the_bits_of_the_reference(name):
     from pipeproof.stages.reference.bound import parallel_bound
@@ -63,39 +73,41 @@ def test_routers_have_the_bits_of_the_reference(name):
     first, second = compared(plan)
     assert first.bitwise, first.routers.differing
     assert second.bitwise, second.routers.differing
-    difference = max(one.uncut_max_rel_diff for one in first.gradients)
+    difference = max(one.unpartitioned_max_rel_diff for one in first.gradients)
     assert difference <= parallel_bound(plan.spec)
     assert (difference > 0) == (name not in WHOLE)
     for loss in first.routers.losses:
-        ours, uncut = first.routers.ours[loss], first.routers.uncut[loss]
-        assert ours == uncut if name in WHOLE else ours == pytest.approx(uncut, rel=1e-5)
+        ours, unpartitioned = first.routers.of_run[loss], first.routers.unpartitioned[loss]
+        assert ours == unpartitioned if name in WHOLE else ours == pytest.approx(unpartitioned, rel=1e-5)
 
 
 TWENTY = {"steps": 20, "seed": 5, "learning_rate": 0.01}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [{"kind": "1f1b"}, {"kind": "zb_v", "num_chunks": 2}])
-def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model(schedule):
+def test_twenty_steps_of_a_pipeline_are_those_of_the_unpartitioned_model(schedule):
     """Trained by itself, not step by step from equal weights; in between, loads pull the biases to and fro."""
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
     from tests.exec.in_memory import run_all
 
     moe = {**LOSSES, **BIAS, "num_shared_experts": 0}
     plan = lowered({}, {**schedule, "num_micro_batches": 2}, moe, {"run": TWENTY}, seq_length=4)
     outcomes, _ = run_all(plan)
     biases = set()
-    for of_step, uncut in zip(outcomes, run_uncut(plan.spec), strict=True):
+    for of_step, unpartitioned in zip(outcomes, run_unpartitioned(plan.spec), strict=True):
         gradients = {name: array for rank in of_step for name, array in rank.gradients.items()}
         routers = {name: array for rank in of_step for name, array in rank.routers.items()}
         (loss,) = (rank.loss for rank in of_step if rank.loss is not None)
-        assert loss.tobytes() == uncut.loss.tobytes()
-        for ours, theirs in ((gradients, uncut.gradients), (routers, uncut.routers)):
+        assert loss.tobytes() == unpartitioned.loss.tobytes()
+        for ours, theirs in ((gradients, unpartitioned.gradients), (routers, unpartitioned.routers)):
             assert ours.keys() == theirs.keys()
             assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
         biases.add(routers["bias/layer.3.mlp"].tobytes())
     assert len(biases) == 20
 
 
+@pytest.mark.slow
 def test_twenty_steps_over_data_ranks_keep_the_bits():
     from tests.exec.in_memory import compared
 
@@ -104,6 +116,7 @@ def test_twenty_steps_over_data_ranks_keep_the_bits():
     assert all(step.bitwise for step in compared(plan))
 
 
+@pytest.mark.slow
 def test_the_losses_are_the_same_however_the_step_is_shared_out():
     """Eight micro-batches of a step on one, two and four data ranks, in one and four stages, in float64."""
     from tests.exec.in_memory import run_all
@@ -166,6 +179,7 @@ def test_loads_of_one_rank_alone_are_seen(monkeypatch):
     assert not first.bitwise
 
 
+@pytest.mark.slow
 def test_real_ranks_balance(tmp_path):
     moe = {**MOE, **LOSSES, **BIAS}
     plan = plan_dict(model={"moe": moe}, topology={"pp": 2, "ep": 2}, run={"steps": 2})

@@ -1,10 +1,10 @@
-"""What blocks are made of, on all ranks of a plan: bitwise the reference, near the uncut model, and logged."""
+"""Parts of blocks on all ranks of a plan: bitwise the reference, near the unpartitioned model, and logged."""
 
 import dataclasses
 
 import pytest
 
-from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.exec.compare.compare_log import compare_exchanges
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -17,17 +17,17 @@ MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "val
 PLANS = {
     "groups": ({"tp": 2}, {}, GROUPS),
     "groups, sp, split backward": ({"tp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, GROUPS),
-    "groups, pieces of sequences": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, GROUPS),
+    "groups, sequence splits": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, GROUPS),
     "one head of keys": ({}, {}, {"num_kv_heads": 1, "activation_order": "bsh"}),
     "experts": ({}, {"kind": "zb_h1"}, {"moe": MOE}),
     "experts, tp": ({"tp": 2}, {}, {"moe": MOE}),
     "experts, sp, dp": ({"tp": 2, "dp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, {"moe": MOE}),
-    "experts, pieces of sequences": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
+    "experts, sequence splits": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
     "ep": ({"ep": 2}, {}, {"moe": MOE, **GROUPS}),
     "ep, dp, split backward": ({"ep": 2, "dp": 2}, {"kind": "zb_h1"}, {"moe": MOE, "activation_order": "bsh"}),
     "ep, sp": ({"ep": 2, "tp": 2, "sequence_parallel": True}, {}, {"moe": {**MOE, "score": "sigmoid"}}),
     "ep, copies of stages": ({"ep": 4}, {"kind": "dualpipe"}, {"moe": {**MOE, "normalize": False}}),
-    "ep, pieces of sequences": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
+    "ep, sequence splits": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
     "latent": ({}, {}, {"mla": MLA}),
     "latent, plain queries": ({}, {"kind": "zb_h1"}, {"mla": {**MLA, "q_rank": None}, "activation_order": "bsh"}),
     "latent, tp": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"mla": MLA}),
@@ -40,7 +40,7 @@ PLANS = {
 
 
 WHOLE = {"one head of keys", "experts", "latent", "latent, plain queries"}
-"""Those that no axis and no cut of sequences makes add otherwise than the uncut model."""
+"""Placements that add in the order of the unpartitioned model."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +55,22 @@ def lowered(topology, schedule, model, **sections):
     return subject(model=model, topology=topology, schedule=schedule, run=run, **sections).unfolded().plan
 
 
+@pytest.mark.slow(
+    but=[
+        "groups",
+        "one head of keys",
+        "experts",
+        "experts, sequence splits",
+        "ep",
+        "latent",
+        "latent, plain queries",
+        "latent, sp",
+        "ep without experts",
+        "ep, sp",
+        "groups, sp, split backward",
+        "ep, sizes of micro-batches",
+    ]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_blocks_have_the_bits_of_the_reference(name):
     from pipeproof.stages.reference.bound import parallel_bound
@@ -64,7 +80,7 @@ def test_blocks_have_the_bits_of_the_reference(name):
     first, second = compared(plan)
     assert first.bitwise
     assert second.bitwise
-    difference = max(one.uncut_max_rel_diff for one in first.gradients)
+    difference = max(one.unpartitioned_max_rel_diff for one in first.gradients)
     assert difference <= parallel_bound(plan.spec)
     assert (difference > 0) == (name not in WHOLE)
 
@@ -85,7 +101,7 @@ TINY = {"moe": {**MOE, "num_experts": 4, "top_k": 1, "num_shared_experts": 0}, "
 
 
 def test_a_rank_to_which_no_token_goes_and_one_from_which_none_leaves():
-    """Of a micro-batch of two tokens for two ranks: some exchanges move nothing, and backwards go through them."""
+    """A micro-batch of two tokens for two ranks: some exchanges move nothing, and backwards work with them."""
     from tests.exec.in_memory import compared, run_all
 
     plan = lowered({"pp": 1, "ep": 2}, {"micro_batch_size": 1}, TINY)
@@ -102,7 +118,7 @@ def test_a_rank_to_which_no_token_goes_and_one_from_which_none_leaves():
 def test_experts_of_another_rank_are_seen(monkeypatch):
     """Each rank holds the other's experts: the first forward already has other bits."""
     from pipeproof.stages.paddle import stage
-    from pipeproof.stages.paddle.expert_exchange import ExpertRegion
+    from pipeproof.stages.paddle.experts import ExpertRegion
     from tests.exec.in_memory import compared
 
     plan = lowered(*PLANS["ep"])

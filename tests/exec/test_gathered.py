@@ -1,20 +1,20 @@
-"""What is gathered again for weights' gradients: the same bits, less held until W, described, found when left out."""
+"""Activations regathered for weight gradients: equal bits, less memory until W, described, found when left out."""
 
 import dataclasses
 
 import pytest
 
 from pipeproof.comm import lower as lowering
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import Severity
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import subject
 
 SP = {"pp": 2, "tp": 2, "sequence_parallel": True}
-AGAIN = {"gathered": "again"}
+AGAIN = {"sequence_parallel_activations": "regather"}
 PLANS = {
     "whole backwards": {"schedule": {"seq_lengths": [8, 4, 8, 6], "last_micro_batch_size": 1}},
     "split backwards": {"schedule": {"kind": "zb_h1"}, "model": {**GROUPS, "tied_embedding": True}},
@@ -22,7 +22,7 @@ PLANS = {
     "latent, plain queries": {"model": {"mla": {**MLA, "q_rank": None}}},
     "experts": {"schedule": {"kind": "zb_h1"}, "model": {"moe": MOE}, "topology": {"ep": 2}},
     "all computed again": {"schedule": {"kind": "zb_h1"}, "memory": {**AGAIN, "recompute": "full"}},
-    "pieces of sequences": {"schedule": {"kind": "seq1f1b", "num_sequence_splits": 2}},
+    "sequence splits": {"schedule": {"kind": "seq1f1b", "num_sequence_splits": 2}},
 }
 
 
@@ -34,6 +34,7 @@ def errors(one):
     return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
 
 
+@pytest.mark.slow(but=["whole backwards", "split backwards", "latent", "sequence splits"])
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_has_the_bits_of_the_reference_and_logs_what_the_graph_says(name):
@@ -48,6 +49,7 @@ def test_a_run_has_the_bits_of_the_reference_and_logs_what_the_graph_says(name):
     assert all(step.bitwise for step in compared(one.unfolded().plan))
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_20_steps_of_adamw_have_the_bits_of_those_that_keep_what_is_gathered():
     from pipeproof.stages.paddle.runtime import start_paddle
@@ -55,22 +57,23 @@ def test_20_steps_of_adamw_have_the_bits_of_those_that_keep_what_is_gathered():
     start_paddle()
     from tests.exec.in_memory import run_all
 
-    def trained(gathered):
+    def trained(activations):
         one = planned(
             model={"num_layers": 2},
             schedule={"kind": "zb_h1", "num_micro_batches": 1},
-            memory={"gathered": gathered},
+            memory={"sequence_parallel_activations": activations},
             run={"steps": 20},
         )
         return [[(rank.loss, rank.gradients) for rank in step] for step in run_all(one.unfolded().plan)[0]]
 
-    for kept, again in zip(trained("kept"), trained("again"), strict=True):
+    for kept, again in zip(trained("keep"), trained("regather"), strict=True):
         for (loss, gradients), (other_loss, others) in zip(kept, again, strict=True):
             assert (loss is None and other_loss is None) or loss.tobytes() == other_loss.tobytes()
             assert {n: g.tobytes() for n, g in gradients.items()} == {n: g.tobytes() for n, g in others.items()}
 
 
 @pytest.mark.needs_paddle
+@pytest.mark.usefixtures("few_objects")
 def test_what_two_blocks_hold_between_forward_and_weights():
     """Bytes of the host's allocator on both ranks: the two gathered inputs of each block are not there, nor after I."""
     from tests.stages.staged_run import make_plan
@@ -78,23 +81,25 @@ def test_what_two_blocks_hold_between_forward_and_weights():
     from tests.stages.test_split_backward import Ranks
 
     now = {}
-    for gathered in ("kept", "again"):
-        plan = make_plan(topology={"tp": 2, "sequence_parallel": True}, memory={"gathered": gathered})
+    for activations in ("keep", "regather"):
+        plan = make_plan(
+            topology={"tp": 2, "sequence_parallel": True}, memory={"sequence_parallel_activations": activations}
+        )
         ranks = Ranks(plan, "middle")
         before = allocated()
         ran = ranks.world.run(lambda rank, ranks=ranks: ranks.forward(rank, 0))
         after_forward = allocated()
-        put_off = ranks.world.run(
+        defer = ranks.world.run(
             lambda rank, ranks=ranks, ran=ran: ranks.stages[rank].backward_input(
                 ran[rank][1], ranks.gradient_of(ran[rank][1], 0)
             )
         )
         del ran
         after_input = allocated()
-        now[gathered] = after_forward - before, after_input - before
-        del put_off
+        now[activations] = after_forward - before, after_input - before
+        del defer
     of_gathered = 4 * 8 * 2 * 16
-    assert [kept - again for kept, again in zip(now["kept"], now["again"], strict=True)] == [
+    assert [kept - again for kept, again in zip(now["keep"], now["regather"], strict=True)] == [
         2 * 2 * 2 * of_gathered
     ] * 2
 
@@ -144,5 +149,7 @@ def test_positions_of_latent_attention_are_not_gathered_again_for_no_weight_read
 
 def test_a_simulation_takes_the_plan():
     cost = {"analytic": {"device": "h200"}}
-    kept, again = (simulate(planned(memory={"gathered": g}, cost=cost).plan) for g in ("kept", "again"))
+    kept, again = (
+        simulate(planned(memory={"sequence_parallel_activations": a}, cost=cost).plan) for a in ("keep", "regather")
+    )
     assert again.makespan > kept.makespan

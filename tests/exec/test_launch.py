@@ -1,20 +1,20 @@
-"""The launcher's judgement and its clean-up, without starting a worker."""
+"""Checks and clean-up of the launcher, without starting a worker."""
 
+import contextlib
 import os
 import selectors
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from pipeproof.exec import launch
-from pipeproof.exec.jobs import Job, dump_plan
-from pipeproof.exec.launch import Launcher, WorkerFailedError, job_directory
-from pipeproof.exec.watchdog import JobState
-from pipeproof.told_to_end import TerminatedError, terminate_raises
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.exec.launch import supervisor as launch
+from pipeproof.exec.launch.job_files import Job, dump_plan
+from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.signals import TerminatedError, terminate_raises
+from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
 from tests.plans import subject
 
 NOW_S = 10_000.0
@@ -24,7 +24,7 @@ NOW_S = 10_000.0
 def launcher(tmp_path, monkeypatch):
     """A launcher of two ranks with a timeout of 5 s that has started nothing; it is ``NOW_S``."""
     one = subject()
-    job = Job(tmp_path, dump_plan(one.loaded), plan_digest(one))
+    job = Job(tmp_path, dump_plan(one.loaded), certificate_of(one, graph_digest(one), Verdict.PROVED))
     monkeypatch.setattr(launch.time, "monotonic", lambda: NOW_S)
     return Launcher(job, JobState(one), 5.0)
 
@@ -142,32 +142,35 @@ def test_the_directory_is_private(temporary):
 def receive(signum):
     """Get a signal while signals are exceptions."""
     with terminate_raises():
-        os.kill(os.getpid(), signum)
-        time.sleep(1.0)
+        signal.raise_signal(signum)
+
+
+@contextlib.contextmanager
+def handled_by(signum, handler):
+    """Whatever handled the signal when the tests were started."""
+    before = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_become_exceptions_and_handlers_come_back(signum):
-    before = signal.getsignal(signum)
-    with pytest.raises(TerminatedError, match=signum.name) as caught:
-        receive(signum)
-    assert caught.value.signum == signum
-    assert signal.getsignal(signum) is before
+    with handled_by(signum, signal.SIG_DFL):
+        with pytest.raises(TerminatedError, match=signum.name) as caught:
+            receive(signum)
+        assert caught.value.signum == signum
+        assert signal.getsignal(signum) is signal.SIG_DFL
 
 
 def test_sigint_is_heard_though_a_shell_had_it_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with handled_by(signal.SIGINT, signal.SIG_IGN):
         with pytest.raises(KeyboardInterrupt):
             receive(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_sighup_stays_ignored_under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with handled_by(signal.SIGHUP, signal.SIG_IGN):
         receive(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)

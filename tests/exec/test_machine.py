@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.exec.machine import Begin, Finished, ProtocolError, RankMachine
-from pipeproof.schedule.build import build_graph
+from pipeproof.exec.rank.machine import Begin, Finished, ProtocolError, RankMachine
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op
-from pipeproof.sim.costs import durations_of
-from pipeproof.sim.model import run_model
-from pipeproof.verify.check import check_subject
+from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.simpy_model import run_model
+from pipeproof.verify.check_plan import check_subject
 from tests.exec.world import HOST, World
 from tests.plans import subject
 
@@ -224,7 +224,9 @@ def test_a_child_is_finished_by_its_parent_alone():
 def test_no_operation_at_all_is_refused_with_the_story_of_the_awaited(op_id):
     graph, machine = machine_of()
     run_to(machine, graph, "0F1")
-    with pytest.raises(ProtocolError, match=f"op {op_id} is reported finished, which is none of rank 0") as refused:
+    with pytest.raises(
+        ProtocolError, match=f"op {op_id} is reported finished, which does not belong to rank 0"
+    ) as refused:
         machine.handle(Finished(op_id))
     assert "story of 0F1" in str(refused.value)
 
@@ -232,7 +234,7 @@ def test_no_operation_at_all_is_refused_with_the_story_of_the_awaited(op_id):
 def test_another_ranks_operation_is_refused():
     graph, machine = machine_of()
     machine.handle(Begin(0))
-    with pytest.raises(ProtocolError, match="none of rank 0; the rank is at 0F0"):
+    with pytest.raises(ProtocolError, match="not belong to rank 0; the rank is at 0F0"):
         machine.handle(Finished(op_id_of(graph, 1, "1F0")))
 
 
@@ -274,7 +276,7 @@ def test_a_step_that_leaves_a_transfer_unwaited_is_found_by_the_validator():
     one = mutated(subject(), lambda rows: rows[0].pop(place(rows[0], "WAIT(0SEND_F3)")))
     world = World(one.graph)
     world.begin(0)
-    with pytest.raises(ProtocolError, match="the step is complete, but nobody waited for 0SEND_F3"):
+    with pytest.raises(ProtocolError, match="the step is complete, but nothing waited for 0SEND_F3"):
         world.run(random.Random(0))
 
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from pipeproof.exec.carried_out import require_carried_out
-from pipeproof.specs.finding import PipeproofError, Severity
-from pipeproof.verify.check import check_subject
+from pipeproof.diagnostics.finding import PipeproofError, Severity
+from pipeproof.exec.executor_support import require_executable
+from pipeproof.verify.check_plan import check_subject
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
 pytestmark = pytest.mark.needs_paddle
 
 SP = {"pp": 3, "tp": 2, "sequence_parallel": True}
-WORDS = [
+BATCH_MEMBERS = [
     {"name": "tokens", "dims": "bs", "dtype": "int64"},
     {"name": "labels", "dims": "sb", "dtype": "int32"},
     {"name": "mask", "dims": "bs", "dtype": "bool"},
@@ -42,19 +42,20 @@ PLANS = {
     "another name, a wider wire": {
         "boundaries": [{"name": "x", "dims": "sbh", "dtype": "float64"}], "schedule": {"kind": "zb_h1"},
     },
-    "words beside it, in slices": {
-        "topology": {"tp": 2}, "transport": "partial", "boundaries": [WORDS[1], hidden(), WORDS[0], WORDS[2]],
+    "tokens next to it, in slices": {
+        "topology": {"tp": 2}, "transport": "partial",
+        "boundaries": [BATCH_MEMBERS[1], hidden(), BATCH_MEMBERS[0], BATCH_MEMBERS[2]],
         "schedule": {"seq_lengths": [8, 4, 8, 6], "last_micro_batch_size": 1},
     },
     "in slots": {
-        "boundaries": [hidden(), *WORDS],
-        "buffers": {"receive_slots": 16, "send_slots": 16, "release_output": "after_wait"},
+        "boundaries": [hidden(), *BATCH_MEMBERS],
+        "buffers": {"receive_slots": 16, "send_slots": 16, "free_output": "after_send_done"},
     },
-    "two stages of one rank": {"boundaries": [hidden(), *WORDS], "schedule": {"kind": "zb_v", "num_chunks": 2}},
-    "pieces of sequences": {
-        "boundaries": [hidden(), *WORDS], "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},
+    "two stages of one rank": {"boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "zb_v", "num_chunks": 2}},
+    "sequence splits": {
+        "boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},
     },
-    "copies of stages": {"boundaries": [hidden(), *WORDS], "schedule": {"kind": "dualpipe"}},
+    "copies of stages": {"boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "dualpipe"}},
     "labels in parts, laid out anew": {
         "topology": SP,
         "boundaries": [
@@ -80,7 +81,7 @@ def paddle_started():
 def lowered(**sections):
     one = subject(**{"run": {"steps": 2}, **sections}).unfolded()
     assert [finding for finding in check_subject(one).findings if finding.severity is Severity.ERROR] == []
-    require_carried_out(one)
+    require_executable(one)
     return one.plan
 
 
@@ -91,26 +92,27 @@ def test_a_run_has_the_bits_of_the_reference(name):
     assert all(step.bitwise for step in compared(lowered(**PLANS[name])))
 
 
-def test_20_steps_of_adamw_have_the_bits_of_the_uncut_model():
+@pytest.mark.slow
+def test_20_steps_of_adamw_have_the_bits_of_the_unpartitioned_model():
     from tests.exec.in_memory import compared
 
-    plan = lowered(boundaries=[hidden(), *WORDS], schedule={"num_micro_batches": 2}, run={"steps": 20})
+    plan = lowered(boundaries=[hidden(), *BATCH_MEMBERS], schedule={"num_micro_batches": 2}, run={"steps": 20})
     steps = compared(plan)
     assert len(steps) == 20
     assert all(step.bitwise for step in steps)
-    assert all(gradient.uncut_max_rel_diff == 0.0 for step in steps for gradient in step.gradients)
+    assert all(gradient.unpartitioned_max_rel_diff == 0.0 for step in steps for gradient in step.gradients)
 
 
-@pytest.mark.parametrize("words", WORDS, ids=[words["name"] for words in WORDS])
-def test_words_of_another_micro_batch_are_another_loss(words, monkeypatch):
+@pytest.mark.parametrize("batch_member", BATCH_MEMBERS, ids=[member["name"] for member in BATCH_MEMBERS])
+def test_tokens_of_another_micro_batch_give_another_loss(batch_member, monkeypatch):
     """The last stage computes with what it was given, and not with what it could draw itself."""
     from tests.exec import in_memory
 
-    plan = lowered(boundaries=[hidden(), words], run={"steps": 1})
+    plan = lowered(boundaries=[hidden(), batch_member], run={"steps": 1})
     post, sent = in_memory._Channels.post, []
 
     def late(self, channel, buffer, after=()):
-        if channel.src == self.rank and buffer.ndim == len(words["dims"]):
+        if channel.src == self.rank and buffer.ndim == len(batch_member["dims"]):
             sent.append(buffer)
             buffer = sent[max(len(sent) - 2, 0)]
         return post(self, channel, buffer, after)
@@ -132,13 +134,13 @@ def test_the_gradient_of_a_tensor_that_is_laid_out_anew_goes_back_in_ranges():
 
 
 REFUSED = {
-    "no activation": (WORDS[:1], "edge 0 is given no activation (dims sbh)"),
+    "no activation": (BATCH_MEMBERS[:1], "edge 0 is given no activation (dims sbh)"),
     "other dims": ([{"name": "hidden", "dims": "bsh"}], "the activation `hidden` is bsh [2, 8, 16] where"),
     "a narrower wire": ([hidden(dtype="float16")], "the activation `hidden` travels as float16, which rounds float32"),
     "no gradient": ([hidden(gradient=False)], "the activation `hidden` brings no gradient back"),
     "unknown": (
         [hidden(), {"name": "memory", "dims": "sbh"}],
-        "`memory` is no tensor of a GPT's run, which has its activation, tokens, labels and mask",
+        "`memory` is not a tensor of a GPT's run, which has its activation, tokens, labels and mask",
     ),
     "labels in fractions": (
         [hidden(), {"name": "labels", "dims": "bs"}], "`labels` is float32, and runs have it as int64 or int32",
@@ -157,7 +159,7 @@ REFUSED = {
 def test_what_a_gpt_has_no_use_for_is_refused(name):
     boundaries, fact = REFUSED[name]
     with pytest.raises(PipeproofError) as refused:
-        require_carried_out(subject(topology={"tp": 2}, boundaries=boundaries))
+        require_executable(subject(topology={"tp": 2}, boundaries=boundaries))
     (finding,) = refused.value.findings
     assert finding.code == "PP909"
     assert finding.message.startswith(fact)
@@ -166,10 +168,11 @@ def test_what_a_gpt_has_no_use_for_is_refused(name):
 def test_parts_that_a_middle_stage_would_send_on_otherwise_are_refused():
     labels = {"name": "labels", "dims": "bs", "dtype": "int64"}
     boundaries = [hidden(), {**labels, "edge": 0, "tp": "sharded(s)"}, {**labels, "edge": 1, "tp": "sharded(b)"}]
-    with pytest.raises(PipeproofError, match="at stage 1, which is to send it on as another part"):
-        require_carried_out(subject(topology={"pp": 3, "tp": 2}, boundaries=boundaries))
+    with pytest.raises(PipeproofError, match="at stage 1, which sends it on with another placement"):
+        require_executable(subject(topology={"pp": 3, "tp": 2}, boundaries=boundaries))
 
 
+@pytest.mark.slow
 def test_real_processes_match(tmp_path):
     plan = plan_dict(**PLANS["labels in parts, laid out anew"], run={"steps": 1})
     ended = Run(tmp_path, plan).end()

@@ -1,4 +1,4 @@
-"""Multi-token prediction on all ranks of a plan: bitwise the references, near the uncut model, logged as described."""
+"""Multi-token prediction on all ranks: bitwise the references, near the unpartitioned model, logged as described."""
 
 import json
 
@@ -25,14 +25,14 @@ COMMON = {
     "sliced messages": ({"tp": 2}, {}, {}, {"transport": {"forward": "partial", "backward": "partial"}}),
     "copies of stages": ({}, {"kind": "dualpipe", "num_micro_batches": 4}, {}, {}),
     "a rank with both ends": ({}, V, {"num_layers": 4}, {}),
-    "pieces of sequences": (SP, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {}),
+    "sequence splits": (SP, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {}),
     "experts, ep, sp": ({**SP, "ep": 2}, {}, {"moe": {**MOE, "aux_loss": 0.1, "expert_bias_rate": 0.01}}, {}),
     "latent, clipped": (SP, {}, {"mla": MLA}, {"run": {"clip_norm": 0.05}}),
     "again": (SP, {"kind": "zb_h1"}, {}, {"memory": {"recompute": "full"}}),
-    "gathered again": (SP, {"kind": "zb_h1"}, {}, {"memory": {"gathered": "again"}}),
+    "gathered again": (SP, {"kind": "zb_h1"}, {}, {"memory": {"sequence_parallel_activations": "regather"}}),
     "sizes, slots": (
         {"ep": 2}, {"last_micro_batch_size": 1, "seq_lengths": [8, 4, 6]}, {"moe": MOE},
-        {"buffers": {"receive_slots": 4, "release_output": "after_wait"}},
+        {"buffers": {"receive_slots": 4, "free_output": "after_send_done"}},
     ),
     "dropout": ({"tp": 2}, {}, {"dropout": 0.1}, {}),
     "norm before empty layers": (
@@ -70,6 +70,22 @@ def lowered(topology, schedule, model, sections, **run):
     ).unfolded().plan  # fmt: skip
 
 
+@pytest.mark.slow(
+    but=[
+        "stages of their own, embedded once",
+        "sliced messages, embedded once",
+        "copies of stages, embedded once",
+        "a rank with both ends, embedded once",
+        "latent, clipped, embedded once",
+        "again, embedded once",
+        "stages of their own, embedded again",
+        "copies of stages, embedded again",
+        "sequence splits, embedded again",
+        "dropout, embedded again",
+        "norm before empty layers, embedded again",
+        "experts, ep, sp, embedded again",
+    ]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_modules_have_the_bits_of_the_reference(name):
     from pipeproof.stages.reference.bound import parallel_bound
@@ -81,7 +97,7 @@ def test_modules_have_the_bits_of_the_reference(name):
     assert second.bitwise
     assert first.loss.shape == (3,)
     assert sum(one.name == "mtp.1.proj.weight" for one in first.gradients) == 1
-    assert max(one.uncut_max_rel_diff for one in first.gradients) <= parallel_bound(plan.spec)
+    assert max(one.unpartitioned_max_rel_diff for one in first.gradients) <= parallel_bound(plan.spec)
 
 
 STAGES = {
@@ -91,9 +107,10 @@ STAGES = {
 }
 
 
+@pytest.mark.slow(but=["split backward"])
 @pytest.mark.parametrize("name", STAGES)
-def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model_bit_for_bit(name):
-    from pipeproof.stages.reference.uncut import run_uncut
+def test_twenty_steps_of_a_pipeline_are_those_of_the_unpartitioned_model_bit_for_bit(name):
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
     from tests.exec.in_memory import run_all
 
     topology, schedule, model, stages = STAGES[name]
@@ -101,7 +118,7 @@ def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model_bit_for_bit(nam
     plan = lowered(topology, schedule, {**TWO, "seq_length": 4, **model}, sections, steps=20)
     outcomes, _ = run_all(plan)
     losses = []
-    for of_ranks, reference in zip(outcomes, run_uncut(plan.spec), strict=True):
+    for of_ranks, reference in zip(outcomes, run_unpartitioned(plan.spec), strict=True):
         (loss,) = [one.loss for one in of_ranks if one.loss is not None]
         losses.append(loss.tobytes())
         assert loss.tobytes() == reference.loss.tobytes()
@@ -128,7 +145,7 @@ def test_where_the_embedding_is_looked_up_changes_no_loss():
     assert once.loss.tobytes() == again.loss.tobytes()
 
 
-def test_the_weight_scales_what_modules_alone_make_and_nothing_that_is_shown():
+def test_the_weight_scales_only_gradients_of_modules_and_no_reported_loss():
     (one, of_one), (two, of_two) = first_step(loss_weight=0.25), first_step(loss_weight=0.5)
     assert one.loss.tobytes() == two.loss.tobytes()
     for name, gradient in of_one.items():
@@ -138,9 +155,9 @@ def test_the_weight_scales_what_modules_alone_make_and_nothing_that_is_shown():
 
 def test_what_a_module_predicts():
     """By hand, in numpy: what counts, what is read, and what is divided by."""
-    from pipeproof.stages.describe.ahead import ahead
+    from pipeproof.stages.describe.mtp_streams import shifted_batch
     from pipeproof.stages.describe.synthetic import IGNORED, loss_scale, micro_batch
-    from pipeproof.stages.reference.uncut import uncut_step
+    from pipeproof.stages.reference.unpartitioned import unpartitioned_step
     from tests.stages.staged_run import make_plan
 
     plan = make_plan(model={"num_layers": 1, **TWO}, schedule={"num_micro_batches": 1}, run={"dtype": "float64"})
@@ -153,9 +170,9 @@ def test_what_a_module_predicts():
     counted = [int((batch.labels[:, distance:] != IGNORED).sum()) for distance in range(3)]
     assert counted[0] > counted[1] > counted[2] > 0
     expected = np.array(counted) * np.log(32) * loss_scale(plan, 0, 0)
-    np.testing.assert_allclose(uncut_step(plan, weights, 0).loss, expected, rtol=1e-12)
+    np.testing.assert_allclose(unpartitioned_step(plan, weights, 0).loss, expected, rtol=1e-12)
     for distance in (1, 2):
-        shifted = ahead(batch, distance)
+        shifted = shifted_batch(batch, distance)
         np.testing.assert_array_equal(shifted.tokens[:, :-distance], batch.tokens[:, distance:])
         kept = shifted.labels != IGNORED
         np.testing.assert_array_equal(shifted.labels[kept], np.roll(batch.labels, -distance, axis=1)[kept])
@@ -183,13 +200,13 @@ def test_records_have_the_losses_apart_and_align_finds_a_fault_in_a_module(tmp_p
         require_fit("record", line)
     assert [other["name"] for other in lines[-1]["others"]] == ["mtp.0", "mtp.1"]
 
-    rightly = paddle_stage.lane_batches
+    rightly = paddle_stage.mtp_batches
 
     def one_token_late(plan, batch):
         main, first, second = rightly(plan, batch)
         return [main, first, Batch(first.tokens, second.labels)]
 
-    monkeypatch.setattr(paddle_stage, "lane_batches", one_token_late)
+    monkeypatch.setattr(paddle_stage, "mtp_batches", one_token_late)
     found = located(RecordedRun(**TWO), "wrong", 1)
     assert found["main"] == {"steps": 2, "equal": 1, "first_difference": found["main"]["first_difference"]}
     assert found["main"]["first_difference"]["step"] == 1  # the first step's main loss knows nothing of modules

@@ -1,4 +1,4 @@
-"""The log of a run against the graph: the right one is accepted, every kind of tampering is found at its place."""
+"""The log of a run compared with the graph: a correct log is accepted, every change is found at its position."""
 
 import dataclasses
 import json
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry, compare_log, expected_facts, op_ids_of
-from pipeproof.specs.finding import Severity
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.exec.compare.compare_log import compare_log, expected_facts
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, op_ids_of
 from tests.exec.logs import faithful_log, on_queue
 from tests.plans import subject
 
@@ -67,8 +68,8 @@ def test_dropped(queue, step):
     dropped, following = entries[places[2]], entries[places[3]]
     del entries[places[2]]
     message = only(differences(entries))
-    assert message.startswith(f"rank {RANK}, step {step}, queue {queue}, place 2: the graph says {dropped.op}")
-    assert f"the log says {following.op}" in message
+    assert message.startswith(f"rank {RANK}, step {step}, queue {queue}, position 2: the graph has {dropped.op}")
+    assert f"the log has {following.op}" in message
 
 
 @pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
@@ -77,8 +78,8 @@ def test_the_last_dropped(queue):
     places = on_queue(entries, queue, 1)
     dropped = entries.pop(places[-1])
     message = only(differences(entries))
-    assert f"queue {queue}, place {len(places) - 1}: the graph says {dropped.op}" in message
-    assert message.endswith("the log says nothing more")
+    assert f"queue {queue}, position {len(places) - 1}: the graph has {dropped.op}" in message
+    assert message.endswith("the log has nothing more")
 
 
 @pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
@@ -88,8 +89,8 @@ def test_doubled(queue):
     doubled = entries[places[1]]
     entries.insert(places[1], doubled)
     message = only(differences(entries))
-    assert f"step 0, queue {queue}, place 2: the graph says {entries[places[2] + 1].op}" in message
-    assert f"the log says {doubled.op}" in message
+    assert f"step 0, queue {queue}, position 2: the graph has {entries[places[2] + 1].op}" in message
+    assert f"the log has {doubled.op}" in message
 
 
 @pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
@@ -98,30 +99,30 @@ def test_one_more_at_the_end(queue):
     places = on_queue(entries, queue, 1)
     entries.append(dataclasses.replace(entries[places[0]], start_ns=10**9, end_ns=10**9))
     message = only(differences(entries))
-    assert f"step 1, queue {queue}, place {len(places)}: the graph says nothing more" in message
+    assert f"step 1, queue {queue}, position {len(places)}: the graph has nothing more" in message
 
 
 @pytest.mark.parametrize("queue", [HOST_QUEUE, SENDS, RECEIVES])
 def test_swapped(queue):
-    """What ran first stands first and has the earlier time."""
+    """The operation that ran first is first and has the earlier time."""
     entries = log()
     first, second = on_queue(entries, queue, 1)[1:3]
     a, b = entries[first], entries[second]
     entries[first] = dataclasses.replace(b, start_ns=a.start_ns, end_ns=a.end_ns)
     entries[second] = dataclasses.replace(a, start_ns=b.start_ns, end_ns=b.end_ns)
     message = only(differences(entries))
-    assert f"step 1, queue {queue}, place 1: the graph says {a.op}" in message
-    assert f"the log says {b.op}" in message
+    assert f"step 1, queue {queue}, position 1: the graph has {a.op}" in message
+    assert f"the log has {b.op}" in message
 
 
-def test_a_channel_that_carried_out_in_another_order_than_the_host_waited_is_found():
-    """The entries stand in the order of the waits, as the adapter writes them; the times tell."""
+def test_a_channel_that_executed_in_another_order_than_the_host_waited_is_found():
+    """The entries are in the order of the waits, as the adapter writes them; their times differ."""
     entries = log()
     first, second = on_queue(entries, SENDS, 0)[:2]
     a, b = entries[first], entries[second]
     entries[first] = dataclasses.replace(a, start_ns=b.start_ns, end_ns=b.end_ns)
     entries[second] = dataclasses.replace(b, start_ns=a.start_ns, end_ns=a.end_ns)
-    assert "place 0: the graph says 0SEND_F0" in only(differences(entries))
+    assert "position 0: the graph has 0SEND_F0" in only(differences(entries))
 
 
 def test_waits_in_another_order_than_the_channel_are_no_fault_of_the_channel():
@@ -139,7 +140,7 @@ def test_waits_in_another_order_than_the_channel_are_no_fault_of_the_channel():
         (SENDS, {"ranks": (1, 6)}, "over ranks [1, 5]", "over ranks [1, 6]"),
         (SENDS, {"op": "0SEND_F9"}, "0SEND_F0", "0SEND_F9"),
         (RECEIVES, {"numel": 0}, "128 elements", "0 elements"),
-        (HOST_QUEUE, {"op": "0B0"}, "the graph says 0F0", "the log says 0B0"),
+        (HOST_QUEUE, {"op": "0B0"}, "the graph has 0F0", "the log has 0B0"),
     ],
 )
 def test_tampered_fact(queue, change, wanted, seen):
@@ -147,10 +148,10 @@ def test_tampered_fact(queue, change, wanted, seen):
     first = on_queue(entries, queue, 0)[0]
     entries[first] = dataclasses.replace(entries[first], **change)
     message = only(differences(entries))
-    assert f"step 0, queue {queue}, place 0" in message
-    graph_says, log_says = message.split("; ")[-1].split(": ", 1)[-1].split(", the log says ")
-    assert wanted.removeprefix("the graph says ") in graph_says
-    assert seen.removeprefix("the log says ") in log_says
+    assert f"step 0, queue {queue}, position 0" in message
+    in_graph, in_log = message.split("; ")[-1].split(": ", 1)[-1].split(", the log has ")
+    assert wanted.removeprefix("the graph has ") in in_graph
+    assert seen.removeprefix("the log has ") in in_log
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_tampered_collective(change, seen):
     place = next(p for p, i in enumerate(places) if "REDUCE_SCATTER" in entries[i].op)
     entries[places[place]] = dataclasses.replace(entries[places[place]], **change)
     message = only(differences(entries))
-    assert f"queue compute, place {place}" in message
+    assert f"queue compute, position {place}" in message
     assert seen in message
 
 
@@ -176,14 +177,14 @@ def test_an_entry_on_a_channel_that_the_rank_has_not():
     entries = log()
     sent = entries[on_queue(entries, SENDS)[0]]
     entries.append(dataclasses.replace(sent, queue="forward 1->6"))
-    assert "queue forward 1->6, place 0: the graph says nothing more" in only(differences(entries))
+    assert "queue forward 1->6, position 0: the graph has nothing more" in only(differences(entries))
 
 
 @pytest.mark.parametrize("step", [2, -1])
 def test_an_entry_of_a_step_that_the_run_has_not(step):
     entries = log()
     entries.append(dataclasses.replace(entries[0], step=step))
-    assert f"step {step}, queue compute, place 0: the graph says nothing more" in only(differences(entries))
+    assert f"step {step}, queue compute, position 0: the graph has nothing more" in only(differences(entries))
 
 
 def test_an_empty_log_differs_on_every_queue_of_every_step():
@@ -202,7 +203,7 @@ def test_the_witness_names_both_operations():
     assert [(op.rank, op.op) for op in found.witness.ops] == [(RANK, "0SEND_F0"), (RANK, "0SEND_F1")]
 
 
-def test_messages_of_one_operation_are_told_apart_by_their_place_on_the_channel():
+def test_messages_of_one_operation_are_distinguished_by_their_position_on_the_channel():
     boundaries = [{"name": "hidden", "dims": "sbh"}, {"name": "labels", "dims": "bs", "dtype": "int64"}]
     graph = subject(boundaries=boundaries, schedule={"num_micro_batches": 1}).graph
     rows = list(graph.rank_ops(1))

@@ -1,8 +1,8 @@
-"""The orders of sums that a plan declares, as the reference gets them."""
+"""Orders of sums that a plan declares, in the form of the reference."""
 
 import pytest
 
-from pipeproof.comm.accumulation import Accumulation, accumulation_of, sum_orders
+from pipeproof.comm.accumulation_order import Accumulation, accumulation_of, sum_orders
 from tests.plans import subject
 
 
@@ -11,7 +11,7 @@ def orders_of(**sections):
     return plan, sum_orders(plan)
 
 
-def test_a_split_backward_adds_where_its_weight_gradient_stands():
+def test_a_split_backward_adds_at_the_position_of_its_weight_gradient():
     programs = [["0F0", "0F1", "0I0", "0I1", "0W1", "0W0"], ["1F0", "1F1", "1I1", "1I0", "1W0", "1W1"]]
     plan, orders = orders_of(schedule={"kind": "custom", "num_micro_batches": 2, "programs": programs})
     assert orders.loss == ((0, 1),)
@@ -41,7 +41,7 @@ def test_copies_have_an_order_each():
     assert accumulation_of(plan) is Accumulation.TWO_COPIES
 
 
-def test_pieces_of_sequences_are_units_of_their_own():
+def test_sequence_splits_are_separate_work_items():
     plan, orders = orders_of(schedule={"kind": "seq1f1b", "num_sequence_splits": 2, "num_micro_batches": 2})
     assert orders.loss == ((0, 1, 2, 3),)
     assert orders.by_stage == {0: ((1, 0, 3, 2),), 1: ((1, 0, 3, 2),)}

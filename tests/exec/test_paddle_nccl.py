@@ -1,4 +1,4 @@
-"""Paddle's path on GPUs: which calls of its process groups it issues; its posts and its barrier with real processes."""
+"""Paddle's GPU path: the calls of its process groups; its posts and its barrier with real processes."""
 
 import json
 import subprocess
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.backends import backend_table
-from pipeproof.exec.carried_out import require_carried_out, require_issued
-from pipeproof.exec.rendezvous import rank_environment, reserved_ports
-from pipeproof.exec.slices import Slice, SliceChannels, SliceCollectives
-from pipeproof.schedule.optable import Channel
-from pipeproof.specs.finding import PipeproofError
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives
+from pipeproof.schedule.op_table import Channel
 from tests.exec.processes import REPOSITORY
 from tests.exec.rehearsal_world import rehearsed
 from tests.plans import plan_dict, subject
@@ -23,7 +23,7 @@ SEQUENCE_PARALLEL = {"pp": 2, "tp": 2, "sequence_parallel": True}
 
 
 class FakeGroup:
-    """What Paddle's handle of a group does, written down: the name of each call, and what it was given."""
+    """Recorder of the calls of Paddle's group handle: the name of each call and its arguments."""
 
     def __init__(self, ranks, calls):
         self.ranks, self.calls = ranks, calls
@@ -49,7 +49,7 @@ def nccl():
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
-    from pipeproof.exec.paddle import nccl
+    from pipeproof.exec.rank.paddle import nccl
 
     return nccl
 
@@ -122,6 +122,7 @@ def test_sums_are_nccls_in_rehearsals_and_in_group_order_in_runs(nccl, computes)
     assert tensor.numpy().tolist() == [0, 1, 2, 3]  # what was put in stays
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_two_processes_rehearse_a_pipeline_with_these_posts(tmp_path):
     """gloo's calls hold the host, so the order is one in which that does no harm."""
@@ -204,7 +205,7 @@ def test_a_backend_that_moves_slices_is_given_whole_tensors_and_the_same_is_foun
 
 
 class _Ranges:
-    """What a rank's channels and collectives in memory do with Paddle's tensors, and with ranges of them."""
+    """In-memory channels and collectives of a rank on Paddle's tensors and slices of them."""
 
     def __init__(self, ends, moved):
         self.ends, self.moved = ends, moved
@@ -248,7 +249,7 @@ def _put(part, values):
 
 
 @pytest.mark.needs_paddle
-def test_a_run_has_the_same_gradients_whoever_cuts_the_slices():
+def test_a_run_has_the_same_gradients_with_slices_of_the_backend_and_of_the_host():
     from tests.exec.in_memory import require_logged, run_all
 
     plan = subject(topology={"pp": 2, "tp": 2}, transport="partial", run={"steps": 1}).unfolded().plan
@@ -271,7 +272,7 @@ def test_a_run_has_the_same_gradients_whoever_cuts_the_slices():
 
 @pytest.mark.parametrize(
     "buffers",
-    [{"receive_slots": 4}, {"release_output": "after_wait"}],
+    [{"receive_slots": 4}, {"free_output": "after_send_done"}],
     ids=["a slot has room for a slice", "what is given back early"],
 )
 def test_where_whole_tensors_do_not_stay_slices_are_cut(buffers):
@@ -283,13 +284,14 @@ def test_where_whole_tensors_do_not_stay_slices_are_cut(buffers):
     assert sum(one.num_faults for one in checked) == 0
 
 
+@pytest.mark.needs_paddle
 def test_what_paddle_does_not_do_on_gpus_is_refused():
-    with pytest.raises(PipeproofError, match=r"the plan has buffers\.receive_slots, rehearsed by Paddle on a GPU"):
-        require_issued(subject(run=ON_GPU, buffers={"receive_slots": 4}))
-    with pytest.raises(PipeproofError, match="Paddle's transfers on GPUs wait for those of their edge"):
-        require_carried_out(subject(run=ON_GPU, transport={"queue": "rank"}))
-    require_carried_out(subject(run=ON_GPU))
-    require_issued(subject(run=ON_GPU))
+    with pytest.raises(PipeproofError, match=r"the plan has buffers\.receive_slots .* Paddle on a GPU"):
+        require_issuable(subject(run=ON_GPU, buffers={"receive_slots": 4}))
+    with pytest.raises(PipeproofError, match="Paddle's transfers on GPUs only wait for those of their edge"):
+        require_executable(subject(run=ON_GPU, transport={"queue": "rank"}))
+    require_executable(subject(run=ON_GPU))
+    require_issuable(subject(run=ON_GPU))
 
 
 def test_the_table_of_the_backend_is_that_of_nccl():

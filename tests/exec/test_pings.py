@@ -1,4 +1,4 @@
-"""Round trips between two ranks whose messages take what a model says, the lines through them, and the curve."""
+"""Round trips between two ranks with modelled message times, the lines through them, and the curve."""
 
 import itertools
 import queue
@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec import curve as curves
-from pipeproof.exec.curve import Curve, CurvePoint, measure_curve
-from pipeproof.exec.group_endpoint import CHANNELS
-from pipeproof.exec.link_fit import fit_link
-from pipeproof.exec.pings import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
-from pipeproof.schedule.optable import Channel
-from pipeproof.testing.endpoint import Outcome
+from pipeproof.exec.measure import link_curve as curves
+from pipeproof.exec.measure.group_endpoint import CHANNELS
+from pipeproof.exec.measure.link_curve import Curve, CurvePoint, fit_link, measure_curve
+from pipeproof.exec.measure.ping_pong import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
+from pipeproof.schedule.op_table import Channel
+from pipeproof.testing.endpoint_protocol import Outcome
 
 FORWARD, BACKWARD = CHANNELS[0], CHANNELS[1]
 WAIT_S = 10.0
@@ -37,7 +36,7 @@ class ModelledLink:
         return Wire(rank, end, end, end)
 
     def both(self, act):
-        """What ``act`` returns on each rank."""
+        """Results of ``act`` on each rank."""
         found = [None, None]
 
         def run(rank):
@@ -162,7 +161,7 @@ def test_how_far_the_line_is_off_is_that_of_the_worst_point():
 
 
 def test_a_point_of_twice_the_time_moves_the_line_as_far_as_one_of_half_the_time():
-    """Of large messages, where their bytes are all, the line goes through the middle of their shares."""
+    """For large messages, whose time is all for their bytes, the line goes through the middle of the points."""
     exact = [(size, 10 + size / 1000) for size in SIZES]
     slow, fast = (fit_link([*exact, (2**28, factor * 2**28 / 1000)]) for factor in (2, 0.5))
     assert slow.bandwidth * fast.bandwidth == pytest.approx(1.0, rel=0.01)
@@ -189,7 +188,7 @@ def test_neither_latency_nor_bandwidth_is_negative(points, latency, bandwidth):
 
 
 class World:
-    """Two ranks on a modelled link; beyond ``most_bytes`` messages do not come through."""
+    """Two ranks on a modelled link; beyond ``most_bytes`` messages do not arrive."""
 
     def __init__(self, one, most_bytes=2**40):
         self.one, self.most_bytes = one, most_bytes
@@ -213,7 +212,7 @@ def test_the_curve_has_each_direction_and_both_at_once():
 def test_a_size_that_does_not_come_through_ends_the_curve_and_is_named():
     curve = measure_curve(World(link(), most_bytes=4096), (8, 4096, 2**20))
     assert [point.num_bytes for point in curve.points] == [8, 4096]
-    assert curve.ended == "messages of 1048576 bytes did not come through: rank 1 died: SIGKILL"
+    assert curve.ended == "messages of 1048576 bytes did not arrive: rank 1 died: SIGKILL"
     assert curve.is_broken
 
 
@@ -221,7 +220,7 @@ def test_the_curve_ends_before_it_takes_too_long(monkeypatch):
     monkeypatch.setattr(curves, "BUDGET_S", 0.0)
     curve = measure_curve(World(link()), (8, 2**20, 2**24))
     assert [point.num_bytes for point in curve.points] == [8, 2**20]
-    assert "messages of 16777216 bytes would take the curve beyond 0 s" in curve.ended
+    assert curve.ended.startswith("messages of 16777216 bytes would exceed")
     assert not curve.is_broken
 
 

@@ -1,4 +1,4 @@
-"""Profiles: what a log comes to, the file and its schema, and real runs that write one."""
+"""Profiles: figures of a log, the file and its schema, and real runs that write one."""
 
 import json
 from dataclasses import replace
@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from pipeproof.cli import main
-from pipeproof.exec.jobs import dump_plan
-from pipeproof.exec.oplog import HOST_QUEUE
-from pipeproof.exec.profile import measured_profile
-from pipeproof.specs.load import load_plan, plan_from_dict
+from pipeproof.cli.main import main
+from pipeproof.exec.launch.job_files import dump_plan
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.op_log import HOST_QUEUE
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.profile_file import ProfileError, profile_json_schema, read_profile
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
@@ -63,7 +63,7 @@ def test_the_only_step_counts():
     assert op_of(profile, 0, "F").whole.mean_us == 108
 
 
-def test_own_time_is_without_the_collectives_inside():
+def test_own_time_excludes_the_collectives_inside():
     of = subject(cost={"forward_us": 110}, topology={"pp": 1, "tp": 2})
     logs = logs_of(of, num_steps=2)
     children = [e.op for e in logs[0] if e.step == 1 and e.op.startswith("0F0/")]
@@ -146,7 +146,7 @@ def test_the_host_is_measured_between_operations_and_after_waits():
     assert delays.mean_us * delays.count == pytest.approx(2, abs=0.1)
 
 
-def test_what_the_plan_was_is_kept_without_defaults():
+def test_the_profile_has_the_plan_without_defaults():
     of = subject(cost=COST, schedule={"num_micro_batches": 3})
     plan = profile_of(of).plan
     assert plan.model == plan_dict()["model"]
@@ -206,7 +206,7 @@ def with_value(value, *path):
         (with_value("B", "stages", 0, "ops", 0, "kind"), "stage 0 has an operation twice"),
     ],
 )
-def test_another_file_is_refused_with_its_place(tmp_path, text, said):
+def test_another_file_is_refused_with_the_location(tmp_path, text, said):
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ProfileError, match=said) as error:
@@ -217,13 +217,13 @@ def test_another_file_is_refused_with_its_place(tmp_path, text, said):
 def test_of_much_that_is_wrong_a_part_is_shown(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"profile": 1, **dict.fromkeys("abcdef", 0)}))
-    with pytest.raises(ProfileError, match=r"PP161: \d+ more of the kind") as error:
+    with pytest.raises(ProfileError, match=r"PP161: \d+ more problems of this kind") as error:
         read_profile(path)
     assert len(error.value.findings) == 6
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
-def test_a_profile_that_cannot_be_read_has_its_place_in_the_plan(tmp_path, name):
+def test_a_profile_that_cannot_be_read_is_located_in_the_plan(tmp_path, name):
     plan = plan_with_profile(tmp_path, name)
     for command in ("check", "simulate", "advise", "run"):
         result = CliRunner().invoke(main, [command, str(plan)])
@@ -236,7 +236,7 @@ def test_a_profile_that_cannot_be_read_has_its_place_in_the_plan(tmp_path, name)
 def test_a_file_of_bytes_and_one_that_is_too_large(tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ProfileError, match="PP160: cannot read"):
+    with pytest.raises(ProfileError, match="PP160: byte 0xff is not UTF-8"):
         read_profile(path)
     monkeypatch.setattr("pipeproof.specs.profile_file.MAX_BYTES", 10)
     path.write_text(profile_text())
@@ -253,7 +253,7 @@ def test_a_file_of_bytes_and_one_that_is_too_large(tmp_path, monkeypatch):
         ({"profile": 1}, "`cost.profile` must be a string"),
     ],
 )
-def test_a_profile_stands_alone(cost, said, tmp_path):
+def test_a_profile_needs_no_other_file(cost, said, tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict(cost=cost)))
     result = CliRunner().invoke(main, ["check", str(plan)])
@@ -264,7 +264,7 @@ def test_a_profile_stands_alone(cost, said, tmp_path):
 # --- plans that name one ---
 
 
-def test_a_profile_is_found_beside_the_plan_from_anywhere(tmp_path, monkeypatch):
+def test_a_profile_is_found_next_to_the_plan_from_any_directory(tmp_path, monkeypatch):
     plan = plan_with_profile(tmp_path, profile=profile_text())
     monkeypatch.chdir("/")
     given = json.loads(CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"]).output)
@@ -284,6 +284,7 @@ def test_advice_recuts_measured_times(tmp_path):
 # --- real runs ---
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_a_run_writes_a_profile_that_its_plan_can_be_simulated_and_run_with(tmp_path):
     sections = {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}, "run": {"steps": 3}}

@@ -1,11 +1,11 @@
-"""What a profile makes of the parts of backwards, of ends that two ranks saw, and of a GPU's clock and memory."""
+"""Profile of backwards with two parts, of ends that two ranks saw, and of a GPU's clock and memory."""
 
 from dataclasses import replace
 
 import pytest
 
-from pipeproof.exec.clock import Timing
-from pipeproof.exec.profile import measured_profile
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.op_log import Timing
 from pipeproof.specs.profile_file import Profile
 from tests.plans import subject
 from tests.profiles import COST, DIGEST, bare_of, logs_of
@@ -24,7 +24,7 @@ def median_of(profile, stage, kind, *, own=False):
     return (op.own if own else op.whole).median_us
 
 
-def test_a_whole_backward_whose_parts_were_told_apart_gives_both():
+def test_a_whole_backward_with_a_known_split_gives_both_parts():
     of = subject(cost=COST)
     logs = with_entries(
         logs_of(of), lambda e: replace(e, split_ns=e.start_ns + 60_000) if e.op.split("B")[0].isdigit() else e
@@ -70,7 +70,7 @@ def test_a_channel_is_free_when_the_first_of_both_ends_saw_that_it_is():
     assert profile_with(of, late).messages == profile_with(of, logs).messages
 
 
-def test_times_of_gpus_say_how_well_they_are_known_and_what_was_allocated():
+def test_times_of_gpus_have_their_accuracy_and_the_allocated_memory():
     of = subject(cost=COST)
     timings = {
         0: Timing("device", 3000, "Some GPU", 100, 200), 1: Timing("device", 5500, "Some GPU", 70, 80),

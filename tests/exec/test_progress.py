@@ -1,32 +1,45 @@
-"""How far a device has come is told while it goes on, and no longer; on a device of the test."""
+"""Progress of a device is reported while it works, and no longer; on a device of the test."""
 
-import time
+import threading
+from queue import SimpleQueue
 
-from pipeproof.exec.progress import POLL_S, followed
+from pipeproof.exec.rank.step_replay import follow_device
+
+PATIENCE_S = 60
 
 
 class Device:
     def __init__(self):
         self.now = (-1, -1)
+        self._reads = threading.Semaphore(0)
 
     def read(self):
+        self._reads.release()
         return self.now
+
+    def await_reads(self, count):
+        """Wait for so many more reads: the result of the first is reported before the second begins."""
+        while self._reads.acquire(blocking=False):
+            pass
+        for _ in range(count):
+            assert self._reads.acquire(timeout=PATIENCE_S)
 
 
 def test_what_the_device_comes_to_is_told_once_each():
-    device, told = Device(), []
-    with followed(device.read, lambda step, op_id: told.append((step, op_id))):
-        time.sleep(1.5 * POLL_S)
+    device, reports = Device(), SimpleQueue()
+    with follow_device(device.read, lambda step, op_id: reports.put((step, op_id))):
+        device.await_reads(2)
         for now in ((0, 3), (0, 7)):
             device.now = now
-            time.sleep(2.5 * POLL_S)
+            assert reports.get(timeout=PATIENCE_S) == now
+            device.await_reads(2)
     device.now = (1, 0)
-    time.sleep(1.5 * POLL_S)
-    assert told == [(0, 3), (0, 7)]
+    assert reports.empty()
+    assert "device progress" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_without_a_device_nothing_is_told():
-    told = []
-    with followed(None, lambda *now: told.append(now)):
-        time.sleep(1.5 * POLL_S)
-    assert told == []
+    reports, before = [], threading.active_count()
+    with follow_device(None, lambda *now: reports.append(now)):
+        assert threading.active_count() == before
+    assert reports == []

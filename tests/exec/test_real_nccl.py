@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu/real_nccl.py`` says of plans of four ranks: one over gloo, and its judgement of others."""
+"""Outcomes of ``benchmarks/gpu/real_nccl.py`` for plans of four ranks: one over gloo, and verdicts on others."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.exec.processes import REPOSITORY
 
 
@@ -24,6 +24,7 @@ def checked(real_nccl, case):
     return check(plan_from_dict(real_nccl.plan_of(case, "torch", "gpu")))
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_what_check_says(real_nccl):
     for case in real_nccl.cases("all"):
         codes = {finding.code for finding in checked(real_nccl, case).errors}
@@ -31,6 +32,7 @@ def test_what_is_expected_is_what_check_says(real_nccl):
         assert checked(real_nccl, case).subject.unfolded().graph.num_ranks == 4
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_two_ranks_really_hold_what_fleet_gave_them(real_nccl, monkeypatch):
     monkeypatch.chdir(REPOSITORY)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pipeproof.exec.exchanges import compare_exchanges
+from pipeproof.exec.compare.compare_log import compare_exchanges
 from pipeproof.schedule.ops import OpKind
 from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE, lowered
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.needs_paddle
 
 SP = {"tp": 2, "sequence_parallel": True}
 PLANS = {
-    "pieces of sequences": ({}, {"kind": "seq1f1b", "num_sequence_splits": 4, "seq_lengths": [8, 4, 8, 4]}, {}),
+    "sequence splits": ({}, {"kind": "seq1f1b", "num_sequence_splits": 4, "seq_lengths": [8, 4, 8, 4]}, {}),
     "groups, split backward": (SP, {"kind": "zb_h1"}, GROUPS),
     "latent, experts, tp": ({"tp": 2}, {}, {"mla": MLA, "moe": MOE}),
     "ep, copies of stages": ({"ep": 2}, {"kind": "dualpipe"}, {"moe": MOE}),
-    "ep, pieces of sequences": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
+    "ep, sequence splits": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
 }
 
 
@@ -29,6 +29,16 @@ def paddle_started():
     start_paddle()
 
 
+@pytest.mark.slow(
+    but=[
+        "sequence splits-selective",
+        "sequence splits-full",
+        "groups, split backward-selective",
+        "groups, split backward-full",
+        "latent, experts, tp-selective",
+        "latent, experts, tp-full",
+    ]
+)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", PLANS)
 def test_it_has_the_bits_of_the_reference(name, recompute):
@@ -40,12 +50,13 @@ def test_it_has_the_bits_of_the_reference(name, recompute):
 def test_slots_and_released_outputs():
     from tests.exec.in_memory import compared
 
-    sections = {"memory": {"recompute": "full"}, "buffers": {"receive_slots": 4, "release_output": "after_wait"}}
+    sections = {"memory": {"recompute": "full"}, "buffers": {"receive_slots": 4, "free_output": "after_send_done"}}
     plan = subject(schedule={"kind": "zb_h1"}, run={"steps": 2}, **sections).unfolded().plan
     assert any(op.kind is OpKind.FREE for op in plan.graph.ops)
     assert all(step.bitwise for step in compared(plan))
 
 
+@pytest.mark.slow
 def test_real_processes_match_and_their_logs_have_the_forwards_collectives_again(tmp_path):
     plan = plan_dict(topology={"pp": 2, **SP}, schedule={"kind": "zb_v", "num_chunks": 2}, memory={"recompute": "full"})
     ended = Run(tmp_path, plan).end()
@@ -55,7 +66,7 @@ def test_real_processes_match_and_their_logs_have_the_forwards_collectives_again
 
 
 def test_rows_that_come_again_otherwise_than_announced_are_found():
-    """Of a layer with experts in one input gradient: counts, two exchanges again, two of gradients."""
+    """All-to-alls of a layer with experts in one input gradient: counts, two exchanges again, two of gradients."""
     from tests.exec.in_memory import run_all
 
     plan = lowered({"ep": 2}, {"kind": "zb_h1"}, {"moe": MOE}, memory={"recompute": "full"})

@@ -1,15 +1,15 @@
-"""Rehearsals of all ranks in this process: right plans are right, and each planted fault is named with its range."""
+"""Rehearsals of all ranks in this process: correct plans pass, and each injected fault is named with its range."""
 
 import pytest
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.carried_out import require_issued
-from pipeproof.exec.rehearse.faults import Checked, findings_of
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.executor_support import require_issuable
+from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check, check_subject
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check, check_subject
 from tests.exec.rehearsal_world import Faults, rehearsed, swapped
 from tests.features import FEATURES, TOPOLOGIES, mixed
 from tests.plans import subject
@@ -73,10 +73,10 @@ def test_where_nothing_fails_everything_is_right_and_all_of_it_was_read(sections
     st.sampled_from(list(TOPOLOGIES)),
     st.sampled_from([kind for kind in SCHEDULE_KINDS if kind not in {"file", "custom"}]),
 )
-def test_of_whatever_is_proved_everything_is_right(features, topology, kind):
+def test_a_rehearsal_of_a_proved_plan_is_correct(features, topology, kind):
     try:
         report = check(plan_from_dict(mixed(features, topology, kind)))
-        require_issued(report.subject)
+        require_issuable(report.subject)
     except PipeproofError:
         assume(False)
     assume(not report.errors)
@@ -87,7 +87,7 @@ def test_of_whatever_is_proved_everything_is_right(features, topology, kind):
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.sampled_from(["forward", "backward"]), st.integers(0, 7), st.integers(0, 4 * 128 - 1), st.integers(1, 255))
 def test_a_single_bit_is_noticed_wherever_it_is(direction, place, byte, mask):
-    """Of slices that are gathered, by the receiver and by all that gather it."""
+    """Faults of gathered slices are found by the receiver and by all ranks that gather them."""
 
     def message(channel, number, sent):
         whole = sent[number].copy()
@@ -122,7 +122,7 @@ def test_partial_under_sequence_parallelism_loses_just_what_check_predicts():
         real = found[finding.message.split(":")[0]]
         assert real.code == "PP915"
         assert real.witness == finding.witness
-        assert "128 of 256 elements lie wrongly in each of 4 micro-batches of 2 steps" in real.message
+        assert "128 of 256 elements are wrong in each of 4 micro-batches of 2 steps" in real.message
 
 
 def test_two_ranks_hold_what_fleet_gave_them():
@@ -142,7 +142,7 @@ def test_two_ranks_exchanged_are_named_with_whom_they_heard():
     messages = [f.message for f in found_in(rehearsed(subject(topology={"tp": 2}), Faults(wiring=swapped(2, 3))))]
     assert messages == [
         f"rank {rank}, step 0, 1RECV_F0 over forward {peer}->{rank}: elements 0..256 are elements 0..256 of 0SEND_F0 "
-        f"of rank {heard}, step 0; promised are elements 0..256 of 0SEND_F0 of rank {peer}, step 0; so are 7 more on it"
+        f"of rank {heard}, step 0; expected are elements 0..256 of 0SEND_F0 of rank {peer}, step 0; 7 more faults on it"
         for rank, peer, heard in ((2, 0, 1), (3, 1, 0))
     ]
 
@@ -163,14 +163,14 @@ def on_forward(act, place=1):
         (lambda sent, n: sent[n - 4], 5, "elements 0..256 are elements 0..256 of 0SEND_F1 of rank 0, step 0"),
         (lambda sent, n: sent[n][: 4 * 100], 1, "elements 100..256 are zeros"),
         (lambda sent, n: sent[n][4 * 16 :], 1, "elements 0..240 are elements 16..256 of 0SEND_F1 of rank 0, step 0"),
-        (lambda sent, n: sent[n] ^ 1, 1, "elements 0..256 are what no rank sends"),
+        (lambda sent, n: sent[n] ^ 1, 1, "elements 0..256 are elements that no rank sends"),
     ],
     ids=["another message", "of the step before", "truncated", "shifted", "spoilt"],
 )
 def test_what_a_channel_did_to_a_message_is_named(act, place, fact):
     message = message_of(rehearsed(subject(), on_forward(act, place)))
     step, batch = divmod(place, 4)
-    assert message.startswith(f"rank 1, step {step}, 1RECV_F{batch} over forward 0->1: {fact}; promised are elements ")
+    assert message.startswith(f"rank 1, step {step}, 1RECV_F{batch} over forward 0->1: {fact}; expected are elements ")
 
 
 def test_a_range_inside_a_message_is_named_alone():
@@ -215,7 +215,7 @@ def test_members_that_are_gathered_in_another_order_are_named():
     faults, text = on_kind(one, "ALL_GATHER", lambda parts: parts[::-1])
     (finding,) = found_in(rehearsed(one, faults))
     assert finding.message.startswith(f"rank 0, step 0, {text} over tp ranks 0, 1: elements 0..")
-    assert f" of {text} of rank 1, step 0; promised are elements 0.." in finding.message
+    assert f" of {text} of rank 1, step 0; expected are elements 0.." in finding.message
 
 
 def test_a_member_whose_share_is_not_in_a_sum_is_named():
@@ -223,7 +223,7 @@ def test_a_member_whose_share_is_not_in_a_sum_is_named():
     faults, text = on_kind(one, "ALL_REDUCE", lambda parts: [parts[0], parts[1] * 0])
     (finding,) = found_in(rehearsed(one, faults))
     assert finding.message.startswith(f"rank 0, step 0, {text} over tp ranks 0, 1: elements ")
-    assert "that is without what rank 1 put in" in finding.message
+    assert "the input of rank 1 is missing" in finding.message
 
 
 def test_a_sum_that_is_wrong_at_one_element_is_named_with_it():
@@ -242,7 +242,7 @@ def test_tokens_that_come_from_another_member_are_named():
     faults, text = on_kind(one, "ALL_TO_ALL", lambda parts: parts[::-1])
     message = message_of(rehearsed(one, faults))
     assert message.startswith(f"rank 0, step 0, {text} over ep ranks 0, 1: ")
-    assert f" of {text} of rank 1, step 0; promised are " in message
+    assert f" of {text} of rank 1, step 0; expected are " in message
 
 
 @pytest.mark.parametrize("sections", [{"schedule": {"kind": "gpipe"}}, {"topology": {"pp": 4}}])
@@ -258,6 +258,6 @@ def test_a_slot_that_is_taken_too_early_is_seen_when_it_is_read(sections):
     assert any("1RECV_F0 over forward 0->1: when 1B0 reads it, elements 0..256 are " in message for message in messages)
 
 
-def test_what_a_rank_found_is_kept_in_a_file():
+def test_the_checks_of_a_rank_are_written_to_a_file():
     checked = rehearsed(partial_under_sequence_parallelism())[0]
-    assert Checked.from_json(checked.to_json()) == checked
+    assert ArrivalChecks.from_json(checked.to_json()) == checked

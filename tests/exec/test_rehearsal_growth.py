@@ -1,15 +1,15 @@
-"""What a rank of a rehearsal does while there are more and more of them: the same, whatever their number."""
+"""Work of one rank of a rehearsal: it does not grow with the number of ranks."""
 
 import pytest
 
-from pipeproof.exec.rehearse.pinged import ping_edges, ping_sizes
+from pipeproof.exec.rehearse.rehearsal_edges import ping_edges, ping_sizes
 from tests.exec.rehearsal_world import rehearsed
 from tests.plans import subject
 
 NUM_MICRO_BATCHES = 4
 NUM_STEPS = 2
 ELEMENTS = 8 * 2 * 16
-"""Of a boundary tensor: sequence, micro-batch, hidden."""
+"""Shape of a boundary tensor: sequence, micro-batch, hidden."""
 
 
 def pipeline(num_ranks):

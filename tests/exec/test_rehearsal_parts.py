@@ -1,4 +1,4 @@
-"""The parts of a rehearsal alone: elements with an identity, what arrived, smaller plans, edges."""
+"""Parts of a rehearsal: elements with an identity, arrivals, smaller plans, edges."""
 
 from fractions import Fraction
 
@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.rehearse.arrivals import Piece, pieces_of
-from pipeproof.exec.rehearse.edges import edges_of, network_of
-from pipeproof.exec.rehearse.identity import Source, addends, decoded, elements, encoded
-from pipeproof.exec.rehearse.scale import rehearsed_plan
-from pipeproof.exec.watchdog import JobState
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.rehearse.element_identity import (
+    FoundRange,
+    Source,
+    addends,
+    decoded,
+    elements,
+    encoded,
+    found_ranges,
+)
+from pipeproof.exec.rehearse.rehearsal_edges import edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.load import PlanFileError, plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
 
@@ -27,8 +35,8 @@ OURS, THEIRS = (Source((0, batch, 1, 0), 0, 200, f"message {batch}") for batch i
     st.integers(100, 200),
     st.integers(0, 80),
 )
-def test_a_range_of_another_tensor_is_found_with_its_place(dtype, start, stop, shift):
-    wanted = Piece(0, 200, OURS, 0)
+def test_a_range_of_another_tensor_is_found_with_its_position(dtype, start, stop, shift):
+    wanted = FoundRange(0, 200, OURS, 0)
     size = dtype_bytes(dtype)
     content = OURS.content(0, 200, dtype)
     length = stop - start
@@ -36,17 +44,17 @@ def test_a_range_of_another_tensor_is_found_with_its_place(dtype, start, stop, s
     other = np.array(THEIRS.content(shift, min(200, shift + length), dtype))
     stop = start + len(other) // size
     content[start * size : stop * size] = other
-    found = pieces_of(content, dtype, [wanted], lambda: [THEIRS])
-    assert [piece.start for piece in found][1:] == [piece.stop for piece in found][:-1]
-    for piece in found:
-        here = content[piece.start * size : piece.stop * size]
-        if piece.source is not None:
-            there = piece.source.content(piece.source_start, piece.source_start + piece.stop - piece.start, dtype)
-            assert np.array_equal(here, there)
-    named = sum(piece.stop - piece.start for piece in found if piece.source == THEIRS)
+    found = found_ranges(content, dtype, [wanted], lambda: [THEIRS])
+    assert [part.start for part in found][1:] == [part.stop for part in found][:-1]
+    for part in found:
+        arrived = content[part.start * size : part.stop * size]
+        if part.source is not None:
+            sent = part.source.content(part.source_start, part.source_start + part.stop - part.start, dtype)
+            assert np.array_equal(arrived, sent)
+    named = sum(part.stop - part.start for part in found if part.source == THEIRS)
     if size > 1 and stop - start >= 16:
         assert named >= stop - start - 4
-        assert next(piece for piece in found if piece.source == THEIRS).text.endswith("of message 1")
+        assert next(part for part in found if part.source == THEIRS).text.endswith("of message 1")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -104,7 +112,7 @@ def test_a_scale_that_is_no_plan_names_the_nearest_ones():
     assert finding.help == "nearest are 1/4 and 1/2"
 
 
-def test_another_backend_is_judged_as_if_the_plan_said_so():
+def test_another_backend_is_checked_as_if_the_plan_named_it():
     loaded = plan_from_dict(plan_dict(run={"dtype": "bfloat16", "backend": "torch"}))
     assert rehearsed_plan(loaded, "torch", "cpu", Fraction(1)).spec.run.backend == "torch"
     with pytest.raises(PlanFileError, match="16-bit types with Paddle"):
@@ -112,7 +120,7 @@ def test_another_backend_is_judged_as_if_the_plan_said_so():
 
 
 def times_of(graph, time_us):
-    """What messages of three sizes took on every channel, by their bytes."""
+    """Times of messages of three sizes on every channel, by their bytes."""
     sizes = (1000, 100_000, 1_000_000)
     return {str(channel): {size: (time_us(size, channel),) * 2 for size in sizes} for channel in graph.channels}
 
@@ -155,7 +163,7 @@ def test_of_several_channels_between_two_ranks_the_slowest_is_their_edge():
     assert [(edge["source"], edge["destination"], edge["latency_us"]) for edge in edges] == [(0, 1, 50), (1, 0, 50)]
 
 
-def test_a_rank_that_hangs_while_edges_are_timed_is_said_to_do_that():
+def test_a_rank_that_hangs_while_edges_are_timed_is_reported_so():
     state = JobState(subject())
     for rank in (0, 1):
         state.handle(rank, {"kind": "ready", "threads": 1}, 1.0)

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from pipeproof.exec.rendezvous import reserved_ports
+from pipeproof.exec.launch.rendezvous import reserved_ports
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux's option, from 6.3 on, by which a socket says which ports it would take for "any"."""
@@ -24,7 +24,7 @@ def any_of(port):
 
 
 def listen_at(port):
-    """As rank 0's store does."""
+    """Listen like rank 0's store."""
     store = socket.socket()
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with store:
@@ -39,14 +39,14 @@ def test_ports_are_different_and_let_a_store_listen():
             listen_at(port)
 
 
-def test_nobody_who_asks_for_any_port_is_given_one_meanwhile():
+def test_no_process_that_asks_for_any_port_gets_a_reserved_one():
     with reserved_ports(1) as (port,), pytest.raises(OSError, match="in use"):
         any_of(port)
     any_of(port)
 
 
-def test_where_a_store_could_not_listen_beside_them_they_are_just_free(monkeypatch):
-    monkeypatch.setattr("pipeproof.exec.rendezvous._lets_listen", lambda port: False)
+def test_where_a_store_could_not_listen_the_ports_are_only_free(monkeypatch):
+    monkeypatch.setattr("pipeproof.exec.launch.rendezvous._lets_listen", lambda port: False)
     with reserved_ports(2) as ports:
         for port in ports:
             with socket.socket() as mine:

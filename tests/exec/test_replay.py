@@ -1,11 +1,10 @@
-"""Steps that are replayed: what is carried out, what has a log, what is told of a replay; on a device of the test."""
+"""Replayed steps: executed operations, logged steps and reported progress; on a device of the test."""
 
 import time
 
 import pytest
 
-from pipeproof.exec.progress import POLL_S
-from pipeproof.exec.replay import ReplayedSteps, num_logged_steps
+from pipeproof.exec.rank.step_replay import POLL_S, ReplayedSteps, num_logged_steps
 from pipeproof.schedule.ops import OpKind
 from tests.plans import subject
 
@@ -50,20 +49,20 @@ class Adapter:
 
 
 def run(device, num_steps):
-    adapter, done, told = Adapter(), [], []
+    adapter, done, reports = Adapter(), [], []
 
     def program(step):
         for op_id, kind in ((0, OpKind.FORWARD), (1, OpKind.SEND_FORWARD), (2, OpKind.WAIT)):
             steps.enter(op_id, kind)
             device.launch(lambda op_id=op_id: done.append(op_id))
 
-    steps = ReplayedSteps(adapter, program, device, lambda step, op_id: told.append((step, op_id)))
+    steps = ReplayedSteps(adapter, program, device, lambda step, op_id: reports.append((step, op_id)))
     for step in range(num_steps):
         steps.run(step)
-    return adapter.calls, done, told
+    return adapter.calls, done, reports
 
 
-def test_every_step_is_carried_out_once():
+def test_every_step_is_executed_once():
     calls, done, _ = run(Device(), 4)
     assert done == [0, 1, 2] * 4
     assert calls == [("begin", 0), ("finish",), ("begin", 1), ("finish",)] + [
@@ -71,9 +70,9 @@ def test_every_step_is_carried_out_once():
     ]
 
 
-def test_a_replay_tells_the_computation_or_wait_that_it_is_at():
-    _, _, told = run(Device(seconds=3 * POLL_S), 2)
-    assert told == [(1, 0), (1, 2)]
+def test_a_replay_reports_the_computation_or_wait_that_it_reaches():
+    _, _, reports = run(Device(seconds=3 * POLL_S), 2)
+    assert reports == [(1, 0), (1, 2)]
 
 
 @pytest.mark.parametrize(("steps", "layers", "logged"), [(1, False, 1), (2, False, 2), (9, False, 2), (9, True, 9)])

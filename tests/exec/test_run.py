@@ -1,6 +1,7 @@
-"""Real processes: plans that must match the reference, plans that must not, and every way to fail."""
+"""Real processes: plans that match the reference, plans that do not, and all kinds of failures."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,9 +9,9 @@ import time
 
 import pytest
 
-from pipeproof.exec.run import RunOptions, run
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.exec.run_plan import RunOptions, run
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.exec.processes import PATIENCE_S, REPOSITORY, Run
 from tests.plans import plan_dict
 
@@ -67,6 +68,7 @@ MATCHING = {
 REORDERED = {"looped_bfs_adds_from_the_last_micro_batch", "used_in_another_order_than_sent"}
 
 
+@pytest.mark.slow(but=["looped_bfs_adds_from_the_last_micro_batch"])
 @pytest.mark.parametrize("name", MATCHING)
 def test_matches_the_reference_bit_for_bit(name, tmp_path):
     plan = plan_dict(**MATCHING[name])
@@ -101,9 +103,37 @@ def test_matches_the_reference_bit_for_bit(name, tmp_path):
     assert "\x1b" not in ended.output
 
 
+def test_many_features_at_once_match_the_reference_bit_for_bit(tmp_path):
+    """One real run of the features that other files try one by one, which takes longer."""
+    experts = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+    balance = {"aux_loss": 0.1, "z_loss": 0.01, "expert_bias_rate": 0.003, "score": "sigmoid"}
+    plan = plan_dict(
+        model={
+            "moe": experts | balance,
+            "dropout": 0.1,
+            "tied_embedding": True,
+            "num_kv_heads": 2,
+            "swiglu_limit": 0.01,
+        },
+        topology={"pp": 2, "ep": 2},
+        schedule={"kind": "zb_v", "num_chunks": 2, "reduce_gradients": "when_ready"},
+        memory={"shard_optimizer": "dp", "recompute": "full"},
+        run={"steps": 2, "clip_norm": 0.05, "main_grad_dtype": "float64"},
+    )
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    assert ended.report["accumulation"] == "two_copies"
+    for step in ended.report["steps"]:
+        assert step["bitwise"]
+        assert step["routers"]["differing"] == []
+        assert set(step["routers"]["losses"]) == {"aux", "z"}
+
+
 # --- what must not match ---
 
 
+@pytest.mark.slow
 def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoils_upstream_gradients(tmp_path):
     corrupt = {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}}
     sound = Run(tmp_path / "full", plan_dict(**corrupt)).end()
@@ -133,6 +163,7 @@ def test_corruption_in_the_backward_direction_only_keeps_the_first_loss_and_spoi
     assert f"{len(differs[0])} of {len(differs[0])} on stage 0, 0 of {len(differs[1])} on stage 1" in ended.output
 
 
+@pytest.mark.slow
 def test_a_schedule_file_of_pytorch_runs(tmp_path):
     """Interleaved 1F1B as torch writes it, on four processes."""
     files = REPOSITORY / "tests" / "schedule" / "files"
@@ -176,6 +207,7 @@ WRONG_PARTITIONS = {
 }
 
 
+@pytest.mark.slow(but=["dropped"])
 @pytest.mark.parametrize("name", WRONG_PARTITIONS)
 def test_a_wrong_partition_fails_against_the_reference(name, tmp_path):
     ended = Run(tmp_path, plan_dict(stages=WRONG_PARTITIONS[name], run={"steps": 1}), "--unsafe").end()
@@ -212,8 +244,8 @@ def test_a_worker_that_is_killed(tmp_path):
 
 def test_planted_raise(tmp_path):
     message = failed(Run(tmp_path, LONG, "--inject", "1:1F2:raise").end(), "PP902")
-    assert "rank 1 (pp 1) raised: RuntimeError: planted failure at 1F2, at 1F2 of step 0" in message
-    assert "the graph expects it to go on to 1SEND_B2, which its peer rank 0 meets with 0RECV_B2" in message
+    assert "rank 1 (pp 1) raised: RuntimeError: injected failure at 1F2, at 1F2 of step 0" in message
+    assert re.search(r"the graph expects it to \D*1SEND_B2, \D*rank 0 \D*0RECV_B2", message)
 
 
 def test_planted_death_at_a_collective_keeps_the_logs(tmp_path):
@@ -231,6 +263,7 @@ def test_planted_hang(tmp_path):
     assert "meanwhile rank 0 running at WAIT(0RECV_B" in message
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped(tmp_path):
     started = Run(tmp_path, LONG, "--timeout", "5")
     started.await_output("step 1  ")
@@ -239,10 +272,11 @@ def test_a_worker_that_is_stopped(tmp_path):
     assert "rank 0 (pp 0) hangs: no rank has made progress for 5 s; it is at " in message
 
 
+@pytest.mark.slow(but=["15-143", "9--9"])
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_the_launcher_is_told_to_end(signum, status, tmp_path):
+def test_the_launcher_is_terminated(signum, status, tmp_path):
     started = Run(tmp_path, LONG)
     started.await_output("step 0  ")
     started.process.send_signal(signum)
@@ -259,6 +293,7 @@ def test_interrupted_during_set_up(tmp_path):
     assert started.end().status == 130
 
 
+@pytest.mark.slow
 def test_the_launcher_killed_while_a_worker_hangs(tmp_path):
     started = Run(tmp_path, LONG, "--inject", "1:1F1:hang")
     started.await_output("2 processes and a reference")
@@ -267,7 +302,8 @@ def test_the_launcher_killed_while_a_worker_hangs(tmp_path):
     assert started.end().status == -signal.SIGKILL
 
 
-def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_nobody():
+@pytest.mark.slow
+def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_no_rank():
     """It reads no events meanwhile, but the ranks have sent some."""
     report = check(plan_from_dict(plan_dict(topology={"pp": 1}, run={"steps": 3})))
     slept = []
@@ -275,9 +311,9 @@ def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_nobody():
     def on_step(step):
         if not slept:
             slept.append(step)
-            time.sleep(4.0)
+            time.sleep(9.0)
 
-    assert run(report, RunOptions(timeout_s=3.0), lambda progress: None, on_step).passed
+    assert run(report, RunOptions(timeout_s=8.0), lambda progress: None, on_step).passed
 
 
 # --- under another's launcher ---
@@ -285,7 +321,7 @@ def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_nobody():
 
 def launched(tmp_path, plan, num_processes):
     wrapper = tmp_path / "wrapper.py"
-    wrapper.write_text("from pipeproof.cli import main\nmain()\n")
+    wrapper.write_text("from pipeproof.cli.main import main\nmain()\n")
     launcher = ("-m", "paddle.distributed.launch", "--nproc_per_node", str(num_processes))
     return Run(tmp_path, plan, command=(*launcher, "--log_dir", str(tmp_path / "log"), str(wrapper)))
 
@@ -294,6 +330,7 @@ def logs_of(tmp_path):
     return "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
 
 
+@pytest.mark.slow
 def test_under_paddles_launcher(tmp_path):
     started = launched(tmp_path, plan_dict(topology={"pp": 2, "tp": 2}), 4)
     ended = started.end()
@@ -331,6 +368,6 @@ def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_pa
     )
     assert started.returncode == 3
     assert "error[PP902]: rank 1 (pp 1) raised: TimeoutError: no ready within 1 s" in started.stdout
-    assert "of the other ranks nothing is known here" in started.stdout
+    assert "nothing is known here about the other ranks" in started.stdout
     assert "Traceback" not in started.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,14 @@
-"""Experts over two ranks, and groups of queries, on real processes; what is refused; exchanges between pairs."""
+"""Experts over two ranks and grouped queries on real processes; refusals; exchanges between pairs."""
 
 import threading
 
 import pytest
 
-from pipeproof.exec.run import RunOptions, require_runnable
-from pipeproof.schedule.optable import Group
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.run_plan import RunOptions, require_runnable
+from pipeproof.schedule.op_table import Group
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.exec.processes import Run
 from tests.plans import plan_dict
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.needs_paddle
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_match_the_reference_bit_for_bit(tmp_path):
     plan = plan_dict(
         model={"moe": MOE, "num_kv_heads": 2, "head_size": 6},
@@ -57,7 +58,7 @@ def test_what_no_run_carries_out_is_refused(model, fact):
 @pytest.fixture
 def two_ends(monkeypatch):
     """Both ends of a pair in threads, and what they gather: ``dist.all_gather`` of two equal shapes."""
-    from pipeproof.exec.paddle import comm
+    from pipeproof.exec.rank.paddle import comm
 
     meeting, given, calls = threading.Barrier(2, timeout=30), {}, []
 
@@ -96,7 +97,7 @@ def two_ends(monkeypatch):
         (((0, 0), (0, 0)), []),
     ],
 )
-def test_a_pair_exchanges_as_many_rows_as_it_says(two_ends, counts, gathered):
+def test_a_pair_exchanges_the_given_numbers_of_rows(two_ends, counts, gathered):
     import paddle
 
     def rows_of(rank, to):

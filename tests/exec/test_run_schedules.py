@@ -1,10 +1,4 @@
-"""Kinds of schedules on real processes, bit for bit; what memory their messages use; what is refused.
-
-With EVERY_SIZE=1 in the environment every kind that ``test_run`` does not run anyway; else those that need
-most of the executor.
-"""
-
-import os
+"""Kinds of schedules on real processes, bit for bit; the memory of their messages; refusals."""
 
 import pytest
 
@@ -16,13 +10,12 @@ from tests.plans import plan_dict
 pytestmark = pytest.mark.needs_paddle
 
 FILES = REPOSITORY / "tests" / "schedule" / "files"
-ALL_KINDS = os.environ.get("EVERY_SIZE") == "1"
 SIZES = {"num_micro_batches": 4, "last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}
 TP = {"pp": 2, "tp": 2, "sequence_parallel": True}
 PLANS = {
     "zb_v": {
         "topology": TP, "schedule": {"num_chunks": 2, **SIZES}, "loss": {"normalization": "mean_of_micro_batches"},
-        "buffers": {"receive_slots": 4, "send_slots": 8, "release_output": "after_wait"},
+        "buffers": {"receive_slots": 4, "send_slots": 8, "free_output": "after_send_done"},
     },
     "dualpipe": {"schedule": SIZES},
     "chimera": {"topology": {"pp": 2, "dp": 2}, "run": {"dtype": "float64"}},
@@ -36,10 +29,9 @@ PLANS = {
     "v_min": {"schedule": {"num_chunks": 2}},
     "optimal": {"schedule": {"num_chunks": 2}},
 }  # fmt: skip
-"""What a kind's plan has beyond pp 2 and its name."""
-MOST_DEMANDING = ("zb_v", "dualpipe")
+"""Sections of a kind's plan in addition to pp 2 and its name."""
 ELSEWHERE = {plan.get("schedule", {}).get("kind", "1f1b") for plan in MATCHING.values()}
-KINDS = sorted(SCHEDULE_KINDS.keys() - ELSEWHERE) if ALL_KINDS else MOST_DEMANDING
+KINDS = sorted(SCHEDULE_KINDS.keys() - ELSEWHERE)
 
 
 def ended(tmp_path, *options, **sections):
@@ -47,7 +39,7 @@ def ended(tmp_path, *options, **sections):
 
 
 def matched(tmp_path, **sections):
-    """The report of a run that must match, in the order of sums that the plan declares and near the uncut model."""
+    """Return the report of a run that must match, in the order of sums of the plan, near the unpartitioned model."""
     run = ended(tmp_path, **sections)
     assert run.status == 0, run.output
     assert run.report["log_matches_graph"]
@@ -57,6 +49,7 @@ def matched(tmp_path, **sections):
     return run.report
 
 
+@pytest.mark.slow(but=["zb_v"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_matches_the_reference_bit_for_bit(kind, tmp_path):
     sections = dict(PLANS.get(kind, {}))
@@ -80,6 +73,7 @@ HEAD_ALONE = {
 """The weight gradient of the head reads what the stage received, after all forwards."""
 
 
+@pytest.mark.slow
 def test_slots_are_really_shared(tmp_path):
     """With one slot too few the check says so, and a run that does not listen computes with another's values."""
     run = ended(tmp_path, "--unsafe", **HEAD_ALONE, buffers={"receive_slots": 3})
@@ -102,8 +96,9 @@ def refused(tmp_path, schedule, fact):
     assert f"error[PP909]: {fact}, which is checked and simulated but not run yet" in run.output
 
 
+@pytest.mark.slow
 def test_transfers_in_batches_and_on_queues_of_other_names_match_the_reference(tmp_path):
-    """The batch of rank 0 stands on one queue of its own with what comes after it."""
+    """The batch of rank 0 is on a separate queue together with the transfers after it."""
     file = tmp_path / "batched.txt"
     side = BATCHED.replace("0RECV_B1 ", "0RECV_B1{queue=side} ").replace(
         "{batch=0} WAIT(0", "{batch=0 queue=side} WAIT(0"
@@ -114,7 +109,8 @@ def test_transfers_in_batches_and_on_queues_of_other_names_match_the_reference(t
     assert matched(tmp_path, schedule=schedule)["accumulation"] == "in_order"
 
 
-def test_a_stricter_runtime_s_queue_is_carried_out(tmp_path):
+@pytest.mark.slow
+def test_the_queue_of_a_stricter_runtime_is_executed(tmp_path):
     """Sends that cross hold each other up where all transfers of a pair share one FIFO; check says so, too."""
     schedule = {"kind": "1f1b", "num_micro_batches": 4}
     matched(tmp_path / "matches", schedule=schedule, transport={"queue": "direction"}, run={"steps": 1})

@@ -1,10 +1,10 @@
-"""The seed experiment: equal losses, other gradients, both wrong; and exactly when that is so."""
+"""The seed experiment: equal losses with wrong gradients, and the exact conditions for that."""
 
 from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load import load_plan
+from pipeproof.specs.load_plan import load_plan
 from tests.exec.processes import Run
 from tests.plans import subject
 
@@ -49,6 +49,7 @@ def tells_apart(one, other):
     return {name for name in ours if ours[name].md5 != theirs[name].md5}
 
 
+@pytest.mark.slow(but=["sizes1-whole tokens", "sizes5-cut tokens", "sizes7-sent in full"])
 @pytest.mark.parametrize(
     ("sizes", "meant"),
     [
@@ -88,6 +89,7 @@ def test_in_full_both_are_the_reference():
     assert after.loss.tobytes() == before.loss.tobytes()
 
 
+@pytest.mark.slow
 def test_on_real_processes(tmp_path):
     reports = []
     for place in ("after", "before"):

@@ -1,10 +1,10 @@
-"""Which GPU each of the doctor's two processes takes, and what NCCL is told where they share one."""
+"""GPUs of the doctor's two processes, and NCCL's environment when they share one."""
 
 import os
 
 import pytest
 
-from pipeproof.exec.sharing import taken_gpu
+from pipeproof.exec.launch.gpu_sharing import shared_gpu
 
 NAMES = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME")
 
@@ -18,14 +18,14 @@ def untold(monkeypatch):
 
 
 def test_two_processes_take_a_gpu_each():
-    assert [taken_gpu(place, 8) for place in (0, 1)] == [0, 1]
+    assert [shared_gpu(place, 8) for place in (0, 1)] == [0, 1]
     assert not any(name in os.environ for name in NAMES)
 
 
 def test_on_one_gpu_each_process_is_a_machine():
     hosts = set()
     for place in (0, 1):
-        assert taken_gpu(place, 1) == 0
+        assert shared_gpu(place, 1) == 0
         hosts.add(os.environ["NCCL_HOSTID"])
     assert len(hosts) == 2
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
@@ -33,10 +33,10 @@ def test_on_one_gpu_each_process_is_a_machine():
 
 def test_an_interface_that_was_chosen_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    taken_gpu(0, 1)
+    shared_gpu(0, 1)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
-def test_without_a_gpu_it_is_said():
-    with pytest.raises(RuntimeError, match="no GPU is to be seen"):
-        taken_gpu(0, 0)
+def test_a_missing_gpu_is_reported():
+    with pytest.raises(RuntimeError, match="no GPU is visible"):
+        shared_gpu(0, 0)

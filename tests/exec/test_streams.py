@@ -1,4 +1,4 @@
-"""Hyper-connections on all ranks of a plan: bitwise the references, near the uncut model, logged as the graph says."""
+"""Hyper-connections on all ranks: bitwise the references, near the unpartitioned model, logged as the graph has it."""
 
 import pytest
 
@@ -16,20 +16,20 @@ PLANS = {
     ),
     "tp, sliced messages": ({"tp": 2}, {}, {}, {"transport": {"forward": "partial", "backward": "partial"}}),
     "copies of stages": ({"dp": 2}, {"kind": "dualpipe", "num_micro_batches": 4}, {}, {}),
-    "pieces of sequences": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {}),
+    "sequence splits": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {}),
     "experts, ep, sp": ({**SP, "ep": 2}, {"kind": "zb_h1"}, {"moe": {**MOE, "aux_loss": 0.1}}, {}),
     "latent, tied, clipped": (SP, {}, {"mla": MLA, "tied_embedding": True}, {"run": {"clip_norm": 0.05}}),
     "again": (SP, {"kind": "zb_h1"}, {}, {"memory": {"recompute": "full"}}),
     "again, pieces": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {}, {"memory": {"recompute": "full"}}),
     "sizes, slots": (
         {"ep": 2}, {"kind": "zb_h1", "last_micro_batch_size": 1, "seq_lengths": [8, 4, 6]}, {"moe": MOE},
-        {"buffers": {"receive_slots": 4, "release_output": "after_wait"}},
+        {"buffers": {"receive_slots": 4, "free_output": "after_send_done"}},
     ),
     "dropout": ({"tp": 2}, {"kind": "zb_h1"}, {"dropout": 0.1, "swiglu_limit": 0.5}, {}),
 }  # fmt: skip
 
 WHOLE = {"chunks"}
-"""Those that nothing makes add otherwise than the uncut model."""
+"""Placements that add in the order of the unpartitioned model."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +48,16 @@ def lowered(topology, schedule, model, sections, **run):
     ).unfolded().plan  # fmt: skip
 
 
+@pytest.mark.slow(
+    but=[
+        "chunks",
+        "tp, sliced messages",
+        "copies of stages",
+        "sequence splits",
+        "latent, tied, clipped",
+        "experts, ep, sp",
+    ]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_streams_have_the_bits_of_the_reference(name):
     from pipeproof.stages.reference.bound import parallel_bound
@@ -59,7 +69,7 @@ def test_streams_have_the_bits_of_the_reference(name):
     assert second.bitwise
     own = [one.name for one in first.gradients if "_streams." in one.name]
     assert len(own) == 3 * 2 * plan.spec.model.num_layers
-    difference = max(one.uncut_max_rel_diff for one in first.gradients)
+    difference = max(one.unpartitioned_max_rel_diff for one in first.gradients)
     assert difference <= parallel_bound(plan.spec)
     assert (difference > 0) == (name not in WHOLE)
 
@@ -72,9 +82,10 @@ STAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["one and several streams cross"])
 @pytest.mark.parametrize("name", STAGES)
-def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model_bit_for_bit(name):
-    from pipeproof.stages.reference.uncut import run_uncut
+def test_twenty_steps_of_a_pipeline_are_those_of_the_unpartitioned_model_bit_for_bit(name):
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
     from tests.exec.in_memory import run_all
 
     topology, schedule, num_layers, stages = STAGES[name]
@@ -82,7 +93,7 @@ def test_twenty_steps_of_a_pipeline_are_those_of_the_uncut_model_bit_for_bit(nam
     plan = lowered(topology, schedule, {"num_layers": num_layers, "seq_length": 4}, sections, steps=20)
     outcomes, _ = run_all(plan)
     losses = []
-    for of_ranks, reference in zip(outcomes, run_uncut(plan.spec), strict=True):
+    for of_ranks, reference in zip(outcomes, run_unpartitioned(plan.spec), strict=True):
         (loss,) = [one.loss for one in of_ranks if one.loss is not None]
         losses.append(float(loss))
         assert loss.tobytes() == reference.loss.tobytes()

@@ -1,8 +1,8 @@
-"""The adapter with PyTorch, all ranks in one process: bits where the plan adds as the uncut model, else the bound."""
+"""The adapter with PyTorch, all ranks in one process: equal bits where the order of sums is equal, else the bound."""
 
 import pytest
 
-from pipeproof.exec.judged import is_by_bound
+from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.stages.reference.bound import parallel_bound
 from tests.plans import subject
 
@@ -37,18 +37,18 @@ IN_ORDER = {
     "float16, main gradients": {"run": {"dtype": "float16", "main_grad_dtype": "float32"}},
     "float64": {"run": {"dtype": "float64"}},
     "slots and freed outputs": {
-        "buffers": {"receive_slots": 4, "send_slots": 4, "release_output": "after_wait"},
+        "buffers": {"receive_slots": 4, "send_slots": 4, "free_output": "after_send_done"},
         "schedule": {"num_micro_batches": 6},
     },
 }
 
 
 @pytest.mark.parametrize("changes", IN_ORDER.values(), ids=IN_ORDER)
-def test_pipeline_parallelism_alone_has_the_bits_of_the_uncut_model(changes):
+def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(changes):
     from tests.exec.in_memory import compared_with_torch
 
     plan = plan_of(**changes)
-    assert not is_by_bound(plan)
+    assert not is_checked_by_bound(plan)
     results = compared_with_torch(plan)
     assert len(results) == 3
     for result in results:
@@ -61,7 +61,7 @@ OTHER_ORDERS = {
     "tp": {"topology": {"tp": 2}},
     "tp and sequence parallel": {"topology": SP},
     "partial": {"topology": {"tp": 2}, "transport": "partial"},
-    "gathered again": {"topology": SP, "memory": {"gathered": "again"}},
+    "gathered again": {"topology": SP, "memory": {"sequence_parallel_activations": "regather"}},
     "dp": {"topology": {"dp": 2}},
     "sharded optimizer": {"topology": {"dp": 2}, "memory": {"shard_optimizer": "dp"}},
     "ep": {"topology": {"ep": 2}, "model": {"moe": MOE}},
@@ -78,12 +78,14 @@ OTHER_ORDERS = {
 
 
 @pytest.mark.parametrize("changes", OTHER_ORDERS.values(), ids=OTHER_ORDERS)
-def test_what_adds_in_another_order_is_within_the_bound(changes):
+def test_plans_that_add_in_another_order_are_within_the_bound(changes):
     from tests.exec.in_memory import compared_with_torch
 
     plan = plan_of(**{**changes, "run": {"steps": 1, **changes.get("run", {})}})
-    assert is_by_bound(plan)
+    assert is_checked_by_bound(plan)
     (result,) = compared_with_torch(plan)
     bound = parallel_bound(plan.spec)
     assert result.agrees(bound)
-    assert {one.name: one.uncut_max_rel_diff for one in result.gradients if one.uncut_max_rel_diff > bound} == {}
+    assert {
+        one.name: one.unpartitioned_max_rel_diff for one in result.gradients if one.unpartitioned_max_rel_diff > bound
+    } == {}

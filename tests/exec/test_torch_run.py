@@ -1,4 +1,4 @@
-"""Real PyTorch processes over gloo: as the verified graph says, with the uncut model's bits or within the bound."""
+"""Real PyTorch processes over gloo: the log equals the graph, with equal bits or within the bound."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def torch_plan(topology=(), schedule=(), model=(), run=(), **more):
     ],
     ids=["1f1b", "zb_v", "interleaved in 16 bits"],
 )
-def test_pipeline_parallelism_alone_has_the_bits_of_the_uncut_model(tmp_path, changes):
+def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes)).end()
     assert ended.status == 0, ended.output
     assert ended.report["judged_by"] == "bits"
@@ -54,7 +54,7 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_uncut_model(tmp_path, ch
     ],
     ids=["dualpipe", "sequence parallel", "dp", "experts"],
 )
-def test_what_adds_in_another_order_is_held_step_by_step_within_the_bound(tmp_path, changes):
+def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes)).end()
     assert ended.status == 0, ended.output
     report = ended.report
@@ -80,7 +80,7 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path):
     assert len(re.findall("matches: every loss and every gradient, bit for bit", ended.output)) == 1
 
 
-def test_a_launcher_of_another_size_is_told(tmp_path):
+def test_a_launcher_of_another_size_is_refused(tmp_path):
     environment = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(torch_plan()))
@@ -97,11 +97,11 @@ def test_a_launcher_of_another_size_is_told(tmp_path):
 
 
 def test_gpus_that_are_not_there_are_named_before_anything_starts(tmp_path, monkeypatch):
-    from pipeproof.exec.torch import device
+    from pipeproof.exec.rank.torch import device
 
     monkeypatch.setattr(device, "num_gpus", lambda: 0)
-    from pipeproof.exec.run import BackendMissingError, RunOptions, require_runnable
-    from pipeproof.verify.check import check_subject
+    from pipeproof.exec.run_plan import BackendMissingError, RunOptions, require_runnable
+    from pipeproof.verify.check_plan import check_subject
     from tests.plans import subject
 
     report = check_subject(subject(**torch_plan(run={"device": "gpu"})))

@@ -1,10 +1,10 @@
-"""PyTorch's stages and its uncut model at sizes so small that a tensor's layout has more than one reading."""
+"""PyTorch's stages and its unpartitioned model at sizes so small that tensor layouts are ambiguous."""
 
 import itertools
 
 import pytest
 
-from pipeproof.exec.judged import is_by_bound
+from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_torch
@@ -16,7 +16,7 @@ LATENT = {"kv_rank": 3, "nope_head_size": 1, "rope_head_size": 2}
 
 
 def differing(rows, **model):
-    """The gradients of one step, with so many rows in a micro-batch, that have not the bits of the uncut model."""
+    """Gradients of one step with this number of rows per micro-batch that differ from the unpartitioned model."""
     from tests.exec.in_memory import compared_with_torch
 
     plan = subject(
@@ -25,7 +25,7 @@ def differing(rows, **model):
         model={"num_layers": 2, "hidden_size": 4, "ffn_size": 3, "vocab_size": 8, **model},
         run={"backend": "torch", "dtype": "float64", "steps": 1},
     ).plan
-    assert not is_by_bound(plan)
+    assert not is_checked_by_bound(plan)
     (result,) = compared_with_torch(plan)
     return [one.name for one in result.gradients if not one.bitwise]
 
@@ -33,7 +33,7 @@ def differing(rows, **model):
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_small_heads_and_short_sequences_have_the_bits_of_the_uncut_model(size, rows, order):
+def test_small_heads_and_short_sequences_have_the_bits_of_the_unpartitioned_model(size, rows, order):
     wrong = {}
     for length, (heads, kv_heads) in itertools.product(range(1, 6), HEADS):
         model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": size, "seq_length": length}
@@ -43,7 +43,7 @@ def test_small_heads_and_short_sequences_have_the_bits_of_the_uncut_model(size, 
 
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("value_size", [1, 3])
-def test_small_latent_heads_have_the_bits_of_the_uncut_model(value_size, order):
+def test_small_latent_heads_have_the_bits_of_the_unpartitioned_model(value_size, order):
     wrong = {}
     for length, heads in itertools.product([1, 2, 3], [1, 2, 4]):
         model = {"num_heads": heads, "seq_length": length, "mla": {**LATENT, "value_head_size": value_size}}

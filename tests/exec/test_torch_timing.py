@@ -7,9 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from pipeproof.exec.clock import HostClock, Timing
-from pipeproof.exec.oplog import HOST_QUEUE, LogEntry
-from pipeproof.schedule.optable import Channel
+from pipeproof.exec.rank.op_log import HOST_QUEUE, HostClock, LogEntry, Timing
+from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.profile_file import read_profile
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
@@ -87,7 +86,7 @@ def gpu(monkeypatch):
 def made_clock():
     import torch
 
-    from pipeproof.exec.torch.device_clock import DeviceClock
+    from pipeproof.exec.rank.torch.op_timing import DeviceClock
 
     return DeviceClock(torch.device("cuda", 0))
 
@@ -104,10 +103,13 @@ def test_operations_have_the_times_of_the_gpu_on_the_hosts_clock(gpu):
     places = [moment(gpu, clock, ms) for ms in (102.0, 103.0, 107.5)]
     entry = LogEntry(3, HOST_QUEUE, "0B1", places[0], places[2], split_ns=places[1])
     forward = LogEntry(3, HOST_QUEUE, "0F1", places[0], places[1])
-    dated, other = clock.dated([entry, forward])
-    assert (dated.split_ns - dated.start_ns, dated.end_ns - dated.start_ns) == (1_000_000, 5_500_000)
-    assert before <= dated.start_ns - 2_000_000 <= after  # the event at 100 ms was recorded in between
-    assert (dated.op, dated.step, other.op, other.split_ns) == ("0B1", 3, "0F1", 0)
+    timed_entries, other = clock.timed_entries([entry, forward])
+    assert (timed_entries.split_ns - timed_entries.start_ns, timed_entries.end_ns - timed_entries.start_ns) == (
+        1_000_000,
+        5_500_000,
+    )
+    assert before <= timed_entries.start_ns - 2_000_000 <= after  # the event at 100 ms was recorded in between
+    assert (timed_entries.op, timed_entries.step, other.op, other.split_ns) == ("0B1", 3, "0F1", 0)
     assert 0 < clock.accuracy_ns <= (after - before) // 2 + 1
 
 
@@ -125,8 +127,8 @@ def test_events_are_made_once_and_used_again_in_every_step(gpu, monkeypatch):
 def test_a_transfer_starts_when_its_channel_is_free_and_ends_on_its_own_stream(gpu):
     import torch
 
-    from pipeproof.exec.torch.comm import Transfer
-    from pipeproof.exec.torch.device_clock import DeviceChannels
+    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.torch.op_timing import DeviceChannels
 
     class Channels:
         def post(self, channel, buffer):
@@ -145,9 +147,9 @@ def test_a_transfer_starts_when_its_channel_is_free_and_ends_on_its_own_stream(g
         entries.append(
             LogEntry(0, str(TO_1), "0SEND_F0", transfer.start_ns, transfer.end_ns, posted_ns=transfer.posted_ns)
         )
-    dated = clock.dated(entries)
-    origin = dated[0].posted_ns
-    assert [(one.posted_ns - origin, one.start_ns - origin, one.end_ns - origin) for one in dated] == [
+    timed_entries = clock.timed_entries(entries)
+    origin = timed_entries[0].posted_ns
+    assert [(one.posted_ns - origin, one.start_ns - origin, one.end_ns - origin) for one in timed_entries] == [
         (0, 0, 4_000_000),
         (1_000_000, 4_000_000, 8_000_000),
         (19_000_000, 19_000_000, 20_000_000),
@@ -158,7 +160,7 @@ def test_a_transfer_starts_when_its_channel_is_free_and_ends_on_its_own_stream(g
 
 
 class SlowWork:
-    """A transfer that ends when it is told to."""
+    """A transfer whose end the test sets."""
 
     def __init__(self, error=None):
         self.may_end, self.error = threading.Event(), error
@@ -172,8 +174,8 @@ class SlowWork:
 def watched(*works):
     import torch
 
-    from pipeproof.exec.torch.comm import Transfer
-    from pipeproof.exec.torch.watched import WatchedChannels
+    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.torch.op_timing import WatchedChannels
 
     class Channels:
         def __init__(self):
@@ -190,7 +192,7 @@ def watched(*works):
     return channels, plain, [channels.post(TO_1, torch.zeros(1)) for _ in works]
 
 
-def test_a_transfers_end_is_known_before_somebody_waits_for_it():
+def test_a_transfers_end_is_known_before_the_wait_for_it():
     works = SlowWork(), SlowWork()
     channels, plain, transfers = watched(*works)
     for work in works:
@@ -204,7 +206,7 @@ def test_a_transfers_end_is_known_before_somebody_waits_for_it():
     assert plain.is_closed
 
 
-def test_a_transfer_that_fails_says_so_to_who_waits_for_it():
+def test_a_transfer_that_fails_raises_in_its_wait():
     work = SlowWork(RuntimeError("connection closed by peer"))
     _, _, (transfer,) = watched(work)
     work.may_end.set()
@@ -215,7 +217,7 @@ def test_a_transfer_that_fails_says_so_to_who_waits_for_it():
 # --- what is said of times ---
 
 
-def test_what_a_rank_says_of_its_times_is_read_as_it_was_written(tmp_path):
+def test_the_clock_of_a_rank_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "timing.json"
     timing = Timing("device", 4200, "a GPU", 100, 200)
     timing.save(file)
@@ -226,7 +228,7 @@ def test_the_hosts_clock_needs_no_dating():
     clock = HostClock()
     clock.begin()
     entries = [LogEntry(0, HOST_QUEUE, "0F0", clock.now(), clock.now())]
-    assert clock.dated(entries) == entries
+    assert clock.timed_entries(entries) == entries
 
 
 # --- real processes ---
@@ -257,8 +259,8 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
     measured = tmp_path / "with_profile.json"
     split = {**plan(), "schedule": {**plan()["schedule"], "kind": "zb_h1"}, "cost": {"profile": "profile.json"}}
     measured.write_text(json.dumps(split))
-    from pipeproof.comm.loaded import lower_loaded
-    from pipeproof.specs.load import load_plan
+    from pipeproof.comm.lower import lower_loaded
+    from pipeproof.specs.load_plan import load_plan
 
     cost = lower_loaded(load_plan(measured)).spec.cost
     of_stage_0 = {op.kind: op.whole.median_us for op in profile.stages[0].ops}
@@ -266,17 +268,17 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
     assert float(cost.backward_weight_of(0)) == pytest.approx(of_stage_0["W"])
 
 
-def test_replayed_steps_have_no_times_of_operations_and_that_is_said(monkeypatch):
-    from pipeproof.exec.run import RunOptions, require_runnable
-    from pipeproof.exec.torch import device
-    from pipeproof.specs.finding import PipeproofError
-    from pipeproof.verify.check import check_subject
+def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
+    from pipeproof.diagnostics.finding import PipeproofError
+    from pipeproof.exec.rank.torch import device
+    from pipeproof.exec.run_plan import RunOptions, require_runnable
+    from pipeproof.verify.check_plan import check_subject
 
     monkeypatch.setattr(device, "num_gpus", lambda: 2)
     plan = plan_dict(run={"backend": "torch", "device": "gpu", "steps": 3, "replay": True})
     report = check_subject(subject(**plan))
     require_runnable(report, RunOptions())
-    with pytest.raises(PipeproofError, match="PP909: --profile times operations one by one") as error:
+    with pytest.raises(PipeproofError, match=r"PP909: --profile .* run\.replay") as error:
         require_runnable(report, RunOptions(profile=True))
     assert "replay: false" in error.value.findings[0].help
 
@@ -285,9 +287,9 @@ def test_replayed_steps_have_no_times_of_operations_and_that_is_said(monkeypatch
     ("device", "is_timed", "clock", "said"),
     [("cpu", True, "host", None), ("gpu", True, "device", "the GPU's"), ("gpu", False, "issue", "the host issued")],
 )
-def test_a_log_says_whose_times_it_has(device, is_timed, clock, said):
-    from pipeproof.exec.render import CLOCKS
-    from pipeproof.exec.report import clock_of
+def test_a_log_states_the_clock_of_its_times(device, is_timed, clock, said):
+    from pipeproof.exec.run_console import CLOCKS
+    from pipeproof.exec.run_report import clock_of
 
     run = subject(run={"backend": "torch", "device": device}).plan.spec.run
     assert clock_of(run, is_timed=is_timed) == clock

@@ -1,4 +1,4 @@
-"""What a posted transfer comes behind: its channel's order, a queue of another name, a stricter runtime's queue."""
+"""Order of posted transfers: the channel's, a queue of another name, a stricter runtime's queue."""
 
 import threading
 from dataclasses import replace
@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeproof.exec.carried_out import require_carried_out
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.executor_support import require_executable
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
-from pipeproof.specs.finding import PipeproofError
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -38,8 +38,8 @@ def posted(rewrite=lambda rows: None, queue=None):
     """The transfers of rank 0 of two stages, by operation, as they were posted."""
     import paddle
 
-    from pipeproof.exec.paddle.arrays import PaddleArrays
-    from pipeproof.exec.transfers import RankTransfers
+    from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+    from pipeproof.exec.rank.transfers import RankTransfers
 
     one = subject(schedule={"num_micro_batches": 3}, transport={"queue": queue})
     rows = one.graph.rows()
@@ -106,19 +106,19 @@ def test_a_batch_is_posted_with_its_last_member_and_has_no_order_inside():
     assert behind["0SEND_F2"] == {"0SEND_F1", "0RECV_B0"}
 
 
-def test_a_batch_that_is_closed_behind_a_later_message_of_its_channel_is_not_carried_out():
+def test_a_batch_that_is_closed_after_a_later_message_of_its_channel_is_not_executed():
     """It would be posted behind that message, and the peer would take the one for the other."""
     one = subject(schedule={"num_micro_batches": 3})
     rows = one.graph.rows()
     for op in ("0SEND_F0", "0SEND_F2"):
         change(rows[0], op, batch=0)
-    with pytest.raises(PipeproofError, match="the batch of 0SEND_F0 is closed behind 0SEND_F1") as error:
-        require_carried_out(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+    with pytest.raises(PipeproofError, match="the batch of 0SEND_F0 is closed after 0SEND_F1") as error:
+        require_executable(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
     assert error.value.findings[0].code == "PP909"
 
 
 def test_an_end_of_a_channel_waits_for_what_it_comes_behind():
-    from pipeproof.exec.paddle.comm import _ChannelEnd
+    from pipeproof.exec.rank.paddle.comm import _ChannelEnd
 
     seen, go = [], threading.Event()
 

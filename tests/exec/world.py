@@ -7,12 +7,12 @@ the least that any backend gives), a collective when all its members have come.
 
 from dataclasses import dataclass, field
 
-from pipeproof.exec.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.schedule.optable import NONE
 
 HOST = "compute"
-"""The queue of what the host does itself, beside the channels by their index."""
+"""The queue of what the host does itself, next to the channels by their index."""
 
 
 @dataclass

@@ -15,11 +15,11 @@ from tests.stages.torch.features import FEATURES, GOLDENS, golden_of, kept_of, m
 def main():
     """Write every file anew."""
     start_paddle()
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 
     GOLDENS.mkdir(exist_ok=True)
     for feature in FEATURES:
-        np.savez_compressed(golden_of(feature), **kept_of(run_uncut(make_plan(feature))))
+        np.savez_compressed(golden_of(feature), **kept_of(run_unpartitioned(make_plan(feature))))
 
 
 if __name__ == "__main__":

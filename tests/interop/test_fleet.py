@@ -1,4 +1,4 @@
-"""Fleet strategies: prototxt with its omitted defaults, objects, the five conditions, and what each mend costs."""
+"""Fleet strategies: prototxt with its omitted defaults, objects, the five conditions, and the cost of each fix."""
 
 import re
 from contextlib import suppress
@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import check_imported, from_strategy
-from pipeproof.interop.paddle.prototxt import Message, parse_prototxt
+from pipeproof.interop.importers.paddle.prototxt import Message, parse_prototxt
+from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.optable import NONE
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.load import PlanFileError
 from pipeproof.verify.provenance import DATA_SENDS
 from tests.interop.importing import codes, imported, judged
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 SEQUENCE_PARALLEL = {("topology", "sequence_parallel"): True}
 BARE = """pipeline_configs {
@@ -135,7 +137,7 @@ def size_of(graph, row):
 
 
 def figures(text):
-    """Bytes between stages and in all-gathers of each of the four ways, as the mend says them."""
+    """Bytes between stages and in all-gathers of each of the four modes, in the suggested fix."""
     found = []
     for line in text.split("\n")[1:]:
         sent = int(re.search(r"(\d+) bytes between stages", line)[1])
@@ -170,12 +172,12 @@ def test_the_mend_counts_the_bytes_that_plans_move(tmp_path, tp):
         ("pipeline_configs { accumulate_step: 8 }", 1, "did you mean `accumulate_steps`?"),
         ("hybrid_configs {\n pp_configs { overlap: true } }", 2, "`pp_configs` has no field"),
         ("pipeline_configs { accumulate_steps: eight }", 1, "must be a whole number"),
-        ("pipeline_configs { accumulate_steps: 8\n accumulate_steps: 4 }", 2, "stands here again"),
+        ("pipeline_configs { accumulate_steps: 8\n accumulate_steps: 4 }", 2, "is repeated here"),
         ("pipeline_configs { p2p_cache_shape: yes }", 1, "must be true or false"),
         ("hybrid_configs: 3", 1, "must be a message"),
-        ("amp: [true]", 1, "nothing that protobuf's text format has"),
+        ("amp: [true]", 1, "not valid in protobuf's text format"),
         ("amp: }", 1, "a value is expected"),
-        ("qat_configs {" * 20, 1, "messages within each other"),
+        ("qat_configs {" * 20, 1, "more than 16 nested messages"),
     ],
 )
 def test_a_text_that_is_no_strategy(tmp_path, text, line, words):

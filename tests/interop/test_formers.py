@@ -2,8 +2,10 @@
 
 import pytest
 
-from pipeproof.specs.load import PlanFileError
+from pipeproof.diagnostics.source import PlanFileError
 from tests.interop.importing import codes, imported, judged, only
+
+pytestmark = pytest.mark.usefixtures("known_notes")
 
 GUARDED = {
     "tensor_model_parallel_size": 2,
@@ -129,7 +131,7 @@ def test_which_of_fleets_classes_runs(tmp_path, change, variant):
         ({"gradient_accumulation_steps": 6}, "all forwards before all backwards"),
         ({"pipeline_model_parallel_size": 2}, "more than 2 pipeline ranks"),
         ({"p2p_cache_shape": False}, "cached shapes"),
-        ({"sharding": "stage2", "sharding_parallel_size": 2}, "sharding stage 1 only"),
+        ({"sharding": "stage2", "sharding_parallel_size": 2}, "only sharding stage 1"),
         ({"use_dualpipev": True, "gradient_accumulation_steps": 7}, "DualPipeV on 4 ranks takes at least 8"),
     ],
 )

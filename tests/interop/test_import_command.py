@@ -11,10 +11,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipeproof.cli import main
+from pipeproof.cli.main import main
 from pipeproof.interop import Flags, import_files
-from pipeproof.interop.kinds import KINDS
-from pipeproof.specs.load import load_plan
+from pipeproof.interop.importers.import_kinds import KINDS
+from pipeproof.specs.load_plan import load_plan
 
 JOB = """tensor_model_parallel_size: 2
 pipeline_model_parallel_size: 2
@@ -93,7 +93,7 @@ def test_import_writes_a_plan_that_says_where_it_comes_from(job, tmp_path):
     [
         (["check", "--from", "paddleformer", "JOB"], "did you mean 'paddleformers'"),
         (["check", "--from", "fleet"], "give one of"),
-        (["check", "JOB", "JOB"], "2 plans: 0 refused, 2 that cannot be judged"),
+        (["check", "JOB", "JOB"], "2 plans: 0 refused, 2 that cannot be checked"),
         (["check", "JOB", "--world-size", "8"], "go with --from"),
         (["check", "--from", "fleet", "--program", "JOB"], "give one of"),
         (["check", "--from", "paddleformers", "JOB", "--set", "model.num_layers"], "is not KEY=VALUE"),
@@ -121,11 +121,11 @@ def test_a_model_configuration_that_is_none(job, tmp_path):
 
 
 def test_every_kind_has_an_importer():
-    assert all(callable(kind.load()) and kind.what for kind in KINDS.values())
+    assert all(callable(kind.load()) and kind.description for kind in KINDS.values())
 
 
 def test_a_plan_is_checked_without_loading_importers(job):
-    code = "import sys, pipeproof.cli; print([m for m in sys.modules if m.startswith('pipeproof.interop')])"
+    code = "import sys, pipeproof.cli.main; print([m for m in sys.modules if m.startswith('pipeproof.interop')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

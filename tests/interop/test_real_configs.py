@@ -7,6 +7,8 @@ import pytest
 from pipeproof.interop import Flags, check_imported, import_files
 from tests.interop.importing import REAL, codes, judged
 
+pytestmark = pytest.mark.usefixtures("known_notes")
+
 CONFIGS = json.loads((REAL / "paddle_configs.json").read_text(encoding="utf-8"))["configs"]
 
 VERDICTS = {

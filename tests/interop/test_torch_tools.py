@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.interop import Flags, check_imported, import_files
-from pipeproof.specs.finding import PipeproofError, Severity
 from tests.cli.commands import invoke
 from tests.interop.importing import REAL, codes, imported, judged, only
 
@@ -136,9 +136,9 @@ def test_deepspeed_cuts_what_it_sends_over_tensor_parallel_ranks(tmp_path):
     settings = {("topology", "tp"): 2, ("topology", "sequence_parallel"): True}
     wrong = judged("deepspeed", tmp_path, DEEPSPEED, settings=settings)
     assert {finding.code for finding in wrong.findings} >= {"PP201"}
-    mends = [finding.help for finding in wrong.findings if finding.code == "PP201"]
-    assert any('"pipe_partitioned": false' in text for text in mends)
-    assert any('"grad_partitioned": false' in text for text in mends)
+    fixes = [finding.help for finding in wrong.findings if finding.code == "PP201"]
+    assert any('"pipe_partitioned": false' in text for text in fixes)
+    assert any('"grad_partitioned": false' in text for text in fixes)
     whole = {"pipeline": {"stages": 2, "pipe_partitioned": False, "grad_partitioned": False}}
     assert "PP201" not in codes(judged("deepspeed", tmp_path, DEEPSPEED | whole, settings=settings))
 
@@ -154,7 +154,7 @@ def test_deepspeeds_batches(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "code"),
     [
-        ({"train_batch_size": 4}, "does not say how many pipeline stages", "PP170"),
+        ({"train_batch_size": 4}, "does not have the number of pipeline stages", "PP170"),
         (DEEPSPEED | {"zero_optimization": {"stage": 2}}, "does not run with ZeRO stage 2", "PP171"),
         (DEEPSPEED | {"gradient_accumulation_steps": "4"}, 'found string "4"', "PP170"),
         (DEEPSPEED | {"pipeline": {"stages": 2, "pipe_partitioned": 1}}, "must be true or false", "PP170"),
@@ -189,7 +189,7 @@ def test_each_takes_one_file(kind):
 
 def test_a_partition_that_the_program_decides_is_a_note(tmp_path):
     report = deepspeed(tmp_path, pipeline={"stages": 2, "partition": "type:Block"})
-    assert "only the program knows" in only(report, "PP173").message
+    assert "depends on the program" in only(report, "PP173").message
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "importing"

@@ -2,7 +2,7 @@
 
 Without files, all of ``pipeproof/verify`` and what it shares with the simulator. Prints a line for each mutant that
 survives and the score of each file; ``--write`` keeps the results, from which
-``docs/make_mutation.py`` makes its part of the page.
+``validation/pages/make_mutation.py`` makes its part of the page.
 """
 
 import argparse
@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 from tests.mutation.mutants import mutants_of
-from tests.mutation.runner import judge, preload, profile_of
+from tests.mutation.runner import preload, profile_of, run_mutants
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = (
-    "pipeproof/comm/buffering.py",
     "pipeproof/comm/channel_models.py",
     "pipeproof/comm/entry_order.py",
     "pipeproof/verify",
@@ -33,16 +32,16 @@ def main():
     sys.path.insert(0, str(root))
     targets = arguments.files or [str(path.relative_to(root)) for path in _files(root)]
     preload()
-    _say(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
+    _print(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
     profile = profile_of(root, targets, arguments.tests)
-    _say(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
+    _print(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
     for target in targets:
         source = (root / target).read_text(encoding="utf-8")
         mutants = _sample(mutants_of(target, source), arguments.sample)
-        verdicts = judge(root, mutants, profile, arguments.processes, _tell)
+        verdicts = run_mutants(root, mutants, profile, arguments.processes, _report)
         if verdicts:
             num_killed = sum(verdict.is_killed for verdict in verdicts)
-            _say(f"{target}: {num_killed} of {len(verdicts)} killed, {num_killed / len(verdicts):.1%}")
+            _print(f"{target}: {num_killed} of {len(verdicts)} killed, {num_killed / len(verdicts):.1%}")
             if arguments.write:  # after each file: a run that is stopped has not been for nothing
                 _keep(root / RESULTS, target, source, verdicts)
 
@@ -82,14 +81,14 @@ def _sample(mutants, most):
     return [mutant for mutant in mutants if mutant in chosen]
 
 
-def _say(line):
+def _print(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def _tell(verdict):
+def _report(verdict):
     if not verdict.is_killed:
-        _say(f"  {verdict.outcome}: {verdict.mutant.file}:{verdict.mutant.line}: {verdict.mutant.name}")
+        _print(f"  {verdict.outcome}: {verdict.mutant.file}:{verdict.mutant.line}: {verdict.mutant.name}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a mutant is: one source file with one small change in its syntax tree.
+"""A mutant: one source file with one small change in its syntax tree.
 
 The changes are those that a tired programmer makes: another comparison, a
-condition turned round, a number off by one, a statement left out. Texts are
+condition negated, a number off by one, a statement left out. Texts are
 left alone, as are docstrings, annotations and the ``RuleDoc`` pages: what a
 message says is held by goldens, and a misspelt word is not a wrong verdict.
 """
@@ -40,13 +40,13 @@ class Mutant:
     line: int
     last_line: int
     at_import: bool
-    """Whether it changes what runs when the module is imported, and so what any test sees."""
+    """True if it changes code that runs when the module is imported, and so affects any test."""
     source: str
     """The whole file, changed."""
 
     @property
     def name(self):
-        """What a list of explained survivors calls it; no two of a file have the same."""
+        """Name in the list of explained survivors; unique within a file."""
         suffix = f" #{self.number}" if self.number else ""
         return f"{self.place}: {self.change}{suffix}"
 
@@ -69,7 +69,7 @@ def mutants_of(file, source):
 
 @dataclass(frozen=True)
 class _Site:
-    """Where a change goes: the parent's field (and index in it) that gets ``replacement``."""
+    """Place of a change: the parent's field (and index in it) that gets ``replacement``."""
 
     place: str
     at_import: bool

@@ -27,7 +27,7 @@ HEAVY = (
     "simpy",
     "yaml",
 )
-"""What every process would import."""
+"""Import the modules that every process needs."""
 
 LEAST_SECONDS = 20.0
 FACTOR = 10.0
@@ -39,7 +39,7 @@ MOST_MEMORY = 8 * 2**30
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant."""
+    """Outcome of one mutant."""
 
     mutant: object
     outcome: str
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def is_killed(self):
-        """Whether the tests notice it."""
+        """True if the tests detect the mutant."""
         return self.outcome in {"killed", "hangs"}
 
 
@@ -59,7 +59,7 @@ def preload():
 
 
 def profile_of(root, targets, tests):
-    """What the tests run of the targets, found out in a process of its own.
+    """Profile of the tests: the lines of the targets that they run, recorded in a separate process.
 
     Raises:
         RuntimeError: the tests do not pass as they are.
@@ -76,8 +76,8 @@ def profile_of(root, targets, tests):
     return profile
 
 
-def judge(root, mutants, profile, num_processes=2, tell=lambda verdict: None):
-    """Run every mutant of one file; verdicts in the order of the mutants. ``tell`` hears of each as it is known.
+def run_mutants(root, mutants, profile, num_processes=2, report=lambda verdict: None):
+    """Run every mutant of one file; verdicts in the order of the mutants. ``report`` gets each as it is known.
 
     Raises:
         RuntimeError: a mutant's process failed otherwise than by its tests.
@@ -88,7 +88,7 @@ def judge(root, mutants, profile, num_processes=2, tell=lambda verdict: None):
 
     def settle(mutant, outcome):
         verdicts[mutant.name] = Verdict(mutant, outcome)
-        tell(verdicts[mutant.name])
+        report(verdicts[mutant.name])
 
     while waiting or running:
         while waiting and len(running) < num_processes:
@@ -115,7 +115,7 @@ def judge(root, mutants, profile, num_processes=2, tell=lambda verdict: None):
 
 
 def _outcome(mutant, status):
-    """What the status of the mutant's process says."""
+    """Outcome for the exit status of the mutant's process."""
     match os.waitstatus_to_exitcode(status):
         case 0:
             return "survives"

@@ -15,7 +15,7 @@ OPTIONS = ("-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-m", 
 
 @dataclass
 class Profile:
-    """What one run of all tests showed: by test how long it takes, and which lines of which target it runs."""
+    """Profile of one run of all tests: duration of each test, and the lines of each target that it runs."""
 
     status: int = -1
     failed: list[str] = field(default_factory=list)
@@ -124,14 +124,14 @@ class _Chosen(_Repeatable):
 
 
 def record(root, targets, tests):
-    """Run ``tests`` (paths) and say what they run of the ``targets`` (paths from ``root``)."""
+    """Run ``tests`` (paths) and return the lines that they run of the ``targets`` (paths from ``root``)."""
     recorder = _Recorder(root, targets)
     recorder.profile.status = int(_pytest(root, tests, recorder))
     return recorder.profile
 
 
 def kills(root, mutant, tests):
-    """Whether one of ``tests`` (node ids), or the import of its file, fails with the mutant in the place of its file.
+    """Return True if one of ``tests`` (node ids), or the import of its file, fails with the mutant.
 
     Raises:
         RuntimeError: pytest could not run them.

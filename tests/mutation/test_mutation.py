@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.mutation.mutants import mutants_of
@@ -102,6 +103,7 @@ def run(tmp_path, *options):
     return done.stdout, json.loads((tmp_path / "tests" / "mutation" / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_what_the_tests_notice_is_killed_and_what_they_do_not_survives(tmp_path):
     output, results = run(tmp_path)
     (result,) = results.values()
@@ -118,6 +120,7 @@ def test_what_the_tests_notice_is_killed_and_what_they_do_not_survives(tmp_path)
     assert "package/module.py: 7 of 12 killed, 58.3%" in output
 
 
+@pytest.mark.slow
 def test_a_sample_is_always_the_same(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

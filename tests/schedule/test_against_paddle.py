@@ -1,4 +1,4 @@
-"""Our generators beside Paddle's own: recorded outputs, and the installed Paddle over grids of sizes."""
+"""Our generators next to Paddle's own: recorded outputs, and the installed Paddle over grids of sizes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Our generators beside PyTorch's own, operation by operation, over grids of sizes."""
+"""Our generators next to PyTorch's own, operation by operation, over grids of sizes."""
 
 import pytest
 

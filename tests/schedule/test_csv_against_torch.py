@@ -1,12 +1,12 @@
-"""The CSV files of the tests, and what our reader makes of them, beside the installed PyTorch."""
+"""The CSV files of the tests, and what our reader makes of them, next to the installed PyTorch."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from pipeproof.schedule.formats.foreign import read_schedule
-from pipeproof.schedule.formats.foreign_checks import Expected
+from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.specs.schedule_file import ScheduleFileError
 from tests.schedule.make_torch_files import SCHEDULES, theirs, write_all

@@ -1,4 +1,4 @@
-"""Eager 1F1B beside its closed form."""
+"""Eager 1F1B next to its closed form."""
 
 from fractions import Fraction
 

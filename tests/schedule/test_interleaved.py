@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.interleaved import interleaved
-from pipeproof.schedule.generators.turns import in_groups
-from pipeproof.schedule.generators.variants import VARIANTS
+from pipeproof.schedule.generators.round_robin import in_groups
+from pipeproof.schedule.generators.sizes import VARIANTS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
 
@@ -192,10 +192,10 @@ REFUSED_GROUPS = [
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(key, case):
-    variant, p, m, group_size, words, mend = case
+    variant, p, m, group_size, words, fix = case
     with pytest.raises(UnfitSizesError, match=words) as caught:
         interleaved(p, m, 2, variant, group_size)
-    assert caught.value.help == mend
+    assert caught.value.help == fix
     assert caught.value.key == ("schedule", key)
 
 

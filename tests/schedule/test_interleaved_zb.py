@@ -1,4 +1,4 @@
-"""Interleaved zero bubble in exact arithmetic, and beside PyTorch's own."""
+"""Interleaved zero bubble in exact arithmetic, and next to PyTorch's own."""
 
 import pytest
 from hypothesis import assume, given

@@ -95,7 +95,7 @@ def test_a_schedule_that_is_fed_at_both_ends_may_be_shorter():
 
 @given(requests())
 @settings(few, max_examples=200)
-def test_stages_lie_as_the_table_says(drawn):
+def test_stages_are_placed_as_in_the_table(drawn):
     kind, request = drawn
     p, chunks = request.num_ranks, range(request.num_chunks)
     expected = {
@@ -152,7 +152,7 @@ def refusal_of(kind, request):
     return None
 
 
-def test_asap_says_where_it_is_stuck():
+def test_asap_names_where_it_is_stuck():
     crossed = Schedule(((Op(F, 0, 0), Op(B, 0, 0)), (Op(B, 1, 0), Op(F, 1, 0))))
     with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1B0"):
         asap(crossed, even_costs(2))

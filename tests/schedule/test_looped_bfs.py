@@ -1,4 +1,4 @@
-"""Looped breadth-first beside its closed form, and on any placement."""
+"""Looped breadth-first next to its closed form, and on any placement."""
 
 from fractions import Fraction
 

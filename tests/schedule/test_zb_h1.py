@@ -1,4 +1,4 @@
-"""ZB-H1 in exact arithmetic, beside PyTorch's ZB1P and Paddle's static pass."""
+"""ZB-H1 in exact arithmetic, next to PyTorch's ZB1P and Paddle's static pass."""
 
 from fractions import Fraction
 

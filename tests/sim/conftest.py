@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 
 
 def lowered(kind="1f1b", p=4, m=8, tf=1, tb=2, c=0, p2p="async", tp=1, dp=1, transport="full", order=None):

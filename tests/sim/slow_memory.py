@@ -3,11 +3,11 @@
 from fractions import Fraction
 from math import ceil
 
+from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.schedule.optable import NONE
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.stages.describe.memory import Life, activations_of
-from pipeproof.stages.describe.state import state_of_weights
+from pipeproof.stages.describe.activation_memory import Lifetime, stored_activations
+from pipeproof.stages.describe.training_state import state_of_weights
 
 FORWARDS = {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.GATHER_FORWARD, OpKind.SLICE_FORWARD}
 
@@ -39,7 +39,7 @@ def intervals(lowered, timeline):
             forward, whole_backward = of_unit.get(OpKind.FORWARD), of_unit.get(OpKind.BACKWARD)
             i, w = (of_unit.get(kind, whole_backward) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT))
             if op.kind is OpKind.FORWARD:
-                yield from activation(lowered, rank, int(graph.unit[op_id]), op.stage, span, i, w)
+                yield from activation(lowered, rank, int(graph.work_item[op_id]), op.stage, span, i, w)
             if row.tensor == NONE:
                 continue
             item = dtype_bytes(graph.tensors[row.tensor].dtype)
@@ -63,17 +63,17 @@ def intervals(lowered, timeline):
 
 
 def activation(lowered, rank, unit, stage, forward, i, w):
-    size = lowered.sizes[lowered.size_of_unit[unit] if lowered.size_of_unit else 0]
+    size = lowered.sizes[lowered.size_of_work_item[unit] if lowered.size_of_work_item else 0]
     lives = {
-        Life.TO_INPUT: (forward.start, i.end),
-        Life.TO_WEIGHT: (forward.start, w.end),
-        Life.IN_INPUT: (i.start, i.end),
-        Life.BETWEEN: (i.end, w.end),
+        Lifetime.TO_INPUT: (forward.start, i.end),
+        Lifetime.TO_WEIGHT: (forward.start, w.end),
+        Lifetime.IN_INPUT: (i.start, i.end),
+        Lifetime.BETWEEN: (i.end, w.end),
     }
-    held = activations_of(lowered.spec, lowered.layers_of(stage), size)
+    held = stored_activations(lowered.spec, lowered.layers_of(stage), size)
     for life, (begin, end) in lives.items():
         for of_loss in (False, True):
-            num_bytes = sum(one.num_bytes for one in held if one.life is life and one.is_logits is of_loss)
+            num_bytes = sum(one.num_bytes for one in held if one.lifetime is life and one.is_logits is of_loss)
             yield rank, begin, end, ceil(num_bytes)
 
 

@@ -9,28 +9,27 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.advice.candidates import Candidates, Choice
-from pipeproof.cli import main
-from pipeproof.comm.analytic.devices import DEVICES
-from pipeproof.comm.analytic.links import Links, crosses_nodes
-from pipeproof.comm.analytic.resolve import AnalyticCosts, PhaseTime
-from pipeproof.comm.generated import stage_costs
-from pipeproof.comm.links.network import Network
+from pipeproof.analysis.advise.candidates import Candidates, Choice
+from pipeproof.cli.main import main
+from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.lower import lower, mesh_of
-from pipeproof.comm.times import resolved_cost, with_times
+from pipeproof.cost.analytic_links import Links, crosses_nodes
+from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
+from pipeproof.cost.devices import DEVICES
+from pipeproof.cost.network_times import Network
+from pipeproof.cost.plan_times import resolved_cost, with_times
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.sim.costs import compute_us
+from pipeproof.sim.op_durations import compute_us
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.schema import plan_json_schema
-from pipeproof.specs.times import GRID_US
+from pipeproof.specs.exact_times import GRID_US
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import PlanSpec, plan_json_schema
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gpt_work import layer_work
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.operations import Phase, Unit, Work
-from pipeproof.stages.describe.work import layer_work
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work
 from tests.plans import plan_dict
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
@@ -77,11 +76,13 @@ def test_a_small_block_by_hand():
         assert [one(spec, name, phase).flops for phase in Phase] == [product] * 3
     assert one(spec, "attn.core", Phase.FORWARD).flops == 2 * (2 * pairs * 16)
     assert one(spec, "attn.core", Phase.INPUT).flops == 5 * (2 * pairs * 16)
-    assert flops(spec, "head", Phase.FORWARD, Unit.MATMUL) == 2 * tokens * 16 * 32
+    assert flops(spec, "head", Phase.FORWARD, ComputeUnit.MATMUL) == 2 * tokens * 16 * 32
     assert one(spec, "attn.out", Phase.FORWARD).num_bytes == 2 * (16 * 16 + 16 * 16 + 16 * 16)
     assert one(spec, "attn.out", Phase.WEIGHT).num_bytes == 2 * (16 * 16 + 16 * 16) + 8 * 16 * 16
     assert one(spec, "attn.core", Phase.FORWARD).num_bytes == 2 * 4 * 16 * 16
-    assert one(spec, "mlp.add", Phase.FORWARD) == Work("mlp.add", Phase.FORWARD, Unit.VECTOR, 16 * 16, 2 * 3 * 16 * 16)
+    assert one(spec, "mlp.add", Phase.FORWARD) == Work(
+        "mlp.add", Phase.FORWARD, ComputeUnit.VECTOR, 16 * 16, 2 * 3 * 16 * 16
+    )
 
 
 def test_unfused_attention_computes_and_stores_all_scores():
@@ -92,7 +93,7 @@ def test_unfused_attention_computes_and_stores_all_scores():
     assert one(spec, "attn.softmax", Phase.FORWARD, flash=False).num_bytes == 2 * 2 * scores
     assert one(spec, "attn.scores", Phase.FORWARD, flash=False).num_bytes == 2 * (scores + 2 * 16 * 16)
     # 8 * 8 of 8 * 9 / 2 pairs, the products of the forward twice as many in the backward without the scores again
-    assert flops(spec, unit=Unit.ATTENTION) * Fraction(64, 36) * Fraction(6, 7) == sum(
+    assert flops(spec, unit=ComputeUnit.ATTENTION) * Fraction(64, 36) * Fraction(6, 7) == sum(
         one(spec, name, phase, flash=False).flops
         for name in ("attn.scores", "attn.mix")
         for phase in (Phase.FORWARD, Phase.INPUT)
@@ -106,10 +107,10 @@ def test_six_flops_per_weight_and_token_but_for_attention():
     layers = {layer.name: layer for layer in describe_gpt(spec)}
     for name in ("layer.0", "head"):
         weights = sum(p.shape[0] * p.shape[1] for p in layers[name].parameters if len(p.shape) == 2)
-        assert flops(spec, name, unit=Unit.MATMUL) == 6 * weights * tokens
-    core = flops(spec, unit=Unit.ATTENTION)
+        assert flops(spec, name, unit=ComputeUnit.MATMUL) == 6 * weights * tokens
+    core = flops(spec, unit=ComputeUnit.ATTENTION)
     assert core == Fraction(7, 6) * 6 * (4096 + 1) * 4096 * tokens  # 7 products where 6 are counted
-    assert 0 < flops(spec, unit=Unit.VECTOR) < Fraction(2, 1000) * flops(spec)
+    assert 0 < flops(spec, unit=ComputeUnit.VECTOR) < Fraction(2, 1000) * flops(spec)
 
 
 @settings(deadline=None, max_examples=30)
@@ -119,7 +120,7 @@ def test_tensor_parallelism_shares_products_and_more_tokens_are_more(tp, sequenc
     whole, cut = plan(schedule={"micro_batch_size": rows}), plan(topology=topology, schedule={"micro_batch_size": rows})
     double = plan(topology=topology, schedule={"micro_batch_size": 2 * rows})
     for layer in ("embed", "layer.0", "norm", "head"):
-        for unit in (Unit.MATMUL, Unit.ATTENTION):
+        for unit in (ComputeUnit.MATMUL, ComputeUnit.ATTENTION):
             assert flops(cut, layer, unit=unit) * tp == flops(whole, layer, unit=unit)
         assert flops(double, layer) == 2 * flops(cut, layer)
     norm = one(cut, "mlp_norm", Phase.FORWARD).flops
@@ -151,8 +152,8 @@ def test_splits_do_the_work_of_the_whole_and_read_weights_again(num_splits):
 
 def test_an_operation_takes_the_longer_of_compute_and_memory():
     of = costs(plan({"matmul_efficiency": 0.5, "memory_efficiency": 0.25}))
-    product = Work("x", Phase.FORWARD, Unit.MATMUL, Fraction(989 * 10**6), Fraction(1))
-    copy = Work("x", Phase.FORWARD, Unit.VECTOR, Fraction(1), Fraction(4_800_000))
+    product = Work("x", Phase.FORWARD, ComputeUnit.MATMUL, Fraction(989 * 10**6), Fraction(1))
+    copy = Work("x", Phase.FORWARD, ComputeUnit.VECTOR, Fraction(1), Fraction(4_800_000))
     assert of.work(product) == PhaseTime(product.flops, product.num_bytes, compute_us=Fraction(2))
     assert of.work(copy) == PhaseTime(copy.flops, copy.num_bytes, memory_us=Fraction(4))
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.analytic.devices import DEVICES
-from pipeproof.comm.analytic.resolve import AnalyticCosts
-from pipeproof.specs.analytic import NO_FLOAT8
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.cost.analytic_times import AnalyticCosts
+from pipeproof.cost.devices import DEVICES
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.specs.cost import NO_FLOAT8
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gpt_work import layer_work
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.operations import Phase, Unit, Work
-from pipeproof.stages.describe.work import layer_work
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 24, "num_shared_experts": 2, "dense_layers": 1}
@@ -105,10 +105,10 @@ def test_the_ranks_of_a_mesh_do_the_work_of_one(parts, tp, cp, ep):
     whole = plan(parts)
     cut = plan(parts, {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": True})
     for layer in ("layer.0", "layer.1"):
-        assert flops(cut, layer, Unit.ATTENTION) * tp * cp == flops(whole, layer, Unit.ATTENTION)
+        assert flops(cut, layer, ComputeUnit.ATTENTION) * tp * cp == flops(whole, layer, ComputeUnit.ATTENTION)
         routed = sum(w.flops for w in works(cut, layer) if w.name == "mlp.router" and w.phase is Phase.FORWARD)
-        own = flops(cut, layer, Unit.MATMUL) * tp * cp - (tp - 1) * cp * routed
-        assert own == flops(whole, layer, Unit.MATMUL)  # EP ranks have tokens of their own, and as many visits
+        own = flops(cut, layer, ComputeUnit.MATMUL) * tp * cp - (tp - 1) * cp * routed
+        assert own == flops(whole, layer, ComputeUnit.MATMUL)  # EP ranks have tokens of their own, and as many visits
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,8 +121,8 @@ def test_products_read_the_weights_that_the_description_has(parts, tp, ep):
     spec = plan(parts, {"tp": tp, "ep": ep})
     for layer in describe_gpt(spec)[1:3]:
         described = sum(prod(p.local_shape({"tp": tp, "ep": ep})) for p in layer.parameters if len(p.shape) > 1)
-        products = [w for w in works(spec, layer.name) if w.unit is Unit.MATMUL and w.phase is Phase.WEIGHT]
-        through = [w for w in works(spec, layer.name) if w.unit is Unit.MATMUL and w.phase is Phase.FORWARD]
+        products = [w for w in works(spec, layer.name) if w.unit is ComputeUnit.MATMUL and w.phase is Phase.WEIGHT]
+        through = [w for w in works(spec, layer.name) if w.unit is ComputeUnit.MATMUL and w.phase is Phase.FORWARD]
         # reading once in two bytes going forward, reading and writing in four bytes each for the gradient
         assert sum(w.num_bytes for w in products) - sum(w.num_bytes for w in through) == (8 - 2) * described
 
@@ -203,7 +203,7 @@ def test_in_an_order_of_ones_own_any_two_stages_may_meet():
 
 def test_narrow_products_run_at_their_own_peak():
     wide, narrow = (plan({"moe": MOE}, {}, {"matmul_dtype": dtype}) for dtype in (None, "float8"))
-    product = Work("x", Phase.FORWARD, Unit.MATMUL, Fraction(10**12), Fraction(1), narrow=True)
+    product = Work("x", Phase.FORWARD, ComputeUnit.MATMUL, Fraction(10**12), Fraction(1), narrow=True)
     assert costs(wide).work(product).us / costs(narrow).work(product).us == Fraction(1979, 989)
     for name in ("mlp.router", "attn.core"):
         assert not one(narrow, name).narrow

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pipeproof.sim
+import pipeproof.views.html
 from pipeproof.schedule.ops import OpKind
-from pipeproof.sim.colours import COLLECTIVE, HELD, IDLE, KIND_COLOURS, OTHER, channels, colour_of, is_dark
-from pipeproof.sim.svg import schedule_svg
+from pipeproof.views.colours import COLLECTIVE, HELD, IDLE, KIND_COLOURS, OTHER, channels, colour_of, is_dark
+from pipeproof.views.schedule_svg import schedule_svg
 from tests.sim.test_svg import picture
 
-CSS = (Path(pipeproof.sim.__file__).parent / "html" / "page" / "page.css").read_text()
+CSS = (Path(pipeproof.views.html.__file__).parent / "page" / "page.css").read_text()
 
 
 def test_the_page_for_a_browser_has_the_same():

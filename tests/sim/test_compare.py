@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.analysis.compare.compare_timelines import compare_timelines
+from pipeproof.analysis.compare.timeline_files import TimedOp, TimelineFile, TimelineFileError, read_timeline
 from pipeproof.comm.lower import lower
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.ops import OpKind, parse_op
-from pipeproof.sim.compare import compare_timelines
 from pipeproof.sim.simulate import simulate
-from pipeproof.sim.timeline_files import TimedOp, TimelineFile, TimelineFileError, read_timeline
-from pipeproof.sim.trace import trace_json
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.views.chrome_trace import trace_json
 from tests.plans import plan_dict
 
 

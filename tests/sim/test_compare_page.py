@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from pipeproof.comm.loaded import lower_loaded
-from pipeproof.sim.compare_page import comparison_html
-from pipeproof.sim.timeline_files import read_timeline
-from pipeproof.specs.load import load_plan
+from pipeproof.analysis.compare.compare_page import comparison_html
+from pipeproof.analysis.compare.timeline_files import read_timeline
+from pipeproof.comm.lower import lower_loaded
+from pipeproof.specs.load_plan import load_plan
 from tests.cli.commands import invoke
 from tests.plans import plan_dict
 from tests.profiles import COST

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.sim.costs import compute_us, durations_of
+from pipeproof.sim.op_durations import compute_us, durations_of
 from pipeproof.specs.cost import CostSpec
 
 fractions = st.builds(Fraction, st.integers(0, 10**9), st.integers(1, 10**6))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.analysis.compare.compare_timelines import compare_timelines
+from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline
 from pipeproof.schedule.ops import parse_op
-from pipeproof.sim.compare import compare_timelines
-from pipeproof.sim.csv_file import COLUMNS, decimal_text, write_csv
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.sim.timeline_files import TimelineFileError, read_timeline
+from pipeproof.views.timeline_csv import COLUMNS, decimal_text, write_csv
 
 
 def rows_of(path):

@@ -5,9 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from pipeproof.sim.curves import Curve, activations_held, all_curves, memory_held
-from pipeproof.sim.memory.curve import MemoryCurve, Part
+from pipeproof.sim.memory_curve import MemoryCurve, Part
 from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.views.memory_curves import Curve, activations_held, all_curves, memory_held
 
 ONE_RANK = ({"pp": 0},)
 

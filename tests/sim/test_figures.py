@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeproof.sim.figures import simulation_to_json
+from pipeproof.sim.simulate import simulation_to_json
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "simulate.schema.json").read_text())
 

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.sim.errors import SimulationError
-from pipeproof.sim.html.idle import Cause, Idle, idle_times
-from pipeproof.sim.html.page import timeline_html, write_html
-from pipeproof.sim.html.payload import CATEGORIES, payload
-from pipeproof.sim.html.relations import Relations
-from pipeproof.sim.html.walk import critical_path
+from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.views.html.critical_walk import critical_path
+from pipeproof.views.html.idle import Cause, Idle, idle_times
+from pipeproof.views.html.payload import CATEGORIES, payload
+from pipeproof.views.html.relations import Relations
+from pipeproof.views.html.timeline_page import timeline_html, write_html
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 

@@ -10,20 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from pipeproof.analysis.jitter import noisy_runs as runs_module
+from pipeproof.analysis.jitter.disturbed_durations import Disturbance
+from pipeproof.analysis.jitter.noise import Noise, Stream
+from pipeproof.analysis.jitter.noisy_runs import run_jitter
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Group, Row, build_graph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, parse_op
-from pipeproof.schedule.optable import Group, Row
-from pipeproof.sim.costs import Durations, durations_of
-from pipeproof.sim.errors import SimulationError
-from pipeproof.sim.fast import NotTimedError, run_fast
-from pipeproof.sim.jitter import runs as runs_module
-from pipeproof.sim.jitter.disturb import Disturbance
-from pipeproof.sim.jitter.noise import Noise, Stream
-from pipeproof.sim.jitter.runs import run_jitter
-from pipeproof.sim.model import run_model
+from pipeproof.sim.fast_engine import NotTimedError, run_fast
+from pipeproof.sim.op_durations import Durations, durations_of
+from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 

@@ -1,4 +1,4 @@
-"""Whose delay costs most, exactly."""
+"""Sensitivity of a step to delays, exactly."""
 
 from fractions import Fraction
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.analysis.jitter.delays import Delay, costliest, delays_of
 from pipeproof.comm.lower import lower
-from pipeproof.sim.jitter.delays import Delay, costliest, delays_of
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 few = settings(max_examples=30, deadline=None)
@@ -30,7 +30,7 @@ def test_a_late_rank_of_1f1b(make_plan, p, more, tf, tb):
         assert delay.where == str(rank)
         assert delay.added_us == Fraction(m * (tf + tb), 100)
         assert delay.step_us == Fraction((m - (p - 1 - rank)) * (tf + tb), 100)
-        assert delay.felt == Fraction(m - (p - 1 - rank), m)
+        assert delay.sensitivity == Fraction(m - (p - 1 - rank), m)
     assert [delay.where for delay in costliest(delays.ranks)] == [str(p - 1)]
 
 
@@ -42,7 +42,7 @@ def test_a_late_channel_of_gpipe(make_plan, p, m, t):
     assert len(delays.channels) == 2 * (p - 1)
     for delay in delays.channels:
         assert (delay.added_us, delay.step_us) == (Fraction(m * t, 100), Fraction(t, 100))
-        assert delay.felt == Fraction(1, m)
+        assert delay.sensitivity == Fraction(1, m)
     assert len(costliest(delays.channels)) == len(delays.channels)
 
 
@@ -89,4 +89,4 @@ def test_costliest(steps, found):
 
 
 def test_what_adds_nothing_is_not_felt():
-    assert Delay("a", Fraction(0), Fraction(0)).felt == 0
+    assert Delay("a", Fraction(0), Fraction(0)).sensitivity == 0

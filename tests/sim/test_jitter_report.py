@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from scipy import stats
 
-from pipeproof.cli import main
-from pipeproof.sim.jitter.histogram import histogram
-from pipeproof.sim.jitter.quantiles import mean, quantile
+from pipeproof.analysis.jitter.histogram import histogram
+from pipeproof.analysis.jitter.quantiles import mean, quantile
+from pipeproof.cli.main import main
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,14 @@ def test_text(plan):
         "30 runs, seed 4: each computation lognormal with cv 0.05; each message and collective lognormal with cv 0.2; "
         "rank 1 takes 1.25 times as long; each rank takes 2 times as long in a run with probability 0.1"
     )
-    for words in (noise, "engine fast; times in us", "95 % of runs within", "longest", "costs most: rank 1", "█"):
+    for words in (
+        noise,
+        "engine fast; times in us",
+        "95 % of runs within",
+        "longest",
+        "largest sensitivity: rank 1",
+        "█",
+    ):
         assert words in result.output
     assert jitter(plan, "--runs", 30, "--seed", 4).output == jitter(plan, "--runs", 30, "--seed", 4).output
 
@@ -111,7 +118,7 @@ def test_the_engines_are_named(tmp_path):
 
 def test_replicas_are_named(plan, monkeypatch):
     monkeypatch.setattr("pipeproof.comm.lower.FOLD_ABOVE", 0)
-    monkeypatch.setattr("pipeproof.sim.jitter.runs.MOST_UNFOLDED", 0)
+    monkeypatch.setattr("pipeproof.analysis.jitter.noisy_runs.MOST_UNFOLDED", 0)
     plan.write_text(json.dumps(plan_dict(topology={"dp": 3}, cost={"forward_us": 10**6})))
     shown = jitter(plan, "--runs", 2, "--no-delays").output
     assert "note: each rank stands for 3 replicas, disturbed alike" in shown
@@ -122,7 +129,7 @@ def test_one_run_without_noise(plan):
     result = jitter(plan, "--runs", 1, "--cv", 0, "--no-delays")
     assert "1 run, seed 0: nothing is disturbed" in result.output
     assert "+0.00 %" in result.output
-    assert "costs most" not in result.output
+    assert "largest sensitivity" not in result.output
 
 
 def test_json_has_what_the_text_has(plan):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.times import link_times, resolved_cost
+from pipeproof.cost.plan_times import link_times, resolved_cost
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 NETWORK = {"ranks_per_node": 4, "node": {"bandwidth": 2, "latency_us": 3}, "launch_us": 10}
@@ -64,7 +64,7 @@ def test_beside_a_data_sheet_the_edges_count():
     ("edges", "network", "text"),
     [
         ([edge(0, 4)], {}, "cost.network.edges[0] 0->4: the plan has ranks 0 to 3"),
-        ([edge(0, 1), edge(2, 2)], {}, "cost.network.edges[1] 2->2 leads nowhere"),
+        ([edge(0, 1), edge(2, 2)], {}, "cost.network.edges[1] 2->2 joins a rank to itself"),
         ([edge(0, 1), edge(0, 1)], {}, "cost.network.edges[1] 0->1 is given twice"),
         ([edge(0, 1)], {"contention": True}, "and with `contention` they share links"),
         ([{"source": 0, "destination": 1}], {}, "bandwidth"),

@@ -9,20 +9,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.loaded import lower_loaded
-from pipeproof.comm.lower import lower
-from pipeproof.sim.curves import Curve, memory_held
-from pipeproof.sim.errors import SimulationError
-from pipeproof.sim.figures import simulation_to_json
-from pipeproof.sim.html.payload import payload
-from pipeproof.sim.memory.curve import GIB, PARTS, MemoryCurve, Part
-from pipeproof.sim.memory.show import render_memory, render_stage_memory
-from pipeproof.sim.memory.step import stage_holdings
-from pipeproof.sim.memory.words import make_up_text, size_text
-from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.memory import Life
+from pipeproof.comm.lower import lower, lower_loaded
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.sim.memory_curve import GIB, PARTS, MemoryCurve, Part
+from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.simulate import simulate, simulation_to_json
+from pipeproof.sim.step_memory import stage_holdings
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.activation_memory import Lifetime
+from pipeproof.views.byte_sizes import make_up_text, size_text
+from pipeproof.views.html.payload import payload
+from pipeproof.views.memory_curves import Curve, memory_held
+from pipeproof.views.memory_table import render_memory, render_stage_memory
 from tests.plans import plan_dict
 from tests.schedule.drawn import plan_of, requests
 from tests.sim.slow_memory import peaks
@@ -41,7 +39,9 @@ def test_peaks_are_those_of_the_slow_account_on_both_engines(drawn, data):
     kind, request = drawn
     plan = plan_of(kind, request)
     plan["memory"] = {"recompute": data.draw(st.sampled_from(["none", "selective", "full"]), "recompute")}
-    plan["buffers"] = {"release_output": data.draw(st.sampled_from(["after_backward", "after_wait", "after_post"]))}
+    plan["buffers"] = {
+        "free_output": data.draw(st.sampled_from(["after_backward", "after_send_done", "after_send_posted"]))
+    }
     plan["cost"]["p2p"] = data.draw(st.sampled_from(["async", "rendezvous"]), "p2p")
     plan["topology"]["tp"] = data.draw(st.sampled_from([1, 2]), "tp")
     plan["transport"] = data.draw(st.sampled_from(["full", "partial"]), "transport")
@@ -66,7 +66,7 @@ def test_peaks_of_equal_stages_are_counts_of_activations(kind):
         schedule={"kind": kind, "num_chunks": chunks, "num_micro_batches": 8},
     )  # fmt: skip
     simulation = simulate(one)
-    of_one = sum(held.num_bytes for held in stage_holdings(one, 1) if held.life.is_from_forward)
+    of_one = sum(held.num_bytes for held in stage_holdings(one, 1) if held.lifetime.is_from_forward)
     for rank in (1, 2):  # without embedding and head
         curve = simulation.memory[rank]
         held = [0]
@@ -110,10 +110,10 @@ def test_outputs_are_given_back_when_the_plan_says():
 
     The wait for a send stands behind that for the gradient; a send is posted as soon as there is an output.
     """
-    for when, held in (("after_backward", 3), ("after_wait", 3), ("after_post", 1)):
-        assert parts_of(Part.MESSAGES, buffers={"release_output": when})[0] == held * ACTIVATION
+    for when, held in (("after_backward", 3), ("after_send_done", 3), ("after_send_posted", 1)):
+        assert parts_of(Part.MESSAGES, buffers={"free_output": when})[0] == held * ACTIVATION
     kept, without = (
-        simulate(lowered(buffers={"release_output": when})).memory[0] for when in ("after_backward", "after_wait")
+        simulate(lowered(buffers={"free_output": when})).memory[0] for when in ("after_backward", "after_send_done")
     )
     assert level(kept, 500) - level(without, 500) == ACTIVATION  # while B of the first micro-batch runs
 
@@ -204,7 +204,7 @@ def test_the_table_of_a_stage_has_every_operation(printed):
         assert held.name in text
     assert "selective recompute" in text
     assert "shared by dp ranks" in text
-    assert Life.IN_INPUT.value in text
+    assert Lifetime.IN_INPUT.value in text
 
 
 def test_the_parts_of_a_peak_in_words_begin_with_the_largest():

@@ -6,13 +6,13 @@ from fractions import Fraction
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.advice.candidates import Candidates, Choice
-from pipeproof.cli import main
+from pipeproof.analysis.advise.candidates import Candidates, Choice
+from pipeproof.cli.main import main
 from pipeproof.comm.lower import lower
-from pipeproof.comm.times import with_times
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.stages.describe.state import memory_dtype
+from pipeproof.cost.plan_times import with_times
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.training_state import memory_dtype
 from tests.plans import plan_dict
 
 H200 = {"device": "h200", "dtype": "bfloat16"}
@@ -55,7 +55,7 @@ def test_selective_recompute_adds_the_core_of_attention():
 
 def test_gathering_again_adds_the_forwards_gathers_to_w():
     sections = {"model": {"hidden_size": 1024, "num_heads": 8}, "topology": {"tp": 2, "sequence_parallel": True}}
-    kept, again = (computed(memory={"gathered": how}, **sections) for how in ("kept", "again"))
+    kept, again = (computed(memory={"sequence_parallel_activations": how}, **sections) for how in ("keep", "regather"))
     numel = 8 * 2 * 1024 // 2
     gather = 20 + 1 + Fraction(2 * numel) / (450 * 1000 * Fraction(3, 4))  # a launch, a step, the bytes of the other
     for stage, gathers in ((0, 2 * 2), (1, 2 * 2 + 1)):  # two a block, one for the head

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
+from pipeproof.diagnostics.finding import OpsWitness
+from pipeproof.schedule.op_table import EdgeKind
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.schedule.optable import EdgeKind
-from pipeproof.sim.errors import SimulationError
+from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import OpsWitness
 
 times = st.builds(Fraction, st.integers(1, 6), st.integers(1, 4))
 
@@ -156,7 +156,7 @@ def drop(rank, text):
 )
 def test_what_never_comes_is_named(make_plan, edit, rank, text, message):
     plan = make_plan(kind="gpipe", p=2, m=2)
-    with pytest.raises(SimulationError, match="comes to no end") as caught:
+    with pytest.raises(SimulationError, match="does not end") as caught:
         simulate(replace(plan, graph=edit(plan.graph, drop(rank, text))))
     assert message in str(caught.value)
 

@@ -7,18 +7,18 @@ from fractions import Fraction
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.cli import main
+from pipeproof.cli.main import main
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.comm.loaded import lower_loaded
-from pipeproof.schedule.build import build_graph
+from pipeproof.comm.lower import lower_loaded
 from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.sim.costs import Durations
-from pipeproof.sim.html.payload import payload
-from pipeproof.sim.model import run_model
+from pipeproof.sim.op_durations import Durations
+from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import load_plan
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.verify.check_plan import check
+from pipeproof.views.html.payload import payload
 from tests.plans import plan_dict
 
 STEPS = """\

@@ -8,21 +8,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.advice.figures import asap_clock, simulated_clock
-from pipeproof.comm.analytic.devices import DEVICES
-from pipeproof.comm.analytic.links import groups_of
-from pipeproof.comm.links.network import Link, Network
-from pipeproof.comm.links.shape import Shape, shapes_of
-from pipeproof.comm.links.times import MeasuredLinks
+from pipeproof.analysis.advise.schedule_figures import asap_clock, simulated_clock
 from pipeproof.comm.lower import lower, mesh_of
-from pipeproof.comm.times import resolved_cost
+from pipeproof.cost.analytic_links import groups_of
+from pipeproof.cost.devices import DEVICES
+from pipeproof.cost.network_times import Link, Network, Shape, shapes_of
+from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.cost.transfer_times import MeasuredLinks
+from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError
 from pipeproof.schedule.ops import SEND_KINDS, OpKind
-from pipeproof.sim.costs import durations_of
+from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.analytic import AnalyticSpec
-from pipeproof.specs.finding import BadPlanAtError, BadPlanError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.specs.network import NetworkSpec
+from pipeproof.specs.cost import AnalyticSpec, NetworkSpec
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from tests.plans import plan_dict

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.comm.analytic.resolve import AnalyticCosts
+from pipeproof.cost.analytic_times import AnalyticCosts
+from pipeproof.diagnostics.finding import Severity
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import Severity
-from pipeproof.specs.load import load_plan
+from pipeproof.specs.load_plan import load_plan
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.operations import Phase, Unit
-from pipeproof.stages.describe.work import layer_work
-from pipeproof.verify.check import check_subject
+from pipeproof.stages.describe.gpt_work import layer_work
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import make_subject
 
 PLANS = Path(__file__).parents[2] / "examples" / "published"
@@ -56,7 +56,7 @@ def flops_of_a_token(spec):
     """Forward products and attention over all ranks, for a token, with an even cut of everything over the ranks."""
     size = AnalyticCosts(spec, spec.cost.analytic).size
     works = [w for layer in describe_gpt(spec) for w in layer_work(spec, layer.name, size, 2)]
-    own = sum(w.flops for w in works if w.phase is Phase.FORWARD and w.unit is not Unit.VECTOR)
+    own = sum(w.flops for w in works if w.phase is Phase.FORWARD and w.unit is not ComputeUnit.VECTOR)
     return own * spec.topology.tp / size.num_tokens
 
 
@@ -94,6 +94,7 @@ def test_forward_flops_of_a_token_by_hand():
     assert flops_of_a_token(deepseek()) - flops_of_a_token(main) == 2 * (module + 129280 * 7168) + attention
 
 
+@pytest.mark.slow(but=["deepseek_v3"])
 def test_they_check_clean_and_simulate(loaded):
     subject = make_subject(loaded)
     found = check_subject(subject).findings

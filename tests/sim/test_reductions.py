@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.ops import OpKind
-from pipeproof.sim.costs import durations_of
-from pipeproof.sim.fast import run_fast
-from pipeproof.sim.html.relations import Relations
-from pipeproof.sim.html.walk import critical_path
-from pipeproof.sim.model import run_model
+from pipeproof.sim.fast_engine import run_fast
+from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.views.html.critical_walk import critical_path
+from pipeproof.views.html.relations import Relations
 from tests.plans import plan_dict, subject
 
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}

@@ -7,23 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.analytic.resolve import AnalyticCosts
-from pipeproof.comm.links.network import Link, Network, Routing
-from pipeproof.comm.links.shape import Shape
 from pipeproof.comm.lower import lower
+from pipeproof.cost.analytic_times import AnalyticCosts
+from pipeproof.cost.network_times import Link, Network, Routing, Shape
+from pipeproof.diagnostics.finding import BadPlanError, Severity
+from pipeproof.schedule.op_table import NONE, Group
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.optable import NONE, Group
 from pipeproof.sim.link_costs import bytes_of
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.finding import BadPlanError, Severity
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.memory import activations_of
-from pipeproof.stages.describe.operations import Phase
-from pipeproof.verify.certificate import plan_digest
-from pipeproof.verify.check import check_subject
+from pipeproof.stages.describe.op_work import Phase
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
 from tests.sim.test_contention import network_of, networks
 
@@ -134,7 +133,7 @@ def test_plans_with_it_are_right_and_others():
     for one in (plain, narrow, limited):
         found = check_subject(one).findings
         assert [f.code for f in found if f.severity is Severity.ERROR] == []
-    assert len({plan_digest(one) for one in (plain, narrow, limited)}) == 3
+    assert len({graph_digest(one) for one in (plain, narrow, limited)}) == 3
     assert plain.graph.tensors + narrow.graph.tensors[-1:] == narrow.graph.tensors
 
 
@@ -160,7 +159,7 @@ def test_experts_keep_tokens_as_they_were_sent():
     def held(moe):
         spec = plan_from_dict(plan_dict(model={"moe": moe}, topology={"ep": 2}, memory={"dtype": "bfloat16"})).spec
         (block,) = [layer for layer in describe_gpt(spec) if layer.name == "layer.1"]
-        return {h.name: h.num_bytes for h in activations_of(spec, [block], MicroBatchSize(8, 2))}
+        return {h.name: h.num_bytes for h in stored_activations(spec, [block], MicroBatchSize(8, 2))}
 
     wide, narrow = held(MOE), held(EIGHT_BIT)
     assert (wide["mlp.experts.gate_up"], narrow["mlp.experts.gate_up"]) == (2 * 16 * 4 * 16, 16 * 4 * 16)

@@ -5,8 +5,8 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.sim.slices import Slices
 from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.views.trace_slices import Slices
 
 times = st.one_of(
     st.integers(-(10**12), 10**12),

@@ -1,4 +1,4 @@
-"""Computations slowed down by receives that are under way, against hand-computed cases and a formula."""
+"""Computations slowed down by pending receives, against hand-computed cases and a formula."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import COMPUTE_KINDS, KIND_CODE, RECV_KINDS, parse_op
-from pipeproof.schedule.optable import Row
-from pipeproof.sim.costs import Durations, durations_of
-from pipeproof.sim.fast import NotTimedError, run_fast
-from pipeproof.sim.model import run_model
+from pipeproof.sim.fast_engine import NotTimedError, run_fast
+from pipeproof.sim.op_durations import Durations, durations_of
+from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 
@@ -96,7 +95,7 @@ def test_a_pair_that_overlaps_is_slowed_down_together():
     sends = [Row(parse_op("0F0")), Row(parse_op("0SEND_F0"), peer=1)]
     receives = [Row(parse_op("1RECV_F0"), peer=0), Row(parse_op("7F7"), **pair), Row(parse_op("3B3"), **pair)]
     graph = build_graph([sends, receives], (), ())
-    durations = Durations((9, 0, 0, 4, 99), 0, 1, beside={3: 4}, recv_slowdown=HALF)
+    durations = Durations((9, 0, 0, 4, 99), 0, 1, overlapped={3: 4}, recv_slowdown=HALF)
     outcome = run_model(graph, durations, EAGER)
     assert (outcome.ends[3], outcome.ends[4]) == (6, 6)
 
@@ -108,11 +107,11 @@ slowdowns = st.sampled_from([Fraction(1, 10), HALF, Fraction(1)])
 
 
 @st.composite
-def plans(draw, recv_post):
+def plans(draw, recv_order):
     kind, request = draw(requests(max_ranks=4, max_chunks=2))
     generated(kind, request)
     plan = plan_of(kind, request)
-    plan["transport"] = {"recv_post": recv_post}
+    plan["transport"] = {"recv_order": recv_order}
     plan["cost"]["p2p"] = draw(st.sampled_from(["async", "rendezvous"]))
     return lower(plan_from_dict(plan).spec)
 
@@ -136,7 +135,7 @@ def test_just_in_time_nothing_changes(plan, slowdown):
     assert run_fast(plan.graph, slowed, model_of(plan)).outcome(plan.graph) == outcome
 
 
-@given(plan=plans("one_ahead"), slowdown=slowdowns)
+@given(plan=plans("prefetch_one"), slowdown=slowdowns)
 @some
 def test_one_ahead_each_computation_takes_what_the_receives_beside_it_make_of_it(plan, slowdown):
     """Its work is the time without a receive, and the time beside one over 1 + slowdown; a tick is all it may wait."""
@@ -147,7 +146,7 @@ def test_one_ahead_each_computation_takes_what_the_receives_beside_it_make_of_it
     kinds = graph.kind.tolist()
     codes = {KIND_CODE[kind] for kind in COMPUTE_KINDS}
     receives = {KIND_CODE[kind] for kind in RECV_KINDS}
-    seconds = set(durations.beside.values())
+    seconds = set(durations.overlapped.values())
     for rank in range(graph.num_ranks):
         busy = [(outcome.starts[i], outcome.ends[i]) for i in graph.rank_ops(rank) if kinds[i] in receives]
         for i in graph.rank_ops(rank):
@@ -168,7 +167,7 @@ def expected(start, ticks, busy, slow):
     raise AssertionError
 
 
-@given(plan=plans("one_ahead"))
+@given(plan=plans("prefetch_one"))
 @some
 def test_the_fast_engine_takes_early_receives_that_slow_nothing_down(plan):
     durations = durations_of(plan)
@@ -176,9 +175,9 @@ def test_the_fast_engine_takes_early_receives_that_slow_nothing_down(plan):
     assert run_fast(plan.graph, durations, model_of(plan)).outcome(plan.graph) == outcome
 
 
-def simulated(recv_post, m=8, backward_us=200, **cost):
+def simulated(recv_order, m=8, backward_us=200, **cost):
     plan = plan_dict(
-        schedule={"num_micro_batches": m}, transport={"recv_post": recv_post},
+        schedule={"num_micro_batches": m}, transport={"recv_order": recv_order},
         cost={"forward_us": 100, "backward_us": backward_us, **cost},
     )  # fmt: skip
     return simulate(lower(plan_from_dict(plan).spec))
@@ -191,26 +190,26 @@ def test_1f1b_with_receives_one_ahead_on_two_ranks_by_hand():
     """
     plan = {"backward_us": 100, "m": 3}
     assert simulated("just_in_time", recv_slowdown=1, **plan).makespan == 800
-    slowed = simulated("one_ahead", recv_slowdown=1, **plan)
+    slowed = simulated("prefetch_one", recv_slowdown=1, **plan)
     spans = {span.op: (span.start, span.end) for span in slowed.timeline.spans}
     assert spans["1RECV_F2"] == (400, 500)
     assert spans["1B1"] == (400, 550)
     assert spans["0RECV_B2"] == (550, 750)  # behind that of B1 on its channel
     assert spans["0B1"] == (550, 750)
     assert (slowed.makespan, slowed.engine) == (850, "simpy")
-    assert simulated("one_ahead", **plan).makespan == 800
+    assert simulated("prefetch_one", **plan).makespan == 800
 
 
 def test_a_slowed_computation_ends_with_a_nanosecond():
-    slowed = simulated("one_ahead", recv_slowdown="1/3")
+    slowed = simulated("prefetch_one", recv_slowdown="1/3")
     ends = {span.end * 1000 for span in slowed.timeline.spans}
     assert all(Fraction(end).denominator == 1 for end in ends)
     assert any(Fraction(end, 1000).denominator > 1 for end in ends)
 
 
 def test_the_fast_engine_refuses_slowed_computations():
-    plan = lower(plan_from_dict(plan_dict(transport={"recv_post": "one_ahead"}, cost={"recv_slowdown": 0.1})).spec)
-    with pytest.raises(NotTimedError, match="slowed down by receives"):
+    plan = lower(plan_from_dict(plan_dict(transport={"recv_order": "prefetch_one"}, cost={"recv_slowdown": 0.1})).spec)
+    with pytest.raises(NotTimedError, match="slowed down by pending receives"):
         run_fast(plan.graph, durations_of(plan), EAGER)
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.ops import parse_op
 from pipeproof.schedule.programs import Schedule
-from pipeproof.sim.svg import schedule_svg
+from pipeproof.views.schedule_svg import schedule_svg
 
 
 def picture(*programs, pairs=(), costs=None, title="t"):

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from pipeproof.comm.lower import lower
 from pipeproof.sim.simulate import simulate
-from pipeproof.sim.terminal import format_us, render_figures, render_timeline
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.views.timeline_text import format_us, render_figures, render_timeline
 from tests.plans import plan_dict
 
 
@@ -120,6 +120,13 @@ def test_an_empty_timeline_is_no_accident():
     assert "makespan 0 us" in text
 
 
+@pytest.mark.slow(
+    only=[
+        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-40",
+        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-80",
+        "{'kind': 'zb_h1', 'p': 24, 'm': 48}-200",
+    ]
+)
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize(
     "options", [{"p": 4, "m": 8, "tf": 100, "tb": 200}, {"kind": "zb_h1", "p": 24, "m": 48}], ids=str

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeproof.comm.analytic.resolve import AnalyticCosts
-from pipeproof.comm.generated import ends_share_ranks
-from pipeproof.sim.memory.curve import Part
+from pipeproof.cost.analytic_times import AnalyticCosts
+from pipeproof.schedule.stage_placement import ends_share_ranks
+from pipeproof.sim.memory_curve import Part
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict, subject
 
 EMBEDDING = 32 * 16

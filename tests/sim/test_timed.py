@@ -10,8 +10,8 @@ from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule
 from pipeproof.sim.figures import figures_of
-from pipeproof.sim.terminal import render_timeline
-from pipeproof.sim.timed import timeline_of
+from pipeproof.sim.timeline import timeline_of
+from pipeproof.views.timeline_text import render_timeline
 from tests.schedule.test_kinds import generated, requests
 
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from pipeproof.sim.curves import Curve, activations_held
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.sim.trace import ARRIVAL, trace_json, write_trace
+from pipeproof.views.chrome_trace import ARRIVAL, trace_json, write_trace
+from pipeproof.views.memory_curves import Curve, activations_held
 
 _STEP_NS = (
     Span(0, "compute", 0, "0F0", 10, 5_010),

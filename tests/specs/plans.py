@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeproof.specs.finding import BadPlanError
+from pipeproof.diagnostics.finding import BadPlanError
 
 EXAMPLE = """\
 pipeproof: 1

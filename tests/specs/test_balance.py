@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeproof.specs.load import PlanFileError, plan_from_dict
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8}

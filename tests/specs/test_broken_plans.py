@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.finding import BadPlanError, Severity
-from pipeproof.specs.load import load_plan
+from pipeproof.diagnostics.finding import BadPlanError, Severity
+from pipeproof.specs.load_plan import load_plan
 
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.yaml"))
 EXPECT = re.compile(r"^# expect (PP\d{3}) (\d+):(\d+)$", re.MULTILINE)

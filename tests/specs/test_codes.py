@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from pipeproof.specs.codes import PLAN_FILE_CODES
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import load_plan
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.specs.plan_codes import PLAN_FILE_CODES
 from tests.specs.plans import EXAMPLE
 
 DOCS = {doc.code: doc for doc in PLAN_FILE_CODES}

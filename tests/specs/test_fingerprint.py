@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.specs.finding import Finding, Location, Severity
-from pipeproof.specs.fingerprint import fingerprint
-from pipeproof.verify.check import check_subject
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.fingerprint import fingerprint
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 

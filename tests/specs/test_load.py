@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.later import LATER
-from pipeproof.specs.load import MAX_BYTES, LoadedPlan, PlanFileError, load_plan, plan_from_dict
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.source import MAX_BYTES, PlanFileError
+from pipeproof.specs.load_plan import LATER, LoadedPlan, load_plan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
 from tests.specs.plans import EXAMPLE, example, example_plans, outcome
@@ -82,7 +82,7 @@ def test_neutral_values_of_later_features_are_accepted():
         model={"tied_embedding": False},
         topology={"cp": 1, "ep": 1},
         schedule={"num_chunks": 1, "num_sequence_splits": 1, "placement": None, "variant": None},
-        transport={"connections": "warm", "recv_post": "just_in_time"},
+        transport={"connections": "warm", "recv_order": "just_in_time"},
     )
     assert plan_from_dict(neutral).spec == plan_from_dict(example()).spec
 
@@ -340,7 +340,7 @@ def test_junk_anywhere_in_a_dict_is_refused_or_loads(data):
 
 def test_loading_imports_nothing_heavy():
     program = (
-        "import sys, pipeproof.specs.load, pipeproof.specs.render\n"
+        "import sys, pipeproof.specs.load_plan, pipeproof.diagnostics.text_output\n"
         "print([m for m in ('rich', 'networkx', 'numpy', 'simpy', 'paddle') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

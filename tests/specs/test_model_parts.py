@@ -3,9 +3,9 @@
 import jsonschema
 import pytest
 
-from pipeproof.specs.finding import BadPlanError
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.specs.schema import plan_json_schema
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import plan_json_schema
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 8}

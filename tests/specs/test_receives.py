@@ -1,12 +1,13 @@
-"""The keys ``transport.recv_post`` and ``cost.recv_slowdown``: what they take, how they are refused and written."""
+"""The keys ``transport.recv_order`` and ``cost.recv_slowdown``: what they take, how they are refused and written."""
 
 from fractions import Fraction
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeproof.specs.load import PlanFileError, plan_from_dict
-from pipeproof.specs.schema import plan_json_schema
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import plan_json_schema
 from tests.plans import plan_dict
 
 
@@ -49,10 +50,10 @@ def test_what_is_no_share_is_refused(value, code, words):
 
 def test_a_near_name_is_suggested():
     with pytest.raises(PlanFileError) as refusal:
-        plan_from_dict(plan_dict(transport={"recv_post": "one_head"}))
+        plan_from_dict(plan_dict(transport={"recv_order": "one_head"}))
     (finding,) = refusal.value.findings
     assert finding.code == "PP106"
-    assert "one_ahead" in f"{finding.message} {finding.help}"
+    assert "prefetch_one" in f"{finding.message} {finding.help}"
 
 
 def test_a_slowdown_stands_beside_computed_times():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeproof.specs.finding import (
+from pipeproof.diagnostics.finding import (
     BadPlanError,
     CycleWitness,
     ElementRange,
@@ -17,9 +17,9 @@ from pipeproof.specs.finding import (
     Severity,
     WitnessOp,
 )
-from pipeproof.specs.load import load_plan
-from pipeproof.specs.render import BRIEF_WITNESSES, Brevity, finding_to_json, render_text
-from pipeproof.specs.source import SourceMap
+from pipeproof.diagnostics.source import SourceMap
+from pipeproof.diagnostics.text_output import BRIEF_WITNESSES, Brevity, finding_to_json, render_text
+from pipeproof.specs.load_plan import load_plan
 
 RANGES = RangesWitness((ElementRange(2, 4, 8, 0, "s 1"),), (ElementRange(2, 4, 8, 1),))
 CYCLE = CycleWitness((WitnessOp(0, "0SEND_F0", 3), WitnessOp(1, "1SEND_B0", 9)))
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_shown_is_named_all_the_same(tmp_path, content):
 def test_a_directory_and_a_huge_file_are_not_opened(tmp_path, monkeypatch):
     huge = tmp_path / "huge.csv"
     huge.write_text("0F0\n" * 100)
-    monkeypatch.setattr("pipeproof.specs.excerpt._MAX_BYTES", 99)
+    monkeypatch.setattr("pipeproof.diagnostics.source._MAX_EXCERPT_BYTES", 99)
     for file in (tmp_path, huge):
         assert shown_lines(text_of([finding(location=Location(str(file), 1, 1))])) == []
 

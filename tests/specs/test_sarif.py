@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import (
+from pipeproof.diagnostics.finding import (
     CycleWitness,
     ElementRange,
     Finding,
@@ -17,7 +16,8 @@ from pipeproof.specs.finding import (
     Severity,
     WitnessOp,
 )
-from pipeproof.specs.sarif import SarifResult, sarif_log
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.sarif_output import SarifResult, sarif_log
 
 ESSENTIALS = json.loads((Path(__file__).parent / "sarif_essentials.schema.json").read_text())
 DOCS = (

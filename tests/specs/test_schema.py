@@ -8,9 +8,8 @@ import jsonschema
 import pytest
 import yaml
 
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.schema import plan_json_schema
-from pipeproof.specs.yaml_tree import parse_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.specs.plan import PlanSpec, plan_json_schema
 from tests.specs.plans import example, example_plans
 
 SCHEMA = plan_json_schema()
@@ -75,7 +74,7 @@ def test_every_key_is_described():
     for name, field in fields(SCHEMA):
         assert re.search(r"\w", field.get("description", "")), name
         names.append(name)
-    assert {"num_layers", "sequence_parallel", "recv_post", "backward_weight_us", "optimizer"} <= set(names)
+    assert {"num_layers", "sequence_parallel", "recv_order", "backward_weight_us", "optimizer"} <= set(names)
 
 
 def test_defaults_are_plan_values():

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeproof.specs.finding import Location
-from pipeproof.specs.yaml_tree import MAX_DEPTH, MAX_NODES, parse_text
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.yaml_tree import MAX_DEPTH, MAX_NODES, parse_text
 
 
 def data_of(text):

@@ -12,7 +12,7 @@ import pytest
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import initial_weight, loss_scale, micro_batch
-from pipeproof.stages.reference.uncut import UncutModel
+from pipeproof.stages.reference.unpartitioned import UnpartitionedModel
 from tests.stages.adjoints.world import STEP
 
 
@@ -39,7 +39,7 @@ def big_weights(plan: PlanSpec) -> dict[str, np.ndarray]:
 
 
 def assert_slopes(plan: PlanSpec) -> None:
-    """The uncut model's gradients are slopes: of each weight where it is largest, and in some other place.
+    """The unpartitioned model's gradients are slopes: of each weight where it is largest, and in some other place.
 
     The plan is of float64. Weights are enlarged, so that all of them matter, and none is like another.
     """
@@ -48,7 +48,7 @@ def assert_slopes(plan: PlanSpec) -> None:
         name: whole * (1.0 + 0.3 * generator.standard_normal(whole.shape)) * (1.0 if whole.ndim == 1 else 10.0)
         for name, whole in big_weights(plan).items()
     }
-    model = UncutModel(plan, weights)
+    model = UnpartitionedModel(plan, weights)
     _loss(model).backward()
     for name in weights:
         grad = model.main[name].grad.numpy()
@@ -63,10 +63,10 @@ def _slope(plan: PlanSpec, weights: Mapping[str, np.ndarray], name: str, place: 
     for sign in (1.0, -1.0):
         moved = weights[name].copy()
         moved[place] += sign * STEP
-        sides.append(float(_loss(UncutModel(plan, {**weights, name: moved}))))
+        sides.append(float(_loss(UnpartitionedModel(plan, {**weights, name: moved}))))
     return (sides[0] - sides[1]) / (2 * STEP)
 
 
-def _loss(model: UncutModel) -> paddle.Tensor:
+def _loss(model: UnpartitionedModel) -> paddle.Tensor:
     """The main loss of the first micro-batch."""
     return model.losses(micro_batch(model.plan, 0, 0))[0] * loss_scale(model.plan, 0, 0)

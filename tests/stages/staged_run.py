@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers import Layer, Parameter
@@ -18,7 +18,7 @@ from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.orders import Orders
+from pipeproof.stages.reference.ordered_sums import Orders
 from tests.plans import plan_dict
 from tests.stages.tensor_parallel import InMemoryWorld, Issued
 
@@ -115,12 +115,12 @@ class StagedRun:
             outputs.append(activation)
         forward = self._take_issued(rank)
         grad = None
-        put_off = []
+        defer = []
         for stage, received, output in zip(*map(reversed, (self.stages[rank], inputs, outputs)), strict=True):
-            put_off.append(stage.backward_input(output, grad))
+            defer.append(stage.backward_input(output, grad))
             grad = received.grad if received is not None else None
         self.issued.append((forward, self._take_issued(rank)))
-        for gradients in put_off:
+        for gradients in defer:
             gradients.accumulate()
         return self.stages[rank][-1].losses[()]
 

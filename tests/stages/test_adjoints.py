@@ -1,4 +1,4 @@
-"""Every operation's backward is the adjoint of its forward's derivative, and a wrong one is seen."""
+"""The backward of every operation is the adjoint of its forward's derivative, and the test detects wrong ones."""
 
 import numpy as np
 import paddle
@@ -83,9 +83,9 @@ def test_the_gradient_of_a_router_is_that_of_what_it_feeds_and_of_its_losses(sco
     logits, along, y = np.random.default_rng(4).standard_normal((3, 9, 6))
 
     def entered(values):
-        balance = Balance(plan, (), puts_in_losses=True)
+        balance = Balance(plan, (), adds_losses=True)
         leaf = paddle.to_tensor(values, stop_gradient=False)
-        return leaf, balance.of("mlp", 0, 0).enter(leaf), sum(balance.shown().values())
+        return leaf, balance.of("mlp", 0, 0).enter(leaf), sum(balance.values().values())
 
     leaf, made, _ = entered(logits)
     paddle.autograd.backward([made], [paddle.to_tensor(y)])

@@ -1,4 +1,4 @@
-"""Losses of routers by their formulas, their gradients by differences, and biases that move with loads."""
+"""Router losses against their formulas, their gradients against differences, and biases that follow the load."""
 
 import numpy as np
 import paddle
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.needs_paddle
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 7, 12, 3
 SIZES = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_size": 8}
 WEIGHT = 1 / 3
-"""Of a unit of work: there are three micro-batches."""
+"""Of a work item: there are three micro-batches."""
 
 
-def stage_balance(*, puts_in_losses=True, **moe):
+def stage_balance(*, adds_losses=True, **moe):
     plan = make_plan(
         model={"moe": {**SIZES, **moe}, "num_layers": 1}, run={"dtype": "float64"}, schedule={"num_micro_batches": 3}
     )
-    return Balance(plan, describe_gpt(plan), puts_in_losses=puts_in_losses)
+    return Balance(plan, describe_gpt(plan), adds_losses=adds_losses)
 
 
 def outputs(seed=0):
@@ -50,9 +50,9 @@ def test_losses_are_those_of_the_formulas(score):
     balance = stage_balance(aux_loss=0.1, z_loss=0.01, score=score)
     balance.of("layer.0.mlp", 2, 0).enter(paddle.to_tensor(outputs()))
     aux, z = by_formula(outputs(), score, 0.1, 0.01)
-    shown = balance.shown()
-    assert shown["aux/layer.0.mlp/2/0"] == pytest.approx(aux * WEIGHT, rel=1e-14)
-    assert shown["z/layer.0.mlp/2/0"] == pytest.approx(z * WEIGHT, rel=1e-14)
+    values = balance.values()
+    assert values["aux/layer.0.mlp/2/0"] == pytest.approx(aux * WEIGHT, rel=1e-14)
+    assert values["z/layer.0.mlp/2/0"] == pytest.approx(z * WEIGHT, rel=1e-14)
     moe = MoeSpec(**SIZES, score=score)
     assert float(reference.balance_loss(paddle.to_tensor(outputs()), moe)) == pytest.approx(aux / 0.1, rel=1e-14)
     assert float(reference.z_loss(paddle.to_tensor(outputs()))) == pytest.approx(z / 0.01, rel=1e-14)
@@ -62,7 +62,7 @@ def test_even_loads_have_a_loss_of_one():
     rows = np.stack([np.roll(np.arange(NUM_EXPERTS) < TOP_K, TOP_K * i) * 4.0 for i in range(4)])
     balance = stage_balance(aux_loss=1.0)
     balance.of("layer.0.mlp", 0, 0).enter(paddle.to_tensor(rows))
-    assert balance.shown()["aux/layer.0.mlp/0/0"] == pytest.approx(WEIGHT, rel=1e-14)
+    assert balance.values()["aux/layer.0.mlp/0/0"] == pytest.approx(WEIGHT, rel=1e-14)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -81,11 +81,11 @@ def test_the_way_back_adds_the_gradient_of_the_losses(score, aux, z):
 
 
 def test_one_of_the_tensor_parallel_ranks_puts_the_losses_in():
-    balance = stage_balance(puts_in_losses=False, aux_loss=0.1)
+    balance = stage_balance(adds_losses=False, aux_loss=0.1)
     logits = paddle.to_tensor(outputs(), stop_gradient=False)
     paddle.autograd.backward([balance.of("layer.0.mlp", 0, 0).enter(logits)], [paddle.zeros_like(logits)])
     assert not logits.grad.numpy().any()
-    assert balance.shown() == {}
+    assert balance.values() == {}
 
 
 def test_a_bias_moves_against_the_load_and_only_the_choice_knows_it():
@@ -94,7 +94,7 @@ def test_a_bias_moves_against_the_load_and_only_the_choice_knows_it():
     router = balance.of("layer.0.mlp", 0, 0)
     chosen, gains = choose(paddle.to_tensor(outputs()), moe, router.bias)
     router.count(chosen)
-    router.count(chosen)  # computed again: the same visits
+    router.count(chosen)  # recomputed: the same visits
     load = balance.load("layer.0.mlp")
     assert load.sum() == NUM_TOKENS * TOP_K
     balance.move_biases()
@@ -122,4 +122,4 @@ def test_biases_do_not_change_which_experts_the_loss_calls_chosen():
     biased.biases["layer.0.mlp"][:] = np.linspace(5, -5, NUM_EXPERTS)
     for balance in (plain, biased):
         balance.of("layer.0.mlp", 0, 0).enter(paddle.to_tensor(outputs()))
-    assert plain.shown()["aux/layer.0.mlp/0/0"] == biased.shown()["aux/layer.0.mlp/0/0"]
+    assert plain.values()["aux/layer.0.mlp/0/0"] == biased.values()["aux/layer.0.mlp/0/0"]

@@ -1,4 +1,4 @@
-"""Experts, groups of queries and latent attention: loops without Paddle, slopes, choices, and what W computes."""
+"""Experts, query groups and latent attention: loops without Paddle, slopes, choices, and W."""
 
 import numpy as np
 import paddle
@@ -6,12 +6,11 @@ import pytest
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.paddle.balance import Balance
-from pipeproof.stages.paddle.expert_exchange import ExpertRegion, fork, reorder
-from pipeproof.stages.paddle.experts import Experts, choose
-from pipeproof.stages.paddle.functional import causal_attention
+from pipeproof.stages.paddle.experts import ExpertRegion, Experts, choose, reorder
+from pipeproof.stages.paddle.functional import causal_attention, fork
 from pipeproof.stages.paddle.weights import SplitWeights
-from pipeproof.stages.reference.mixture import route
-from pipeproof.stages.reference.uncut import UncutModel, run_uncut
+from pipeproof.stages.reference.experts import route
+from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unpartitioned
 from tests.stages.slopes import assert_slopes, big_weights
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
 
@@ -45,7 +44,7 @@ def test_experts_are_what_a_loop_over_tokens_computes(generic, score, normalize)
     tokens = generic(5, 2, HIDDEN)
     weights = {name: paddle.to_tensor(array, stop_gradient=False) for name, array in arrays.items()}
     entered = paddle.to_tensor(tokens, stop_gradient=False)
-    router = Balance(make_plan(), (), puts_in_losses=True).of("mlp", 0, 0)
+    router = Balance(make_plan(), (), adds_losses=True).of("mlp", 0, 0)
     made = Experts(moe, "mlp", SplitWeights(), weights.__getitem__, ExpertRegion(0, 1, None)).forward(entered, router)
     gate, up, down = (arrays[f"mlp.experts.{part}.weight"] for part in ("gate", "up", "down"))
     shared = [arrays[f"mlp.shared.{part}.weight"] for part in ("gate", "up", "down")]
@@ -71,6 +70,7 @@ def test_of_equal_scores_the_lower_experts_are_chosen():
     assert route(paddle.to_tensor(logits), moe).experts.tolist() == expected
 
 
+@pytest.mark.slow(but=["attention0-softmax-sbh", "attention0-sigmoid-bsh", "attention1-sigmoid-bsh"])
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("attention", [{"num_kv_heads": 2, "head_size": 6}, {"mla": MLA}])
@@ -121,7 +121,7 @@ def head_by_head(x, weights, mla, num_heads):
 def test_latent_attention_is_what_a_loop_over_heads_computes(generic, order, q_rank):
     mla = {**MLA, "q_rank": q_rank}
     plan = make_plan(model={"activation_order": order, "num_layers": 1, "mla": mla}, run={"dtype": "float64"})
-    model = UncutModel(plan, {name: generic(*whole.shape) for name, whole in big_weights(plan).items()})
+    model = UnpartitionedModel(plan, {name: generic(*whole.shape) for name, whole in big_weights(plan).items()})
     x = generic(*((8, 3, 16) if order == "sbh" else (3, 8, 16)))
     made = model.latent_attention(paddle.to_tensor(x), "layer.0.attn").numpy()
     weights = {n.removeprefix("layer.0.attn."): w.numpy() for n, w in model.weights.items() if ".attn." in n}
@@ -132,10 +132,10 @@ def test_latent_attention_is_what_a_loop_over_heads_computes(generic, order, q_r
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("cut", [(), (2, 5)])
-def test_any_cut_with_experts_and_groups_is_bitwise_the_uncut_model(cut, dtype):
+def test_any_cut_with_experts_and_groups_is_bitwise_the_unpartitioned_model(cut, dtype):
     model = {"num_kv_heads": 2, "head_size": 6, "moe": {**MOE, "dense_layers": 1}}
     plan = make_plan(model=model, run={"dtype": dtype, "steps": 3})
-    for ours, reference in zip(StagedRun(plan, cut).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut).steps(), run_unpartitioned(plan), strict=True):
         assert ours.loss.tobytes() == reference.loss.tobytes()
         assert same_bits(ours.gradients, reference.gradients) == []
 
@@ -147,7 +147,7 @@ def test_experts_that_no_token_visits_have_gradients_of_zero():
         schedule={"num_micro_batches": 1, "micro_batch_size": 1},
         run={"steps": 2, "optimizer": "sgd"},
     )
-    steps = list(zip(StagedRun(plan).steps(), run_uncut(plan), strict=True))
+    steps = list(zip(StagedRun(plan).steps(), run_unpartitioned(plan), strict=True))
     for ours, reference in steps:
         assert same_bits(ours.gradients, reference.gradients) == []
     (first, before), (_, after) = steps

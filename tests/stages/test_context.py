@@ -1,12 +1,12 @@
-"""Keys and values that context-parallel ranks share: what comes back is the adjoint of what is shared."""
+"""Keys and values shared by context-parallel ranks: backward is the adjoint of forward."""
 
 import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.common.context import SharedKeys
+from pipeproof.stages.common.sequence_splits import GatheredKeys
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.stages.staged_run import make_plan
 
@@ -38,7 +38,7 @@ def test_what_comes_back_is_the_adjoint_of_what_is_shared(place):
     mine = [paddle.to_tensor(draws.standard_normal(shape), stop_gradient=False) for _ in range(2)]
     others = [paddle.to_tensor(draws.standard_normal([2, *shape])) for _ in range(2)]
     parts = Parts(others, place)
-    seen = SharedKeys(OPS, 3, parts).join(*mine, micro_batch=0, layer="layer.0.attn", piece=place)
+    seen = GatheredKeys(OPS, 3, parts).join(*mine, micro_batch=0, layer="layer.0.attn", split=place)
     assert [list(one.shape) for one in seen] == [[2, 3, 4 * (place + 1), 5]] * 2
     back = [paddle.to_tensor(draws.standard_normal(one.shape)) for one in seen]
     paddle.autograd.backward(seen, back)

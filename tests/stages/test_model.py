@@ -4,12 +4,12 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.common.collectives import TensorParallelRegion
+from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables, rotate
-from pipeproof.stages.paddle.ops import OPS
 from pipeproof.stages.paddle.vocabulary import token_losses
-from pipeproof.stages.reference.uncut import run_uncut
+from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.stages.slopes import assert_slopes, big_weights
 from tests.stages.staged_run import StagedRun, make_plan
 from tests.stages.tensor_parallel import InMemoryWorld
@@ -77,7 +77,7 @@ def test_loss_is_that_of_a_forward_pass_written_without_paddle(order):
     )
     num = plan.schedule.num_micro_batches
     expected = sum(numpy_loss(plan, micro_batch(plan, 0, i)) * loss_scale(plan, 0, i) for i in range(num))
-    (reference,) = run_uncut(plan)
+    (reference,) = run_unpartitioned(plan)
     (ours,) = StagedRun(plan).steps()
     assert float(reference.loss) == pytest.approx(expected, rel=1e-13)
     assert float(ours.loss) == pytest.approx(expected, rel=1e-13)

@@ -1,4 +1,4 @@
-"""The optimizers are what their descriptions say, and gradient buffers begin as +0.0."""
+"""The optimizers follow their definitions, and gradient buffers begin as +0.0."""
 
 import numpy as np
 import paddle

@@ -1,4 +1,4 @@
-"""The goldens that PyTorch's stages are held against are what Paddle's uncut reference makes."""
+"""The goldens for PyTorch's stages equal the results of Paddle's unpartitioned reference."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ pytestmark = pytest.mark.needs_paddle
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_golden_is_what_paddle_makes(feature):
-    from pipeproof.stages.reference.uncut import run_uncut
+    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 
     with np.load(golden_of(feature)) as golden:
-        assert_kept(kept_of(run_uncut(make_plan(feature))), dict(golden), rtol=1e-13)
+        assert_kept(kept_of(run_unpartitioned(make_plan(feature))), dict(golden), rtol=1e-13)
 
 
 def test_no_golden_is_of_a_feature_that_is_gone():

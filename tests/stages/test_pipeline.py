@@ -1,4 +1,4 @@
-"""Stages without tensor parallelism have the uncut model's bits, however the layers are cut."""
+"""Stages without tensor parallelism have the bits of the unpartitioned model, for every partition."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_model import OrderedModel
-from pipeproof.stages.reference.orders import Orders
-from pipeproof.stages.reference.uncut import run_uncut
+from pipeproof.stages.reference.ordered_sums import Orders
+from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 
 pytestmark = pytest.mark.needs_paddle
@@ -19,17 +19,25 @@ CUTS = {1: (), 2: (3,), 3: (1, 4), 4: (1, 2, 6)}
 """By the number of stages: one that holds only the embedding, one that holds only the head, among others."""
 
 
+@pytest.mark.slow(
+    but=[
+        "float32-adamw-sbh-mean_of_micro_batches",
+        "float32-adamw-bsh-global_tokens",
+        "float64-sgd-sbh-global_tokens",
+        "float64-sgd-bsh-mean_of_micro_batches",
+    ]
+)
 @pytest.mark.parametrize("normalization", ["global_tokens", "mean_of_micro_batches"])
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_any_cut_is_bitwise_the_uncut_model_over_five_steps(dtype, optimizer, order, normalization):
+def test_any_cut_is_bitwise_the_unpartitioned_model_over_five_steps(dtype, optimizer, order, normalization):
     plan = make_plan(
         model={"activation_order": order},
         loss={"normalization": normalization},
         run={"dtype": dtype, "optimizer": optimizer, "steps": 5, "seed": 7},
     )
-    references = list(run_uncut(plan))
+    references = list(run_unpartitioned(plan))
     assert len(references) == 5
     for cut in CUTS.values():
         for ours, reference in zip(StagedRun(plan, cut).steps(), references, strict=True):
@@ -38,12 +46,12 @@ def test_any_cut_is_bitwise_the_uncut_model_over_five_steps(dtype, optimizer, or
             assert same_bits(ours.gradients, reference.gradients) == []
 
 
-def test_without_parallelism_the_ordered_model_is_bitwise_the_uncut_one():
+def test_without_parallelism_the_ordered_model_is_bitwise_the_unpartitioned_one():
     plan = make_plan(run={"steps": 3})
-    for ordered, uncut in zip(run_in_order(plan), run_uncut(plan), strict=True):
-        assert ordered.loss.tobytes() == uncut.loss.tobytes()
-        assert same_bits(ordered.gradients, uncut.gradients) == []
-        assert same_bits(ordered.weights, uncut.weights) == []
+    for ordered, unpartitioned in zip(run_in_order(plan), run_unpartitioned(plan), strict=True):
+        assert ordered.loss.tobytes() == unpartitioned.loss.tobytes()
+        assert same_bits(ordered.gradients, unpartitioned.gradients) == []
+        assert same_bits(ordered.weights, unpartitioned.weights) == []
 
 
 def test_another_order_of_micro_batches_is_added_in_that_order():
@@ -76,8 +84,8 @@ def test_copies_add_their_own_micro_batches_and_then_their_sums():
 
 @pytest.mark.parametrize("num_splits", [2, 4])
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
-def test_a_model_of_pieces_of_sequences_is_the_uncut_one_but_for_rounding(order, num_splits):
-    """Attention of a piece sees all before it, and its keys and values have the gradients of all after it."""
+def test_a_model_of_sequence_splits_is_the_unpartitioned_one_except_rounding(order, num_splits):
+    """Attention of a split sees all before it, and its keys and values have the gradients of all after it."""
     plan = make_plan(
         model={"activation_order": order},
         schedule={"num_sequence_splits": num_splits, "kind": "seq1f1b"},
@@ -85,13 +93,13 @@ def test_a_model_of_pieces_of_sequences_is_the_uncut_one_but_for_rounding(order,
     )
     units = (range(plan.schedule.num_micro_batches * num_splits),)
     (ours,) = run_ordered(plan, Orders(units, dict.fromkeys(parameter_names(plan), units)))
-    (uncut,) = run_uncut(plan)
+    (unpartitioned,) = run_unpartitioned(plan)
     bound = parallel_bound(plan)
     assert 0.0 < bound < 1e-12
-    assert abs(ours.loss - uncut.loss) <= bound * uncut.loss
-    for name, gradient in uncut.gradients.items():
+    assert abs(ours.loss - unpartitioned.loss) <= bound * unpartitioned.loss
+    for name, gradient in unpartitioned.gradients.items():
         assert np.abs(ours.gradients[name] - gradient).max() <= bound * np.abs(gradient).max(), name
-    assert same_bits(ours.gradients, uncut.gradients) != []
+    assert same_bits(ours.gradients, unpartitioned.gradients) != []
 
 
 def parameter_names(plan):
@@ -104,7 +112,7 @@ def one_micro_batch(plan, index):
     model.zero_gradients()
     ((loss,),) = model.losses([micro_batch(plan, 0, index)])
     (loss * loss_scale(plan, 0, index)).backward()
-    return {name: model.joined(name, pieces) for name, pieces in model.gradients().items()}
+    return {name: model.joined(name, splits) for name, splits in model.gradients().items()}
 
 
 @pytest.mark.parametrize("damage", ["swap", "drop"])
@@ -115,7 +123,7 @@ def test_layers_in_another_order_or_too_few_are_seen_at_once(damage):
         layers[1], layers[2] = layers[2], layers[1]
     else:
         del layers[2]
-    (ours,), (reference,) = StagedRun(plan, layers=layers).steps(), run_uncut(plan)
+    (ours,), (reference,) = StagedRun(plan, layers=layers).steps(), run_unpartitioned(plan)
     assert ours.loss != reference.loss
     common = {name: reference.gradients[name] for name in ours.gradients}
     assert same_bits(ours.gradients, common) == list(ours.gradients)
@@ -124,9 +132,9 @@ def test_layers_in_another_order_or_too_few_are_seen_at_once(damage):
 def test_every_step_and_micro_batch_shows_in_the_gradients():
     plan = make_plan(run={"steps": 2})
     more = make_plan(run={"steps": 2}, schedule={"num_micro_batches": 5})
-    first, second = run_uncut(plan)
+    first, second = run_unpartitioned(plan)
     assert same_bits(first.gradients, second.gradients) == list(first.gradients)
-    assert same_bits(first.gradients, next(run_uncut(more)).gradients) == list(first.gradients)
+    assert same_bits(first.gradients, next(run_unpartitioned(more)).gradients) == list(first.gradients)
 
 
 @pytest.mark.parametrize(("names", "given"), [(["embed"], True), (["norm", "head"], False)])

@@ -1,4 +1,4 @@
-"""What is computed again on the way back: the same bits, and less held between forward and backward."""
+"""Recomputation in backward: the same bits, and less memory between forward and backward."""
 
 import gc
 import weakref
@@ -9,8 +9,8 @@ import pytest
 
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.synthetic import micro_batch
-from pipeproof.stages.describe.watch import LayerWatch
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.describe.test_memory import held
 from tests.stages.staged_run import make_plan, same_bits
@@ -52,6 +52,17 @@ def gone_back(plan, part):
     return ranks, {f"{rank}/{n}": g for rank, own in enumerate(given) for n, g in own.items()} | ranks.gradients()
 
 
+@pytest.mark.slow(
+    but=[
+        "model0-2-True-whole",
+        "model1-1-False-middle",
+        "model2-2-True-middle",
+        "model3-2-True-middle",
+        "model3-1-False-whole",
+        "model4-1-False-middle",
+        "model1-2-True-whole",
+    ]
+)
 @pytest.mark.parametrize("part", ["whole", "middle"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 @pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE, {**MLA, **MOE, "activation_order": "bsh"}])
@@ -80,6 +91,7 @@ def test_a_block_issues_its_forwards_collectives_once_more_and_attentions_core_n
 
 
 @pytest.mark.parametrize("model", [{}, GROUPS, MLA, MOE])
+@pytest.mark.usefixtures("few_objects")
 def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     """Bytes of the host's allocator: of two blocks their inputs alone, or all but attention's probabilities."""
     now = {}
@@ -103,6 +115,7 @@ def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same of all"
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_one_block_at_a_time_is_computed_again(monkeypatch):
     ranks = Ranks(make("full"), "middle")
     calls, alive, made = [], [], []
@@ -140,14 +153,15 @@ def test_an_output_can_be_given_back_before_the_backward(recompute):
 
 
 @pytest.mark.parametrize("recompute", AGAIN)
-def test_pieces_read_what_earlier_ones_left_and_all_is_freed(recompute):
+@pytest.mark.usefixtures("few_objects")
+def test_splits_read_keys_of_earlier_splits_and_all_memory_is_freed(recompute):
     def gradients(which):
         plan = make(which, schedule={"kind": "seq1f1b", "num_sequence_splits": 4})
         stage, batch = PaddleStage(plan, describe_gpt(plan)), micro_batch(plan, 0, 0)
         for weight in stage.parameters.values():
             weight.grad = paddle.zeros_like(weight)
         before = allocated()
-        outputs = [stage.forward(None, batch, step=0, index=0, piece=piece) for piece in range(4)]
+        outputs = [stage.forward(None, batch, step=0, index=0, split=split) for split in range(4)]
         there = allocated() - before
         while outputs:
             stage.backward(outputs.pop(), None)

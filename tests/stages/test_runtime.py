@@ -1,4 +1,4 @@
-"""Paddle starts quietly and on one thread, or says why it cannot."""
+"""Paddle starts quietly and on one thread, or reports why it cannot."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""I, then W whenever one likes, is B: bit for bit, with every collective in I and every tensor freed by W."""
+"""I and a later W equal B: bit for bit, with every collective in I and every tensor freed by W."""
 
 import gc
 import weakref
@@ -164,7 +164,7 @@ def test_weight_gradients_are_added_once(pending):
 
 @pytest.mark.parametrize("part", ["first", "embed", "middle", "norm"])
 def test_an_output_can_be_given_back_before_the_backward(part):
-    """Autograd needs the tensor that was sent, but not its values (``buffers.release_output``)."""
+    """Autograd needs the tensor that was sent, but not its values (``buffers.free_output``)."""
     kept, released = Ranks(make_plan(), part), Ranks(make_plan(), part)
     for ranks in (kept, released):
         _, output = ranks.forward(0, 0)
@@ -176,17 +176,17 @@ def test_an_output_can_be_given_back_before_the_backward(part):
     assert same_bits(released.gradients(), kept.gradients()) == []
 
 
-def test_keys_and_values_of_pieces_are_kept_until_the_last_piece_alone():
+def test_keys_and_values_are_stored_only_until_the_last_split():
     plan = make_plan(schedule={"kind": "seq1f1b", "num_sequence_splits": 4})
     stage = PaddleStage(plan, describe_gpt(plan))
     batch = micro_batch(plan, 0, 0)
     outputs, read_later = [], []
-    for piece in range(4):
-        outputs.append(stage.forward(None, batch, step=0, index=0, piece=piece))
-        kept = list(stage._earlier._kept.values())
+    for split in range(4):
+        outputs.append(stage.forward(None, batch, step=0, index=0, split=split))
+        kept = list(stage._sequence_keys._sequences.values())
         read_later += [weakref.ref(tensor) for keys, values in kept for tensor in (*keys, *values)]
-        assert len(kept) == (4 if piece < 3 else 0), "one entry for each block"
-        assert all(len(keys) == len(values) == piece + 1 for keys, values in kept)
+        assert len(kept) == (4 if split < 3 else 0), "one entry for each block"
+        assert all(len(keys) == len(values) == split + 1 for keys, values in kept)
     assert all(reference() is not None for reference in read_later)
     while outputs:
         stage.backward(outputs.pop(), None)

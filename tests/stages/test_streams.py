@@ -1,4 +1,4 @@
-"""Hyper-connections: the mathematics, loops without Paddle, slopes, what W computes, and any cut of the model."""
+"""Hyper-connections: the mathematics, loops without Paddle, slopes, W, and every partition of the model."""
 
 import gc
 import math
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
+from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.streams import BlockStreams
+from pipeproof.stages.describe.residual_streams import BlockStreams
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.paddle.weights import SplitWeights
-from pipeproof.stages.reference.uncut import UncutModel, run_uncut
+from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unpartitioned
 from tests.stages.adjoints.world import STEP
 from tests.stages.slopes import assert_adjoint, big_weights
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
@@ -54,7 +54,7 @@ def balanced(matrix, iterations):
     iterations=st.integers(1, 25),
 )
 def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterations):
-    """Rows up to rounding; columns by Birkhoff's contraction of Hilbert's metric (``describe/streams.py``)."""
+    """Rows up to rounding; columns by Birkhoff's contraction of Hilbert's metric (``describe/residual_streams.py``)."""
     made = sinkhorn(OPS, paddle.to_tensor(matrix), iterations).numpy()
     np.testing.assert_allclose(made, balanced(matrix, iterations), rtol=1e-11)
     assert (made > 0).all()
@@ -65,7 +65,7 @@ def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterati
 
 
 def test_the_bound_of_columns_is_no_empty_promise():
-    """After one iteration columns are well off; after the default twenty they are not to be told from one."""
+    """After one iteration columns are well off; after the default twenty they cannot be distinguished from one."""
     matrix = np.array([[1.0, 0.0], [0.0, 0.5]])
     off = [np.abs(sinkhorn(OPS, paddle.to_tensor(matrix), t).numpy().sum(axis=0) - 1).max() for t in (1, 20)]
     assert off[0] > 1e-3
@@ -99,15 +99,15 @@ def test_adjoint_around_a_sub_layer(generic):
     weights = SplitWeights()
 
     def behind(streams):
-        return around(OPS, streams, lambda read: paddle.tanh(read) * 0.5, OF, weights, leaves(own))
+        return with_streams(OPS, streams, lambda read: paddle.tanh(read) * 0.5, OF, weights, leaves(own))
 
     assert_adjoint(behind, [generic(*x)], [generic(*x)], generic(*x))
 
 
 def test_adjoint_of_the_ends(generic):
     both = (4, 2, HIDDEN), (4, 2, 3 * HIDDEN)
-    assert_adjoint(lambda x: opened(OPS, x, 3), [generic(*both[0])], [generic(*both[0])], generic(*both[1]))
-    assert_adjoint(lambda x: closed(OPS, x, 3), [generic(*both[1])], [generic(*both[1])], generic(*both[0]))
+    assert_adjoint(lambda x: expand_streams(OPS, x, 3), [generic(*both[0])], [generic(*both[0])], generic(*both[1]))
+    assert_adjoint(lambda x: contract_streams(OPS, x, 3), [generic(*both[1])], [generic(*both[1])], generic(*both[0]))
 
 
 def test_streams_around_a_sub_layer_are_what_a_loop_over_tokens_computes(generic):
@@ -116,7 +116,7 @@ def test_streams_around_a_sub_layer_are_what_a_loop_over_tokens_computes(generic
     def sub_layer(read):
         return paddle.matmul(read, paddle.to_tensor(turn))
 
-    made = around(OPS, paddle.to_tensor(x), sub_layer, OF, SplitWeights(), leaves(own)).numpy()
+    made = with_streams(OPS, paddle.to_tensor(x), sub_layer, OF, SplitWeights(), leaves(own)).numpy()
     scale = np.repeat(own["scale"], [3, 3, 9])
     for place in np.ndindex(4, 2):
         token = x[place]
@@ -152,7 +152,7 @@ def test_gradients_are_the_slopes_of_the_loss(order):
     generator = np.random.default_rng(4)
     weights = {name: whole + 0.3 * generator.standard_normal(whole.shape) for name, whole in big_weights(plan).items()}
     batch, scale = micro_batch(plan, 0, 0), loss_scale(plan, 0, 0)
-    model = UncutModel(plan, weights)
+    model = UnpartitionedModel(plan, weights)
     (model.losses(batch)[0] * scale).backward()
     own = [name for name in weights if "_streams." in name]
     assert len(own) == 2 * 2 * 3
@@ -164,16 +164,16 @@ def test_gradients_are_the_slopes_of_the_loss(order):
         for sign in (1.0, -1.0):
             moved = weights[name].copy()
             moved[place] += sign * STEP
-            sides.append(float(UncutModel(plan, {**weights, name: moved}).losses(batch)[0] * scale))
+            sides.append(float(UnpartitionedModel(plan, {**weights, name: moved}).losses(batch)[0] * scale))
         assert grad[place] == pytest.approx((sides[0] - sides[1]) / (2 * STEP), rel=1e-5, abs=1e-9), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("num_layers", "cut"), [(4, ()), (4, (1,)), (4, (2, 4)), (4, (5, 6)), (1, (1, 2))])
-def test_any_cut_is_bitwise_the_uncut_model(num_layers, cut, dtype):
+def test_any_cut_is_bitwise_the_unpartitioned_model(num_layers, cut, dtype):
     """Also between the embedding and the first block, between the last block and the norm, around a block alone."""
     plan = make_plan(model={"num_layers": num_layers, **STREAMS}, run={"dtype": dtype, "steps": 2})
-    for ours, reference in zip(StagedRun(plan, cut).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut).steps(), run_unpartitioned(plan), strict=True):
         assert ours.loss.tobytes() == reference.loss.tobytes()
         assert same_bits(ours.gradients, reference.gradients) == []
         assert all(gradient.any() for gradient in reference.gradients.values())
@@ -184,6 +184,7 @@ def allocated():
     return paddle.base.core.host_memory_stat_current_value("Allocated", 0)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_recomputation_keeps_the_streams_alone_and_changes_no_bit():
     kept, *again = (gone_through(recompute) for recompute in ("none", "selective", "full"))
     assert all(gradient.any() for gradient in kept.values())

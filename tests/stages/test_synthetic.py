@@ -1,11 +1,11 @@
-"""Weights and tokens depend on what they are for, and on nothing else."""
+"""Weights and tokens depend only on their purpose."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import IGNORED, initial_weight, loss_scale, micro_batch
 from tests.plans import plan_dict

@@ -1,4 +1,4 @@
-"""Tensor- and data-parallel ranks have the ordered reference's bits, and stay within the bound of the uncut one."""
+"""Tensor- and data-parallel ranks have the ordered reference's bits, within the bound of the unpartitioned model."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.reference.uncut import run_uncut, uncut_step
+from pipeproof.stages.reference.unpartitioned import run_unpartitioned, unpartitioned_step
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 from tests.stages.tensor_parallel import Issued
 
@@ -25,11 +25,14 @@ def assert_bitwise_and_bounded(plan, cut=()):
     for ours, ordered in zip(StagedRun(plan, cut).steps(), run_in_order(plan), strict=True):
         assert ours.loss.tobytes() == ordered.loss.tobytes()
         assert same_bits(ours.gradients, ordered.gradients) == []
-        uncut = uncut_step(plan, ordered.weights, ordered.step)
-        assert max_rel_diff(ordered.gradients, uncut.gradients) <= bound
-        assert abs(ordered.loss - uncut.loss) <= bound * uncut.loss
+        unpartitioned = unpartitioned_step(plan, ordered.weights, ordered.step)
+        assert max_rel_diff(ordered.gradients, unpartitioned.gradients) <= bound
+        assert abs(ordered.loss - unpartitioned.loss) <= bound * unpartitioned.loss
 
 
+@pytest.mark.slow(
+    but=["2-False-float64-bsh", "2-True-float32-sbh", "2-True-float64-bsh", "4-True-float32-bsh", "4-True-float64-sbh"]
+)
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -44,6 +47,7 @@ def test_tensor_parallel_ranks_are_bitwise_the_ordered_model_over_three_steps(tp
     assert_bitwise_and_bounded(plan, cut=(1, 2, 4) if order == "sbh" else ())
 
 
+@pytest.mark.slow(but=["1-False-sgd", "1-False-adamw", "2-True-adamw"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_data_parallel_ranks_are_bitwise_the_ordered_model(tp, sequence_parallel, optimizer):
@@ -150,15 +154,15 @@ def test_the_bound_is_tight_enough_to_see_one_wrong_weight(dtype):
     (ordered,) = run_in_order(plan)
     weights = {name: weight.copy() for name, weight in ordered.weights.items()}
     weights["layer.1.mlp.up.weight"][0, 0] *= 1.5
-    damaged = uncut_step(plan, weights, 0)
+    damaged = unpartitioned_step(plan, weights, 0)
     assert max_rel_diff(ordered.gradients, damaged.gradients) > 5 * parallel_bound(plan)
 
 
 def test_orders_of_addition_really_differ():
-    """Else the ordered reference would be the uncut one under another name."""
+    """Else the ordered reference would be the unpartitioned one under another name."""
     plan = make_plan(topology={"tp": 2, "sequence_parallel": True}, run={"steps": 1})
-    (ordered,), (uncut,) = run_in_order(plan), run_uncut(plan)
-    assert len(same_bits(ordered.gradients, uncut.gradients)) > len(uncut.gradients) // 2
+    (ordered,), (unpartitioned,) = run_in_order(plan), run_unpartitioned(plan)
+    assert len(same_bits(ordered.gradients, unpartitioned.gradients)) > len(unpartitioned.gradients) // 2
 
 
 def test_a_rank_that_issues_something_else_is_not_waited_for():

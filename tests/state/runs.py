@@ -1,10 +1,10 @@
-"""Runs in one process that save their state, or go on from it."""
+"""Runs in one process that save their state, or resume from it."""
 
-from pipeproof.exec.kept import go_on, part_of
-from pipeproof.state.fits import require_fits
-from pipeproof.state.load import find_state
-from pipeproof.state.save import finish_state, write_part
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.exec.rank.checkpointing import rank_shards, restore_state
+from pipeproof.state.read_state import find_state
+from pipeproof.state.resume_check import require_resumable
+from pipeproof.state.write_state import finish_state, write_rank_state
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
@@ -21,10 +21,10 @@ def plan_of(backend="paddle", steps=2, topology=(), schedule=(), model=(), run=(
 
 
 def save(at, root, adapters, arrays, steps_done=2):
-    """What all ranks of a subject have, as the state after so many steps."""
+    """Save the state of all ranks of a subject after so many steps."""
     for rank, adapter in enumerate(adapters):
-        write_part(root, steps_done, "job", at.plan, rank, part_of(adapter, arrays, at.plan, rank))
-    return finish_state(root, steps_done, "job", at.plan, plan_digest(at), "1.0")
+        write_rank_state(root, steps_done, "job", at.plan, rank, rank_shards(adapter, arrays, at.plan, rank))
+    return finish_state(root, steps_done, "job", at.plan, graph_digest(at), "1.0")
 
 
 def shown(outcomes):
@@ -43,8 +43,8 @@ def shown(outcomes):
 
 
 def require_same_on_resume(tmp_path, **changes):
-    """Steps 0 to 3 in one go, and with an end and a new beginning after step 1: the same bits, and the same files."""
-    from pipeproof.exec.frameworks import start_framework
+    """Steps 0 to 3 in one run, and with an end and a new beginning after step 1: the same bits, and the same files."""
+    from pipeproof.exec.rank.framework_choice import start_framework
     from tests.exec.in_memory import run_all
 
     whole, half = plan_of(steps=4, **changes), plan_of(steps=2, **changes)
@@ -53,10 +53,10 @@ def require_same_on_resume(tmp_path, **changes):
     _, adapters = run_all(half.plan)
     save(half, tmp_path / "half", adapters, arrays)
     state = find_state(tmp_path / "half")
-    require_fits(state, whole.plan, plan_digest(whole))
+    require_resumable(state, whole.plan, graph_digest(whole))
 
     def prepare(adapter, arrays, rank):
-        go_on(adapter, arrays, whole.plan, rank, state.directory)
+        restore_state(adapter, arrays, whole.plan, rank, state.directory)
 
     outcomes, resumed = run_all(whole.plan, first_step=2, prepare=prepare)
     assert shown(outcomes[2:]) == shown(expected[2:])

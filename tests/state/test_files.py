@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.codes import StateError
-from pipeproof.state.files import ByteArray, read_file
-from pipeproof.state.fits import require_fits
-from pipeproof.state.index import read_index
-from pipeproof.state.layout import pieces_of, whole_state
-from pipeproof.state.load import find_state, require_room
-from pipeproof.state.parts import read_part
-from pipeproof.state.save import finish_state, part_directory, remove_parts, write_part
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.state.array_files import ByteArray, read_file
+from pipeproof.state.read_state import find_state, read_rank_state, require_free_steps
+from pipeproof.state.resume_check import require_resumable
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import read_index
+from pipeproof.state.state_layout import shards_of_rank, whole_state
+from pipeproof.state.write_state import finish_state, partial_directory, remove_partial_states, write_rank_state
+from pipeproof.verify.certificate import graph_digest
 from tests.state.runs import MOE, plan_of
 
 PLANS = {
@@ -40,8 +39,8 @@ def numbers(plan):
 
 
 def cut(piece, whole):
-    box = tuple(slice(o, o + e) for o, e in zip(piece.shard.offsets, piece.shard.extents, strict=True))
-    part = np.ascontiguousarray(whole[box])
+    region = tuple(slice(o, o + e) for o, e in zip(piece.shard.offsets, piece.shard.extents, strict=True))
+    part = np.ascontiguousarray(whole[region])
     return part if piece.shard.flat is None else part.reshape(-1)[slice(*piece.shard.flat)]
 
 
@@ -53,14 +52,14 @@ def write(at, root, steps_done=1, **others):
             (piece.weight, piece.slot): ByteArray(
                 piece.tensor.dtype, piece.shape, np.frombuffer(cut(piece, whole[piece.shard.tensor]).tobytes(), "u1")
             )
-            for piece in pieces_of(at.plan, rank)
+            for piece in shards_of_rank(at.plan, rank)
         }
-        write_part(root, steps_done, "job", at.plan, rank, arrays)
-    return finish_state(root, steps_done, "job", at.plan, plan_digest(at), "1.0")
+        write_rank_state(root, steps_done, "job", at.plan, rank, arrays)
+    return finish_state(root, steps_done, "job", at.plan, graph_digest(at), "1.0")
 
 
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
-def test_every_element_stands_in_one_file_once_and_others_can_put_it_together(tmp_path, changes):
+def test_every_element_is_in_one_file_once_and_others_can_put_it_together(tmp_path, changes):
     at = plan_of(**changes)
     directory = write(at, tmp_path)
     index = read_index(directory)
@@ -71,12 +70,12 @@ def test_every_element_stands_in_one_file_once_and_others_can_put_it_together(tm
         content = load_file(directory / file.name)
         assert set(content) == {shard.tensor for shard in file.shards}
         for shard in file.shards:
-            box = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
+            region = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
             for target, values in ((found, content[shard.tensor]), (times, None)):
-                part = np.array(target[shard.tensor][box])
+                part = np.array(target[shard.tensor][region])
                 one = part.reshape(-1)[slice(*shard.flat) if shard.flat else slice(None)]
                 one[...] = one + 1 if values is None else values.reshape(-1)
-                target[shard.tensor][box] = part
+                target[shard.tensor][region] = part
     assert set(index.tensors) == set(whole)
     for name, array in whole.items():
         assert (times[name] == 1).all(), name
@@ -88,21 +87,21 @@ def test_each_rank_reads_what_it_holds(tmp_path, changes):
     at = plan_of(**changes)
     write(at, tmp_path)
     state, whole = find_state(tmp_path), numbers(at.plan)
-    require_fits(state, at.plan, plan_digest(at))
+    require_resumable(state, at.plan, graph_digest(at))
     held = Counter()
     for rank in range(at.plan.mesh.num_ranks):
-        parts = read_part(state, at.plan, rank)
-        for piece in pieces_of(at.plan, rank):
-            got = parts[piece.weight, piece.slot]
+        shards = read_rank_state(state, at.plan, rank)
+        for piece in shards_of_rank(at.plan, rank):
+            got = shards[piece.weight, piece.slot]
             assert (got.dtype, got.shape) == (piece.tensor.dtype, piece.shape)
             assert got.content.tobytes() == cut(piece, whole[piece.shard.tensor]).tobytes()
             held[piece.shard.tensor] += 1
     assert set(held) == set(whole)
 
 
-def test_experts_stand_by_their_global_numbers_and_tied_weights_once():
+def test_experts_are_by_their_global_numbers_and_tied_weights_once():
     at = plan_of(topology={"ep": 2}, model={"moe": MOE, "tied_embedding": True}).plan
-    pieces = [piece for rank in range(4) for piece in pieces_of(at, rank)]
+    pieces = [piece for rank in range(4) for piece in shards_of_rank(at, rank)]
     up = {piece.shard for piece in pieces if piece.shard.tensor == "layer.0.mlp.experts.up.weight"}
     assert sorted((shard.offsets[0], shard.extents[0]) for shard in up) == [(0, 2), (2, 2)]
     assert {piece.writer for piece in pieces if piece.shard.tensor == "embed.weight"} == {0}
@@ -117,7 +116,7 @@ def test_shares_of_a_sharded_optimizer_cover_each_weight_whatever_their_sizes(dp
     )
     ranges = {}
     for rank in range(at.plan.mesh.num_ranks):
-        for piece in pieces_of(at.plan, rank):
+        for piece in shards_of_rank(at.plan, rank):
             if piece.slot == "moment1" and piece.writer == rank:
                 ranges.setdefault(piece.weight, []).append(piece.shard.flat or (0, prod(piece.tensor.shape)))
     for name, shares in ranges.items():
@@ -130,7 +129,7 @@ def test_shares_of_a_sharded_optimizer_cover_each_weight_whatever_their_sizes(dp
 def refused(tmp_path, match, at=None, path=None):
     at = at or plan_of()
     with pytest.raises(StateError, match=match) as caught:
-        require_fits(find_state(path or tmp_path), at.plan, plan_digest(at))
+        require_resumable(find_state(path or tmp_path), at.plan, graph_digest(at))
     assert caught.value.findings[0].help
     return caught.value
 
@@ -160,7 +159,7 @@ def edit(directory, change):
             "micro_batch_size was 1 and is 2, micro-batch 0 of a step was 1 x 4 tokens and is 2 x 4 tokens",
         ),
         ({"schedule": {"seq_lengths": [4, 4, 2, 4]}}, "micro-batch 2 of a step was 1 x 4 tokens and is 1 x 2 tokens"),
-        ({"model": {"moe": MOE}}, "model.moe.aux_loss was not there and is 0.1, .*, and 7 more keys"),
+        ({"model": {"moe": MOE}}, "model.moe.aux_loss was missing and is 0.1, .*, and 7 more keys"),
         ({"steps": 1}, "is the state after step 0, and the plan has 1 steps"),
     ],
 )
@@ -173,7 +172,7 @@ def test_more_steps_another_device_or_a_replay_are_no_other_run(tmp_path):
     at = plan_of(backend="torch", run={"device": "cpu"})
     write(at, tmp_path)
     more = plan_of(backend="torch", steps=9)
-    require_fits(find_state(tmp_path), more.plan, plan_digest(more))
+    require_resumable(find_state(tmp_path), more.plan, graph_digest(more))
 
 
 def test_files_that_are_missing_cut_short_changed_or_of_other_tensors_are_named(tmp_path):
@@ -181,7 +180,9 @@ def test_files_that_are_missing_cut_short_changed_or_of_other_tensors_are_named(
     file = directory / "rank1.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-3])
-    refused(tmp_path, rf"rank1.safetensors is cut short: it has {len(content) - 3} bytes, .* says {len(content)}")
+    refused(
+        tmp_path, rf"rank1.safetensors is cut short: it has {len(content) - 3} bytes, and {len(content)} in the index"
+    )
     file.write_bytes(content + b"abc")
     refused(tmp_path, "rank1.safetensors is longer")
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -214,22 +215,22 @@ def test_an_index_that_is_not_one_is_refused_by_the_place(tmp_path):
         refused(tmp_path, match)
 
 
-def test_an_index_without_a_part_or_with_another_type_of_it_is_refused(tmp_path):
+def test_an_index_without_a_shard_or_with_another_type_of_it_is_refused(tmp_path):
     directory = write(plan_of(), tmp_path)
     good = (directory / "index.json").read_text()
     edit(directory, lambda content: content["tensors"]["norm.weight"].update(shape=[9]))
     refused(
-        tmp_path, r"needs \[8\] from \[0\] on of norm.weight, weight, float32 \[8\]; it is there as weight, .* \[9\]"
+        tmp_path, r"needs \[8\] from \[0\] on of norm.weight, weight, float32 \[8\]; it is stored as weight, .* \[9\]"
     )
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: content["tensors"].pop("optimizer/moment2/norm.weight"))
-    refused(tmp_path, "of optimizer/moment2/norm.weight, moment, float32 .8.; it is not there")
+    refused(tmp_path, "of optimizer/moment2/norm.weight, moment, float32 .8.; it is missing")
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: content["files"][1]["shards"].pop())
-    refused(tmp_path, r"rank 1 needs \[\] from \[\] on of optimizer/beta2_power/head.weight; no file has that part")
+    refused(tmp_path, r"rank 1 needs \[\] from \[\] on of optimizer/beta2_power/head.weight; no file has that region")
 
 
-def test_tensors_that_no_rank_needs_and_parts_that_overlap_or_stand_outside_are_refused(tmp_path):
+def test_tensors_that_no_rank_needs_and_shards_that_overlap_or_are_outside_are_refused(tmp_path):
     at = plan_of(topology={"pp": 1, "tp": 2})
     directory = write(at, tmp_path)
     good = (directory / "index.json").read_text()
@@ -247,32 +248,32 @@ def test_tensors_that_no_rank_needs_and_parts_that_overlap_or_stand_outside_are_
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 7]))
     refused(
-        tmp_path, r"rank 0 needs \[8, 1\] from \[0, 7\] on of head.weight; rank0.* and rank1.* have that part, 2", at
+        tmp_path, r"rank 0 needs \[8, 1\] from \[0, 7\] on of head.weight; rank0.* and rank1.* have that region, 2", at
     )
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 9]))
-    refused(tmp_path, r"rank1.safetensors is to have \[8, 8\] from \[0, 9\] on of head.weight, whose shape is", at)
+    refused(tmp_path, r"rank1.safetensors must have \[8, 8\] from \[0, 9\] on of head.weight, whose shape is", at)
     (directory / "index.json").write_text(good)
     edit(directory, lambda content: of_second(content, "head.weight").update(offsets=[0, 8], extents=[8, 7]))
-    refused(tmp_path, r"rank 1 needs \[8, 1\] from \[0, 15\] on of head.weight; no file has that part", at)
+    refused(tmp_path, r"rank 1 needs \[8, 1\] from \[0, 15\] on of head.weight; no file has that region", at)
 
 
 def test_what_changes_between_the_check_and_the_loading_is_refused(tmp_path):
     at = plan_of()
     directory = write(at, tmp_path)
     state = find_state(tmp_path)
-    require_fits(state, at.plan, plan_digest(at))
+    require_resumable(state, at.plan, graph_digest(at))
     file = directory / "rank1.safetensors"
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"F32"', b'"I32"'))
-    with pytest.raises(StateError, match=r"rank1.safetensors has .* as int32 .*, and the index says float32"):
-        read_part(state, at.plan, 1)
+    with pytest.raises(StateError, match=r"rank1.safetensors has .* as int32 .*, and the index lists float32"):
+        read_rank_state(state, at.plan, 1)
     file.write_bytes(content[:-1])
     with pytest.raises(StateError, match=r"rank1.safetensors is cut short"):
-        read_part(state, at.plan, 1)
+        read_rank_state(state, at.plan, 1)
     file.unlink()
     with pytest.raises(StateError, match=r"rank1.safetensors cannot be read"):
-        read_part(state, at.plan, 1)
+        read_rank_state(state, at.plan, 1)
 
 
 def test_a_file_whose_tensors_are_not_those_of_the_index_is_refused(tmp_path):
@@ -292,9 +293,9 @@ def test_the_newest_state_is_taken_and_an_older_one_can_be_named(tmp_path):
     one, two = write(at, tmp_path, 2), write(at, tmp_path, 4)
     assert find_state(tmp_path).directory == two
     assert find_state(one).steps_done == 2
-    require_room(tmp_path, 5, 9)
+    require_free_steps(tmp_path, 5, 9)
     with pytest.raises(StateError, match="step-00000004 holds a state already"):
-        require_room(tmp_path, 3, 9)
+        require_free_steps(tmp_path, 3, 9)
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
@@ -307,13 +308,13 @@ def test_a_save_that_is_cut_off_leaves_the_state_before_and_nothing_that_looks_f
             (piece.weight, piece.slot): ByteArray(
                 piece.tensor.dtype, piece.shape, np.zeros(prod(piece.shape) * dtype_bytes(piece.tensor.dtype), "u1")
             )
-            for piece in pieces_of(at.plan, rank)
+            for piece in shards_of_rank(at.plan, rank)
         }
-        write_part(tmp_path, 4, "other", at.plan, rank, arrays)
+        write_rank_state(tmp_path, 4, "other", at.plan, rank, arrays)
     assert find_state(tmp_path).steps_done == 2
     assert {path: path.read_bytes() for path in before} == before
-    remove_parts(tmp_path, "other")
-    assert not part_directory(tmp_path, 4, "other").exists()
+    remove_partial_states(tmp_path, "other")
+    assert not partial_directory(tmp_path, 4, "other").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 

@@ -1,19 +1,19 @@
-"""Who has which part, and who writes it: worked out for a whole plan as searching for the first holder would."""
+"""The shards and writers of a plan equal those that a search for the first holder finds."""
 
 from math import prod
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.held import index_of
+from pipeproof.comm.weight_ranges import index_of
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.schedule.programs import stages_of
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.shares import num_shares, share_range
-from pipeproof.state import layout
-from pipeproof.state.boxes import flat_boxes, tiling_fault
-from pipeproof.state.layout import COUNTERS, MOMENTS, files_of, moment_name, pieces_of, whole_state
+from pipeproof.stages.describe.training_state import num_shards, shard_range
+from pipeproof.state import state_layout as layout
+from pipeproof.state.regions import flat_regions, tiling_fault
+from pipeproof.state.state_layout import COUNTERS, MOMENTS, files_of, moment_name, shards_of_rank, whole_state
 from pipeproof.verify.subject import make_subject
 from tests.features import merged, mixed
 from tests.state.runs import MOE, plan_of
@@ -27,7 +27,7 @@ FEATURES = [
 
 
 def searched(plan, rank):
-    """The pieces of a rank, each with the first of all ranks that hold it, which are searched for."""
+    """The shards of a rank, each with the first of all ranks that hold it, which are searched for."""
     seen = set()
     for stage in stages_of(plan.programs)[plan.mesh.coords(rank)["pp"]]:
         for parameter in plan.weights_of(stage, plan.mesh.coords(rank)["pp"]):
@@ -41,14 +41,14 @@ def searched(plan, rank):
 
 def searched_weight(plan, stage, parameter, rank):
     run, name, shape = plan.spec.run, parameter.name, parameter.shape
-    box = index_of(plan, parameter, rank)
-    part = tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
+    region = index_of(plan, parameter, rank)
+    part = tuple(start for start, _ in region), tuple(stop - start for start, stop in region)
     everyone = plan.ranks_of_weight(stage, name)
-    holders = [other for other in everyone if index_of(plan, parameter, other) == box]
+    holders = [other for other in everyone if index_of(plan, parameter, other) == region]
     yield name, "", name, shape, *part, None, holders[0]
-    shares, place, flat = num_shares(plan.spec), plan.mesh.coords(rank)["dp"], None
+    shares, place, flat = num_shards(plan.spec), plan.mesh.coords(rank)["dp"], None
     if shares > 1:
-        flat = share_range(prod(part[1]), shares, place)
+        flat = shard_range(prod(part[1]), shares, place)
         holders = [other for other in holders if plan.mesh.coords(other)["dp"] == place]
         if flat[0] == flat[1]:
             return
@@ -79,13 +79,13 @@ def plans(draw):
 
 @settings(deadline=None, max_examples=30)
 @given(plan=plans())
-def test_pieces_and_writers_are_those_that_a_search_over_all_ranks_finds(plan):
+def test_shards_and_writers_are_those_that_a_search_over_all_ranks_finds(plan):
     if plan is None:
         return
     for rank in range(plan.mesh.num_ranks):
         found = [
             (one.weight, one.slot, part.tensor, one.tensor.shape, part.offsets, part.extents, part.flat, one.writer)
-            for one in pieces_of(plan, rank)
+            for one in shards_of_rank(plan, rank)
             for part in (one.shard,)
         ]
         assert found == list(searched(plan, rank))
@@ -97,18 +97,18 @@ def test_the_files_of_a_plan_tile_every_tensor_of_its_state(plan):
     if plan is None:
         return
     files, tensors = files_of(plan), whole_state(plan)
-    boxes = {name: [] for name in tensors}
+    regions = {name: [] for name in tensors}
     for rank in range(plan.mesh.num_ranks):
-        mine = [piece.shard for piece in pieces_of(plan, rank) if piece.writer == rank]
+        mine = [piece.shard for piece in shards_of_rank(plan, rank) if piece.writer == rank]
         assert files[f"rank{rank}.safetensors"] == tuple(mine)
         for one in mine:
             flat = one.flat or (0, prod(one.extents))
-            boxes[one.tensor] += [box.moved(one.offsets) for box in flat_boxes(one.extents, flat)]
+            regions[one.tensor] += [region.shifted(one.offsets) for region in flat_regions(one.extents, flat)]
     assert len(files) == plan.mesh.num_ranks
-    assert {name: tiling_fault(tensors[name].shape, held) for name, held in boxes.items()} == dict.fromkeys(tensors)
+    assert {name: tiling_fault(tensors[name].shape, held) for name, held in regions.items()} == dict.fromkeys(tensors)
 
 
-def test_a_tensor_says_how_it_is_cut():
+def test_a_tensor_says_how_it_is_sharded():
     at = plan_of(topology={"tp": 2, "ep": 2, "dp": 2}, model={"moe": MOE, "num_kv_heads": 2}, memory=SHARDED).plan
     tensors = whole_state(at)
     assert tensors["embed.weight"].cut == {"tp": 0}
@@ -123,7 +123,7 @@ def test_a_tensor_says_how_it_is_cut():
 
 
 def num_worked_out(monkeypatch, num_layers, **topology):
-    """How many parts are worked out for the files of a plan, and how many its files hold."""
+    """How many shards are worked out for the files of a plan, and how many its files hold."""
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(layout, "index_of", lambda *given: calls.append(given) or index_of(*given))
@@ -131,7 +131,7 @@ def num_worked_out(monkeypatch, num_layers, **topology):
     return len(calls), sum(map(len, files.values()))
 
 
-def test_the_files_of_a_plan_are_worked_out_once_for_all_layers_that_are_alike_and_by_no_search(monkeypatch):
+def test_the_files_of_a_plan_are_computed_once_for_all_layers_that_are_alike_and_by_no_search(monkeypatch):
     worked_out, held = num_worked_out(monkeypatch, 4, pp=4, tp=2, dp=4)
     assert worked_out < held
     assert num_worked_out(monkeypatch, 16, pp=4, tp=2, dp=4)[0] == worked_out

@@ -1,4 +1,4 @@
-"""A state goes to ranks of any other topology as it is, and training goes on from it where it was."""
+"""A state goes to ranks of any other topology as it is, and training resumes from it."""
 
 import json
 from functools import partial
@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.kept import KeptState, go_on, prepared
-from pipeproof.specs.finding import PipeproofError
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.launch.job_files import CheckpointOptions
+from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
 from pipeproof.stages.describe.synthetic import initial_weight
-from pipeproof.state import parts, ranges
-from pipeproof.state.codes import StateError
-from pipeproof.state.fits import require_fits
-from pipeproof.state.index import INDEX_FILE, StateIndex, index_text
-from pipeproof.state.layout import pieces_of
-from pipeproof.state.load import find_state, read_whole
-from pipeproof.state.parts import read_part
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.state import byte_ranges as ranges
+from pipeproof.state import read_state as shards
+from pipeproof.state.read_state import find_state, read_rank_state, read_whole
+from pipeproof.state.resume_check import require_resumable
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import INDEX_FILE, StateIndex, index_text
+from pipeproof.state.state_layout import shards_of_rank
+from pipeproof.verify.certificate import graph_digest
 from tests.features import merged
 from tests.state.runs import MOE, plan_of, save, shown
 from tests.state.test_files import cut, numbers, write
@@ -70,10 +71,10 @@ def test_ranks_of_any_topology_read_what_they_hold_of_a_state_of_any_other(tmp_p
     root = tmp_path_factory.mktemp("state")
     write(source, root)
     state, whole = find_state(root), numbers(source.plan)
-    require_fits(state, target.plan, plan_digest(target))
+    require_resumable(state, target.plan, graph_digest(target))
     for rank in range(target.plan.mesh.num_ranks):
-        read = read_part(state, target.plan, rank)
-        for piece in pieces_of(target.plan, rank):
+        read = read_rank_state(state, target.plan, rank)
+        for piece in shards_of_rank(target.plan, rank):
             got = read[piece.weight, piece.slot]
             assert (got.dtype, got.shape) == (piece.tensor.dtype, piece.shape)
             assert got.content.tobytes() == cut(piece, whole[piece.shard.tensor]).tobytes(), piece.shard
@@ -97,42 +98,42 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS.values(), ids=PAIRS)
-def test_parts_are_read_in_blocks_of_whatever_size(tmp_path, monkeypatch, one, other):
+def test_shards_are_read_in_blocks_of_any_size(tmp_path, monkeypatch, one, other):
     source, target = made(one), made(other)
     write(source, tmp_path)
     state = find_state(tmp_path)
-    expected = [read_part(state, target.plan, rank) for rank in range(target.plan.mesh.num_ranks)]
-    beside, straight = [], []
+    expected = [read_rank_state(state, target.plan, rank) for rank in range(target.plan.mesh.num_ranks)]
+    scratch_bytes, direct = [], []
     read = ranges.RangeReader.read
 
     def noted(reader, path, start, content, *more):
-        (beside if content.base is reader._beside else straight).append(content.nbytes)
+        (scratch_bytes if content.base is reader._scratch else direct).append(content.nbytes)
         return read(reader, path, start, content, *more)
 
-    monkeypatch.setattr(parts, "RangeReader", partial(ranges.RangeReader, beside=48))
+    monkeypatch.setattr(shards, "RangeReader", partial(ranges.RangeReader, scratch_bytes=48))
     monkeypatch.setattr(ranges, "_GAP", 16)
     monkeypatch.setattr(ranges.RangeReader, "read", noted)
     for rank, parts_of_rank in enumerate(expected):
-        for key, array in read_part(state, target.plan, rank).items():
+        for key, array in read_rank_state(state, target.plan, rank).items():
             assert array.content.tobytes() == parts_of_rank[key].content.tobytes(), key
-    assert max(beside, default=0) <= 48
-    assert max(straight) > 48
+    assert max(scratch_bytes, default=0) <= 48
+    assert max(direct) > 48
 
 
 def resumed(tmp_path, source, target, last):
     """What the source's ranks have after two steps, what the target's do who read it, and where those come to."""
-    from pipeproof.exec.frameworks import start_framework
+    from pipeproof.exec.rank.framework_choice import start_framework
     from tests.exec.in_memory import run_all
 
     arrays = start_framework(source.plan.spec.run).arrays
     _, adapters = run_all(source.plan)
     directory = save(source, tmp_path / "source", adapters, arrays)
     state = find_state(directory)
-    require_fits(state, target.plan, plan_digest(target))
+    require_resumable(state, target.plan, graph_digest(target))
     begun = [None] * target.plan.mesh.num_ranks
 
     def prepare(adapter, arrays, rank):
-        go_on(adapter, arrays, target.plan, rank, state.directory)
+        restore_state(adapter, arrays, target.plan, rank, state.directory)
         begun[rank] = adapter
         if all(begun):
             save(target, tmp_path / "begun", begun, arrays)
@@ -143,8 +144,8 @@ def resumed(tmp_path, source, target, last):
 
 
 def require_resumed(tmp_path, one, other, *, bitwise, backend="paddle", **common):
-    """Steps 0 and 1 by one plan, 2 and 3 by another: all bits get there, and training goes on as in one go."""
-    from pipeproof.exec.frameworks import start_framework
+    """Steps 0 and 1 by one plan, 2 and 3 by another: all bits get there, and training continues as in one run."""
+    from pipeproof.exec.rank.framework_choice import start_framework
     from tests.exec.in_memory import run_all
 
     source = plan_of(backend, 2, **merged(common, one))
@@ -187,28 +188,30 @@ OTHER_ORDER = {
 """All go on within rounding: in float64, where a thing that is lost or mixed up is seen."""
 
 
+@pytest.mark.slow(but=["1f1b, interleaved", "another cut", "shares, whole"])
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize(("one", "other"), SAME_ORDER.values(), ids=SAME_ORDER)
-def test_on_another_topology_that_adds_in_the_same_order_training_goes_on_bit_for_bit(tmp_path, one, other):
+def test_on_another_topology_that_adds_in_the_same_order_training_continues_bit_for_bit(tmp_path, one, other):
     require_resumed(tmp_path, one, other, bitwise=True)
 
 
 @pytest.mark.needs_torch
 @pytest.mark.parametrize(("one", "other"), SAME_ORDER.values(), ids=SAME_ORDER)
-def test_on_another_topology_that_adds_in_the_same_order_training_goes_on_bit_for_bit_on_torch(tmp_path, one, other):
+def test_on_another_topology_that_adds_in_the_same_order_training_continues_bit_for_bit_on_torch(tmp_path, one, other):
     sixteen = {"dtype": "bfloat16", "main_grad_dtype": "float32"}
     require_resumed(tmp_path, one, other, bitwise=True, backend="torch", run=sixteen)
 
 
+@pytest.mark.slow(but=["tp 2, dp 2"])
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize(("one", "other"), OTHER_ORDER.values(), ids=OTHER_ORDER)
-def test_on_any_other_topology_training_goes_on_but_for_rounding(tmp_path, one, other):
+def test_on_any_other_topology_training_continues_but_for_rounding(tmp_path, one, other):
     require_resumed(tmp_path, one, other, bitwise=False, run={"dtype": "float64"})
 
 
 @pytest.mark.needs_torch
 @pytest.mark.parametrize(("one", "other"), OTHER_ORDER.values(), ids=OTHER_ORDER)
-def test_on_any_other_topology_training_goes_on_but_for_rounding_on_torch(tmp_path, one, other):
+def test_on_any_other_topology_training_continues_but_for_rounding_on_torch(tmp_path, one, other):
     require_resumed(tmp_path, one, other, bitwise=False, backend="torch", run={"dtype": "float64"})
 
 
@@ -234,11 +237,11 @@ def require_begun_anew(tmp_path, backend):
     other = plan_of("torch", 1, topology={"ep": 2}, run={"seed": 5, "optimizer": "sgd"}, **EXPERTS)
     parameters = [one for layer in at.plan.layers for one in layer.parameters]
     directory = write(other, tmp_path, **{one.name: initial_weight(one, 0, "float32") for one in parameters})
-    require_fits(weights_alone(directory), at.plan, plan_digest(at))
+    require_resumable(weights_alone(directory), at.plan, graph_digest(at))
     expected, _ = run_all(at.plan)
 
     def prepare(adapter, arrays, rank):
-        go_on(adapter, arrays, at.plan, rank, directory)
+        restore_state(adapter, arrays, at.plan, rank, directory)
 
     outcomes, _ = run_all(at.plan, prepare=prepare)
     assert shown(outcomes) == shown(expected)
@@ -258,8 +261,8 @@ def test_biases_of_experts_are_taken_where_there_are_some(tmp_path):
     at = plan_of(topology={"ep": 2}, **EXPERTS)
     directory = write(at, tmp_path)
     state = weights_alone(directory, kinds=("weight", "expert_bias"))
-    require_fits(state, at.plan, plan_digest(at))
-    read = read_part(state, at.plan, 0)
+    require_resumable(state, at.plan, graph_digest(at))
+    read = read_rank_state(state, at.plan, 0)
     assert read["layer.1.mlp", "bias"].content.view("float32").tolist() == list(range(12))
     assert not read["embed.weight", "moment1"].content.any()
     assert read["embed.weight", "beta1_power"].content.view("float32").tolist() == [np.float32(0.9)]
@@ -273,13 +276,13 @@ def test_weights_of_another_model_and_of_another_type_are_refused(tmp_path):
         (
             wider,
             {},
-            r"rank 0 needs \[16, 16\] from \[0, 0\] on of embed.weight, .*; it is there as weight, float32 \[16, 8\]",
+            r"rank 0 needs \[16, 16\] from \[0, 0\] on of embed.weight, .*; it is stored as weight, float32 \[16, 8\]",
         ),
-        (wider, index.values, "these weights are of another model: model.hidden_size was 8 and is 16$"),
+        (wider, index.values, "these weights belong to another model: model.hidden_size was 8 and is 16$"),
         (
             plan_of(run={"dtype": "float64"}),
             {},
-            "weight, float64 .16, 8.; it is there as weight, float32 .16, 8.; .* more",
+            "weight, float64 .16, 8.; it is stored as weight, float32 .16, 8.; .* more",
         ),
         (
             plan_of(model={"tied_embedding": True}),
@@ -289,9 +292,9 @@ def test_weights_of_another_model_and_of_another_type_are_refused(tmp_path):
     ):
         state = weights_alone(directory, values=values)
         with pytest.raises(StateError, match=match):
-            require_fits(state, bad.plan, plan_digest(bad))
+            require_resumable(state, bad.plan, graph_digest(bad))
     relaxed = plan_of(model={"dropout": 0.1, "seq_length": 8}, run={"seed": 9, "optimizer": "sgd"})
-    require_fits(weights_alone(directory, values=index.values), relaxed.plan, plan_digest(relaxed))
+    require_resumable(weights_alone(directory, values=index.values), relaxed.plan, graph_digest(relaxed))
 
 
 def test_an_index_of_no_steps_has_nothing_of_an_optimizer(tmp_path):
@@ -318,13 +321,13 @@ def test_the_same_micro_batches_over_other_data_ranks_are_the_same_data(tmp_path
     ):
         other = plan_of(steps=3, **sections)
         if match is None:
-            require_fits(state, other.plan, plan_digest(other))
+            require_resumable(state, other.plan, graph_digest(other))
         else:
             with pytest.raises(StateError, match=match):
-                require_fits(state, other.plan, plan_digest(other))
+                require_resumable(state, other.plan, graph_digest(other))
 
 
-def test_pieces_of_sequences_matter_to_routers_that_ask_for_even_loads_alone(tmp_path):
+def test_shards_of_sequences_matter_to_routers_that_ask_for_even_loads_alone(tmp_path):
     split = {"kind": "seq1f1b", "num_sequence_splits": 2}
     for name, moe, match in (
         ("even", MOE, "num_sequence_splits was 1 and is 2"),
@@ -333,10 +336,10 @@ def test_pieces_of_sequences_matter_to_routers_that_ask_for_even_loads_alone(tmp
         write(plan_of(model={"moe": moe}), tmp_path / name)
         other = plan_of(model={"moe": moe}, schedule=split)
         if match is None:
-            require_fits(find_state(tmp_path / name), other.plan, plan_digest(other))
+            require_resumable(find_state(tmp_path / name), other.plan, graph_digest(other))
         else:
             with pytest.raises(StateError, match=match):
-                require_fits(find_state(tmp_path / name), other.plan, plan_digest(other))
+                require_resumable(find_state(tmp_path / name), other.plan, graph_digest(other))
 
 
 def test_the_reference_begins_with_a_state_that_the_plan_alone_did_not_make(tmp_path):
@@ -344,8 +347,8 @@ def test_the_reference_begins_with_a_state_that_the_plan_alone_did_not_make(tmp_
     directory = write(at, tmp_path)
 
     def begins(which, state=directory):
-        kept = prepared(KeptState(resume=state), which, plan_digest(which))
-        assert KeptState.from_json(kept.to_json()) == kept
+        kept = prepare_checkpoint(CheckpointOptions(resume=state), which, graph_digest(which))
+        assert CheckpointOptions.from_json(kept.to_json()) == kept
         return kept.first_step, kept.reference_from_state
 
     assert begins(at) == (1, False)
@@ -360,7 +363,7 @@ def test_the_reference_begins_with_a_state_that_the_plan_alone_did_not_make(tmp_
 def test_an_index_of_an_older_release_says_less(tmp_path):
     at, other = plan_of(steps=3, schedule={"seq_lengths": [4, 2, 4, 2]}), plan_of(steps=3, topology={"tp": 2})
     for subject in (at, other):
-        directory = write(subject, tmp_path / plan_digest(subject)[:8])
+        directory = write(subject, tmp_path / graph_digest(subject)[:8])
         content = json.loads((directory / INDEX_FILE).read_text())
         del content["sha256"], content["from_beginning"]
         for key in ("schedule.seq_lengths", "schedule.last_micro_batch_size", "model.unpadded_vocab_size"):
@@ -368,4 +371,4 @@ def test_an_index_of_an_older_release_says_less(tmp_path):
         for tensor in content["tensors"].values():
             del tensor["cut"]
         (directory / INDEX_FILE).write_text(json.dumps(content))
-        require_fits(find_state(directory), subject.plan, plan_digest(subject))
+        require_resumable(find_state(directory), subject.plan, graph_digest(subject))

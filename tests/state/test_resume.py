@@ -1,4 +1,4 @@
-"""Training that ends, is saved and goes on has the bits of training in one go: losses, gradients, weights, moments."""
+"""Training that is saved and resumed has the bits of training in one run: losses, gradients, weights, moments."""
 
 import pytest
 
@@ -27,6 +27,7 @@ SIXTEEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["zb_v, tied", "dualpipe_v", "sgd, clip", "sharded optimizer, tied"])
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize("changes", BOTH.values(), ids=BOTH)
 def test_resumed_training_has_the_bits_of_training_in_one_go(tmp_path, changes):

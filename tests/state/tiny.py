@@ -6,10 +6,10 @@ from math import prod
 import numpy as np
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.files import ByteArray
-from pipeproof.state.layout import pieces_of, whole_state
-from pipeproof.state.save import finish_state, write_part
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.state.array_files import ByteArray
+from pipeproof.state.state_layout import shards_of_rank, whole_state
+from pipeproof.state.write_state import finish_state, write_rank_state
+from pipeproof.verify.certificate import graph_digest
 
 
 def values(plan, steps_done):
@@ -23,17 +23,17 @@ def values(plan, steps_done):
 
 
 def part_of_rank(plan, rank, whole):
-    """What a rank holds of it, as ``write_part`` takes it."""
+    """Return the shards of a rank, as ``write_rank_state`` takes them."""
     return {
         (piece.weight, piece.slot): ByteArray(piece.tensor.dtype, piece.shape, as_bytes(cut(piece.shard, whole)))
-        for piece in pieces_of(plan, rank)
+        for piece in shards_of_rank(plan, rank)
     }
 
 
 def cut(shard, whole):
-    """A part of one of the tensors."""
-    box = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
-    part = np.ascontiguousarray(whole[shard.tensor][box])
+    """A shard of one of the tensors."""
+    region = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
+    part = np.ascontiguousarray(whole[shard.tensor][region])
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
 
 
@@ -42,11 +42,11 @@ def as_bytes(array):
 
 
 def write_rank(at, root, rank, steps_done=1, job="job"):
-    write_part(root, steps_done, job, at.plan, rank, part_of_rank(at.plan, rank, values(at.plan, steps_done)))
+    write_rank_state(root, steps_done, job, at.plan, rank, part_of_rank(at.plan, rank, values(at.plan, steps_done)))
 
 
 def finish(at, root, steps_done=1, job="job"):
-    return finish_state(root, steps_done, job, at.plan, plan_digest(at), "1.0")
+    return finish_state(root, steps_done, job, at.plan, graph_digest(at), "1.0")
 
 
 def write_state(at, root, steps_done=1, job="job"):

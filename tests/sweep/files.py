@@ -4,8 +4,8 @@ import json
 import os
 import signal
 
-from pipeproof.sweep.evaluate import evaluate
-from pipeproof.sweep.load import load_sweep
+from pipeproof.analysis.sweep.evaluate_point import evaluate
+from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.plans import plan_dict
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import time
 from concurrent.futures import BrokenExecutor, Executor, Future, wait
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 from distributed import LocalCluster
 
 from pipeproof import __version__
-from pipeproof.sweep.cluster import ClusterError, WatchedExecutor, cluster_executor, require_version
-from pipeproof.sweep.evaluate import Status, evaluate
-from pipeproof.sweep.results import ResultsFile
-from pipeproof.sweep.run import run_sweep
+from pipeproof.analysis.sweep.dask_cluster import ClusterError, WatchedExecutor, cluster_executor, require_version
+from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
+from pipeproof.analysis.sweep.results_file import ResultsFile
+from pipeproof.analysis.sweep.run_sweep import run_sweep
 from tests.cli.commands import invoke
 from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
 
@@ -74,6 +73,7 @@ def test_what_raises_is_tried_twice(tmp_path, on_cluster):
     assert [r.message for r in results if r.status is Status.FAILED] == ["RuntimeError: four, twice"] * 2
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_results_as_with_processes(tmp_path, cluster):
     sweep = write_sweep(tmp_path, {"grid": GRID})
     for name, options in (("here", ("--workers", "2")), ("there", ("--scheduler", cluster))):
@@ -92,13 +92,12 @@ def free_port():
 
 
 def test_an_address_at_which_nobody_listens():
-    address, began = f"tcp://127.0.0.1:{free_port()}", time.monotonic()
+    address = f"tcp://127.0.0.1:{free_port()}"
     with (
         pytest.raises(ClusterError, match=f"no Dask scheduler answers at {address} within 1 s"),
         cluster_executor(address, 1),
     ):
         pass
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("address", ["carrier-pigeon://x:1", "a:b:c:d"])
@@ -136,7 +135,7 @@ def test_a_cluster_without_workers_is_told():
 
 
 def test_workers_of_another_version_are_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeproof.sweep.cluster.__version__", "99.9")
+    monkeypatch.setattr("pipeproof.analysis.sweep.dask_cluster.__version__", "99.9")
     result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", cluster)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
@@ -151,15 +150,16 @@ def test_workers_without_pipeproof_are_refused():
         require_version(found)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_goes_away_ends_the_sweep_and_keeps_what_was_done(tmp_path):
     sweep, kept = write_sweep(tmp_path, {"grid": GRID}), tmp_path / "kept.jsonl"
     with small_cluster(1) as cluster, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeproof.sweep.cluster._AT_LEAST", 1)
-        patch.setattr("pipeproof.sweep.cluster.cluster_executor", partial(cluster_executor, timeout_s=2))
-        patch.setattr("pipeproof.sweep.results.ResultsFile.append", closing_after_two(cluster))
+        patch.setattr("pipeproof.analysis.sweep.dask_cluster._AT_LEAST", 1)
+        patch.setattr("pipeproof.analysis.sweep.dask_cluster.cluster_executor", partial(cluster_executor, timeout_s=2))
+        patch.setattr("pipeproof.analysis.sweep.results_file.ResultsFile.append", closing_after_two(cluster))
         result = invoke("sweep", sweep, "-o", kept, "--scheduler", cluster.scheduler_address)
     assert result.exit_code == 3
-    assert f"error: the cluster broke off; results so far are in {kept}; the same command goes on" in result.stderr
+    assert f"error: the cluster broke off; results so far are in {kept}; the same command resumes" in result.stderr
     again = invoke("sweep", sweep, "-o", kept, "--workers", "1", "--format", "json")
     assert again.exit_code == 0
     assert re.search(r"[2-5] of 6 points are in ", again.stderr)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.specs.load import PlanFileError
+from pipeproof.analysis.sweep.plan_keys import unknown_part
+from pipeproof.analysis.sweep.sweep_file import load_sweep
+from pipeproof.analysis.sweep.sweep_points import grid_of, laid_over
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.sweep.keys import unknown_part
-from pipeproof.sweep.load import load_sweep
-from pipeproof.sweep.points import grid_of, laid_over
 from tests.plans import plan_dict
 from tests.sweep.files import sweep_of, write_sweep
 

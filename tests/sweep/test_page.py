@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipeproof.sweep.load import load_sweep
+from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import EXAMPLES, REPOSITORY
 
 

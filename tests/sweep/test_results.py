@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.sweep.results import ResultsFileError, open_results
-from pipeproof.sweep.run import run_sweep
+from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
+from pipeproof.analysis.sweep.run_sweep import run_sweep
+from pipeproof.verify.certificate import RULE_SET_VERSION
 from tests.sweep.files import sweep_of
 
 GRID = {"schedule.num_micro_batches": [3, 4, 5], "topology.tp": [1, 3]}
@@ -29,7 +30,9 @@ def made(tmp_path_factory):
 def test_a_line_for_the_sweep_and_one_for_each_point(made):
     sweep, results, content = made
     head, *lines = map(json.loads, content.splitlines())
-    assert head == {"pipeproof_sweep": 1, "digest": sweep.digest, "plan": "base.json"}
+    assert head == {
+        "pipeproof_sweep": 1, "digest": sweep.digest, "plan": "base.json", "rule_set_version": RULE_SET_VERSION,
+    }  # fmt: skip
     assert lines == [result.to_json() for result in results]
 
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import pytest
 
+from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
+from pipeproof.analysis.sweep.run_sweep import run_sweep
+from pipeproof.analysis.sweep.sweep_file import load_sweep
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.sweep.evaluate import PointResult, Status, evaluate
-from pipeproof.sweep.load import load_sweep
-from pipeproof.sweep.run import run_sweep
-from pipeproof.verify.check import check
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
 
 SLOW = {"bandwidth": 100, "latency_us": 50}

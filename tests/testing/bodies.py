@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeproof.testing.endpoint import Endpoint
+from pipeproof.testing.endpoint_protocol import Endpoint
 
 
 def wait_in_vain(end: Endpoint) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.schedule.optable import NONE, Group, Row, TensorSpec
 
 MOST_BYTES = 10
 

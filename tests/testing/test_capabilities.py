@@ -6,8 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from pipeproof.comm.backend_rows import BackendTable, Row, behaviours
 from pipeproof.comm.backends import TABLES, backend_table
-from pipeproof.comm.capabilities import BackendTable, Row, behaviours
 
 TABLE = backend_table("paddle", "cpu")
 

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.comm.backend_rows import BackendTable, RowValue
 from pipeproof.comm.backends import backend_table
-from pipeproof.comm.capabilities import BackendTable, RowValue
 from pipeproof.testing.conformance import check_backend
-from pipeproof.testing.endpoint import MakeWorld, World
+from pipeproof.testing.endpoint_protocol import MakeWorld, World
 from pipeproof.testing.fake_backend import fake_world
 from pipeproof.testing.probes import PROBES
 
 TABLE = backend_table("paddle", "cpu")
-TIMEOUT_S = 3.0
+TIMEOUT_S = 60.0
 """For so long nothing at all happens in a fake world that a probe does not block in, however busy the machine."""
 
 
@@ -73,6 +73,7 @@ TABLES = st.fixed_dictionaries({probe.key: st.sampled_from(values_of(probe.key))
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(TABLES)
 def test_the_table_of_any_backend_is_read_back(rows: dict[str, RowValue]) -> None:
@@ -106,7 +107,7 @@ def test_a_spent_world_is_closed_before_the_next_is_made() -> None:
 def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
     check_backend(TABLE, fake(queue="pair", barrier="hangs"), keys=["queue", "barrier"], timeout_s=0.2)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from pipeproof.comm.channel_models import MODELS
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.sim.costs import Durations
-from pipeproof.sim.model import run_model
-from pipeproof.testing.fake.errors import DeadlockError, NeverComesError, UnmatchedError
-from pipeproof.testing.fake.world import FakeWorld
-from pipeproof.verify.deadlock.classify import deadlocks
+from pipeproof.sim.op_durations import Durations
+from pipeproof.sim.simpy_model import run_model
+from pipeproof.testing.fake.fake_operations import DeadlockError, NeverComesError, UnmatchedError
+from pipeproof.testing.fake.fake_world import FakeWorld
+from pipeproof.verify.deadlock.deadlock_verdict import deadlocks
 from pipeproof.verify.deadlock.events import events_of, stuck_events
 from tests.testing.fake_programs import models, programs
 

@@ -337,7 +337,7 @@ def test_wrong_arguments_are_named(wrong, message):
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "barrier", "compute", "batch", "wait"])
-def test_only_posts_stand_in_a_batch(call):
+def test_only_posts_may_be_in_a_batch(call):
     def program(rank):
         with rank.batch():
             handle = rank.isend(0, 0)
@@ -349,5 +349,5 @@ def test_only_posts_stand_in_a_batch(call):
             else:
                 getattr(rank, call)(*{"send": (0, 0), "recv": (0,), "compute": (1,)}.get(call, ()))
 
-    with pytest.raises(ValueError, match=f"only isend and irecv stand in a batch; {call} comes after it"):
+    with pytest.raises(ValueError, match=f"only isend and irecv may be in a batch; {call} comes after it"):
         run(program, 1)

@@ -49,6 +49,7 @@ def project(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_example_project_passes(run_pytest, tmp_path):
     copy = shutil.copytree(EXAMPLE, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
     done = run_pytest(copy, "-v", "-n0")
@@ -57,6 +58,7 @@ def test_the_example_project_passes(run_pytest, tmp_path):
     assert "12 passed" in done.stdout
 
 
+@pytest.mark.needs("hypothesis")
 def test_a_refused_plan_fails_with_its_diagnostics_alone(run_pytest, project):
     done = run_pytest(project, "--pipeproof-plans=plans/*.yaml")
     assert done.returncode == 1
@@ -68,12 +70,14 @@ def test_a_refused_plan_fails_with_its_diagnostics_alone(run_pytest, project):
     assert "plugin.py" not in done.stdout
 
 
+@pytest.mark.slow
 def test_plans_are_distributed_and_named_once(run_pytest, project):
     done = run_pytest(project, "-n2", "--pipeproof-plans=plans/s*.yaml", "--pipeproof-plans=plans/sound.yaml", "plans")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_strict_plans(run_pytest, project):
     done = run_pytest(project, "--pipeproof-plans", str(project / "plans" / "sound.yaml"), "--pipeproof-strict")
     assert done.returncode == 1
@@ -101,6 +105,7 @@ def test_a_glob_that_matches_nothing_is_refused(run_pytest, project):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.needs("hypothesis")
 def test_fixtures(run_pytest, project):
     (project / "tests" / "test_one.py").write_text(
         "import pytest\n\n\n"

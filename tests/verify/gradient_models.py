@@ -1,13 +1,13 @@
-"""Symbolic models for the gradient rules: programs of a few ranks with facts that no plan file can say yet."""
+"""Symbolic models for the gradient rules: programs of a few ranks with facts that no plan file can declare yet."""
 
 import re
 from dataclasses import replace
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, LossPath, ParameterGradient
-from pipeproof.verify.facts import Facts
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.declared_facts import Facts
+from pipeproof.verify.subject import program_subject
 
 SUM = "1/global_tokens"
 MEAN = "1/micro_batch_tokens/num_micro_batches/data_ranks"

@@ -1,4 +1,4 @@
-"""Changes of rows that touch gradients, and what the rules say of them."""
+"""Changes of rows that touch gradients, and the findings of the rules."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def plan(**topology):
 
 
 def drop(*parts):
-    """Removes the rows in whose text one of ``parts`` stands, on every rank."""
+    """Remove the rows whose text has one of ``parts``, on every rank."""
 
     def change(rows):
         for program in rows:
@@ -42,7 +42,7 @@ def double(part):
 
 
 def changed(part, **values):
-    """Changes the rows in whose text ``part`` stands (``=`` in front: the row of just that text)."""
+    """Change the rows whose text has ``part`` (``=`` in front: the row of just that text)."""
 
     def change(rows):
         for program in rows:

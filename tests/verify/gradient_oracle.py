@@ -62,7 +62,7 @@ class Numbers:
         return Fraction(self.size(name))
 
     def value(self, text, place, micro_batch, loss=""):
-        """A written scale as a number; None where it says nothing of the loss."""
+        """A written scale as a number; None if it does not scale the loss."""
         for entry in text.split(",") if text else ():
             name, _, body = entry.rpartition(":")
             if name == loss or (name == "" and loss in ("", "main")):
@@ -92,7 +92,7 @@ class Numbers:
         ]
 
     def block(self, parameter, stage, loss, partial, at, micro_batch, *, declared):
-        """What one loss of the tokens at some coordinates gives to a parameter there.
+        """Gradient of a parameter from one loss of the tokens at some coordinates.
 
         Over an axis where all ranks hold the same, all draw the same; an
         expert draws for the tokens of every ``ep`` rank.
@@ -107,7 +107,7 @@ class Numbers:
         return total
 
     def scale(self, loss, place, tp, micro_batch, *, declared):
-        """What one token's loss is multiplied by: as declared, or as the forward at its coordinates does it."""
+        """Factor of one token's loss: as declared, or as the forward at its coordinates does it."""
         if loss is None:
             return Fraction(1)
         wanted = (*place, tp)
@@ -137,7 +137,7 @@ class Numbers:
     def wrong(self):
         """The names of parameters that any rank updates with something else than is declared.
 
-        None where ranks wait for each other in a circle: what would be summed then is nobody's to say.
+        None where ranks wait for each other in a cycle: the sum is then undefined.
         """
         run = _Run(self)
         states = run.final()

@@ -3,12 +3,11 @@
 import dataclasses
 import re
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.schedule.optable import Group, Row, TensorSpec
-from pipeproof.specs.finding import Severity
-from pipeproof.verify.check import check_subject
-from pipeproof.verify.facts import NO_FACTS
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.declared_facts import NO_FACTS
 from pipeproof.verify.subject import graph_subject
 
 _OP = re.compile(r"([^\s{]+)(?:\{([^}]*)\})?")

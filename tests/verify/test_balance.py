@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.stages.describe.balance import router_loss_scales, unit_weight
+from pipeproof.stages.describe.balance import router_loss_scales, work_item_weight
 from pipeproof.stages.describe.layers import COUNTS_DTYPE
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, own
 from tests.verify.programs import errors
@@ -49,7 +49,7 @@ def test_pieces_of_sequences_share_out_the_loss():
     seen = balanced({"pp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, **LOSSES)
     assert errors(seen) == []
     assert router_loss_scales(seen.plan.spec)["z"] == "0.00001/num_micro_batches/data_ranks/2"
-    assert unit_weight(seen.plan.spec) == 1 / 4 / 2
+    assert work_item_weight(seen.plan.spec) == 1 / 4 / 2
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_pieces_of_sequences_share_out_the_loss():
 )
 def test_the_factor_depends_on_neither_stages_nor_tensor_parallel_ranks(topology):
     seen = balanced(topology, **LOSSES)
-    assert unit_weight(seen.plan.spec) == 1 / 4
+    assert work_item_weight(seen.plan.spec) == 1 / 4
     assert router_loss_scales(seen.plan.spec) == {
         "aux": "0.01/num_micro_batches/data_ranks", "z": "0.00001/num_micro_batches/data_ranks"
     }  # fmt: skip
@@ -146,6 +146,6 @@ def test_loads_that_are_averaged_are_found():
 
 
 def test_what_balances_is_part_of_the_digest():
-    plain = plan_digest(balanced())
+    plain = graph_digest(balanced())
     for moe in ({"aux_loss": 0.1}, {"z_loss": 0.1}, {"expert_bias_rate": 0.1}):
-        assert plan_digest(balanced(**moe)) != plain
+        assert graph_digest(balanced(**moe)) != plain

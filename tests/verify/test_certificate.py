@@ -1,12 +1,11 @@
-"""What the digest of a certificate tells apart, and what it does not, where facts hold arrays, tables and sets."""
+"""Differences that the digest of a certificate shows, and those that it ignores, in arrays, tables and sets."""
 
 import pytest
 
 from pipeproof.comm.mesh import Mesh
 from pipeproof.stages.describe.index_map import IndexMap
-from pipeproof.verify.certificate import plan_digest
-from pipeproof.verify.facts import Facts, RngFacts, RngRegion
-from pipeproof.verify.layouts.facts import HeldTensor
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.declared_facts import Facts, HeldTensor, RngFacts, RngRegion
 from tests.verify.programs import program
 
 
@@ -22,7 +21,7 @@ def drawn(*axes):
 
 
 def digest(facts, text="0F0"):
-    return plan_digest(program(text, "0F0", facts=facts))
+    return graph_digest(program(text, "0F0", facts=facts))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
-"""Clipping to a global norm: where its sums stand in the programs, and what the rule says of others."""
+"""Clipping to a global norm: the place of its sums in the programs, and findings on other programs."""
 
 from dataclasses import replace
 
 import pytest
 
-from pipeproof.comm.gradient_norm import counted_by, num_weights
-from pipeproof.schedule.build import build_graph
+from pipeproof.comm.step_end_rows import counted_by, num_weights
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import PlanFileError, plan_from_dict
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, double, drop, moved
 from tests.verify.programs import errors
@@ -40,7 +41,7 @@ def test_clipped_plans_are_proved_and_simulated(topology, schedule):
     assert simulate(seen.plan).makespan > 0
 
 
-def test_the_norm_stands_after_all_sums_and_before_the_first_step():
+def test_the_norm_comes_after_all_sums_and_before_the_first_step():
     graph = clipped(schedule=V).graph
     kinds = (OpKind.REDUCE_GRAD, OpKind.ALL_REDUCE, OpKind.STEP)
     texts = [str(graph.ops[i]) for i in graph.rank_ops(0) if graph.ops[i].kind in kinds and graph.parent[i] < 0]
@@ -57,7 +58,7 @@ def test_without_a_limit_nothing_is_summed():
 def test_one_rank_has_the_norm_by_itself():
     alone, plain = clipped({"pp": 1, "dp": 2}), subject(topology={"pp": 1, "dp": 2})
     assert alone.graph.num_ops == plain.graph.num_ops
-    assert plan_digest(alone) != plan_digest(plain)
+    assert graph_digest(alone) != graph_digest(plain)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,10 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_another_norm_is_found(name):
-    changes, told = WRONG[name]
+    changes, reported = WRONG[name]
     found = [one for one in errors(edited(clipped(), *changes)) if one.code == "PP611"]
     assert found
-    assert told in found[0].message
+    assert reported in found[0].message
 
 
 def test_a_norm_over_a_part_of_the_stages_is_found():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.schedule.op_table import NONE, Row
 from pipeproof.schedule.ops import OpKind, parse_op
-from pipeproof.schedule.optable import NONE, Row
 from pipeproof.schedule.programs import Schedule
 from pipeproof.verify.completeness import is_training
 from pipeproof.verify.compute_table import compute_table
@@ -37,9 +37,9 @@ def test_the_table_counts_what_the_programs_say(ops):
     graph = program(*map(" ".join, ranks)).graph
     table = compute_table(graph)
     cells = sorted({(rank, stage, micro_batch) for rank, _, stage, micro_batch in ops})
-    assert list(zip(table.rank, table.stage, table.unit, strict=True)) == cells
+    assert list(zip(table.rank, table.stage, table.work_item, strict=True)) == cells
     for entry, (rank, stage, micro_batch) in enumerate(cells):
-        ids = [i for i in graph.rank_ops(rank) if (graph.stage[i], graph.unit[i]) == (stage, micro_batch)]
+        ids = [i for i in graph.rank_ops(rank) if (graph.stage[i], graph.work_item[i]) == (stage, micro_batch)]
         assert table.ops(entry) == ids
         for kind in table.count:
             of_kind = [i for i in ids if graph.ops[i].kind is kind]
@@ -75,7 +75,7 @@ def test_numbers_too_high_for_the_table_are_refused():
         ("0F0 0F0 0B0", {"PP122"}),
         ("0F0 0B0 0I0 0W0", {"PP122"}),
         ("0F0 0I0 0W0 0W0", {"PP122"}),
-        ("0F0 0B0 0W0", {"PP121", "PP122"}),  # B beside either part alone is too much already
+        ("0F0 0B0 0W0", {"PP121", "PP122"}),  # B in addition to either part alone is too much already
         ("0F0 0B0 0I0 0F1 0B1", {"PP121", "PP122"}),
         ("0F0.s0 0F0.s1 0B0.s1 0B0.s0", set()),
         ("0F0.s0 0F0.s1 0I0.s1 0I0.s0 0W0.s0 0W0.s1", set()),  # W reads what I left, of its own split alone
@@ -92,7 +92,7 @@ def test_programs_of_one_rank(text, expected):
     assert codes(program(text)) == expected
 
 
-def test_a_whole_backward_beside_its_parts_names_the_backwards_alone():
+def test_a_whole_backward_next_to_its_parts_names_the_backwards_alone():
     (found,) = errors(program("0F0 0B0 0I0 0W0"))
     assert found.message.startswith("rank 0 runs 0B0, 0I0, 0W0: stage 0 does the work of micro-batch 0 more than once")
 
@@ -153,7 +153,7 @@ def test_a_program_with_more_or_fewer_micro_batches_than_the_data_has():
     assert "micro-batches 0..3, but runs 0F4, 0B4" in messages(base.with_graph(more.graph))[0]
 
 
-def test_a_stage_of_another_rank_is_named_beside_all_that_the_rank_owns():
+def test_a_stage_of_another_rank_is_named_next_to_all_that_the_rank_owns():
     base = chunked()
     mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op("2F0"))))
     assert codes(mutant) == {"PP124"}
@@ -179,17 +179,17 @@ def drop_a_gradient(all_rows):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (drop_a_message, "rank 1 (pp 1) runs 1F3 without what 0SEND_F3 would send and 1RECV_F3 receive"),
         (drop_a_gradient, "rank 0 (pp 0) runs 0B2 without what 1SEND_B2 would send and 0RECV_B2 receive"),
     ],
 )
-def test_a_tensor_that_is_never_sent(change, told):
+def test_a_tensor_that_is_never_sent(change, reported):
     mutant = mutated(subject(), change)
     assert "PP125" in codes(mutant)
     (found,) = [finding for finding in errors(mutant) if finding.code == "PP125"]
-    assert found.message.startswith(told)
+    assert found.message.startswith(reported)
     assert len(found.witness.ops) == 3
 
 
@@ -201,7 +201,7 @@ def test_one_end_without_the_other_is_for_the_rule_on_counterparts(missing):
 
 
 def test_a_message_that_is_mistaken_is_for_the_rule_on_identity():
-    """What rank 1 receives belongs to no stage of its own, but neither is it what rank 0 means to send."""
+    """Rank 1 receives a tensor of a stage that it does not own, and rank 0 sends another one."""
     assert codes(program(RIGHT[0], RIGHT[1].replace("1RECV", "5RECV"))) == {"PP302"}
 
 
@@ -210,8 +210,8 @@ def test_a_plan_without_any_message_lacks_them_all():
         for mine in all_rows:
             mine[:] = [row for row in mine if row.peer == NONE and row.op.target is None]
 
-    told = [f.message for f in errors(mutated(subject(), forget_all)) if f.code == "PP125"]
-    assert len(told) == 8
+    reported = [f.message for f in errors(mutated(subject(), forget_all)) if f.code == "PP125"]
+    assert len(reported) == 8
     computes = "0F0 0B0", "1F0 1B0"
     assert codes(program(*computes)) == set()  # a graph alone may leave communication out
 
@@ -243,7 +243,7 @@ RIGHT = ("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "reported"),
     [
         (("1F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", RIGHT[1]), "rank 0 sends 0SEND_F0, but has no part in stage 0"),
         ((RIGHT[0], "1RECV_F0{peer=0} WAIT(1RECV_F0) 2F0"), "rank 1 receives 1RECV_F0, but has no part in stage 1"),
@@ -263,11 +263,11 @@ RIGHT = ("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0)
         ),
     ],
 )
-def test_a_message_without_a_place_in_the_pipeline(ranks, told):
+def test_a_message_without_a_place_in_the_pipeline(ranks, reported):
     assert codes(program(*RIGHT)) == set()
     mutant = program(*ranks)
     assert codes(mutant) == {"PP126"}
-    assert messages(mutant)[0].startswith(told)
+    assert messages(mutant)[0].startswith(reported)
 
 
 def test_a_tensor_may_come_in_parts_but_each_part_once():
@@ -313,15 +313,15 @@ def test_two_stages_of_one_rank(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("0F0 0B0 0STEP 0STEP", "rank 0 runs 0STEP 2 times"),
         ("0F0 0B0 0STEP 2STEP", "rank 0 runs 2STEP and computes nothing of that stage"),
         ("0F0 2F0 2B0 0B0 0STEP", "rank 0 computes stage 2 and never runs 2STEP, while others step"),
     ],
 )
-def test_what_is_told_of_steps(text, told):
-    assert messages(program(text)) == [told]
+def test_what_is_reported_of_steps(text, reported):
+    assert messages(program(text)) == [reported]
 
 
 def test_the_turn_of_a_v_schedule_needs_no_message():

@@ -6,15 +6,13 @@ from typing import get_args
 
 import pytest
 
+from pipeproof.comm.backend_rows import Queue
 from pipeproof.comm.backends import backend_table
-from pipeproof.comm.buffering import message_bytes
-from pipeproof.comm.capabilities import Queue
-from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
-from pipeproof.specs.finding import CycleWitness, OpsWitness, ProgramExcerpt, WitnessOp
-from pipeproof.specs.render_cycle import cycle_drawing
-from pipeproof.verify.deadlock.classify import Judge, cycle_of, deadlocks
-from pipeproof.verify.deadlock.rules import models_text
-from pipeproof.verify.deadlock.witness import chain_text, cycle_witness, ranks_text
+from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model, message_bytes
+from pipeproof.diagnostics.finding import CycleWitness, OpsWitness, ProgramExcerpt, WitnessOp
+from pipeproof.diagnostics.text_output import cycle_drawing
+from pipeproof.verify.deadlock.deadlock_rules import chain_text, cycle_witness, models_text, ranks_text
+from pipeproof.verify.deadlock.deadlock_verdict import DeadlockChecker, cycle_of, deadlocks
 from tests.plans import subject
 from tests.verify.programs import program, tensor
 
@@ -70,7 +68,7 @@ def test_models_in_words(model, text):
     assert str(model) == text
 
 
-def test_models_with_the_same_completions_stand_together():
+def test_models_with_the_same_completions_are_named_together():
     failing = [
         ChannelModel("device"),
         ChannelModel("device", "slots", slots=1),
@@ -93,14 +91,14 @@ def test_bytes_of_messages():
     assert message_bytes(graph).tolist() == [10, 24, 0, 0, 7, 8]  # what is smaller than a byte takes one
 
 
-def test_a_large_graph_is_judged_and_its_short_cycle_found(monkeypatch):
-    """The large paths (a first part, components, few rows for the witness) say what the small ones do."""
+def test_a_large_graph_is_checked_and_its_short_cycle_found(monkeypatch):
+    """The large paths (a first part, components, few rows for the witness) have the results of the small ones."""
     graph = subject(topology={"pp": 4}, schedule={"num_micro_batches": 16}).graph
     declared = ChannelModel("directed_edge")
-    small = Judge(graph).verdict(declared), cycle_of(graph, MODELS[0])
-    monkeypatch.setattr("pipeproof.verify.deadlock.classify._SEARCHED_WHOLE", 32)
-    monkeypatch.setattr("pipeproof.verify.deadlock.cycles._LARGE", 0)
-    assert Judge(graph).verdict(declared) == small[0]
+    small = DeadlockChecker(graph).verdict(declared), cycle_of(graph, MODELS[0])
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 32)
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._LARGE", 0)
+    assert DeadlockChecker(graph).verdict(declared) == small[0]
     assert not deadlocks(graph, declared)
     large = cycle_of(graph, MODELS[0])
     assert len(large) == len(small[1])
@@ -130,7 +128,7 @@ def test_a_long_cycle_is_named_by_its_ends_and_drawn_in_part():
     assert len(drawn) == 13
 
 
-def test_a_cycle_is_told_whole_up_to_six_operations_or_ranks():
+def test_a_cycle_is_reported_whole_up_to_six_operations_or_ranks():
     one = program(*(f"{r}F0 {r}F1" for r in range(8)))
     names = [f"{r}F0 (rank {r})" for r in range(8)]
     firsts = [one.graph.rank_ops(r)[0] for r in range(8)]

@@ -1,15 +1,12 @@
-"""What each promise of a channel model decides: small programs with their verdict, the same in both writings."""
+"""Effect of each promise of a channel model: small programs with their verdict, the same in both writings."""
 
 import numpy as np
 import pytest
 
-from pipeproof.comm.buffering import awaited_receives
-from pipeproof.comm.channel_models import QUEUES, ChannelModel
-from pipeproof.verify.deadlock.classify import blamed, cycle_of, deadlocks
-from pipeproof.verify.deadlock.columns import WaitGraph
-from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
+from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives
+from pipeproof.verify.deadlock.deadlock_verdict import blamed, cycle_of, cyclic_part, deadlocks, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
-from pipeproof.verify.deadlock.rows import rows_of
+from pipeproof.verify.deadlock.wait_columns import WaitGraph, rows_of
 from tests.verify.programs import errors, group, program, tensor
 
 ALL = frozenset(QUEUES)
@@ -155,8 +152,8 @@ def test_which_models_a_small_program_deadlocks_under(name):
         assert bool(stuck_events(events)) == deadlocks(graph, model) == (queue in expected), queue
 
 
-def test_a_group_call_that_is_closed_behind_a_later_message_is_told_what_is_wrong_with_it():
-    """The order in which two ends issue decides what meets what: one more call, of the other end, is no mend."""
+def test_a_group_call_that_is_closed_behind_a_later_message_is_named_in_the_help():
+    """The order in which two ends issue decides what meets what: one more call, of the other end, is no fix."""
     graph = CASES["a group call that is closed behind a later message of its channel"][0]
     (found,) = [one for one in errors(program(*graph, tensors=[tensor()])) if one.code == "PP401"]
     assert found.help == (
@@ -292,7 +289,7 @@ def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
 
 def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
     waits = waits_of((1, 2, 3, 4), (5, 6, 7))
-    monkeypatch.setattr("pipeproof.verify.deadlock.cycles._MOST_STEPS", 0)
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._MOST_STEPS", 0)
     assert len(shortest_cycle(waits, cyclic_part(waits))) == 4
 
 
@@ -308,5 +305,5 @@ def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_beh
     graph = program(*begin).graph
     model = ChannelModel("directed_edge")
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1}
-    monkeypatch.setattr("pipeproof.verify.deadlock.classify._SEARCHED_WHOLE", 100)
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 100)
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1, 2}

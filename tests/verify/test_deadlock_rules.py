@@ -1,4 +1,4 @@
-"""The deadlock rules: what each kills alone, right programs close to it, and what the findings say."""
+"""The deadlock rules: mutants that each kills alone, correct programs close to them, and the findings."""
 
 import io
 from dataclasses import replace
@@ -11,11 +11,10 @@ from rich.console import Console
 
 from pipeproof.comm import lower
 from pipeproof.comm.backends import backend_table
-from pipeproof.schedule.build import build_graph
-from pipeproof.schedule.optable import TensorSpec
-from pipeproof.specs.finding import CycleWitness, Severity
-from pipeproof.specs.render import render_text
-from pipeproof.verify.check import check_subject
+from pipeproof.diagnostics.finding import CycleWitness, Severity
+from pipeproof.diagnostics.text_output import render_text
+from pipeproof.schedule.op_table import TensorSpec, build_graph
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.deadlock import RULES
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject
@@ -281,7 +280,7 @@ def test_1f1b_is_conditional_and_gpipe_robust():
     assert finding.severity is Severity.WARNING
     assert "3 of 18 channel models: one FIFO per device, rank or pair at rendezvous" in finding.message
     assert "no change is needed for paddle-gloo" in finding.help
-    assert "set `transport.recv_post` to as_sent" in finding.help
+    assert "set `transport.recv_order` to send_order" in finding.help
     assert {op.rank for op in finding.witness.ops} == {0, 1}
 
 
@@ -316,13 +315,13 @@ def test_messages_larger_than_an_eager_buffer_are_conditional_under_it():
     assert "eager" not in texts(2**20)
 
 
-# --- the mend ---
+# --- the fix ---
 
 
-def test_a_mend_is_told_with_its_operations_and_works():
+def test_a_fix_is_reported_with_its_operations_and_works():
     assert "on rank 1, move WAIT(1SEND_B0) behind 1RECV_F1" in only(crossing(), "PP401").help
-    mended = crossing(second=("WAIT(1SEND_B0) 1RECV_F1{peer=0}", "1RECV_F1{peer=0} WAIT(1SEND_B0)"))
-    assert ("PP401", "error") not in found(mended)
+    fixed = crossing(second=("WAIT(1SEND_B0) 1RECV_F1{peer=0}", "1RECV_F1{peer=0} WAIT(1SEND_B0)"))
+    assert ("PP401", "error") not in found(fixed)
 
 
 def wait_for_each_send_at_once(program_rows):
@@ -333,7 +332,7 @@ def wait_for_each_send_at_once(program_rows):
             mine.insert(place(mine, str(wait.op.target)) + 1, wait)
 
 
-def test_blocking_sends_of_a_whole_schedule_are_mended_wherever_they_stand():
+def test_blocking_sends_of_a_whole_schedule_are_fixed_wherever_they_are():
     two = mutated(subject(), wait_for_each_send_at_once)
     assert "each WAIT(1SEND_B) behind the nearest 1RECV_F" in only(two, "PP401").help
     four = mutated(subject(topology={"pp": 4}, schedule={"num_micro_batches": 8}), wait_for_each_send_at_once)
@@ -346,14 +345,14 @@ def test_on_one_queue_a_batch_is_what_helps():
         "1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) WAIT(1RECV_F1)",
     )
     assert "on rank 0, issue 0SEND_F1 and 0RECV_B0 as one batch" in only(with_backend(one, queue="rank"), "PP401").help
-    mended = program(
+    fixed = program(
         "0SEND_F1{peer=1 batch=0} 0RECV_B0{peer=1 batch=0} WAIT(0RECV_B0) WAIT(0SEND_F1)",
         "1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) WAIT(1RECV_F1)",
     )
-    assert ("PP401", "error") not in found(with_backend(mended, queue="rank"))
+    assert ("PP401", "error") not in found(with_backend(fixed, queue="rank"))
 
 
-def test_where_no_reordering_helps_none_is_told():
+def test_where_no_reordering_helps_none_is_reported():
     """Each rank computes what it sends from what it receives: the data itself goes in a circle."""
     one = program(
         "0RECV_B0{peer=1 writes=g} WAIT(0RECV_B0) 0F0{reads=g writes=a} 0SEND_F0{peer=1 reads=a} WAIT(0SEND_F0)",
@@ -362,7 +361,7 @@ def test_where_no_reordering_helps_none_is_told():
     assert "no small change" in only(one, "PP401").help
 
 
-def test_a_large_graph_is_not_searched_for_a_mend_and_says_so():
+def test_a_large_graph_is_not_searched_for_a_fix_and_reports_it():
     text = " ".join(f"0F{k} 0SEND_F{k}{{peer=1}} WAIT(0SEND_F{k}) 0RECV_B{k}{{peer=1}} WAIT(0RECV_B{k}) 0B{k}"
                     for k in range(600))  # fmt: skip
     other = " ".join(f"1SEND_B{k}{{peer=0}} WAIT(1SEND_B{k}) 1RECV_F{k}{{peer=0}} WAIT(1RECV_F{k}) 1F{k} 1B{k}"
@@ -393,7 +392,7 @@ def test_generated_plans_have_no_error(kind, pp, tp, dp, rounds, forward, connec
     assert {code for code, severity in found(one) if severity == "error"} == set()
 
 
-def test_a_rank_that_stands_for_many_is_judged_as_they_are(monkeypatch):
+def test_a_rank_that_represents_many_is_checked_as_they_are(monkeypatch):
     """A plan that is lowered for one of its tensor-parallel ranks has the verdict of the whole, right or wrong."""
     sections = {"topology": {"pp": 2, "tp": 2, "dp": 2}, "transport": "partial"}
     whole = subject(**sections)

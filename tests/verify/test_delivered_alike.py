@@ -1,13 +1,12 @@
 """Messages are looked into once for all that are alike: of two that differ in one respect, the damaged one is found.
 
-Micro-batch 0 is right and comes first; micro-batch 1 is like it but for what the test says.
+Micro-batch 0 is right and comes first; micro-batch 1 is equal except for the change of the test.
 """
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.schedule.optable import Group, Row, TensorSpec
+from pipeproof.verify.boundary_transport import RULES
 from pipeproof.verify.subject import graph_subject
-from pipeproof.verify.transport import RULES
 from tests.plans import subject
 
 ROWS_CUT = TensorSpec("rows", (4, 4), "float32", "sharded(0)", "sh")
@@ -94,7 +93,7 @@ def test_another_replica():
     assert [finding.help for finding in RULES[0].check(one)] == [None]  # it is not the transport
 
 
-def test_a_rank_of_a_group_stands_for_several():
+def test_a_rank_of_a_group_represents_several():
     """Each of the ranks stands for two of a group of four, so the second has places 2 and 3 in it."""
     for swap, found in ((False, []), (True, [{2, 3}])):
         rows = [[] for _ in range(4)]

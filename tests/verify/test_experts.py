@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm import lower as lowering
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Severity
 from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, child_of
-from pipeproof.specs.finding import Severity
-from pipeproof.specs.layout import INVARIANT
+from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
@@ -58,7 +58,7 @@ def test_experts_under_copies_of_stages_and_in_two_sizes_of_micro_batches():
     assert codes(subject(model={"moe": MOE}, topology={"pp": 2, "ep": 2}, schedule=schedule)) == set()
 
 
-def test_exchanges_stand_below_forwards_and_backwards_of_blocks_with_experts():
+def test_exchanges_are_below_forwards_and_backwards_of_blocks_with_experts():
     one = experts()
     ops = [one.graph.ops[i] for i in one.graph.rank_ops(0)]
     exchanges = [str(op.target) for op in ops if op.kind is OpKind.ALL_TO_ALL]
@@ -72,10 +72,12 @@ def test_counts_do_not_grow_with_the_tokens():
     """One number for each expert, in a type of their own, of however many tokens a micro-batch has."""
     one = subject(model={"moe": MOE}, topology={"pp": 2, "ep": 2}, schedule={"last_micro_batch_size": 1})
     graph = one.graph
-    told = [i for i in graph.rank_ops(0) if str(graph.ops[i]).endswith("/0.ALL_TO_ALL:ep") and "F" in str(graph.ops[i])]
-    assert {int(graph.stop[i] - graph.start[i]) for i in told} == {4}
-    assert {graph.tensors[int(graph.tensor[i])].dtype for i in told} == {"int64"}
-    assert len(told) == 4
+    reported = [
+        i for i in graph.rank_ops(0) if str(graph.ops[i]).endswith("/0.ALL_TO_ALL:ep") and "F" in str(graph.ops[i])
+    ]
+    assert {int(graph.stop[i] - graph.start[i]) for i in reported} == {4}
+    assert {graph.tensors[int(graph.tensor[i])].dtype for i in reported} == {"int64"}
+    assert len(reported) == 4
     moved = [i for i in graph.rank_ops(0) if str(graph.ops[i]).endswith("F3/1.ALL_TO_ALL:ep")]
     assert [int(graph.stop[i] - graph.start[i]) for i in moved] == [8 * 2 * 16]
 

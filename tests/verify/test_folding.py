@@ -1,4 +1,4 @@
-"""Replicas are judged once: the verdict on a folded graph is the verdict on all its ranks."""
+"""Replicas are checked once: the verdict on a folded graph is the verdict on all its ranks."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeproof.comm.lower as lower_module
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 
@@ -60,7 +60,7 @@ def test_a_witness_of_lost_elements_is_the_same_folded_or_not():
 
 @pytest.mark.parametrize("kind", [OpKind.SEND_FORWARD, OpKind.BACKWARD, OpKind.ALL_REDUCE])
 def test_a_program_that_breaks_the_symmetry_is_still_found(kind):
-    """Ranks 3 and 7 are replicas that a folded check never looks at; with programs of their own they are judged."""
+    """Ranks 3 and 7 are replicas that a folded check never looks at; with programs of their own they are checked."""
     full = folded_subject(topology={"pp": 2, "tp": 2, "dp": 2}).unfolded()
     assert not check_subject(full).errors
     rows = full.graph.rows()

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.op_table import Group, build_graph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.optable import Group
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
 from tests.verify.gradient_models import BIAS, DENSE, facts, model, regrouped
@@ -127,7 +126,7 @@ def test_averaging_what_is_equal_changes_nothing():
     base = plan(sequence_parallel=False)
     rows = base.graph.rows()
     tp = {rank: i for i, g in enumerate(base.graph.groups) if g.axis == "tp" for rank in g.ranks}
-    for rank, program in enumerate(rows[:4]):  # norms stand first on stage 0 alone
+    for rank, program in enumerate(rows[:4]):  # norms come first on stage 0 alone
         place = next(i for i, row in enumerate(program) if str(row.op) == "0REDUCE_GRAD:dp/1.ALL_REDUCE:dp")
         program.insert(place, dataclasses.replace(program[place], group=tp[rank], reduction="avg"))
     averaged = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
@@ -177,7 +176,7 @@ FOLDED = {
         (changed("=2B5=", reduction="overwrite"), {"PP605"}),
     ],
 )
-def test_a_folded_plan_is_judged_like_a_whole_one(change, expected):
+def test_a_folded_plan_is_checked_like_a_whole_one(change, expected):
     base = subject(**FOLDED)
     assert base.plan.folded
     rows = base.graph.rows()

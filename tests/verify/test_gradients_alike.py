@@ -1,4 +1,4 @@
-"""Ranks and stages that do the same are judged once, and only those."""
+"""Ranks and stages that do the same are checked once, and only those."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.verify.programs import mutated
 
 @pytest.fixture
 def ranks_run(monkeypatch):
-    """How many ranks' gradients were run, by kinds of parameters; grows as subjects are diagnosed."""
+    """Number of ranks whose gradients were run, by kinds of parameters; grows as subjects are diagnosed."""
     numbers = []
     interpret = module.interpret
 
@@ -37,14 +37,14 @@ def test_the_work_grows_neither_with_ranks_nor_with_stages_that_are_alike(ranks_
     assert work(4, 4) == work(8, 2) == smallest
 
 
-def test_stages_that_are_alike_are_each_judged_where_one_of_them_is_wrong():
+def test_stages_that_are_alike_are_each_checked_where_one_of_them_is_wrong():
     base = subject(model={"num_layers": 4}, topology={"pp": 4, "dp": 2})
     found = diagnose(mutated(base, drop("1REDUCE_GRAD:dp", "2REDUCE_GRAD:dp")))
     assert {problem.stage for problem in found} == {1, 2}
     assert {(problem.rank, *problem.alike) for problem in found} == {(2, 3), (4, 5)}
 
 
-def test_each_rank_is_judged_where_one_does_otherwise():
+def test_each_rank_is_checked_where_one_does_otherwise():
     def first_only(rows):
         changed("=0B3=", reduction="overwrite")(rows[:1])
 
@@ -54,7 +54,7 @@ def test_each_rank_is_judged_where_one_does_otherwise():
     assert {problem.alike for problem in found} == {()}
 
 
-def test_as_many_ranks_as_the_grid_has_places_need_not_stand_on_all_of_them():
+def test_as_many_ranks_as_the_grid_has_places_need_not_be_on_all_of_them():
     """Stage 0 on both ranks of one pipeline, stage 1 on both of the other: dp sums unlike gradients."""
     given = facts(
         ParameterGradient("first", (0,)),
@@ -76,7 +76,7 @@ def test_the_order_of_additions_makes_ranks_no_less_alike(ranks_run):
     assert ranks_run == [1]
 
 
-def test_a_rank_that_adds_otherwise_is_judged_for_itself():
+def test_a_rank_that_adds_otherwise_is_checked_for_itself():
     """Equal but for what is added between and behind equal rows: one adds micro-batch 0 again in place of 1."""
     right = "0F0 0F1 0B0 0SCALE_GRAD{scale=1} 0B1 0REDUCE_GRAD:dp{@dp} 0STEP"
     wrong = right.replace("0B1", "0B0")

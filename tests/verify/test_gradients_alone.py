@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.verify.facts import Facts
+from pipeproof.verify.declared_facts import Facts
 from pipeproof.verify.gradients.coefficient import ONE, ZERO, Coefficient, parse_scale
-from pipeproof.verify.gradients.rules import RULES
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.gradients.gradient_rules import RULES
+from pipeproof.verify.subject import program_subject
 from tests.verify.gradient_models import moe, tied, two_way
 from tests.verify.gradient_mutants import own
 
@@ -35,7 +35,7 @@ TP_SUM = "0F0 0B0 0REDUCE_GRAD:tp{group=0} 0STEP"
         ("rank 0: 0F0 0STEP", set()),
     ],
 )  # fmt: skip
-def test_a_program_without_facts_is_judged_by_what_it_does_elsewhere(text, expected):
+def test_a_program_without_facts_is_checked_by_what_it_does_elsewhere(text, expected):
     assert own(program_subject(text)) == expected
 
 
@@ -125,7 +125,7 @@ ROWS = st.builds(
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 20), ROWS), min_size=1, max_size=6),
     st.booleans(),
 )
-def test_any_rows_can_be_judged_and_said(base, inserted, without_facts):
+def test_any_rows_can_be_checked_and_reported(base, inserted, without_facts):
     one = base()
     rows = one.graph.rows()
     for rank, place, row in inserted:

@@ -1,4 +1,4 @@
-"""Which parameters the collectives below a REDUCE_GRAD sum: one each, several in a bucket, or all that are there."""
+"""Parameters that the collectives below a REDUCE_GRAD sum: one each, several in a bucket, or all that are there."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify.gradient_models import SUM, TWO_WAY_TEXT, facts, two_way
 from tests.verify.gradient_mutants import drop, only, own
@@ -81,7 +81,7 @@ def test_a_bucket_over_two_ranks_of_one_stage():
 
 
 def test_without_facts_the_collectives_below_one_reduction_are_parts_of_it():
-    """The program does not say what they sum: two of them need not sum the same gradient twice."""
+    """The program does not declare the parameters: two of them need not sum the same gradient twice."""
     parts = "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{group=0} 0REDUCE_GRAD:dp/1.ALL_REDUCE:dp{group=0}"
     text = f"0F0 0B0 0REDUCE_GRAD:dp {parts} 0STEP"
     lines = ["group dp: 0 1", f"rank 0: {text}", f"rank 1: {text}"]

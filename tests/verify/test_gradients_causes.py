@@ -1,4 +1,4 @@
-"""Which of several possible causes is told of, and which rows are shown for it."""
+"""Choice among several possible causes, and the rows that are shown for it."""
 
 import pytest
 
@@ -23,12 +23,12 @@ def test_a_sum_of_equal_gradients_that_is_scaled_back_is_no_cause_of_another_lac
         ("0F0{scale=2/global_tokens} 0B0 0REDUCE_GRAD:dp{@dp} 0STEP", ["0F0"]),
     ],
 )
-def test_a_wrong_factor_is_shown_where_it_stands(text, shown):
+def test_a_wrong_factor_is_shown_where_it_is(text, shown):
     found = only(model(text, facts(BIAS), dp=2), "PP606")
     assert [op.op for op in found.witness.ops] == shown
 
 
-def test_ranks_that_wait_for_each_other_in_a_circle_are_judged_all_the_same():
+def test_ranks_that_wait_for_each_other_in_a_cycle_are_checked_anyway():
     """Each waits for another first, so that no reduction can begin; the program may hang, and the rule must not."""
     one, other = "0REDUCE_GRAD:ep{@ep} 0REDUCE_GRAD:dp{@dp}", "0REDUCE_GRAD:dp{@dp} 0REDUCE_GRAD:ep{@ep}"
     text = "\n".join(f"0F0 0B0 {order} 0STEP" for order in (one, other, other, one))

@@ -29,7 +29,7 @@ def test_the_group_of_the_owners_sums_their_gradients(how, expected):
 
 @pytest.mark.parametrize("middle", ["", "1REDUCE_GRAD:pp{@pp writes=grad[embedding]}", "1REDUCE_GRAD:pp{@pp}"])
 def test_a_rank_without_a_copy_must_not_be_in_the_group(middle):
-    """What it sums there is another weight's gradient, or whatever its buffer holds."""
+    """It sums another weight's gradient there, or the old contents of its buffer."""
     assert own(three_stages(middle)) == {"PP601"}
 
 

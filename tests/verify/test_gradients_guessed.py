@@ -1,9 +1,9 @@
-"""Programs without facts: the mesh and the gradients are what their groups and rows tell of."""
+"""Programs without facts: the mesh and the gradients are guessed from their groups and rows."""
 
 import pytest
 
-from pipeproof.schedule.optable import Group
-from pipeproof.verify.program import program_subject
+from pipeproof.schedule.op_table import Group
+from pipeproof.verify.subject import program_subject
 from tests.verify.gradient_mutants import own
 from tests.verify.programs import program
 
@@ -29,8 +29,8 @@ def test_a_sum_is_over_the_ranks_of_a_group_and_not_over_those_of_other_stages(f
 
 
 @pytest.mark.parametrize(("sums", "expected"), [((SUM,), set()), ((), set()), ((SUM, SUM), {"PP602"})])
-def test_a_rank_may_stand_for_all_of_its_group(sums, expected):
-    """Where nothing is reduced over dp, nothing says that anything should be."""
+def test_a_rank_may_represent_all_of_its_group(sums, expected):
+    """Without any reduction over dp, no reduction is expected."""
     text = " ".join(["0F0 0B0", *sums, "0STEP"])
     assert own(program(text, groups=[Group("dp", (0,), 4)])) == expected
 

@@ -147,7 +147,7 @@ def test_two_ranks_for_one_stage_need_a_sum():
     assert own(two_way(text)) == {"PP608"}
 
 
-def test_a_sum_over_copies_beside_one_over_dp():
+def test_a_sum_over_copies_next_to_one_over_dp():
     side = TIED_TEXT.replace("REDUCE_GRAD:dp{@dp}", "REDUCE_GRAD:dp{@dp queue=side}")
     assert "PP608" in own(tied(side))
     waited = side.replace("0REDUCE_GRAD:dp{", "WAIT(0REDUCE_GRAD:pp){queue=side} 0REDUCE_GRAD:dp{")
@@ -162,7 +162,7 @@ def test_f8_a_loss_is_lost_on_its_way():
     assert found.help == "let the backward pass take the loss `mtp` along"
 
 
-def test_h8_stages_without_experts_beside_stages_with_them():
+def test_h8_stages_without_experts_next_to_stages_with_them():
     given = facts(
         ParameterGradient("experts", (0,), sharded_over=("ep",)),
         ParameterGradient("dense", (1,)),
@@ -207,7 +207,7 @@ def test_e10_an_evaluation_with_the_factor_of_gradient_accumulation():
         ("0F1{scale=mtp:1}", "stage 0 has no loss `mtp`; it has main"),
     ],
 )
-def test_what_cannot_be_read_is_said(row, why):
+def test_what_cannot_be_read_is_reported(row, why):
     found = [f for f in errors(model(f"0F0 0F1 {row} 0B0 0B1 0STEP", facts(BIAS), dp=1)) if f.code == "PP610"]
     assert why in found[0].message
     assert found[0].witness.ops[0].op == row.partition("{")[0]

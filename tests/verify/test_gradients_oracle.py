@@ -7,11 +7,11 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import Row
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.verify.gradients.diagnose import diagnose
-from pipeproof.verify.gradients.model import model_of
+from pipeproof.verify.gradients.expected_gradients import model_of
 from tests.plans import subject
 from tests.verify.gradient_models import moe, tied, two_way
 from tests.verify.gradient_oracle import Numbers
@@ -127,7 +127,7 @@ CHANGES = st.builds(
 
 
 def strays(rows, groups):
-    """Whether a rank reduces alone on a group of another axis: that hangs, and sums nothing in particular."""
+    """True if a rank reduces alone on a group of another axis: that hangs, and sums nothing in particular."""
     calls = [Counter(row.group for row in program if is_reduction(row)) for program in rows]
     uneven = {g for g, group in enumerate(groups) if len({calls[rank][g] for rank in group.ranks}) > 1}
     on_others = {row.group for program in rows for row in program if is_reduction(row) and row.group >= 0

@@ -1,4 +1,4 @@
-"""Which forward, which tokens and which ranks a gradient finding tells of, and what counts as a micro-batch."""
+"""Forwards, tokens and ranks that a gradient finding names, and the micro-batches of a step."""
 
 import pytest
 
@@ -14,7 +14,7 @@ OWN_PLACES = """
 
 
 def test_the_forward_with_the_wrong_scale_is_the_one_that_is_shown():
-    """Ranks that scale in different places, so that each is judged for itself: one forward of one rank is wrong."""
+    """Ranks that scale in different places, so that each is checked for itself: one forward of one rank is wrong."""
     base = OWN_PLACES.strip().splitlines()
     assert own(model("\n".join(base), facts(BIAS), dp=2)) == set()
     wrong = [base[0].replace("0F0", "0F0{scale=1/global_tokens}"), base[1].replace("0F1", "0F1{scale=1/tp}")]
@@ -63,7 +63,7 @@ def test_the_micro_batches_of_a_step_are_those_that_are_computed():
 
 
 def test_another_rank_s_group_is_not_the_rank_s_own():
-    """Rank 0 sums with the ranks 1 and 3, which are a line of the mesh, but not the one that it stands on."""
+    """Rank 0 sums with the ranks 1 and 3, which are a line of the mesh, but not its own line."""
     text = "0F0 0B0 0REDUCE_GRAD:dp{@dp} 0STEP"
     lines = [text.replace("@dp", "group=3"), text, text, text]
     one = model("\n".join(lines), facts(DENSE), tp=2, dp=2)

@@ -1,4 +1,4 @@
-"""Each layout rule kills its mutants alone, with all other rules on, and leaves the correct ones beside them."""
+"""Each layout rule kills its mutants alone, with all other rules on, and leaves the correct ones close to them."""
 
 import dataclasses
 
@@ -7,17 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm import lower as lowering
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind, parse_op
-from pipeproof.specs.finding import Severity
-from pipeproof.specs.layout import sharded
+from pipeproof.specs.axis_layout import sharded
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.index_map import IndexMap, expert_map, fused_qkv_map, layout_map, token_map
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
-from pipeproof.verify.check import check_subject
-from pipeproof.verify.facts import Facts
-from pipeproof.verify.layouts.facts import HeldTensor, LoadedParameter, MapUse
-from pipeproof.verify.layouts.rules import RULES
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.declared_facts import Facts, HeldTensor, LoadedParameter, MapUse
+from pipeproof.verify.layouts import RULES
 from pipeproof.verify.registry import RULES as ALL_RULES
 from pipeproof.verify.subject import graph_subject
 from tests.describe import moe
@@ -168,7 +167,7 @@ def cut_along(dim):
 
 
 def rows_from(rank, num_rows, width):
-    """A plain slice of rows, whatever they mean."""
+    """A plain slice of rows, independent of their meaning."""
     return IndexMap.of([(0, rank * num_rows * width, num_rows * width)])
 
 
@@ -253,7 +252,7 @@ def test_the_witness_of_a_wrong_token_index_names_lost_and_foreign_ranges():
     assert foreign == [(0, 0, 4, 8, "global 8 .. 11"), (1, 1, 0, 4, "global 4 .. 7")]
 
 
-# --- the plan's own layers ---
+# --- the plan's layers ---
 
 SP = {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}}
 
@@ -410,8 +409,9 @@ def test_no_false_alarm_on_generated_plans(kind, pp, tp, cp, dp, ep, sp, transpo
         transport=transport,
     )
     corrupt = transport == "partial" and sp and tp > 1 and one.plan.spec.num_stages > 1 and pp > 1
-    found = {f.code for rule in ALL_RULES if rule.doc.code[2] == "2" for f in rule.check(one)}
-    assert found - {"PP202"} == ({"PP201"} if corrupt else set())
+    alarms = [rule for rule in ALL_RULES if rule.doc.code[2] == "2" and rule.doc.severity != "note"]
+    found = {f.code for rule in alarms for f in rule.check(one)}
+    assert found == ({"PP201"} if corrupt else set())
 
 
 HIDDEN = {"name": "hidden", "dims": "sbh"}
@@ -465,7 +465,7 @@ def test_a_stage_of_empty_layers_takes_any_layout_and_hands_it_on(layouts, words
         ],
     )
     messages = [found.message for found in check_subject(one).findings if found.code == "PP209"]
-    assert [said in message for said, message in zip(words, messages, strict=True)] == [True] * len(words)
+    assert [text in message for text, message in zip(words, messages, strict=True)] == [True] * len(words)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.doc.kind], ids=lambda rule: rule.doc.code)

@@ -1,18 +1,16 @@
-"""How far the layout rules reach: which entries, computations and axes they judge, and what their findings say."""
+"""Reach of the layout rules: the entries, computations and axes that they check, and their findings."""
 
 import dataclasses
 
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, parse_op
-from pipeproof.schedule.optable import Row
 from pipeproof.stages.describe.index_map import IndexMap
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
-from pipeproof.verify.check import check_subject
-from pipeproof.verify.facts import Facts
-from pipeproof.verify.layouts.facts import HeldTensor, MapUse
-from pipeproof.verify.layouts.rules import RULES
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.declared_facts import Facts, HeldTensor, MapUse
+from pipeproof.verify.layouts import RULES
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject
 
@@ -40,17 +38,17 @@ OTHERWISE = {"name": "skip", "dims": "sbh", "tp": "sharded(h)"}
 
 
 @pytest.mark.parametrize(
-    ("entries", "judged"),
+    ("entries", "checked"),
     [
         ([OTHERWISE, RIGHT], 1),
         ([RIGHT, OTHERWISE], 0),  # the first of an edge is the activation; the second is a tensor of its own
-        ([{**RIGHT, "edge": 0}, {**RIGHT, "edge": 1}, OTHERWISE], 0),  # beside both, and first on neither
+        ([{**RIGHT, "edge": 0}, {**RIGHT, "edge": 1}, OTHERWISE], 0),  # next to both, and first on neither
         ([{**RIGHT, "edge": 1}, OTHERWISE], 1),  # ... which it is on edge 0 here
     ],
 )
-def test_the_first_entry_of_each_edge_is_the_activation(entries, judged):
+def test_the_first_entry_of_each_edge_is_the_activation(entries, checked):
     one = subject(model={"num_layers": 3}, topology={"pp": 3, "tp": 2}, boundaries=entries)
-    assert [f.message.partition(" is")[0] for f in found_in("PP209", one)] == ["`skip`"] * judged
+    assert [f.message.partition(" is")[0] for f in found_in("PP209", one)] == ["`skip`"] * checked
 
 
 # --- 208: what the graph issues ---
@@ -100,7 +98,7 @@ def test_the_first_micro_batch_may_be_smaller_than_the_model_allows(sizes, eleme
     ],
 )
 def test_stages_and_micro_batches_that_the_plan_has_not_need_nothing(schedule):
-    """What they are doing there is for the rules on completeness."""
+    """The rules on completeness report them."""
     base = subject(topology={"pp": 2, "tp": 2}, schedule=schedule)
     rows = base.graph.rows()
     for mine in rows:
@@ -129,7 +127,7 @@ def test_the_first_rank_whose_pieces_overlap_is_named():
     assert found.message == "`w` of 6 elements: two pieces of rank 1 claim the same local elements"
 
 
-def test_a_range_that_some_replicas_lack_is_said_with_both_numbers():
+def test_a_range_that_some_replicas_lack_is_reported_with_both_numbers():
     whole, part = IndexMap.of([(0, 0, 4)]), IndexMap.of([(0, 0, 3)])
     (found,) = found_in("PP210", with_facts(held_tensors=(HeldTensor("w", 4, {0: whole, 1: whole, 2: part}, 3),)))
     assert found.message == "`w` of 4 elements: elements 3..4 are held 2 times, not 3 times"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.lifetime import RULES
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.subject import program_subject
 
 SENDER = "0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1)"
 TAKER = "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
@@ -169,7 +169,7 @@ CASES = {
                 "1F0{reads=r[0]} 1F1{reads=r[1]}"),
     ),
 }  # fmt: skip
-"""What is wrong, the codes that it brings, the program, and the correct one near it."""
+"""Mistake, its codes, the program, and a correct program close to it."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,15 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import NONE, Group, Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind, parse_op, wait_for
-from pipeproof.schedule.optable import NONE, Group, Row
-from pipeproof.verify.lifetime.definition import Use, event_graph, racing_pairs
-from pipeproof.verify.lifetime.order import order_of
+from pipeproof.verify.lifetime.buffer_uses import uses_of
+from pipeproof.verify.lifetime.happens_before import order_of
 from pipeproof.verify.lifetime.races import find_races
-from pipeproof.verify.lifetime.uses import uses_of
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.subject import program_subject
 from tests.plans import subject
+from tests.verify.lifetime_definition import Use, event_graph, racing_pairs
 
 GLOO = backend_table("paddle", "cpu")
 BACKENDS = [
@@ -70,7 +69,7 @@ def graphs(draw, *, regular=False):
 
 
 def put(draw, program, row):
-    """Insert a row somewhere, with buffers and, now and then, in one batch with its neighbour; where it stands."""
+    """Insert a row somewhere, with buffers and, now and then, in one batch with its neighbour; return its index."""
     uses = {how: tuple(draw(st.lists(st.sampled_from(NAMES), max_size=1))) for how in ("reads", "writes", "frees")}
     at = draw(st.integers(0, len(program)))
     row = dataclasses.replace(row, **uses)
@@ -92,7 +91,11 @@ def test_the_columns_have_the_order_of_the_definition(graph, backend):
             if a != b:
                 defined = ("start", b) in followers[a]
                 assert order.before(a, b) == defined
-                if a < b and graph.rank[a] == graph.rank[b] and order.surely(np.array([a]), np.array([b]))[0]:
+                if (
+                    a < b
+                    and graph.rank[a] == graph.rank[b]
+                    and order.definitely_before(np.array([a]), np.array([b]))[0]
+                ):
                     assert defined
 
 
@@ -145,8 +148,8 @@ def test_a_wait_for_a_later_operation_of_the_queue_settles_a_pair():
     pairs = {("0F0", "0B0"): True, ("0F1", "0B0"): True, ("0F0", "0B1"): True, ("0F2", "0B1"): False,
              ("0B0", "0B2"): False, ("0F0", "0B2"): False}  # fmt: skip
     earlier, later = (np.array([op[pair[i]] for pair in pairs]) for i in range(2))
-    assert order.surely(earlier, later).tolist() == list(pairs.values())
-    assert order.before(op["0B0"], op["0B2"])  # true all the same: `surely` leaves rare reasons to the walk
+    assert order.definitely_before(earlier, later).tolist() == list(pairs.values())
+    assert order.before(op["0B0"], op["0B2"])  # true all the same: `definitely_before` leaves rare reasons to the walk
 
 
 def test_only_transfers_of_one_end_of_a_channel_follow_each_other():
@@ -159,7 +162,7 @@ def test_only_transfers_of_one_end_of_a_channel_follow_each_other():
     pairs = {(to_one, to_one_again): True, (to_one, to_two): False, (to_two, to_one_again): False,
              (to_one, back): False}  # fmt: skip
     for (earlier, later), is_ordered in pairs.items():
-        assert order.surely(np.array([earlier]), np.array([later])).tolist() == [is_ordered]
+        assert order.definitely_before(np.array([earlier]), np.array([later])).tolist() == [is_ordered]
         assert order.before(earlier, later) == is_ordered
 
 

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import OpKind, parse_op, wait_for
-from pipeproof.schedule.optable import Row
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.lifetime import RULES
-from pipeproof.verify.lifetime.analysis import lifetimes
-from pipeproof.verify.lifetime.slots import pools, smallest_slots
+from pipeproof.verify.lifetime.races import lifetimes
+from pipeproof.verify.lifetime.slot_rule import pools, smallest_slots
 from tests.plans import subject
 
 
@@ -42,9 +41,9 @@ def plans(draw):
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans(), st.sampled_from(["after_backward", "after_wait"]))
+@given(plans(), st.sampled_from(["after_backward", "after_send_done"]))
 def test_generated_plans_have_no_finding(plan, release):
-    assert lifetime_codes(subject(**plan, buffers={"release_output": release})) == set()
+    assert lifetime_codes(subject(**plan, buffers={"free_output": release})) == set()
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,7 +101,7 @@ def test_four_pools_are_named_and_one_number_is_given_for_all():
 def test_a_send_holds_its_slot_until_its_wait():
     one = subject(topology={"pp": 2}, schedule={"num_micro_batches": 4}, buffers={"send_slots": 3})
     (found,) = check_subject(one).errors
-    assert "1SEND_B3 takes slot 0 of 3, which 1SEND_B0 holds until WAIT(1SEND_B0) says that it is done" in found.message
+    assert "1SEND_B3 takes slot 0 of 3, which 1SEND_B0 holds until WAIT(1SEND_B0) " in found.message
 
 
 def with_backward_on_side_queue(*, wait_at):
@@ -155,11 +154,11 @@ def test_receives_on_the_host_do_not_wait_for_the_computation_of_the_step_before
     assert "1RECV_F0 takes slot 0 of 4 in the next step" in found.message
 
 
-@pytest.mark.parametrize("release", ["after_wait", "after_post"])
+@pytest.mark.parametrize("release", ["after_send_done", "after_send_posted"])
 @pytest.mark.parametrize("transport", ["full", "partial"])
 def test_an_output_may_be_released_after_the_wait_but_not_after_the_post(release, transport):
-    one = subject(topology={"pp": 3, "tp": 2}, transport=transport, buffers={"release_output": release})
+    one = subject(topology={"pp": 3, "tp": 2}, transport=transport, buffers={"free_output": release})
     frees = [str(op) for op in one.graph.ops if op.kind == "FREE"]
     assert len(frees) == 2 * 2 * 4  # on two stages, two tp ranks, four micro-batches
     assert frees[0] == ("FREE(0SEND_F0)" if transport == "full" else "FREE(0SLICE_F0)")
-    assert error_codes(one) == (set() if release == "after_wait" else {"PP503"})
+    assert error_codes(one) == (set() if release == "after_send_done" else {"PP503"})

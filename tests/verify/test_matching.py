@@ -1,4 +1,4 @@
-"""What meets by place in a FIFO or on a group must mean, hold and announce the same."""
+"""Matching: both ends of a message, and members of a collective, agree in identity, contents and shapes."""
 
 import dataclasses
 
@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import OpsWitness
+from pipeproof.schedule.op_table import NONE, EdgeKind, Group, Row, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind, parse_op
-from pipeproof.schedule.optable import NONE, EdgeKind, Group, Row
-from pipeproof.specs.finding import OpsWitness
-from pipeproof.verify import collectives, fifo, matching
+from pipeproof.verify import collectives
+from pipeproof.verify import fifo_matching as matching
+from pipeproof.verify.fifo_matching import partner_of
 from pipeproof.verify.memory_order import has_holes, memory_order
-from pipeproof.verify.pairs import partner_of
 from tests.plans import subject
+from tests.verify import matching_definition
 from tests.verify.programs import codes, errors, group, mutated, place, program, remove, replace_row, tensor
 
 
@@ -62,9 +63,9 @@ def test_an_activation_received_as_a_gradient():
 
     mutant = mutated(base, swap)
     assert codes(mutant) == {"PP302"}
-    told = [finding.message for finding in errors(mutant)]
-    assert "1SEND_F1 and means 2RECV_F1, but the receive there is 2RECV_B0" in told[0]
-    assert "3SEND_B0 and means 2RECV_B0, but the receive there is 2RECV_F1" in told[1]
+    reported = [finding.message for finding in errors(mutant)]
+    assert "1SEND_F1 and means 2RECV_F1, but the receive there is 2RECV_B0" in reported[0]
+    assert "3SEND_B0 and means 2RECV_B0, but the receive there is 2RECV_F1" in reported[1]
 
 
 MEMBERS = (tensor("hidden out", member="hidden"), tensor("mask out", member="mask"))
@@ -86,7 +87,7 @@ def test_the_members_of_a_tuple_come_in_the_order_in_which_they_are_sent():
 
 
 def one_message(sent, wanted, *, count=None):
-    """One activation from stage 0 to stage 1 between two tensors, whole on both sides unless ``count`` says less."""
+    """One activation from stage 0 to stage 1 between two tensors, whole on both sides unless ``count`` is smaller."""
     return program(
         f"0F0 0SEND_F0{{peer=1 tensor=0 range=0..{count or sent.numel}}} WAIT(0SEND_F0)",
         f"1RECV_F0{{peer=0 tensor=1 range=0..{count or wanted.numel}}} WAIT(1RECV_F0) 1F0",
@@ -111,7 +112,7 @@ BASE = tensor("hidden", (8, 2, 4))
         ({"strides": (1, 8, 16)}, {"PP312"}),
     ],
 )
-def test_what_two_ends_say_of_one_message(changes, expected):
+def test_two_ends_of_one_message_that_differ(changes, expected):
     assert codes(one_message(BASE, dataclasses.replace(BASE, **changes))) == expected
     assert codes(one_message(dataclasses.replace(BASE, **changes), BASE)) == expected
 
@@ -124,8 +125,8 @@ def test_an_end_that_names_no_tensor_is_compared_by_its_size_alone():
     assert codes(program(ranks[0], ranks[1] % 8, tensors=(tensor(),))) == set()
     short = program(ranks[0], ranks[1] % 4, tensors=(tensor(),))
     assert "PP303" in codes(short)
-    told = "0SEND_F0 on rank 0 sends 8 elements of s [8], but 1RECV_F0 on rank 1 expects 4 elements"
-    assert finding_of(short, "PP303").message == told
+    reported = "0SEND_F0 on rank 0 sends 8 elements of s [8], but 1RECV_F0 on rank 1 expects 4 elements"
+    assert finding_of(short, "PP303").message == reported
 
 
 def test_a_part_may_be_taken_from_another_place_than_it_is_put():
@@ -176,15 +177,15 @@ def test_dense_strides_have_no_holes_and_those_of_a_slice_do(order, shape):
 
 
 @pytest.mark.parametrize(
-    ("rank", "missing", "mend"),
+    ("rank", "missing", "fix"),
     [
         (1, "1RECV_F3", "add 1RECV_F3 to rank 1, or remove 0SEND_F3"),
         (0, "0SEND_F3", "add 0SEND_F3 to rank 0, or remove 1RECV_F3"),
     ],
 )
-def test_a_missing_counterpart_is_to_be_added_where_it_belongs(rank, missing, mend):
+def test_a_missing_counterpart_is_to_be_added_where_it_belongs(rank, missing, fix):
     one = mutated(subject(), lambda rows: remove(rows[rank], missing, f"WAIT({missing})"))
-    assert finding_of(one, "PP301").help == mend
+    assert finding_of(one, "PP301").help == fix
 
 
 # --- announced shapes ---
@@ -268,7 +269,7 @@ def test_a_collective_of_another_dtype_or_root():
     assert codes(program(text % 0, text % 1, groups=both)) == {"PP306"}
 
 
-def test_a_member_that_differs_and_then_falls_short_is_told_of_its_first_difference():
+def test_a_member_that_differs_and_then_falls_short_is_reported_with_its_first_difference():
     long = "0F0 0ALL_REDUCE0:tp{group=0 range=4..12} 0ALL_REDUCE0:tp{group=0 range=0..8} 0BARRIER0:tp{group=0}"
     short = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8} 0ALL_REDUCE0:tp{group=0 range=0..9}"
     for ranks in ((long, short), (short, long)):
@@ -276,8 +277,8 @@ def test_a_member_that_differs_and_then_falls_short_is_told_of_its_first_differe
         (found,) = [finding for finding in errors(one) if finding.code == "PP306"]
         assert found.message.startswith("collective 1 of tp group [0, 1] is 0ALL_REDUCE0:tp of ")
     late = program(long, long.removesuffix(" 0BARRIER0:tp{group=0}"), groups=(group("tp", 0, 1),))
-    told = "collective 2 of tp group [0, 1] is 0BARRIER0:tp of 0 elements on rank 0 but missing on rank 1"
-    assert told in [finding.message for finding in errors(late)]
+    reported = "collective 2 of tp group [0, 1] is 0BARRIER0:tp of 0 elements on rank 0 but missing on rank 1"
+    assert reported in [finding.message for finding in errors(late)]
 
 
 def test_members_along_pp_are_of_unlike_stages():
@@ -308,10 +309,10 @@ def test_a_collective_on_a_stranger_s_group():
     assert codes(program(text, text, text, groups=(group("tp", 0, 1, 2),))) == set()
     mutant = program(text, text, text, groups=(group("tp", 0, 1),))
     assert codes(mutant) == {"PP308"}
-    told = "rank 2 issues 0ALL_REDUCE0:tp on the tp group [0, 1], which lacks it"
-    assert [finding.message for finding in errors(mutant)] == [told]
+    reported = "rank 2 issues 0ALL_REDUCE0:tp on the tp group [0, 1], which lacks it"
+    assert [finding.message for finding in errors(mutant)] == [reported]
     again = program(text, text, f"{text} 0ALL_REDUCE0:tp{{group=0}}", groups=(group("tp", 0, 1),))
-    assert f"{told}, and 1 more" in [finding.message for finding in errors(again)]
+    assert f"{reported}, and 1 more" in [finding.message for finding in errors(again)]
 
 
 def test_a_plan_s_collective_needs_a_group():
@@ -322,7 +323,7 @@ def test_a_plan_s_collective_needs_a_group():
     assert codes(mutated(tp_plan(), forget)) == {"PP308"}
 
 
-def test_only_the_first_difference_of_each_member_is_told():
+def test_only_the_first_difference_of_each_member_is_reported():
     base = subject(topology={"pp": 1, "tp": 4})
 
     def change(rows):
@@ -380,12 +381,12 @@ def broken(draw):
 @given(broken())
 def test_matching_is_the_same_on_the_graph_and_on_the_columns(one):
     graph = one.graph
-    assert fifo.meetings(graph.nx) == {tuple(pair) for pair in graph.edges[EdgeKind.MATCH].tolist()}
+    assert matching_definition.matched(graph.nx) == {tuple(pair) for pair in graph.edges[EdgeKind.MATCH].tolist()}
     unmatched, identity = ({rule.doc.code: rule.check for rule in matching.RULES}[code] for code in ("PP301", "PP302"))
     surplus = {op.op_id for finding in unmatched(one) for op in finding.witness.ops}
-    assert surplus == fifo.left_over(graph.nx)
+    assert surplus == matching_definition.unmatched(graph.nx)
     wrong = {tuple(op.op_id for op in finding.witness.ops) for finding in identity(one)}
-    assert wrong == fifo.mistaken(graph.nx)
+    assert wrong == matching_definition.mismatched(graph.nx)
 
 
 @settings(max_examples=80, deadline=None)
@@ -394,11 +395,11 @@ def test_collectives_are_the_same_on_the_graph_and_on_the_columns(one):
     graph = one.graph
     members = {index: group.ranks for index, group in enumerate(graph.groups)}
     (collective,) = [rule for rule in collectives.RULES if rule.doc.code == "PP306"]
-    told = [finding.message for finding in collective.check(one)]
-    expected = fifo.out_of_step(graph.nx, members)
-    assert len(told) == len(expected)
+    reported = [finding.message for finding in collective.check(one)]
+    expected = matching_definition.out_of_order(graph.nx, members)
+    assert len(reported) == len(expected)
     for index, rank in expected:
-        assert any(f"group {list(members[index])}" in text and text.endswith(f"on rank {rank}") for text in told)
+        assert any(f"group {list(members[index])}" in text and text.endswith(f"on rank {rank}") for text in reported)
 
 
 # --- tables of the graph ---
@@ -428,7 +429,7 @@ def test_witnesses_name_both_ends():
     assert [(op.rank, op.op) for op in found.witness.ops] == [(0, "0SEND_F0"), (1, "1RECV_F0")]
 
 
-def test_stages_without_experts_beside_stages_with_them():
+def test_stages_without_experts_next_to_stages_with_them():
     """The ranks of a dense stage issue no all-to-all; those of the other stage agree among themselves."""
     experts = "1F0 1F0/0.ALL_TO_ALL:ep{group=1 range=0..8} 1F0/1.ALL_TO_ALL:ep{group=1 range=0..8}"
     one = program("0F0", "0F0", experts, experts, groups=(group("ep", 0, 1), group("ep", 2, 3)))

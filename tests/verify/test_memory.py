@@ -1,11 +1,11 @@
-"""How many micro-batches each rank holds activations of, and what their boundary tensors weigh."""
+"""Number of micro-batches whose activations each rank holds, and bytes of their boundary tensors."""
 
 import dataclasses
 
 import pytest
 
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.verify.memory import in_flight
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.memory_budget import in_flight
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
 from tests.verify.programs import mutated, rows

@@ -5,17 +5,17 @@ import re
 
 import pytest
 
-from pipeproof import cli
-from pipeproof.advice.advise import Group, advise
-from pipeproof.sim.memory.curve import GIB
+from pipeproof.analysis.advise.search import Group, advise
+from pipeproof.cli import main as cli
+from pipeproof.sim.memory_curve import GIB
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify import memory_peak
-from pipeproof.verify.check import check
+from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict
 
 
-def judged(budget, **sections):
+def checked(budget, **sections):
     """The findings of 7xx; ``budget`` is in bytes."""
     memory = {"budget_gib": budget / GIB, **sections.pop("memory", {})}
     report = check(plan_from_dict(plan_dict(memory=memory, **sections)))
@@ -30,8 +30,8 @@ def peak(**sections):
 
 @pytest.mark.parametrize("sections", [{}, {"schedule": {"kind": "zb_h1"}}, {"topology": {"tp": 2, "dp": 2}}])
 def test_a_plan_fits_its_own_peak_and_nothing_less(sections):
-    assert judged(peak(**sections), **sections) == []
-    (found,) = judged(peak(**sections) - 1, **sections)
+    assert checked(peak(**sections), **sections) == []
+    (found,) = checked(peak(**sections) - 1, **sections)
     assert (found.code, found.severity) == ("PP701", "error")
 
 
@@ -44,7 +44,7 @@ def test_without_a_budget_nothing_is_simulated(monkeypatch):
 
 
 def test_the_message_has_rank_time_and_parts():
-    (found,) = judged(peak() - 1)
+    (found,) = checked(peak() - 1)
     assert found.message.startswith("rank 0 (pp 0) holds 150 KiB at 200 us, and `memory.budget_gib` is 150 KiB: ")
     assert found.message.endswith(
         "activations 57.8 KiB, optimizer 44.5 KiB, parameters 22.2 KiB, gradients 22.2 KiB, messages 3.00 KiB"
@@ -64,7 +64,7 @@ def suggested(text):
 def test_what_the_help_says_fits_does_fit(kind):
     base = {"schedule": {"kind": kind, "num_micro_batches": 8}, "topology": {"dp": 2}}
     budget = 0.8 * peak(**base)
-    (found,) = judged(budget, **base)
+    (found,) = checked(budget, **base)
     for text in found.help.split("; "):
         sections, size = suggested(text)
         merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
@@ -73,16 +73,16 @@ def test_what_the_help_says_fits_does_fit(kind):
 
 
 @pytest.mark.parametrize(
-    ("tp", "gathered", "is_suggested"), [(2, "kept", True), (2, "again", False), (1, "kept", False)]
+    ("tp", "activations", "is_suggested"), [(2, "keep", True), (2, "regather", False), (1, "keep", False)]
 )
-def test_to_gather_again_is_suggested_where_it_is_not_done(tp, gathered, is_suggested):
-    base = {"topology": {"tp": tp, "sequence_parallel": True}, "memory": {"gathered": gathered}}
-    (found,) = judged(peak(**base) - 1, **base)
-    assert ("`memory.gathered: again`" in found.help) == is_suggested
+def test_to_gather_again_is_suggested_where_it_is_not_done(tp, activations, is_suggested):
+    base = {"topology": {"tp": tp, "sequence_parallel": True}, "memory": {"sequence_parallel_activations": activations}}
+    (found,) = checked(peak(**base) - 1, **base)
+    assert ("`memory.sequence_parallel_activations: regather`" in found.help) == is_suggested
 
 
 def test_where_nothing_fits_the_help_says_what_comes_nearest():
-    (found,) = judged(1000, topology={"dp": 2})
+    (found,) = checked(1000, topology={"dp": 2})
     text = (
         "use more pipeline or tensor parallel ranks, or smaller micro-batches: even with `memory.recompute: full` and "
     )
@@ -90,13 +90,13 @@ def test_where_nothing_fits_the_help_says_what_comes_nearest():
 
 
 def test_where_nothing_more_can_be_changed_there_is_only_the_advice():
-    (found,) = judged(1000, memory={"recompute": "full"})
+    (found,) = checked(1000, memory={"recompute": "full"})
     assert found.help == "use more pipeline or tensor parallel ranks, or smaller micro-batches"
 
 
-def test_a_step_that_never_ends_is_not_judged():
+def test_a_step_that_never_ends_is_not_checked():
     programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
-    (found,) = judged(1e9, schedule={"kind": "custom", "num_micro_batches": 2, "programs": programs})
+    (found,) = checked(1e9, schedule={"kind": "custom", "num_micro_batches": 2, "programs": programs})
     assert (found.code, found.severity) == ("PP702", "warning")
 
 

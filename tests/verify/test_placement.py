@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Group, Row, build_graph
 from pipeproof.schedule.ops import META_KINDS, TRANSFER_KINDS, parse_op
-from pipeproof.schedule.optable import Group, Row
-from pipeproof.verify.check import check_graph, check_subject
-from pipeproof.verify.facts import Facts, LayerNumber, RngDraw, RngFacts, RngRegion, Role
+from pipeproof.verify.check_plan import check_graph, check_subject
+from pipeproof.verify.declared_facts import Facts, LayerNumber, RngDraw, RngFacts, RngRegion, Role
 from tests.plans import subject
 from tests.verify.programs import codes, errors, group, mutated, program
 
@@ -40,7 +39,7 @@ TWICE = ", as layer {} of stage 0 does"
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "reported"),
     [
         ([[0, 1, 2], [3]], []),
         # offset = rank * (4 layers / 2 ranks), but the cut is uneven
@@ -51,17 +50,17 @@ TWICE = ", as layer {} of stage 0 does"
         ([[1, 0], [2, 3]], [misnumbered(0, 0, 1, 0), misnumbered(0, 1, 0, 1)]),
     ],
 )
-def test_numbers_of_layers(stages, told):
+def test_numbers_of_layers(stages, reported):
     one = with_facts(Facts(num_layers=4, layer_numbers=numbers(*stages)))
-    assert [finding.message for finding in errors(one)] == told
-    assert codes(one) == ({"PP117"} if told else set())
+    assert [finding.message for finding in errors(one)] == reported
+    assert codes(one) == ({"PP117"} if reported else set())
 
 
 def test_roles_come_from_stages():
     last_rank = Facts(roles=(Role(0, "embedding"), Role(1, "loss")))
     assert codes(with_facts(last_rank)) == set()  # two ranks, two stages
-    told = [finding.message for finding in errors(program(*V_PLACEMENT, facts=last_rank))]
-    assert told == [
+    reported = [finding.message for finding in errors(program(*V_PLACEMENT, facts=last_rank))]
+    assert reported == [
         "rank 1 builds the loss, but holds stage 1 and 2; the loss belongs to stage 3",
         "rank 0 holds stage 3 and builds no loss",
     ]
@@ -109,7 +108,7 @@ def rng(key, regions=REGIONS):
 
 
 @pytest.mark.parametrize(
-    ("wrong_key", "told"),
+    ("wrong_key", "reported"),
     [
         (
             lambda r, *rest: right_key(r, *rest) + ("!" if (r, *rest) == (1, "layer.0", 0, "hidden") else ""),
@@ -121,13 +120,13 @@ def rng(key, regions=REGIONS):
         (lambda r, layer, m, region: right_key(r, layer, m, "shard"), "both hold"),
     ],
 )
-def test_keys_of_draws(wrong_key, told):
+def test_keys_of_draws(wrong_key, reported):
     assert codes(rng(right_key)) == set()
     assert codes(rng(wrong_key)) == {"PP120"}
-    assert any(told in finding.message for finding in errors(rng(wrong_key)))
+    assert any(reported in finding.message for finding in errors(rng(wrong_key)))
 
 
-def test_a_draw_is_the_forward_s_unless_it_says_that_it_replays():
+def test_a_draw_is_the_forward_s_unless_it_is_marked_as_a_replay():
     """A recomputation without a forward repeats nothing."""
 
     def one_draw(**replay):
@@ -143,14 +142,14 @@ def test_a_draw_is_the_forward_s_unless_it_says_that_it_replays():
 def test_a_replay_repeats_its_forward():
     one = rng(right_key)
     *rest, last = one.facts.rng.draws
-    for changed, told in (
+    for changed, reported in (
         (dataclasses.replace(last, key="other"), "with the random state `other`, and the forward drew with"),
         (dataclasses.replace(last, micro_batch=7), "the forward drew nothing there"),
     ):
         facts = dataclasses.replace(one.facts, rng=dataclasses.replace(one.facts.rng, draws=(*rest, changed)))
         mutant = dataclasses.replace(one, facts=facts)
         assert codes(mutant) == {"PP119"}
-        assert told in errors(mutant)[0].message
+        assert reported in errors(mutant)[0].message
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def regrouped(axis, *members):
 
 
 @pytest.mark.parametrize(
-    ("members", "told"),
+    ("members", "reported"),
     [
         (((0, 1), (2, 3)), None),
         (((0, 3), (1, 2)), "is not the ranks along tp in their order, which are [0, 1]"),
@@ -193,14 +192,14 @@ def regrouped(axis, *members):
         (((0, 1, 2, 3),), "has 4 members, and the mesh has 2 ranks along tp: [0, 1]"),
     ],
 )
-def test_groups_of_a_plan_are_those_of_its_mesh(members, told):
+def test_groups_of_a_plan_are_those_of_its_mesh(members, reported):
     one = regrouped("tp", *members)
-    if told is None:
+    if reported is None:
         assert codes(one) == set()
     else:
         assert "PP309" in codes(one)
         found = errors(one)[0]
-        assert f"the tp group {list(members[0])} {told}" in found.message
+        assert f"the tp group {list(members[0])} {reported}" in found.message
         assert [op.op for op in found.witness.ops] == ["0F0/0.ALL_REDUCE:tp", "0F0/1.ALL_REDUCE:tp"]
 
 
@@ -240,7 +239,7 @@ SQUARE = (group("tp", 0, 1), group("tp", 2, 3), group("dp", 0, 2), group("dp", 1
 
 
 @pytest.mark.parametrize(
-    ("orders", "told"),
+    ("orders", "reported"),
     [
         (((0, 2), (0, 3), (1, 2), (1, 3)), None),  # each rank makes its own, all fit into 0 1 2 3
         (((0, 1, 2, 3),) * 4, None),  # every rank makes all, as torch.distributed.new_group asks for
@@ -250,13 +249,15 @@ SQUARE = (group("tp", 0, 1), group("tp", 2, 3), group("dp", 0, 2), group("dp", 1
         (((0, 2), (0, 3), (1, 2, 2), (1, 3)), "rank 2 is a member of group 2 (dp [0, 2]) and makes it 2 times"),
     ],
 )
-def test_groups_are_made_in_one_order(orders, told):
+def test_groups_are_made_in_one_order(orders, reported):
     one = creation(*orders, groups=SQUARE)
-    assert [finding.message[: len(told or "")] for finding in errors(one)] == ([] if told is None else [told])
-    assert codes(one) == (set() if told is None else {"PP310"})
+    assert [finding.message[: len(reported or "")] for finding in errors(one)] == (
+        [] if reported is None else [reported]
+    )
+    assert codes(one) == (set() if reported is None else {"PP310"})
 
 
-def test_the_circle_of_creations_is_a_shortest_one_and_names_its_ranks():
+def test_the_cycle_of_creations_is_a_shortest_one_and_names_its_ranks():
     (found,) = errors(creation((0, 2), (3, 0), (2, 1), (1, 3), groups=SQUARE))
     assert found.message.count("before") == 4
     for part in ("rank 0 makes group 0", "rank 1 makes group 3", "rank 2 makes group 2", "rank 3 makes group 1"):
@@ -300,7 +301,7 @@ def cross_peers(rows, kinds=TRANSFER_KINDS):
 
 
 def announce_shapes(rows):
-    """Stage 0 tells stage 1 the shape of its first activation."""
+    """Stage 0 sends stage 1 the shape of its first activation."""
     for rank in (0, 1):
         rows[rank].insert(0, Row(parse_op("0SEND_META_F0"), peer=rank + 2, tensor=rows[rank][1].tensor))
         rows[rank].append(Row(parse_op("WAIT(0SEND_META_F0)")))
@@ -316,8 +317,8 @@ def test_messages_stay_within_their_replica(axis, expected):
     assert expected <= codes(mutated(base, cross_peers))  # the rules on transports may see tensors go astray too
     if expected:
         found = errors(mutant)[0]
-        told = f"0SEND_META_F0 goes from rank 0 (pp 0, {axis} 0) to rank 3 (pp 1, {axis} 1): {axis} differ"
-        assert found.message == told
+        reported = f"0SEND_META_F0 goes from rank 0 (pp 0, {axis} 0) to rank 3 (pp 1, {axis} 1): {axis} differ"
+        assert found.message == reported
         assert [(op.rank, op.op) for op in found.witness.ops] == [(0, "0SEND_META_F0"), (3, "1RECV_META_F0")]
 
 

@@ -1,12 +1,12 @@
-"""With full recomputation each block's backward issues its forward's collectives first: in the graph, and judged."""
+"""With full recomputation each block's backward issues its forward's collectives first: in the graph, and checked."""
 
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
-from pipeproof.sim.link_costs import on_links
-from pipeproof.specs.finding import Severity
-from pipeproof.verify.check import check_subject
+from pipeproof.sim.link_costs import link_durations
+from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 STAGES = [["embed"], ["layer.0", "layer.1"], ["layer.2", "layer.3"], ["norm", "head"]]
@@ -23,7 +23,7 @@ def planned(recompute, kind="zb_h1", **sections):
 
 
 def issued(one, parent):
-    """What a computation issues, on the first rank that has it."""
+    """Collectives of a computation, on the first rank that has it."""
     rank = next(rows for rows in one.graph.rows() if any(str(row.op) == parent for row in rows))
     children = [row.op for row in rank if row.op.kind in CHILD_KINDS and str(row.op.target) == parent]
     return [f"{op.kind}:{op.axis}" for op in children]
@@ -63,7 +63,7 @@ def test_the_network_has_them_inside_the_backward():
     inside = {}
     for recompute in ("none", "full"):
         plan = planned(recompute, cost={"analytic": "h200", "network": {}}).plan
-        timed = on_links(plan, plan.links).inside
+        timed = link_durations(plan, plan.links).inside
         graph = plan.graph
         inside[recompute] = {
             kind: set(timed[(graph.kind == KIND_CODE[kind]) & (graph.stage == 1)].tolist())

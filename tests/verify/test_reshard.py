@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.transport import effective_transport, slice_range
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, parse_op
-from pipeproof.schedule.optable import Group, Row, TensorSpec
-from pipeproof.specs.layout import INVARIANT, REPLICATED, sharded
-from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, sharded
+from pipeproof.stages.describe.boundary import Boundary, reshard_messages
 from pipeproof.stages.describe.index_map import layout_map
-from pipeproof.stages.describe.reshard import reshard_messages
+from pipeproof.stages.describe.transports import effective_transport, slice_range
 from pipeproof.testing.delivery import deliver_rows
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.boundary_transport import RULES
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import graph_subject
-from pipeproof.verify.transport import RULES
 from tests.plans import subject
 
 LOSSY = RULES[0]
@@ -69,7 +67,7 @@ def is_delivered(graph, tensor, num_senders, num_receivers):
     whole = np.arange(prod(tensor.shape), dtype=np.float64) + 1
 
     def part(placement, size, k):
-        pieces = layout_map(tensor.shape, placement, size, k).pieces
+        pieces = layout_map(tensor.shape, placement, size, k).ranges
         return np.concatenate([whole[start : start + length] for _, start, length in pieces])
 
     held = {}
@@ -94,7 +92,7 @@ placements = st.sampled_from([INVARIANT, REPLICATED, sharded(0), sharded(1)])
     num_receivers=st.sampled_from([1, 2, 4]),
     mutation=st.none() | st.tuples(st.sampled_from(["send", "receive"]), st.integers(0, 9), st.integers(-3, 3)),
 )
-def test_the_verdict_on_messages_between_layouts_is_what_the_numbers_say(
+def test_the_verdict_on_messages_between_layouts_is_that_of_the_numbers(
     sender, receiver, num_senders, num_receivers, mutation
 ):
     tensor = Boundary("sh", (4, 8), sender, "float32", num_senders, receiver_tp=receiver)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import CycleWitness, OpsWitness
+from pipeproof.schedule.op_table import Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import RECV_KINDS, OpKind, parse_op
-from pipeproof.schedule.optable import Row, TensorSpec
-from pipeproof.specs.finding import CycleWitness, OpsWitness
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.registry import RULES
 from tests.plans import subject
 from tests.verify.programs import codes, double, mutated, place, remove, replace_row, swap

@@ -6,15 +6,15 @@ import pytest
 
 from pipeproof.comm.channel_models import MODELS
 from pipeproof.comm.sample_plan import sample_plan
-from pipeproof.schedule.formats.write import write_schedule
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.specs.finding import Finding, Severity
-from pipeproof.specs.load import PlanFileError
-from pipeproof.verify.schedule_verdict import Outcome, judge_schedule
+from pipeproof.verify.schedule_verdict import Outcome, check_schedule
 
 
 def verdict(kind, p=4, m=8, **options):
-    return judge_schedule(sample_plan(kind, p, m, num_chunks=SCHEDULE_KINDS[kind].min_chunks, **options))
+    return check_schedule(sample_plan(kind, p, m, num_chunks=SCHEDULE_KINDS[kind].min_chunks, **options))
 
 
 def test_gpipe_is_robust():
@@ -59,11 +59,11 @@ ON_ONE_RANK = [kind for kind in SCHEDULE_KINDS.values() if kind.placement != "bo
 
 @pytest.mark.parametrize("kind", ON_ONE_RANK, ids=lambda kind: kind.name)
 def test_transfers_in_pytorchs_order_are_robust_in_every_schedule(kind, tmp_path, monkeypatch):
-    """A receive stands where its send does: no two transfers cross, under whatever model."""
+    """Receives are in the order of their sends: no two transfers cross, under any model."""
     monkeypatch.chdir(tmp_path)
     variant = kind.variants[0] if kind.variants else None
     for p, m in ((2, 4), (4, 8)):
         schedule = kind.generate(Request(p, m, kind.min_chunks, variant=variant))
         (tmp_path / "s.csv").write_text(write_schedule(schedule, "csv-comms"))
         plan = sample_plan("file", p, m, num_chunks=kind.min_chunks, path="s.csv", format="csv-comms")
-        assert judge_schedule(plan).outcome is Outcome.ROBUST
+        assert check_schedule(plan).outcome is Outcome.ROBUST

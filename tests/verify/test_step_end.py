@@ -1,16 +1,16 @@
-"""The end of a step in programs: where sums stand, what is gathered, and what the rules say of others."""
+"""The end of a step in programs: the place of sums, gathers, and findings on other programs."""
 
 from dataclasses import replace
 
 import pytest
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.formats.text_form import format_program, parse_program
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import PlanFileError
-from pipeproof.stages.describe.shares import share_numel, share_range
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.stages.describe.training_state import shard_numel, shard_range
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, drop, moved, only
 from tests.verify.programs import errors
@@ -45,9 +45,9 @@ def texts(graph, rank, *, after=""):
 
 @pytest.mark.parametrize(("numel", "shares"), [(12, 3), (13, 3), (4, 3), (1, 4), (7, 1)])
 def test_shares_are_a_cut_of_all_elements(numel, shares):
-    ranges = [share_range(numel, shares, place) for place in range(shares)]
+    ranges = [shard_range(numel, shares, place) for place in range(shares)]
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(numel))
-    assert ranges[0][1] == max(stop - start for start, stop in ranges) == share_numel(numel, shares)
+    assert ranges[0][1] == max(stop - start for start, stop in ranges) == shard_numel(numel, shares)
 
 
 @pytest.mark.parametrize("model", [{}, {"tied_embedding": True}, MOE])
@@ -67,7 +67,7 @@ def test_copies_share_out_their_updates_too():
     assert errors(sharded(schedule={"kind": "dualpipe", "num_micro_batches": 4})) == []
 
 
-def test_sums_of_a_chunk_stand_behind_its_last_backward():
+def test_sums_of_a_chunk_follow_its_last_backward():
     graph = ready().graph
     assert texts(graph, 0, after="2B3") == [
         "2B3", "2SEND_B3", "WAIT(2B3)", "2REDUCE_GRAD:dp", "0RECV_B2", "WAIT(0RECV_B2)", "WAIT(0SEND_F2)", "0B2",
@@ -76,8 +76,8 @@ def test_sums_of_a_chunk_stand_behind_its_last_backward():
         "WAIT(2REDUCE_GRAD:dp)", "2STEP", "WAIT(0REDUCE_GRAD:dp)", "0STEP",
     ]  # fmt: skip
     queue = graph.queues.index("gradients")
-    beside = {graph.ops[i].kind for i in graph.rank_ops(0) if graph.queue[i] == queue}
-    assert beside == {OpKind.WAIT, OpKind.REDUCE_GRAD, OpKind.ALL_REDUCE}
+    on_queue = {graph.ops[i].kind for i in graph.rank_ops(0) if graph.queue[i] == queue}
+    assert on_queue == {OpKind.WAIT, OpKind.REDUCE_GRAD, OpKind.ALL_REDUCE}
 
 
 def test_weights_are_gathered_behind_the_step_that_updates_a_share():
@@ -126,10 +126,10 @@ def test_a_stage_waits_for_the_other_that_computes_with_its_weight():
 
 
 def test_the_digest_covers_both():
-    digests = {plan_digest(one) for one in (subject(topology={"dp": 2}), sharded(), ready(), ready(**SHARDED))}
+    digests = {graph_digest(one) for one in (subject(topology={"dp": 2}), sharded(), ready(), ready(**SHARDED))}
     assert len(digests) == 4
     alone = {"topology": {"pp": 2}}
-    assert plan_digest(subject(**alone)) == plan_digest(subject(**alone, **SHARDED))
+    assert graph_digest(subject(**alone)) == graph_digest(subject(**alone, **SHARDED))
 
 
 def test_the_text_form_reads_the_same():
@@ -145,20 +145,20 @@ WRONG = {
     "one weight is left out": (
         (drop("0GATHER_WEIGHT:dp/3."),), "0STEP updates a share of `layer.0.attn.wq.weight`, and nothing gathers",
     ),
-    "before the step": ((moved("0GATHER_WEIGHT", "0STEP"),), "stands before 0STEP, which updates what it gathers"),
+    "before the step": ((moved("0GATHER_WEIGHT", "0STEP"),), "comes before 0STEP, which updates what it gathers"),
     "a share too short": ((changed("1GATHER_WEIGHT:dp/2.", stop=3),), "puts in 3 elements of a share of"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_weights_that_are_not_put_together_are_found(name):
-    changes, told = WRONG[name]
+    changes, reported = WRONG[name]
     wrong = edited(sharded(), *changes)
     found = [one for one in errors(wrong) if one.code == "PP612"]
     assert {one.code for one in errors(wrong)} == {"PP612"}
     weights = [weight.name for weight in wrong.plan.weights_of(0, 0)]
-    told = told.replace("layer.0.attn.wq.weight", weights[3])
-    assert any(told in one.message for one in found), [one.message for one in found]
+    reported = reported.replace("layer.0.attn.wq.weight", weights[3])
+    assert any(reported in one.message for one in found), [one.message for one in found]
 
 
 def test_a_gather_over_a_part_of_the_ranks_is_found():
@@ -240,10 +240,10 @@ def test_copies_that_come_to_their_sums_in_unlike_orders_are_found():
     ("schedule", "why"),
     [
         ({"kind": "dualpipe", "num_micro_batches": 4}, "every stage has copies on several pipeline ranks"),
-        ({"kind": "custom", "num_micro_batches": 1, "programs": OWN}, "which says when gradients are summed"),
+        ({"kind": "custom", "num_micro_batches": 1, "programs": OWN}, "when gradients are summed"),
     ],
 )
-def test_where_it_says_nothing_it_is_refused(schedule, why):
+def test_a_schedule_without_them_is_refused(schedule, why):
     with pytest.raises(PlanFileError, match=why) as refused:
         subject(topology={"dp": 2}, schedule={**schedule, "reduce_gradients": "when_ready"})
     assert [one.code for one in refused.value.findings] == ["PP106"]

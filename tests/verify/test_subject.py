@@ -1,9 +1,9 @@
-"""Where findings on a program's text are placed, and whose queues a plan is judged by."""
+"""Locations of findings on a program's text, and the queues by which a plan is checked."""
 
 import pytest
 
-from pipeproof.verify.check import check_subject
-from pipeproof.verify.program import program_subject
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 
 
@@ -24,7 +24,7 @@ def places(text):
         ("rank 0: 0F0 0F1 0B0", ("PP121",)),  # all that it is about is missing
     ],
 )
-def test_a_finding_stands_where_the_first_row_of_its_witness_does(text, expected):
+def test_a_finding_is_where_the_first_row_of_its_witness_does(text, expected):
     assert expected in places(text)
 
 
@@ -34,7 +34,7 @@ def test_a_rank_that_does_nothing_is_no_reason_to_refuse_a_program():
     assert check_subject(one).errors == ()
 
 
-def test_a_plan_that_declares_the_queues_of_its_backend_is_judged_by_that_backend():
+def test_a_plan_that_declares_the_queues_of_its_backend_is_checked_by_that_backend():
     own = subject().backend
     assert subject(transport={"queue": own.queue}).backend == own
     other = next(queue for queue in ("rank", "directed_edge", "device") if queue != own.queue)

@@ -1,25 +1,25 @@
-"""What is said of a suppression itself, and what is not where the rules on suppressions do not run."""
+"""Findings on suppressions themselves, and none if the rules on suppressions do not run."""
 
 import pytest
 
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.selection import Selection
 from tests.plans import subject
 
 
-def told(code, *select):
+def reported(code, *select):
     one = subject(suppress=[{"code": code, "reason": "known"}])
     return [f for f in check_subject(one, selection=Selection(select)).findings if f.code in ("PP150", "PP151")]
 
 
 @pytest.mark.parametrize(("code", "about"), [("PP401", "PP150"), ("PP999", "PP150"), ("PP202", "PP151")])
-def test_a_suppression_that_can_do_nothing_is_told_of_only_by_a_rule_that_runs(code, about):
-    assert [f.code for f in told(code)] == [about]
-    assert [f.code for f in told(code, about, code)] == [about]
-    assert told(code, "PP4", "PP202") == []
+def test_a_suppression_that_can_do_nothing_is_reported_of_only_by_a_rule_that_runs(code, about):
+    assert [f.code for f in reported(code)] == [about]
+    assert [f.code for f in reported(code, about, code)] == [about]
+    assert reported(code, "PP4", "PP202") == []
 
 
 def test_what_could_be_suppressed_are_warnings_and_notes():
-    (found,) = told("PP999")
+    (found,) = reported("PP999")
     assert "PP202" in found.help
     assert "PP401" not in found.help

@@ -1,11 +1,11 @@
-"""Tied embedding and head: who holds the weight, what is summed when, and what the rules say of other sums."""
+"""Tied embedding and head: ranks that hold the weight, the order of sums, and findings on other sums."""
 
 from dataclasses import replace
 
 import pytest
 
-from pipeproof.comm.accumulation import Accumulation, accumulation_of, tied_sums
-from pipeproof.schedule.build import build_graph
+from pipeproof.comm.accumulation_order import Accumulation, accumulation_of, tied_sums
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, child_of, parse_op
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
@@ -92,7 +92,7 @@ def test_copies_of_both_ends_are_summed_once_with_the_embedding():
     assert all(ranks == (1, 2) for *_, ranks in reductions(seen, 1))
 
 
-def test_ranks_are_summed_in_the_order_of_their_numbers_whatever_their_stages():
+def test_ranks_are_summed_in_the_order_of_their_numbers_for_any_their_stages():
     seen = tied("turned")
     assert reductions(seen, 0) == [("1REDUCE_GRAD:pp/0.ALL_REDUCE:pp", EMBEDDING, (0, 1))]
     assert tied_sums(seen.plan) == {"embed.weight": ((("head.weight", 0),), (("embed.weight", 0),))}

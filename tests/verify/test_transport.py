@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.transport import PRESERVES, Transport, effective_transport
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
-from pipeproof.schedule.optable import Group, Row, TensorSpec
-from pipeproof.specs.layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.transports import PRESERVES, Transport, effective_transport
 from pipeproof.testing.delivery import deliver
 from pipeproof.verify import provenance
-from pipeproof.verify.check import check_subject
+from pipeproof.verify.boundary_transport import RULES
+from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.provenance import deliveries
 from pipeproof.verify.subject import make_subject
-from pipeproof.verify.transport import RULES
 from tests.plans import plan_dict, subject
 
 
@@ -127,7 +126,7 @@ def held_values(base, equal):
     order=st.sampled_from(["sbh", "bsh"]),
     swap=st.booleans(),
 )
-def test_the_verdict_is_what_the_numbers_say(tp, pp, dp, sp, transport, order, swap):
+def test_the_verdict_is_that_of_the_numbers(tp, pp, dp, sp, transport, order, swap):
     """Carry rank-distinct numbers through the same graph: damage there if and only if the rule finds it."""
     base = subject(
         model={"activation_order": order},
@@ -171,7 +170,7 @@ def with_swapped_slices(graph):
 
 
 @pytest.mark.parametrize(("numel", "happens"), [(15, "full"), (16, "partial")])
-def test_partial_of_elements_that_do_not_divide_is_a_full_send_and_is_said(numel, happens):
+def test_partial_of_elements_that_do_not_divide_is_a_full_send_and_is_reported(numel, happens):
     loaded = plan_from_dict(plan_dict(topology={"pp": 2, "tp": 2}, transport="partial"))
     boundary = Boundary("sbh", (numel, 1, 1), INVARIANT, "float32", 2)
     one = make_subject(loaded, boundary=boundary)
@@ -188,7 +187,7 @@ def test_partial_of_elements_that_do_not_divide_is_a_full_send_and_is_said(numel
         assert notes == []
 
 
-def test_partial_without_tensor_parallelism_is_said_too():
+def test_partial_without_tensor_parallelism_is_reported_too():
     notes = check_subject(subject(schedule={"kind": "gpipe"}, transport="partial")).findings
     assert {(f.code, str(f.severity)) for f in notes} == {("PP202", "note")}
     assert "topology.tp is 1" in notes[0].message

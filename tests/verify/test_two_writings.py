@@ -1,4 +1,4 @@
-"""The readable definition on the networkx graph and the columns must say the same of every program."""
+"""The readable definition on the networkx graph and the columns must agree on every program."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,22 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind, parse_op
-from pipeproof.schedule.optable import NONE, Group, Row, TensorSpec
-from pipeproof.sim.errors import SimulationError
+from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
-from pipeproof.verify.deadlock import cycles
-from pipeproof.verify.deadlock.classify import cycle_of, deadlocks
-from pipeproof.verify.deadlock.columns import wait_graph
-from pipeproof.verify.deadlock.cycles import cyclic_part, shortest_cycle
+from pipeproof.verify.deadlock import deadlock_verdict as cycles
+from pipeproof.verify.deadlock.deadlock_verdict import cycle_of, cyclic_part, deadlocks, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, post, stuck_events
-from pipeproof.verify.deadlock.rows import rows_of
+from pipeproof.verify.deadlock.wait_columns import rows_of, wait_graph
 from tests.plans import subject
 
 
 def stuck_by_networkx(events):
-    """What is on a cycle of waits, what can never happen, and everything that waits for either."""
+    """Events on a cycle of waits, events that can never happen, and all that wait for them."""
     waits = events.nx()
     roots = on_cycles(waits) | events.never
     followers = waits.reverse(copy=False)
@@ -185,7 +182,7 @@ def test_a_cycle_in_the_first_rows_is_a_cycle(graph, model, first):
 @settings(max_examples=150, deadline=None)
 @given(random_graphs(), models)
 def test_two_steps_deadlock_if_and_only_if_one_does(graph, model):
-    """As the definition proves it for programs in which every transfer and collective has its counterparts."""
+    """The theorem of the definition for programs in which every transfer and collective has its counterparts."""
     rows = graph.rows()
     shifted = [
         [*program, *(replace(row, batch=row.batch if row.batch == NONE else row.batch + 9) for row in program)]

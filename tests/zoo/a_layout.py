@@ -1,9 +1,9 @@
 """Family A: layouts, and the transports that must keep them."""
 
-from pipeproof.specs.layout import sharded
+from pipeproof.specs.axis_layout import sharded
 from pipeproof.stages.describe.index_map import IndexMap, layout_map, token_map
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
-from pipeproof.verify.layouts.facts import MapUse
+from pipeproof.verify.declared_facts import MapUse
 from tests.plans import subject
 from tests.zoo.case import Case
 from tests.zoo.facts import of_typed, stated
@@ -94,7 +94,7 @@ WITHOUT_BATCH = [IndexMap.of([(0, rank * 8, 8)]) for rank in TP]
 CASES = (
     Case(
         "A1",
-        "`partial` between tensors that sequence parallelism cuts",
+        "`partial` on tensors that sequence parallelism shards",
         lambda: subject(topology=SEQUENCE_PARALLEL, transport="full"),
         lambda: subject(topology=SEQUENCE_PARALLEL, transport="partial"),
         kills=("PP201",),
@@ -102,22 +102,22 @@ CASES = (
     ),
     of_program(
         "A2",
-        "slices of a whole half of the elements, of which there is an odd number",
+        "slices of half the elements, rounded down, of an odd number of elements",
         PARTIAL_OF_16,
         ("shape=4x2x2", "shape=17x1x1"),
         kills=("PP201",),
     ),
     of_typed(
         "A4",
-        "the embedding is not scattered, and gathered later",
+        "the embedding is gathered later without having been scattered",
         embedding_and_first_layer,
         ("PP203",),
         scattered=False,
     ),
-    of_typed("A5", "the padding mask is cut on the first stage only", masked_router, ("PP205",), mask="I"),
+    of_typed("A5", "the padding mask is sharded on the first stage only", masked_router, ("PP205",), mask="I"),
     Case(
         "A7",
-        "the expert buffer is cut along the model dim and taken as cut along the experts, of which there are as many",
+        "the expert buffer is sharded along the model dim and read as sharded along the experts; both dims are equal",
         lambda: map_use("expert buffer", BY_EXPERT_DIM, BY_EXPERT_DIM),
         lambda: map_use("expert buffer", BY_MODEL_DIM, BY_EXPERT_DIM),
         kills=("PP211",),
@@ -139,7 +139,7 @@ CASES = (
     of_typed("A11", "addends are labelled as replicated", chunked_gradient, ("PP204",), reduced=False),
     of_typed(
         "A12",
-        "the mean over the local vocabulary is taken for that over all",
+        "the mean over the local vocabulary is used as the mean over the whole vocabulary",
         label_smoothing,
         ("PP204",),
         reduced=False,

@@ -1,4 +1,4 @@
-"""Correct subjects that stand close to a bug of the zoo: no rule may call any of them an error."""
+"""Correct subjects that are close to a bug of the zoo: no rule may call any of them an error."""
 
 from tests.plans import subject
 from tests.zoo.b_order import STEADY_1F1B
@@ -41,7 +41,7 @@ ACCEPTED = {
     "crossing messages in one group": lambda: program(STEADY_1F1B),
     "a receive posted before the send that it crosses": lambda: program(RECEIVE_POSTED_FIRST),
     "the loss on rank 0": lambda: program(LOSS_ON_RANK_0),
-    "a stage without experts beside one with them": lambda: program(ONE_STAGE_WITH_EXPERTS),
+    "a stage without experts next to one with experts": lambda: program(ONE_STAGE_WITH_EXPERTS),
     "a buffer used again after the wait for it": lambda: program(SEND_BUFFER),
     "gradients added in another order (J7)": lambda: program(ACCUMULATES_IN_ANOTHER_ORDER),
 }

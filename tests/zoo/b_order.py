@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from tests.plans import subject
 from tests.zoo.case import Case
@@ -198,7 +198,7 @@ CASES = (
     ),
     of_program(
         "B11",
-        "the barrier stands inside the warm-up, which the last rank does not have",
+        "the barrier is inside the warm-up, which the last rank does not have",
         BARRIER_IN_WARMUP,
         ("0BARRIER:pp{group=0} 1RECV_F0!", "1RECV_F0!"),
         kills=("PP306", "PP402"),

@@ -54,7 +54,7 @@ CASES = (
     ),
     of_program(
         "C5",
-        "the receive buffer is made without a dtype, and so in the default one",
+        "the receive buffer is created without a dtype and gets the default one",
         ONE_MESSAGE,
         ("wanted: shape=4x1x2 dtype=bfloat16", "wanted: shape=4x1x2 dtype=float32"),
         kills=("PP304",),
@@ -65,7 +65,7 @@ CASES = (
         ONE_MESSAGE,
         ("{tensor=0 range=0..8}", "{tensor=0 range=0..6}"),
         kills=("PP201", "PP303"),
-        ran="the receiver keeps what its buffer held before behind the message",
+        ran="the end of the receiver's buffer keeps its old contents",
     ),
     of_program(
         "C7.longer",

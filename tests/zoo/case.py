@@ -1,13 +1,13 @@
-"""What a case of the zoo is, and what the rules say of it."""
+"""A case of the zoo, and the findings of the rules on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeproof.specs.finding import Severity
-from pipeproof.state.mapping import StateMap
-from pipeproof.state.reshard.meaning import prove_meaning
-from pipeproof.state.reshard.proof import prove
-from pipeproof.state.reshard.sides import Side
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.state.reshard.meaning_proof import prove_meaning
+from pipeproof.state.reshard.reshard_proof import prove
+from pipeproof.state.reshard.shard_layout import ShardLayout
+from pipeproof.state.tensor_map import StateMap
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.subject import Subject
 
@@ -16,9 +16,9 @@ from pipeproof.verify.subject import Subject
 class Moved:
     """A state that is to be made of another by a map; ``right`` is the map that means the same, where that is known."""
 
-    source: Side
+    source: ShardLayout
     state_map: StateMap
-    target: Side
+    target: ShardLayout
     right: StateMap | None = None
 
     def findings(self):
@@ -40,12 +40,12 @@ class Case:
 
     id: str
     mutation: str
-    """What was changed, in one line."""
+    """The change, in one line."""
     correct: Callable[[], Subject | Moved]
     mutant: Callable[[], Subject | Moved]
     kills: tuple[str, ...]
     ran: str = ""
-    """What real processes did, where a test runs the mutant."""
+    """Observed symptom on real processes, if a test runs the mutant."""
 
     @property
     def row(self):
@@ -54,7 +54,7 @@ class Case:
 
 
 def error_codes(subject):
-    """The codes of the error findings of a subject, by every rule that can judge it; of a moved state, by its proof."""
+    """The codes of the error findings of a subject, by every rule that applies; of a moved state, by its proof."""
     if isinstance(subject, Moved):
         return tuple(sorted({found.code for found in subject.findings() if found.severity is Severity.ERROR}))
     return tuple(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pipeproof.verify.facts import Facts, LayerNumber
+from pipeproof.verify.declared_facts import Facts, LayerNumber
 from tests.plans import subject
 from tests.zoo.case import Case
 from tests.zoo.rows import without
@@ -60,7 +60,7 @@ CASES = (
     ),
     Case(
         "D7",
-        "the rank matrix of the group maker has the dp and ep axes changed places",
+        "the rank matrix of the group maker swaps the dp and ep axes",
         lambda: subject(topology=AXES),
         groups_of_another_order,
         kills=("PP309",),

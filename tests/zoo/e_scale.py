@@ -4,7 +4,7 @@ import dataclasses
 
 from pipeproof.comm.mesh import Mesh
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, LossPath, ParameterGradient
-from pipeproof.verify.facts import Facts
+from pipeproof.verify.declared_facts import Facts
 from tests.zoo.case import Case
 from tests.zoo.programs import edited, program
 

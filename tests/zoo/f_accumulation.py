@@ -45,7 +45,7 @@ CASES = (
     ),
     Case(
         "F9",
-        "the split backward goes past the hooks that reduce over the data-parallel ranks",
+        "the split backward bypasses the hooks that reduce over the data-parallel ranks",
         lambda: subject(topology={"dp": 2}),
         lambda: without(subject(topology={"dp": 2}), "REDUCE_GRAD:dp"),
         kills=("PP601",),

@@ -1,7 +1,7 @@
-"""Subjects of which only facts are said: typed programs, index maps, random draws. Their graph has no rows."""
+"""Subjects that consist of facts: typed programs, index maps, random draws. Their graph has no rows."""
 
-from pipeproof.schedule.build import build_graph
-from pipeproof.verify.facts import Facts
+from pipeproof.schedule.op_table import build_graph
+from pipeproof.verify.declared_facts import Facts
 from pipeproof.verify.subject import graph_subject
 from tests.zoo.case import Case
 

@@ -49,7 +49,7 @@ def router(*, reduced_over=("tp",)):
 
 
 def tokens_of_experts(*, reduced=True):
-    """How many tokens each expert got, from which its bias is adapted."""
+    """Number of tokens of each expert, from which its bias is adapted."""
     p = ProgramBuilder("expert bias", {"tp": 2}, SIZES)
     p.constant("chosen", "s b x", tp="S(s)")
     p.multiply("own_counts", "chosen", over="s b")
@@ -87,14 +87,14 @@ CASES = (
     ),
     of_typed(
         "H4",
-        "the gradient of the scores is an addend on each rank and taken for the whole",
+        "the gradient of the scores is partial on each rank and used as the whole",
         weighted_experts,
         ("PP203",),
         entered=False,
     ),
     of_typed(
         "H5",
-        "the router's gradient is declared as an addend with expert parallelism only",
+        "the router's gradient is declared as partial with expert parallelism only",
         router,
         ("PP206",),
         reduced_over=(),
@@ -102,7 +102,7 @@ CASES = (
     of_typed("H6", "the tokens of each expert are not summed over TP", tokens_of_experts, ("PP204",), reduced=False),
     of_program(
         "H8",
-        "a stage without experts has an empty list of loads and leaves the sum over the stages out",
+        "a stage without experts has an empty list of loads and skips the sum over the stages",
         LOAD_OF_EXPERTS,
         ("0SEND_F0! 1ALL_REDUCE0:pp{group=0 range=0..4 reduction=sum}", "0SEND_F0!"),
         kills=("PP306", "PP402"),

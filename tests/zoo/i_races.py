@@ -69,7 +69,7 @@ SEND_BUFFER = """
 CASES = (
     of_program(
         "I3",
-        "the index of the two receive slots never moves on",
+        "the index of the two receive slots never advances",
         DOUBLE_BUFFER,
         ("slot1", "slot0"),
         kills=("PP502",),
@@ -90,7 +90,7 @@ CASES = (
     ),
     of_program(
         "I5",
-        "the correction of the softmax sums runs outside of the side stream that they are computed on",
+        "the correction of the softmax sums runs outside the side stream that computes them",
         CORRECTION_ON_A_SIDE_STREAM,
         ("2F0{queue=side reads=lse writes=out} WAIT(2F0)", "2F0{reads=lse writes=out}"),
         kills=("PP507", "PP508"),
@@ -104,7 +104,7 @@ CASES = (
     ),
     of_program(
         "I9",
-        "the second gather into the symmetric buffer does not wait for those who read the first",
+        "the second gather into the symmetric buffer does not wait for the readers of the first",
         GATHERS_INTO_ONE_BUFFER,
         (" WAIT(0F0){queue=side}", ""),
         kills=("PP507",),
@@ -125,14 +125,14 @@ CASES = (
     ),
     of_program(
         "I11.handles",
-        "the handle of a send is kept and never waited for",
+        "the handle of a send is stored and never waited for",
         SENDS_OF_A_STEP,
         (" WAIT(0SEND_F1)", ""),
         kills=("PP505",),
     ),
     of_program(
         "I12",
-        "the receive buffer that lives for ever is itself the activation that the backward reads",
+        "the permanent receive buffer is itself the activation that the backward reads",
         ACTIVATION_OF_ITS_OWN,
         (" writes=kept0}", "}"),
         ("{reads=kept0", "{reads=buffer"),

@@ -1,7 +1,7 @@
 """Family J: recomputation and random numbers."""
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.verify.facts import RngDraw, RngFacts, RngRegion
+from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
 from tests.zoo.case import Case
 from tests.zoo.facts import stated
 
@@ -29,7 +29,7 @@ def right_key(region, coords):
 CASES = (
     Case(
         "J2",
-        "the generator's state does not get from the forward to the recomputation",
+        "the generator's state is not passed from the forward to the recomputation",
         lambda: draws_of(right_key, right_key),
         lambda: draws_of(right_key, lambda region, coords: "state of the backward"),
         kills=("PP119",),

@@ -1,7 +1,7 @@
 """Family K: checkpoints and resharding: stated maps from local to global indices, and states that are moved."""
 
 from pipeproof.stages.describe.index_map import expert_map, fused_qkv_map
-from pipeproof.verify.layouts.facts import HeldTensor, LoadedParameter, MapUse
+from pipeproof.verify.declared_facts import HeldTensor, LoadedParameter, MapUse
 from tests.zoo.case import Case
 from tests.zoo.facts import stated
 from tests.zoo.reshards import by_name, fused, offsets_from_0
@@ -28,21 +28,21 @@ def loaded_into(target):
 CASES = (
     Case(
         "K2",
-        "each rank numbers its experts from 0, and its offset is left out of the checkpoint",
+        "each rank numbers its experts from 0, and the checkpoint lacks its offset",
         lambda: saved_experts(lambda rank: expert_map(4, 8, 2, rank)),
         lambda: saved_experts(lambda rank: expert_map(4, 8, 2, 0)),
         kills=("PP210",),
     ),
     Case(
         "K3",
-        "the fused weight is cut in equal runs of rows, though its rows interleave by key-value group",
+        "the fused weight is split into equal runs of rows, although its rows interleave by key-value group",
         lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=True)),
         lambda: sliced_qkv(lambda rank: fused_qkv_map(2, 2, 4, 2, rank, grouped=False)),
         kills=("PP211",),
     ),
     Case(
         "K2.index",
-        "the index of a saved state has every rank's experts from expert 0 on",
+        "the index of a saved state numbers every rank's experts from 0",
         lambda: offsets_from_0(False),
         lambda: offsets_from_0(True),
         kills=("PP210",),
@@ -63,7 +63,7 @@ CASES = (
     ),
     Case(
         "K3.map",
-        "queries, keys and values are joined one behind the other into a weight that is in groups",
+        "queries, keys and values are concatenated into a weight that is grouped",
         lambda: fused(grouped=True),
         lambda: fused(grouped=False),
         kills=("PP211",),

@@ -1,8 +1,8 @@
-"""Runs the program of a two-rank case on a pair of real processes, row by row as its text says.
+"""Runs the program of a two-rank case on a pair of real processes, row by row in the order of its text.
 
 A module of its own and importing little, because the processes import it by
 name. A forward computes nothing: its output is ``value_of`` its stage and
-micro-batch in every element, so that a receiver can tell whose tensor it has.
+micro-batch in every element, so that a receiver can identify the sender.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from pipeproof.schedule.columns import Row
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 
 STALE = -7.0
-"""What a receive buffer holds before."""
+"""Contents of a receive buffer before the receive."""
 
 NUMEL = 4
 """Elements of a message whose row names no range."""
 
 
 def value_of(stage, micro_batch):
-    """What every element of a forward's output is."""
+    """Value of every element of a forward's output."""
     return 10.0 * (stage + 1) + micro_batch
 
 
 @dataclass(frozen=True)
 class RunProgram:
-    """A body for two endpoints: each carries out its rank's rows and returns what its receives brought, by name."""
+    """A body for two endpoints: each executes its rank's rows and returns what its receives brought, by name."""
 
     rows: tuple[tuple[Row, ...], ...]
     late: int | None = None

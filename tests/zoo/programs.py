@@ -11,12 +11,12 @@ SHORT = re.compile(r"(\S+?)!(\{[^}]*\})?")
 
 
 def program(text):
-    """The programs of a text, judged alone; ``X!`` is short for posting X and waiting for it at once."""
+    """The programs of a text, checked alone; ``X!`` is short for posting X and waiting for it at once."""
     return graph_subject(parse_program(SHORT.sub(r"\1\2 WAIT(\1)", dedent(text))).graph())
 
 
 def edited(text, *changes):
-    """The text with each (old, new) replaced wherever it stands; every old must be there."""
+    """The text with each (old, new) replaced everywhere; every old must occur."""
     text = re.sub("(?<=[^ \n]) +", " ", text)
     for old, new in changes:
         assert old in text, f"{old!r} is not in the program"

@@ -3,11 +3,11 @@
 import dataclasses
 from functools import cache
 
-from pipeproof.state.boxes import NO_DIM, Box, whole_box
-from pipeproof.state.index import Shard, TensorEntry
-from pipeproof.state.mapping import Slab, StateMap, TensorMap, identity_map
-from pipeproof.state.reshard.sides import HeldPart, Side
-from tests.state.reshard_proof.plans import side
+from pipeproof.state.regions import NO_DIM, Region, whole_region
+from pipeproof.state.reshard.shard_layout import HeldShard, ShardLayout
+from pipeproof.state.state_index import Shard, TensorEntry
+from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_map
+from tests.state.reshard_proof.plans import layout
 from tests.zoo.case import Case, Moved
 
 MODEL = {"num_layers": 1, "num_kv_heads": 2, "vocab_size": 24}
@@ -18,9 +18,9 @@ PARTS = ("gate", "up", "down")
 
 @cache
 def saved(model, ranks=1, name="saved"):
-    """What a plan's ranks save: of experts on so many EP ranks, of the dense model on so many TP ranks."""
+    """Tensors that a plan's ranks save: of experts on so many EP ranks, of the dense model on so many TP ranks."""
     topology = {"pp": 1, "ep": ranks} if model == "experts" else {"pp": 1, "tp": ranks}
-    return side(topology, EXPERTS if model == "experts" else MODEL, name=name)
+    return layout(topology, EXPERTS if model == "experts" else MODEL, name=name)
 
 
 def as_it_is(source, target):
@@ -33,7 +33,7 @@ def offsets_from_0(numbered_anew):
     source = saved("experts", 2)
     if numbered_anew:
         source = dataclasses.replace(
-            source, plan=None, parts={n: tuple(map(_from_0, p)) for n, p in source.parts.items()}
+            source, plan=None, shards={n: tuple(map(_from_0, p)) for n, p in source.shards.items()}
         )
     return as_it_is(source, saved("experts"))
 
@@ -54,11 +54,11 @@ def by_name(number_for):
 
 def _stacked(name, entry, number_for):
     one = entry.shape[1:]
-    slabs = (
-        Slab(Box((e, 0, 0), (1, *one)), f"experts.{number_for(e)}.{name}", whole_box(one), (NO_DIM, 0, 1))
+    copies = (
+        RegionCopy(Region((e, 0, 0), (1, *one)), f"experts.{number_for(e)}.{name}", whole_region(one), (NO_DIM, 0, 1))
         for e in range(entry.shape[0])
     )
-    return TensorMap(entry.dtype, entry.shape, tuple(slabs))
+    return TensorMap(entry.dtype, entry.shape, tuple(copies))
 
 
 def fused(*, grouped):
@@ -72,11 +72,11 @@ def _qkv(target, grouped):
     columns = [("q", 0, 8), ("k", 0, 4), ("v", 0, 4), ("q", 8, 8), ("k", 4, 4), ("v", 4, 4)]
     if not grouped:
         columns = [("q", 0, 16), ("k", 0, 8), ("v", 0, 8)]
-    entry, slabs, at = target.tensors[QKV], [], 0
+    entry, copies, at = target.tensors[QKV], [], 0
     for name, start, width in columns:
-        slabs.append(Slab(Box((0, at), (16, width)), name, Box((0, start), (16, width))))
+        copies.append(RegionCopy(Region((0, at), (16, width)), name, Region((0, start), (16, width))))
         at += width
-    return TensorMap(entry.dtype, entry.shape, tuple(slabs))
+    return TensorMap(entry.dtype, entry.shape, tuple(copies))
 
 
 def _of_whole_tensors(target, claimed, right):
@@ -84,29 +84,33 @@ def _of_whole_tensors(target, claimed, right):
     others = {name: entry for name, entry in target.tensors.items() if name not in claimed}
     shapes = {}
     for tensor in right.values():
-        for slab in tensor.slabs:
-            shapes[slab.source] = tuple(map(max, slab.source_box.stops, shapes.get(slab.source, slab.source_box.stops)))
+        for copy in tensor.copies:
+            shapes[copy.source] = tuple(
+                map(max, copy.source_region.stops, shapes.get(copy.source, copy.source_region.stops))
+            )
     entries = {name: TensorEntry(kind="weight", dtype="float32", shape=shape) for name, shape in shapes.items()}
     rest = identity_map(others).tensors
-    source = Side("file", {**others, **entries}, {n: (_whole(n, e.shape),) for n, e in {**others, **entries}.items()})
+    source = ShardLayout(
+        "file", {**others, **entries}, {n: (_whole(n, e.shape),) for n, e in {**others, **entries}.items()}
+    )
     return Moved(source, StateMap({**rest, **claimed}), target, StateMap({**rest, **right}))
 
 
 def _whole(name, shape):
-    return HeldPart(Shard(tensor=name, offsets=(0,) * len(shape), extents=shape), None, "file")
+    return HeldShard(Shard(tensor=name, offsets=(0,) * len(shape), extents=shape), None, "file")
 
 
 def without(name):
     """The state of a plan, and the same without a tensor."""
     one = saved("dense")
     tensors = {other: entry for other, entry in one.tensors.items() if other != name}
-    source = Side("saved", tensors, {other: one.parts[other] for other in tensors})
+    source = ShardLayout("saved", tensors, {other: one.shards[other] for other in tensors})
     return as_it_is(source, one)
 
 
 def narrower():
     """A state whose weights are of another type."""
-    return as_it_is(side({"pp": 1}, MODEL, run={"dtype": "float64"}), saved("dense"))
+    return as_it_is(layout({"pp": 1}, MODEL, run={"dtype": "float64"}), saved("dense"))
 
 
 def read_for_both():
@@ -114,9 +118,12 @@ def read_for_both():
     one = saved("dense")
     right = identity_map(one.tensors)
     tensor = right.tensors["layer.0.mlp.up.weight"]
-    half = Box((0, 0), (16, 16))
-    slabs = (tensor.slabs[0].part(half), dataclasses.replace(tensor.slabs[0].part(half), box=Box((0, 16), (16, 16))))
-    claimed = {**right.tensors, "layer.0.mlp.up.weight": dataclasses.replace(tensor, slabs=slabs)}
+    half = Region((0, 0), (16, 16))
+    copies = (
+        tensor.copies[0].restricted_to(half),
+        dataclasses.replace(tensor.copies[0].restricted_to(half), region=Region((0, 16), (16, 16))),
+    )
+    claimed = {**right.tensors, "layer.0.mlp.up.weight": dataclasses.replace(tensor, copies=copies)}
     return Moved(one, StateMap(claimed), one)
 
 

@@ -1,6 +1,6 @@
 """Small changes of the rows of a subject's graph."""
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.schedule.op_table import build_graph
 
 
 def changed(subject, change):

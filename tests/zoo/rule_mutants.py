@@ -1,16 +1,16 @@
 """For each error rule that kills no bug of the zoo alone: a right form near it and a mutant that only this rule kills.
 
-Each stands under its rule's code.
+Each is listed under its rule's code.
 """
 
 import dataclasses
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.schedule.build import build_graph
 from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, ParameterGradient
-from pipeproof.verify.facts import Facts, Role
+from pipeproof.verify.declared_facts import Facts, Role
 from tests.plans import subject
 from tests.zoo.accept import LOSS_ON_RANK_0
 from tests.zoo.case import Case

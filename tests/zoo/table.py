@@ -3,8 +3,8 @@
 import csv
 from pathlib import Path
 
-from pipeproof.specs.finding import Severity
-from pipeproof.state.reshard.codes import PROOF_CODES
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.state.reshard.reshard_codes import PROOF_CODES
 from pipeproof.verify.registry import RULES
 from tests.zoo import (
     a_layout,

@@ -1,11 +1,11 @@
-"""Mutants of the zoo on real Paddle processes: each does what the rule that kills it says, and its right form does not.
+"""Mutants of the zoo on real Paddle processes: each has the symptom that its rule predicts.
 
-The programs that run are those that the rules judged, row by row.
+The programs that run are those that the rules checked, row by row.
 """
 
 import pytest
 
-from pipeproof.exec.pair import backend_pair
+from pipeproof.exec.measure.endpoint_pair import backend_pair
 from pipeproof.schedule.ops import parse_op
 from tests.exec.processes import Run
 from tests.plans import plan_dict
@@ -26,7 +26,7 @@ WRONG = {
     "C7": {"1RECV_F0": [value_of(0, 0)] * 6 + [STALE] * 2},
     "I13": {"1RECV_F0": [value_of(0, 1)] * NUMEL, "1RECV_F1": [value_of(0, 1)] * NUMEL},
 }
-"""What the mutants' receives bring: each other's tensors, a rest of old values, the later tensor twice."""
+"""Tensors that the mutants' receives bring: each other's tensors, a rest of old values, the later tensor twice."""
 ABORTING = "C7.longer"
 CORRUPT = "A1"
 
@@ -36,18 +36,18 @@ def test_what_the_table_says_was_seen_is_seen_here():
 
 
 def body(subject, late=None):
-    """What both processes do: the rows of their ranks."""
+    """Body of both processes: the rows of their ranks."""
     return RunProgram(tuple(map(tuple, subject.graph.rows())), late)
 
 
 def received(outcomes):
-    """What the receives of both ranks brought."""
+    """Tensors that the receives of both ranks brought."""
     assert [outcome.kind for outcome in outcomes] == ["returned", "returned"]
     return {op: values for outcome in outcomes for op, values in outcome.value.items()}
 
 
 def is_right(outcomes):
-    """Whether every receive brought what its name says: a tensor of the neighbouring stage and of its micro-batch."""
+    """Return True if every receive brought the tensor of its name (neighbouring stage, own micro-batch)."""
     arrived = received(outcomes)
     return bool(arrived) and all(
         set(values) == {value_of(op.stage - 1 if op.is_forward else op.stage + 1, op.micro_batch)}
@@ -55,6 +55,7 @@ def is_right(outcomes):
     )
 
 
+@pytest.mark.slow(but=["B1"])
 @pytest.mark.parametrize("name", HANGING)
 def test_a_deadlock_hangs_both_processes(name):
     case = CASE[name]
@@ -74,6 +75,7 @@ def test_wrong_values_arrive_and_nothing_complains():
             assert wrong == WRONG[name], name
 
 
+@pytest.mark.slow
 def test_a_message_that_is_too_long_aborts_its_receiver():
     case = CASE[ABORTING]
     with backend_pair("paddle") as pair:
@@ -82,6 +84,7 @@ def test_a_message_that_is_too_long_aborts_its_receiver():
         assert (receiver.kind, receiver.detail) == ("died", "SIGABRT")
 
 
+@pytest.mark.slow
 def test_partial_transport_under_sequence_parallelism_trains_on_other_values(tmp_path):
     corrupt = plan_dict(topology={"pp": 2, "tp": 2, "sequence_parallel": True}, transport="partial", run={"steps": 1})
     ended = Run(tmp_path, corrupt, "--unsafe").end()

@@ -1,4 +1,4 @@
-"""A property of this project's launcher, over every plan that there could be."""
+"""A property of this project's launcher, over generated plans."""
 
 from hypothesis import given, settings
 
@@ -6,7 +6,7 @@ from pipeproof.testing.strategies import plans
 
 
 def ranks_of_stage_0(topology):
-    """The launcher's own arithmetic: the global ranks of the first pipeline stage. The first axis changes fastest."""
+    """Return the global ranks of the first pipeline stage, as the launcher computes them; the first axis is fastest."""
     order = topology.get("order", ["tp", "cp", "ep", "dp", "pp"])
     step = 1
     for axis in order[: order.index("pp")]:

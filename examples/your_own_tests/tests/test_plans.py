@@ -1,4 +1,4 @@
-"""What this project asks of its plans, beside that each of them is proved (`--pipeproof-plans` in pyproject.toml)."""
+"""Requirements on the plans, in addition to their proof (`--pipeproof-plans` in pyproject.toml)."""
 
 import pytest
 

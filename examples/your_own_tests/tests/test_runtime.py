@@ -1,4 +1,4 @@
-"""The runtime on ranks that are not there: its gradients, its order, its time."""
+"""The runtime on simulated ranks: its gradients, its order, its time."""
 
 from contextlib import nullcontext
 
@@ -24,12 +24,12 @@ def batches(number):
 
 
 def program(num_stages, num_batches):
-    """The runtime as a program of one rank."""
+    """Return the runtime as a program of one rank."""
     return lambda rank: train_step(rank, weights(num_stages)[rank.rank], batches(num_batches))
 
 
-def uncut(num_stages, num_batches):
-    """The same gradients from one process that knows no pipeline."""
+def reference(num_stages, num_batches):
+    """Return the same gradients from one process without a pipeline."""
     all_weights = weights(num_stages)
     gradients = [np.zeros_like(weight) for weight in all_weights]
     for x in batches(num_batches):
@@ -55,7 +55,7 @@ sizes = given(st.integers(1, 4), st.integers(1, 6))
 @sizes
 def test_gradients_are_those_of_one_process(num_stages, num_batches):
     run = FakeWorld(num_stages).run(program(num_stages, num_batches))
-    assert_same_gradients(by_name(run.values), by_name(uncut(num_stages, num_batches)))
+    assert_same_gradients(by_name(run.values), by_name(reference(num_stages, num_batches)))
 
 
 @settings(deadline=None, max_examples=20)
@@ -69,7 +69,7 @@ def test_the_rules_find_nothing_in_what_the_runtime_issues(fake_world):
 
 
 class WithoutBatches:
-    """A rank whose sends and receives go one by one, each send waited for at once."""
+    """A rank that issues sends and receives one by one, and waits for each send immediately."""
 
     def __init__(self, rank):
         self._rank = rank
@@ -93,6 +93,6 @@ def test_why_there_is_a_batch_in_the_runtime():
 
 
 def test_a_step_of_two_stages_takes_its_messages_one_after_the_other():
-    """Each way 4 micro-batches, 2 x 3 numbers of 8 bytes, over a link of 1 byte/us and 5 us."""
+    """4 micro-batches each way, 2 x 3 numbers of 8 bytes, over a link of 1 byte/us and 5 us."""
     slow = {"ranks_per_node": 2, "node": {"bandwidth": 0.001, "latency_us": 5}}
     assert FakeWorld(2, network=slow).run(program(2, 4)).makespan_us == 2 * 4 * (5 + 2 * 3 * 8)

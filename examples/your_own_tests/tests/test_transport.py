@@ -1,4 +1,4 @@
-"""Why the slices stay off: what they do to the layouts of this project."""
+"""The reason to keep slices off: their effect on the layouts of this project."""
 
 from pipeproof.testing import check_transport
 

@@ -1,1 +1,1 @@
-"""Fleet's own pipeline beside ours: ``PipelineLayer`` and ``train_batch``, unchanged, on the CPU."""
+"""Fleet's own pipeline next to pipeproof's: ``PipelineLayer`` and ``train_batch``, unchanged, on the CPU."""

@@ -1,1 +1,1 @@
-"""Rehearsal: a plan's communication alone, for real, with elements that say where they come from."""
+"""Rehearsal of a plan's communication on real processes, with elements that identify their origin."""

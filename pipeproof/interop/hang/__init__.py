@@ -1,1 +1,1 @@
-"""Flight Recorder dumps of PyTorch: what a hung run waits for."""
+"""Diagnosis of hung runs from PyTorch's Flight Recorder dumps."""

@@ -14,26 +14,38 @@ communication cells are in the order of issue, and none is empty. Cells are
 Their reader matches the beginning of a cell and ignores the rest, so that
 ``2F0xyz`` passes there; here the whole cell must match. As theirs does, this
 reader takes blanks around an operation, and cells in double quotes.
+
+The written cells of a rank are in the order of its program. PyTorch's own files of
+the compute-only format also have an empty cell for each time step at which a
+rank idles; its reader does not need them, and time steps mean nothing once
+computations differ in length.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import shortened
+from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.formats.inexpressible import InexpressibleError, require_bare, require_computations, steps_of
+from pipeproof.schedule.formats.located_text import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.op_text import OpReader
-from pipeproof.schedule.formats.placed import Findings, Placed, end_of, placed_line
+from pipeproof.schedule.formats.text_tokens import row_attributes
+from pipeproof.schedule.formats.torch_runtime import runtime_rows
+from pipeproof.schedule.formats.torch_transfers import with_transfers
+from pipeproof.schedule.formats.torch_weights import with_weights
+from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
-from pipeproof.specs.finding import Location
-from pipeproof.specs.problems import shortened
 from pipeproof.specs.schedule_file import BAD_OPERATION, NO_OPERATIONS
-from pipeproof.specs.source import LINE_BREAK
 
 WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE_GRAD})
 CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
-"""What PyTorch's CSV can say."""
+"""The kinds of operations that PyTorch's CSV has."""
 
 _OVERLAP = re.compile(r"\([ \t]*([^();]*?)[ \t]*;[ \t]*([^();]*?)[ \t]*\)OVERLAP_F_B")
 _CELL = re.compile(r'[ \t]*("?)([^",]*?)\1[ \t]*(,|\Z)')
@@ -60,7 +72,7 @@ class CsvSchedule:
 
 
 def looks_like_csv(text: str) -> bool:
-    """Whether any cell of the first line that is not blank begins as one of such a file does, or is empty."""
+    """Return True if a cell of the first line that is not blank is empty or begins as in such a file."""
     first = next((line for line in LINE_BREAK.split(text) if line.strip()), "")
     return _SOME_CELL.search(first) is not None
 
@@ -85,12 +97,12 @@ def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
 
 def _words(line: Placed) -> list[Placed]:
     """The cells of a line without what surrounds them; what cannot be split is one cell."""
-    words, place, goes_on = [], 0, True
-    while goes_on:
+    words, place, continues = [], 0, True
+    while continues:
         match = _CELL.match(line.text, place)
         start, stop = match.span(2) if match else (place, len(line.text))
         words.append(line.part(start, stop))
-        goes_on = match is not None and match[3] == ","
+        continues = match is not None and match[3] == ","
         place = match.end() if match else stop
     return words
 
@@ -148,3 +160,89 @@ class _Reader:
 
     def _bad(self, word: Placed, message: str, help: str) -> None:
         self._findings.add(BAD_OPERATION, word.location, message, help)
+
+
+_FORM = "PyTorch's CSV"
+_COMPUTE_FORM = "PyTorch's compute-only CSV"
+
+
+def csv_text(rows_by_rank: Sequence[Sequence[Row]]) -> str:
+    """The compute-only format: a line for each rank, a cell for each computation or overlapped pair.
+
+    Raises:
+        InexpressibleError: there is more than computations and overlapped pairs.
+    """
+    for rows in rows_by_rank:
+        require_computations(rows, _COMPUTE_FORM, "write csv-comms, or leave it out with --only-computations")
+        require_bare(rows, _COMPUTE_FORM)
+    return _lines(rows_by_rank, _COMPUTE_FORM)
+
+
+def csv_comms_text(rows_by_rank: Sequence[Sequence[Row]]) -> str:
+    """The format with communication.
+
+    Computations alone get what PyTorch adds to its compute-only format: the
+    handling of weights (``torch_weights``), then transfers in its order (``torch_transfers``).
+    Rows that have communication must be what PyTorch's runtime makes of some
+    cells (``torch_runtime``), waits and communicators included; these cells
+    are written.
+
+    Raises:
+        InexpressibleError: the rows are something else.
+    """
+    rows = [row for rows in rows_by_rank for row in rows]
+    if all(row.op.kind in COMPUTE_KINDS for row in rows):
+        require_bare(rows, _FORM)
+        num_micro_batches = 1 + max((row.op.micro_batch or 0 for row in rows), default=-1)
+        weighted = [list(with_weights(mine, num_micro_batches, _FORM)) for mine in rows_by_rank]
+        return _lines(with_transfers(weighted, _FORM), _FORM)
+    return _lines(_actions(rows_by_rank), _FORM)
+
+
+def _actions(rows_by_rank: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The actions of which PyTorch's runtime makes these rows."""
+    actions: list[list[Row]] = []
+    for rows in rows_by_rank:
+        actions.append([])
+        for row in rows:
+            if row.op.kind in CELL_KINDS and row.op.axis is None and row.op.split is None:
+                actions[-1].append(Row(row.op, batch=row.batch, origin=row.origin))
+            elif row.op.kind is not OpKind.WAIT:
+                raise InexpressibleError(f"{row.op} is no operation of {_FORM}", row=row)
+    stages = [{row.op.stage for row in mine if row.op.kind in COMPUTE_KINDS} for mine in actions]
+    num_stages = 1 + max((stage for mine in stages for stage in mine), default=-1)
+    bare = [[replace(row, origin=NONE) for row in mine] for mine in actions]
+    run = with_peers(
+        [[*runtime_rows(mine, own, num_stages)] for mine, own in zip(bare, stages, strict=True)], (), Findings()
+    )  # a transfer without a peer is left without: it differs then
+    for done, given in zip(run, rows_by_rank, strict=True):
+        _require_equal(done, given)
+    return actions
+
+
+def _require_equal(done: Sequence[Row], given: Sequence[Row]) -> None:
+    """Refuse the first row that PyTorch's runtime would not do so."""
+    last = given[-1] if given else None
+    for expected, row in zip_longest(done, given):
+        if expected is not None and row is not None and expected == replace(row, origin=NONE):
+            continue
+        actual = "ends" if row is None else f"has {_row_text(row)}"
+        wanted = "would end" if expected is None else f"would run {_row_text(expected)}"
+        message = f"the program {actual} where PyTorch's runtime {wanted}, and {_FORM} has only the operations of that"
+        fix = "leave communication out with --only-computations: PyTorch adds its own"
+        raise InexpressibleError(message, row=row or last, help=fix)
+
+
+def _row_text(row: Row) -> str:
+    return f"{row.op}{row_attributes(row)}"
+
+
+def _lines(rows_by_rank: Sequence[Iterable[Row]], form: str) -> str:
+    return "".join(f"{','.join(_cell(step) for step in steps_of([*rows], form))}\n" for rows in rows_by_rank)
+
+
+def _cell(step: Sequence[Row]) -> str:
+    if len(step) == 1:
+        return str(step[0].op)
+    forward, backward = step
+    return f"({forward.op};{backward.op})OVERLAP_F_B"

@@ -23,15 +23,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import shortened
+from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.inexpressible import InexpressibleError, require_bare, require_computations
+from pipeproof.schedule.formats.located_text import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.op_text import MAX_NUMBER
-from pipeproof.schedule.formats.placed import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.specs.finding import Location
-from pipeproof.specs.problems import shortened
 from pipeproof.specs.schedule_file import BAD_OPERATION, NO_OPERATIONS
-from pipeproof.specs.source import LINE_BREAK
 
 _FORM = "Fleet's static schedule"
 _NUMBER = r"(0|[1-9][0-9]*)"
@@ -55,7 +55,7 @@ class FleetSchedule:
 
 
 def looks_like_fleet(text: str) -> bool:
-    """Whether the first line that is not blank begins as one of such a file does."""
+    """Return True if the first line that is not blank begins as in such a file."""
     first = next((line for line in LINE_BREAK.split(text) if line.strip()), "")
     return _FIRST_STEP.match(first) is not None
 
@@ -100,9 +100,9 @@ class _Reader:
         match = _STEP.fullmatch(word.text)
         if match is None:
             near = _near(word.text)
-            mend = f"did you mean `{near}`?" if near else "steps look like f0 and b0, or f0_vp1 and b0_vp1"
-            found = f"`{shortened(word.text)}`" if word.text else "an empty place"
-            self._bad(word, f"{found} is not a step of {_FORM}", mend)
+            fix = f"did you mean `{near}`?" if near else "steps look like f0 and b0, or f0_vp1 and b0_vp1"
+            text = f"`{shortened(word.text)}`" if word.text else "an empty place"
+            self._bad(word, f"{text} is not a step of {_FORM}", fix)
             return
         letter, micro_batch, chunk = match.groups()
         if any(
@@ -113,10 +113,10 @@ class _Reader:
         if self._names_chunks is None:
             self._names_chunks = chunk is not None
         if self._names_chunks != (chunk is not None):
-            told = (
+            difference = (
                 "no chunk, and the steps before it have one" if chunk is None else "a chunk, and those before it none"
             )
-            self._bad(word, f"`{word.text}` has {told}", "name the chunk of every step, or of none")
+            self._bad(word, f"`{word.text}` has {difference}", "name the chunk of every step, or of none")
             return
         stage = int(chunk or 0) * self._num_ranks + rank
         self.rows[-1].append(Row(Op(_KIND[letter], stage, int(micro_batch)), origin=len(self.origins)))
@@ -127,7 +127,7 @@ class _Reader:
 
 
 def _stripped(line: Placed, start: int, stop: int) -> Placed:
-    """The piece of a line without the blanks around it."""
+    """The part of a line without the blanks around it."""
     text = line.text[start:stop]
     before = len(text) - len(text.lstrip())
     return line.part(start + before, start + before + len(text.strip()))
@@ -145,7 +145,7 @@ def fleet_text(rows_by_rank: Sequence[Sequence[Row]]) -> str:
     """A schedule as Fleet's static scheduler prints it; chunks are named where any rank has more than one stage.
 
     Raises:
-        InexpressibleError: backwards in two parts, pairs, other operations, or stages that are not dealt in turn.
+        InexpressibleError: backwards in two parts, pairs, other operations, or stages not assigned round-robin.
     """
     num_ranks = len(rows_by_rank)
     for rank, rows in enumerate(rows_by_rank):
@@ -164,11 +164,12 @@ def _require_step(row: Row, rank: int, num_ranks: int) -> None:
         message = f"{op} is a part of a backward, and {_FORM} has only whole ones"
         raise InexpressibleError(message, row=row, help="PyTorch's CSV and our text form have both")
     if row.batch != NONE:
-        message = f"{op} runs beside another computation, and in {_FORM} nothing does"
+        message = f"{op} overlaps with another computation, and {_FORM} has no such pairs"
         raise InexpressibleError(message, row=row, help="PyTorch's CSV and our text form have such pairs")
     if op.stage % num_ranks != rank:
         message = (
-            f"stage {op.stage} is on rank {rank}, and {_FORM} deals stages in turn: rank r has r, {num_ranks} + r, .."
+            f"stage {op.stage} is on rank {rank}, and {_FORM} assigns stages round-robin: "
+            f"rank r has r, {num_ranks} + r, .."
         )
         raise InexpressibleError(message, row=row)
 

@@ -1,4 +1,4 @@
-"""What a format cannot say: converting a schedule refuses it by name and leaves nothing out silently."""
+"""Limits of formats: a conversion refuses by name what the format lacks and drops nothing silently."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.text_words import row_attributes
+from pipeproof.schedule.formats.text_tokens import row_attributes
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.specs.codes import ExampleKind, RuleDoc
 
 INEXPRESSIBLE = RuleDoc(
     code="PP141",
-    title="the format to be written cannot say this",
+    title="the target format cannot express this",
     explanation=(
-        "Formats differ in what they can say. Fleet's strings have whole forwards and backwards on stages that are "
-        "dealt to ranks in turn. PyTorch's CSV also has the two parts of a backward and overlapped pairs, and with "
-        "communication what its runtime does, nothing else. Our text form has everything. `pipeproof convert` leaves "
+        "Formats differ in what they can express. Fleet's strings have whole forwards and backwards on stages that are "
+        "assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs, and "
+        "with communication the operations of its runtime. Our text form has everything. `pipeproof convert` leaves "
         "nothing out by itself; with `--only-computations` transfers, waits, reductions and attributes are left out."
     ),
     wrong="pipeproof convert zero_bubble.csv --to fleet   # I and W are parts of a backward",
@@ -29,9 +29,9 @@ _BACKWARDS = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 
 
 class InexpressibleError(ValueError):
-    """A format cannot say what a schedule has.
+    """A format cannot express something that a schedule has.
 
-    ``row`` is what cannot be said, None where that is no one row. ``help`` is what can be done.
+    ``row`` is the row that cannot be written, None if it is not a single row. ``help`` is the suggested fix.
     """
 
     def __init__(self, message: str, *, row: Row | None = None, help: str | None = None) -> None:
@@ -41,7 +41,7 @@ class InexpressibleError(ValueError):
 
 
 def steps_of(rows: Sequence[Row], form: str) -> Iterator[tuple[Row, ...]]:
-    """What a rank does one after the other: single rows, and overlapped pairs of a forward and a backward.
+    """Yield the steps of a rank in order: single rows, and overlapped pairs of a forward and a backward.
 
     ``form`` is the name of the format in messages.
 
@@ -66,16 +66,14 @@ def steps_of(rows: Sequence[Row], form: str) -> Iterator[tuple[Row, ...]]:
 
 
 def require_bare(rows: Sequence[Row], form: str) -> None:
-    """Refuse rows that say more than their operation and batch.
+    """Refuse rows with more than their operation and batch.
 
     Raises:
         InexpressibleError: a row is of one split of its sequences, or has attributes.
     """
     for row in rows:
         if row.op.split is not None:
-            raise InexpressibleError(
-                f"{row.op} is of one piece of its sequences, and {form} has no such pieces", row=row
-            )
+            raise InexpressibleError(f"{row.op} is of one sequence split, and {form} has no splits", row=row)
         more = row_attributes(replace(row, batch=NONE))
         if more:
             raise InexpressibleError(f"{row.op} has the attributes {more}, and {form} has none", row=row)
@@ -96,10 +94,10 @@ def computations_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[list[Row]]:
     """The computations, and which of them are one call, alone: no transfers, waits, reductions and attributes."""
     computations = []
     for rows in rows_by_rank:
-        mine = [row for row in rows if row.op.kind in COMPUTE_KINDS]
-        sizes = Counter(row.batch for row in mine)
-        batches = (row.batch if sizes[row.batch] > 1 else NONE for row in mine)
+        computed = [row for row in rows if row.op.kind in COMPUTE_KINDS]
+        sizes = Counter(row.batch for row in computed)
+        batches = (row.batch if sizes[row.batch] > 1 else NONE for row in computed)
         computations.append(
-            [Row(row.op, batch=batch, origin=row.origin) for row, batch in zip(mine, batches, strict=True)]
+            [Row(row.op, batch=batch, origin=row.origin) for row, batch in zip(computed, batches, strict=True)]
         )
     return computations

@@ -1,12 +1,26 @@
-"""Operations as people type them: the strict text form, with what was probably meant where it is not one."""
+"""Operations as text: reading with suggestions, and the texts of a whole op table.
+
+The reader takes the strict text form and suggests the operation that was probably meant. The writer makes the texts
+of a whole op table without an object for each operation.
+
+Operations that differ in nothing but their micro-batch, and its split, differ
+in one place of their text. A large plan has thousands of times as many
+operations as texts around that place.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from types import MappingProxyType
 
-from pipeproof.schedule.formats.placed import Findings, Placed
-from pipeproof.schedule.ops import KINDS, TARGET_KINDS, Op, parse_op
-from pipeproof.specs.problems import nearest_name, shortened
+import numpy as np
+
+from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.schedule.columns import NONE, Columns, op_from_columns, work_of
+from pipeproof.schedule.derive import packed
+from pipeproof.schedule.formats.located_text import Findings, Placed
+from pipeproof.schedule.ops import KINDS, TARGET_KINDS, Op, OpKind, parse_op
 from pipeproof.specs.schedule_file import BAD_OPERATION
 
 MAX_NUMBER = 10**6
@@ -79,3 +93,61 @@ def _is_op(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_PROBE = 10**15
+"""A micro-batch whose number no stage and no index has, so that it is found in a text."""
+
+_WITHOUT_DIGITS = MappingProxyType({ord(digit): None for digit in "0123456789"})
+
+
+def op_texts(columns: Columns) -> list[str]:
+    """``str(op)`` of each row, in order."""
+    values = columns.values
+    work_item = values["work_item"]
+    around = (values["kind"], values["stage"], values["target_kind"], values["index"], values["axis"])
+    key = packed(*around, (work_item != NONE).astype(np.int64))
+    _, examples, sort = np.unique(key, return_index=True, return_inverse=True)
+    halves = [_around_work_item(columns, row) for row in examples.tolist()]
+    work_items = [_unit_text(number, columns.num_splits) for number in range(int(work_item.max(initial=NONE)) + 1)]
+    work_items.append("")  # the last, where NONE looks
+    texts = []
+    for i, number in zip(sort.tolist(), work_item.tolist(), strict=True):
+        before, after = halves[i]
+        texts.append(f"{before}{work_items[number]}{after}")
+    for row, op in columns.unusual.items():
+        texts[row] = str(op)
+    return texts
+
+
+def _around_work_item(columns: Columns, row: int) -> tuple[str, str]:
+    """Return the text of a row before and after its work item; all of it before, without a work item."""
+    kind, stage, work_item, target_kind, index, axis = (
+        int(columns.values[name][row]) for name in ("kind", "stage", "work_item", "target_kind", "index", "axis")
+    )
+    op = op_from_columns(kind, stage, NONE if work_item == NONE else _PROBE, target_kind, index, axis, num_splits=0)
+    before, _, after = str(op).partition(str(_PROBE))
+    return before, after
+
+
+def _unit_text(work_item: int, num_splits: int) -> str:
+    """The micro-batch and, where sequences are split, the split."""
+    micro_batch, split = work_of(work_item, num_splits)
+    return f"{micro_batch}" if split is None else f"{micro_batch}.s{split}"
+
+
+def kinds_of(texts: Iterable[str]) -> list[OpKind]:
+    """Return the kind of each operation from its text form, which without numbers depends on the kind alone.
+
+    Raises:
+        ValueError: the first of some texts that differ in numbers alone is not the text form of an operation.
+    """
+    known: dict[str, OpKind] = {}
+    kinds = []
+    for text in texts:
+        form = text.translate(_WITHOUT_DIGITS)
+        kind = known.get(form)
+        if kind is None:
+            kind = known[form] = parse_op(text).kind
+        kinds.append(kind)
+    return kinds

@@ -8,12 +8,12 @@ EBNF::
     tensor    = "tensor" , name , ":" , { key , "=" , value } ;
     group     = "group" , axis , ":" , { rank number } , [ "copies=" , number ] ;
     rank      = "rank" , number , ":" , { row } ;
-    more      = space , { row } ;            (* goes on with the rank above *)
+    more      = space , { row } ;            (* continues the rank above *)
     row       = op , [ "{" , { key , "=" , value } , "}" ] ;
 
-``op`` is the text form of ``pipeproof.schedule.ops``. Ranks stand in order
-from 0. Tensors and groups are numbered in the order in which they stand, and
-rows name them by number. The keys of a row are the fields of ``Row``:
+``op`` is the text form of ``pipeproof.schedule.ops``. Ranks are in order
+from 0. Tensors and groups are numbered in the order of their lines, and rows
+name them by number. The keys of a row are the fields of ``Row``:
 ``peer`` (of a transfer; of a broadcast, its root), ``tensor``, ``range=0..8``
 (start and stop; without it all of the tensor), ``shift``, ``group``,
 ``batch``, ``queue``, ``communicator``, ``reduction``, ``scale``, and
@@ -39,19 +39,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeproof.schedule.build import build_graph
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import Row
+from pipeproof.schedule.formats.located_text import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.op_text import OpReader
-from pipeproof.schedule.formats.peers import with_peers
-from pipeproof.schedule.formats.placed import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.text_headers import group_line, read_group, read_tensor, tensor_line
-from pipeproof.schedule.formats.text_words import ROW_KEYS, attributes, row_attributes
+from pipeproof.schedule.formats.text_tokens import ROW_KEYS, attributes, row_attributes
+from pipeproof.schedule.formats.transfer_peers import with_peers
+from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import META_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.schedule.optable import Group, OpGraph, TensorSpec
-from pipeproof.specs.finding import Location
-from pipeproof.specs.problems import nearest_name, shortened
 from pipeproof.specs.schedule_file import BAD_LINE, NO_OPERATIONS
-from pipeproof.specs.source import LINE_BREAK
 
 _HEAD = re.compile(r'([A-Za-z]+)(?:[ \t]+("(?:[^"\\]|\\.)*"|[^:"]+?)[ \t]*:(?=\s|$))?')
 _ROW = re.compile(r'\s*([^\s{}]+)(\{(?:"(?:[^"\\]|\\.)*"|[^"{}])*\})?(?=\s|$)')
@@ -78,7 +77,7 @@ class ProgramFile:
 
 
 def looks_like_program(text: str) -> bool:
-    """Whether the first line that says anything begins as a line of the text form does."""
+    """Return True if the first line that is no comment begins as a line of the text form."""
     first = next((words for line in LINE_BREAK.split(text) if (words := line.split()) and words[0][0] != "#"), None)
     return first is not None and first[0] in _WORDS
 
@@ -117,7 +116,7 @@ def format_program(graph: OpGraph) -> str:
     kinds that have no peer must have none, as in every graph that was lowered or read.
 
     Raises:
-        ValueError: the ranks of the graph stand for others, which the text cannot say.
+        ValueError: the ranks of the graph represent others, which the text cannot express.
     """
     if graph.global_rank != tuple(range(graph.num_ranks)):
         raise ValueError("a graph whose ranks stand for others has no text form: write the unfolded one")
@@ -165,12 +164,12 @@ class _Reader:
             self._rows(line)
         else:
             near = nearest_name(word, _WORDS)
-            mend = f"did you mean `{near} ...:`?" if near else "lines begin with `rank 0:`, `tensor NAME:`, `group tp:`"
+            fix = f"did you mean `{near} ...:`?" if near else "lines begin with `rank 0:`, `tensor NAME:`, `group tp:`"
             whole = line.part(start, start + len(text))
-            self._bad(whole, f"`{shortened(text)}` is no line of a program", mend)
+            self._bad(whole, f"`{shortened(text)}` is no line of a program", fix)
 
     def finish(self) -> ProgramFile:
-        """What was read.
+        """The program that was read.
 
         Raises:
             ScheduleFileError: something was wrong.
@@ -199,7 +198,7 @@ class _Reader:
             self._groups += [] if group is None else [(group, name)]
         else:
             if name.text != str(len(self._ranks)):
-                message = f"rank {shortened(name.text)} stands where rank {len(self._ranks)} should"
+                message = f"rank {shortened(name.text)} is in the place of rank {len(self._ranks)}"
                 self._bad(name, message, "give each rank one line, in order from 0")
             self._ranks.append([])
             self._ends.append(end_of(rest))
@@ -213,7 +212,7 @@ class _Reader:
             match = _ROW.match(text.text, place)
             if match is None:
                 start = stop - len(text.text[place:].strip())
-                self._bad(text.part(start, stop), "attributes stand in braces right behind their operation")
+                self._bad(text.part(start, stop), "attributes follow their operation in braces, without a blank")
                 return
             place = match.end()
             word = text.part(*match.span(1))

@@ -6,12 +6,12 @@ import json
 import re
 from typing import Any, cast
 
-from pipeproof.schedule.formats.placed import Findings, Placed
-from pipeproof.schedule.formats.text_words import attributes, quoted, shape_text, to_number, to_shape, unquoted
+from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.schedule.formats.located_text import Findings, Placed
+from pipeproof.schedule.formats.text_tokens import attributes, quoted, shape_text, to_number, to_shape, unquoted
+from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import AXES
-from pipeproof.schedule.optable import Group, TensorSpec
-from pipeproof.specs.layout import parse_placement
-from pipeproof.specs.problems import nearest_name, shortened
+from pipeproof.specs.axis_layout import parse_placement
 from pipeproof.specs.schedule_file import BAD_LINE
 
 _BARE_TITLE = re.compile(r'[^\s":](?:[^":]*[^\s":])?')
@@ -19,7 +19,7 @@ _DIMS = "sbh"
 
 
 def read_tensor(name: Placed, rest: Placed, findings: Findings) -> TensorSpec | None:
-    """What ``tensor NAME: ...`` declares; None with a finding (PP133)."""
+    """The tensor that ``tensor NAME: ...`` declares; None with a finding (PP133)."""
 
     def refuse(message: str) -> None:
         findings.add(BAD_LINE, name.location, message, "write it as in `tensor hidden: shape=4x8 dtype=float32`")
@@ -80,11 +80,11 @@ _TENSOR_KEYS = {
 
 
 def read_group(axis: Placed, rest: Placed, findings: Findings) -> Group | None:
-    """What ``group AXIS: ...`` declares; None with a finding (PP133). Whether its ranks exist is not known here."""
+    """The group that ``group AXIS: ...`` declares; None with a finding (PP133). Its ranks are not checked here."""
     if axis.text not in AXES:
         near = nearest_name(axis.text, AXES)
-        mend = f"did you mean `{near}`?" if near else f"axes are {', '.join(AXES)}"
-        findings.add(BAD_LINE, axis.location, f"there is no mesh axis `{shortened(axis.text)}`", mend)
+        fix = f"did you mean `{near}`?" if near else f"axes are {', '.join(AXES)}"
+        findings.add(BAD_LINE, axis.location, f"there is no mesh axis `{shortened(axis.text)}`", fix)
         return None
     ranks_text, mark, _ = rest.text.partition("copies=")
     copies = 1

@@ -1,24 +1,24 @@
-"""What PyTorch's runtime does with the actions of a schedule with communication, as rows.
+"""Rows that PyTorch's runtime executes for the actions of a schedule with communication.
 
 ``_PipelineScheduleRuntime._step_microbatches`` of torch 2.13
 (``torch/distributed/pipelining/schedules.py``) takes the actions of a rank one
 by one:
 
-- SEND and RECV post their tensors and go on. Each action goes through
+- SEND and RECV post their tensors and return. Each action goes through
   ``_batch_p2p`` alone, which posts sends alone and receives alone one after
   another without a group call: no two transfers are in one batch. All of them
   use the group of the pipeline, both directions alike: one channel from each
   rank to each other.
 - F waits for its RECV_F just before it runs, B and I for their RECV_B, unless
   the neighbouring stage is on the same rank, which hands the tensor over.
-- UNSHARD begins to gather a stage's weights beside the computation; what next
-  computes on the stage waits for it. Where the stage was given up by RESHARD
+- UNSHARD begins to gather a stage's weights concurrently with computation; the
+  next computation of the stage waits for it. If RESHARD has freed the stage
   before, the gathering waits for that
   (``_reshard_after_forward_event`` in ``torch/distributed/fsdp``).
 - At the end of the step all sends are waited for, the last one first.
 
 The two actions of an overlapped pair are one row each, in one batch: both
-inputs are waited for before the pair, as whoever runs them side by side must.
+inputs are waited for before the pair, as a concurrent run of both requires.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PAIR = 2
 
 @dataclass
 class _Rank:
-    """What a rank has under way."""
+    """Pending operations of a rank."""
 
     stages: Collection[int]
     num_stages: int
     sends: list[Row] = field(default_factory=list)
     gathering: set[int] = field(default_factory=set)
-    given_up: dict[int, int] = field(default_factory=dict)
-    """Stages whose weights were given up, with the origin of that."""
+    resharded: dict[int, int] = field(default_factory=dict)
+    """Origins of RESHARD by stage."""
 
 
 def runtime_rows(actions: Sequence[Row], stages: Collection[int], num_stages: int) -> Iterator[Row]:
@@ -67,7 +67,7 @@ def runtime_rows(actions: Sequence[Row], stages: Collection[int], num_stages: in
             pair.clear()
     for send in reversed(rank.sends):
         yield Row(wait_for(send.op), origin=send.origin)
-    for stage, origin in rank.given_up.items():
+    for stage, origin in rank.resharded.items():
         yield _wait_before_gathering(stage, origin)
 
 
@@ -101,14 +101,14 @@ def _other(action: Row, rank: _Rank) -> Iterator[Row]:
             rank.sends.append(action)
     elif kind is OpKind.UNSHARD:
         action = replace(action, queue=WEIGHTS_QUEUE)
-        if stage in rank.given_up:
-            yield _wait_before_gathering(stage, rank.given_up.pop(stage))
+        if stage in rank.resharded:
+            yield _wait_before_gathering(stage, rank.resharded.pop(stage))
         rank.gathering.add(stage)
     elif kind is OpKind.RESHARD:
-        rank.given_up[stage] = action.origin
+        rank.resharded[stage] = action.origin
     yield action
 
 
 def _wait_before_gathering(stage: int, origin: int) -> Row:
-    """Holds later gathering, that of the next step too, until the weights were given up."""
+    """Holds later gathering, that of the next step too, until the weights were resharded."""
     return Row(wait_for(Op(OpKind.RESHARD, stage)), queue=WEIGHTS_QUEUE, origin=origin)

@@ -1,9 +1,9 @@
 """Sends and receives around computations, in the order in which PyTorch adds them.
 
 ``_add_send_recv`` of torch 2.13 (``torch/distributed/pipelining/schedules.py``)
-goes round over the ranks; in its turn a rank takes its next operation, or
-overlapped pair, if what that needs is there. A send stands right behind what
-it sends. Its receive goes at that moment to the end of what the receiving
+visits the ranks round-robin; a rank takes its next operation, or overlapped
+pair, if its inputs have arrived. A send comes right after the computation of
+its tensor. Its receive goes at that moment to the end of what the receiving
 rank has got so far, so that the transfers between two ranks are in one order
 on both sides. Between two stages of one rank nothing is sent.
 
@@ -26,17 +26,17 @@ _Need = tuple[bool, int, int | None]
 
 @dataclass
 class _Rank:
-    """A rank as far as it has come."""
+    """Progress of a rank."""
 
     steps: list[tuple[Row, ...]]
     place: int = 0
     rows: list[Row] = field(default_factory=list)
-    there: set[_Need] = field(default_factory=set)
-    """The inputs that have come, or were made here."""
+    arrived: set[_Need] = field(default_factory=set)
+    """The inputs that have arrived, or were computed on the rank."""
 
     @property
     def step(self) -> tuple[Row, ...]:
-        """What comes next."""
+        """The next step."""
         return self.steps[self.place]
 
 
@@ -77,10 +77,10 @@ def _rank_of_stage(rows_by_rank: Sequence[Sequence[Row]], form: str) -> Mapping[
 
 
 def _is_ready(op: Op, rank: _Rank, last: int) -> bool:
-    """Whether the rank has what an operation needs from another stage."""
+    """Return True if the rank has the input of an operation from another stage."""
     forward = op.kind is OpKind.FORWARD
     first = 0 if forward else last
-    return op.kind not in _HAND_ON or op.stage == first or (forward, op.stage, op.micro_batch) in rank.there
+    return op.kind not in _HAND_ON or op.stage == first or (forward, op.stage, op.micro_batch) in rank.arrived
 
 
 def _take(rank: _Rank, ranks: Sequence[_Rank], rank_of: Mapping[int, int]) -> None:
@@ -94,7 +94,7 @@ def _take(rank: _Rank, ranks: Sequence[_Rank], rank_of: Mapping[int, int]) -> No
         if op.kind not in _HAND_ON or stage not in rank_of:
             continue
         receiver = ranks[rank_of[stage]]
-        receiver.there.add((forward, stage, op.micro_batch))
+        receiver.arrived.add((forward, stage, op.micro_batch))
         if receiver is not rank:
             send, receive = _FORWARD if forward else _BACKWARD
             rank.rows.append(Row(Op(send, op.stage, op.micro_batch)))

@@ -1,4 +1,4 @@
-"""What PyTorch adds around computations for the weights: gathering, dropping, and finishing their gradients.
+"""Actions that PyTorch adds around computations for the weights: gathering, dropping, and finishing their gradients.
 
 ``_add_unshard_reshard`` and ``_add_reduce_grad`` of torch 2.13
 (``torch/distributed/pipelining/schedules.py``):
@@ -40,21 +40,21 @@ def with_weights(rows: Sequence[Row], num_micro_batches: int, form: str) -> Iter
         InexpressibleError: rows are one call that is no overlapped pair.
     """
     steps = list(steps_of(rows, form))
-    there: set[int] = set()
+    gathered: set[int] = set()
     num_done: Counter[int] = Counter()
     for step, ahead in zip(steps, _stages_ahead(steps), strict=True):
-        for stage in sorted(there.difference(ahead)):
+        for stage in sorted(gathered.difference(ahead)):
             yield Row(Op(OpKind.RESHARD, stage))
         for stage in ahead:
-            if stage not in there:
+            if stage not in gathered:
                 yield Row(Op(OpKind.UNSHARD, stage))
-        there = set(ahead)
+        gathered = set(ahead)
         yield from step
         for op in (row.op for row in step):
             num_done[op.stage] += op.kind in _LAST_PARTS
             if op.kind in _LAST_PARTS and num_done[op.stage] == num_micro_batches:
                 yield Row(Op(OpKind.REDUCE_GRAD, op.stage))
-    for stage in sorted(there):
+    for stage in sorted(gathered):
         yield Row(Op(OpKind.RESHARD, stage))
 
 
@@ -69,5 +69,5 @@ def _stages_ahead(steps: Sequence[Sequence[Row]]) -> list[tuple[int, ...]]:
         stages = list(dict.fromkeys(row.op.stage for row in steps[place]))
         next_use = [(place, stage) for stage in stages] + [use for use in next_use if use[1] not in stages]
         furthest = next_use[:NUM_AHEAD][-1][0]
-        ahead.append(tuple(stage for use, (at, stage) in enumerate(next_use) if use < NUM_AHEAD or at == furthest))
+        ahead.append(tuple(stage for use, (step, stage) in enumerate(next_use) if use < NUM_AHEAD or step == furthest))
     return ahead[::-1]

@@ -1,6 +1,6 @@
 """One schedule, one pure function, one file; ``pipeproof.schedule.kinds`` is the table of all.
 
-``turns``, ``rounds``, ``weight_lag``, ``building_block`` and ``stage_ops`` are
+``round_robin``, ``weight_lag``, ``building_block`` and ``stage_ops`` are
 what several of them share; ``optimal`` makes an order for given times with
 ``workload``, ``list_schedule`` and ``fixed_orders``, and ``solve`` proves one.
 """

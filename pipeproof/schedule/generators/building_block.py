@@ -112,7 +112,7 @@ def repeated(block: BuildingBlock, num_micro_batches: int) -> Schedule:
                 continue
             num_left -= 1
         for place in moved:
-            num_done[place + 1] += 1  # at the end of the slot: nobody goes on with it before
+            num_done[place + 1] += 1  # at the end of the slot: no rank continues with it before
     return Schedule(tuple(tuple(rank.program) for rank in ranks))
 
 

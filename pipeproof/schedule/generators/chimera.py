@@ -29,7 +29,7 @@ from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
 def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program per pipeline rank, with stages ``r`` and ``p - 1 - r``; any number of micro-batches.
 
-    Rank ``r`` holds at most ``min(m, p, h + 1 + min(r, p - 1 - r))`` chunk activations whatever the times, where ``h``
+    Rank ``r`` holds at most ``min(m, p, h + 1 + min(r, p - 1 - r))`` chunk activations for any times, where ``h``
     of the first unit's micro-batches enter at the end nearer to it (``p / 2`` for ``m >= p``).
 
     Raises:
@@ -61,5 +61,5 @@ def _entries(num_ranks: int, num_micro_batches: int) -> Iterator[tuple[int, bool
         num_at_0 = (num_left + 1) // 2
         for place in range(num_left):
             enters_at_0 = place < num_at_0
-            turn = place if enters_at_0 else place - num_at_0
-            yield first + place, enters_at_0, 2 * first + 2 * turn
+            index = place if enters_at_0 else place - num_at_0
+            yield first + place, enters_at_0, 2 * first + 2 * index

@@ -1,7 +1,7 @@
-"""DualPipe: micro-batches enter at both ends, forwards of one direction beside backwards of the other.
+"""DualPipe: micro-batches enter at both ends, forwards of one direction overlap with backwards of the other.
 
 DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.2.1; the order is that of ``dualpipe/dualpipe.py`` in
-deepseek-ai/DualPipe. Every stage has two copies: stage ``s`` stands on rank ``s`` for the first half of the
+deepseek-ai/DualPipe. Every stage has two copies: stage ``s`` is on rank ``s`` for the first half of the
 micro-batches, which enter at rank 0, and on rank ``p - 1 - s`` for the second half, which enter at rank ``p - 1``.
 
 Ranks ``r`` and ``p - 1 - r`` do the same at the same time, each for its own direction. So DualPipe is DualPipeV

@@ -1,4 +1,4 @@
-"""DualPipeV: stages there and back, forwards of one way beside backwards of the other.
+"""DualPipeV: stages in a V, forwards of one direction overlap with backwards of the other.
 
 "Cut in half" of DualPipe (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.2.1), made by Sea AI Lab and
 published as ``dualpipe/dualpipev.py`` in deepseek-ai/DualPipe; PyTorch's ``ScheduleDualPipeV`` and Paddle Fleet's
@@ -27,7 +27,7 @@ _OUT, _BACK = 0, 1
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One program per pipeline rank, with the places of its overlapped pairs; two stages a rank.
 
-    Every rank holds at most ``2p + 1`` chunk activations, whatever the times, freed at I or at W.
+    Every rank holds at most ``2p + 1`` chunk activations, for any times, freed at I or at W.
 
     Raises:
         UnfitSizesError: fewer than ``2p`` micro-batches, which all three originators refuse.
@@ -46,9 +46,9 @@ def _rank_program(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Pr
     writer = _Writer(stages=(rank, 2 * num_ranks - 1 - rank))
     num_behind = num_ranks - 1 - rank
     _warm_up(writer, rank, num_behind)
-    for turn in range(num_micro_batches - 2 * num_ranks + rank + 1):
-        if turn == 0 and num_behind == 0:
-            # The first backward of the last rank is what all others wait for: nothing runs beside it.
+    for index in range(num_micro_batches - 2 * num_ranks + rank + 1):
+        if index == 0 and num_behind == 0:
+            # The first backward of the last rank is what all others wait for: nothing overlaps with it.
             writer.forward(_OUT)
             writer.backward(_BACK, OpKind.BACKWARD)
         else:
@@ -109,13 +109,13 @@ class _Writer:
             self._inputs.append(self.ops[-1])
 
     def pair(self, way: int) -> None:
-        """A forward of one way beside a backward of the other."""
+        """A forward of one direction that overlaps with a backward of the other."""
         self.pairs.append(len(self.ops))
         self.forward(way)
         self.backward(1 - way, OpKind.BACKWARD)
 
     def weight(self) -> None:
         """The oldest W whose I is done."""
-        of = self._inputs[self._num_weights]
-        self.ops.append(Op(OpKind.BACKWARD_WEIGHT, of.stage, of.micro_batch))
+        op = self._inputs[self._num_weights]
+        self.ops.append(Op(OpKind.BACKWARD_WEIGHT, op.stage, op.micro_batch))
         self._num_weights += 1

@@ -2,8 +2,8 @@
 
 Zhuang et al., "On Optimizing the Communication of Model Parallelism",
 arXiv:2211.05322, section 4. Each rank runs one more forward for every rank
-behind it, so that a micro-batch may take one whole turn (a forward and a
-backward) for each hop there and back: with ``2c <= tf + tb`` no rank waits for
+behind it, so that a micro-batch may take one whole round (a forward and a
+backward) for each hop and back: with ``2c <= tf + tb`` no rank waits for
 a transfer of ``c`` in the steady phase, for the price of up to ``p - 1`` more
 activations. Paddle's static pass ``Eager1F1B`` takes the same order where
 ``m >= 2p - 1``.
@@ -11,7 +11,7 @@ activations. Paddle's static pass ``Eager1F1B`` takes the same order where
 
 from __future__ import annotations
 
-from pipeproof.schedule.generators.turns import in_groups
+from pipeproof.schedule.generators.round_robin import in_groups
 from pipeproof.schedule.programs import Schedule
 
 

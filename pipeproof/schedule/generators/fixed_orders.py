@@ -1,9 +1,9 @@
-"""Orders of the literature for a workload: what ``optimal`` tries before it looks at times.
+"""Orders of the literature for a workload, which ``optimal`` tries before it uses times.
 
-Where each rank has one stage, turns of F, I and W with the warm-ups of 1F1B,
-ZB-H1 and ZB-H2 (Qi et al., arXiv:2401.10241), cut to what a rank may hold.
-Where it has several and they lie in turn or there and back, the schedules
-that are known for that, if they exist for these sizes and fit in memory.
+Where each rank has one stage, rounds of F, I and W with the warm-ups of 1F1B,
+ZB-H1 and ZB-H2 (Qi et al., arXiv:2401.10241), limited by the memory of a rank.
+Where it has several, round-robin or in a V, the schedules that are known for
+that, if they exist for these sizes and fit in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeproof.schedule.programs import Schedule, UnfitSizesError
 def fixed_orders(work: Workload) -> Iterator[Schedule]:
     """Schedules of F, I and W in index order that fit in the memory of each rank; none for other placements."""
     if work.num_stages == len(work.placement):
-        yield from _in_turns(work)
+        yield from _round_robin_orders(work)
         return
     for make in _makers(work):
         with suppress(UnfitSizesError):
@@ -40,13 +40,13 @@ def _makers(work: Workload) -> tuple[Callable[[], Schedule], ...]:
     num_ranks, num_batches = len(work.placement), work.num_micro_batches
     num_chunks = len(work.placement[0])
     in_turn = tuple(tuple(range(rank, num_chunks * num_ranks, num_ranks)) for rank in range(num_ranks))
-    there_and_back = tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
+    v_placement = tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
     if work.placement == in_turn:
         return (
             lambda: interleaved(num_ranks, num_batches, num_chunks),
             lambda: interleaved_zb(num_ranks, num_batches, num_chunks),
         )
-    if work.placement == there_and_back:
+    if work.placement == v_placement:
         return (
             lambda: zb_v(num_ranks, num_batches),
             lambda: v_half(num_ranks, num_batches),
@@ -55,8 +55,8 @@ def _makers(work: Workload) -> tuple[Callable[[], Schedule], ...]:
     return ()
 
 
-def _in_turns(work: Workload) -> Iterator[Schedule]:
-    """Three warm-ups, each with W at once, some turns later, and as late as memory allows."""
+def _round_robin_orders(work: Workload) -> Iterator[Schedule]:
+    """Three warm-ups, each with W at once, some rounds later, and as late as memory allows."""
     num_batches, num_stages = work.num_micro_batches, work.num_stages
     last = num_stages - 1
     limits = [work.limits[rank] for rank in work.rank_of]
@@ -75,10 +75,10 @@ def _in_turns(work: Workload) -> Iterator[Schedule]:
             )
             if (warmups, lags) not in seen:
                 seen.add((warmups, lags))
-                yield _turns(work, warmups, lags)
+                yield _rounds(work, warmups, lags)
 
 
-def _turns(work: Workload, warmups: Sequence[int], lags: Sequence[int]) -> Schedule:
+def _rounds(work: Workload, warmups: Sequence[int], lags: Sequence[int]) -> Schedule:
     indices = range(work.num_micro_batches)
     return Schedule(
         tuple(

@@ -1,9 +1,9 @@
-"""Interleaved 1F1B: each rank holds several stages (chunks) and takes turns between them.
+"""Interleaved 1F1B: each rank holds several stages (chunks) and alternates between them.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", arXiv:2104.04473, section 2.2, where the
 micro-batches divide by the ranks: ``p`` of them go through a chunk before the
-next one has its turn. Tools differ in what they do with other numbers, each in
+next one begins. Tools differ in what they do with other numbers, each in
 its own variant. With ``m = n p`` micro-batches
 
 - ``torch``, ``megatron`` (groups of ``p``) and ``fleet`` are equal for every ``n``;
@@ -17,9 +17,8 @@ its own variant. With ``m = n p`` micro-batches
 from __future__ import annotations
 
 from pipeproof.schedule.generators.interleaved_fleet import fleet, fleet_balanced, fleet_fthenb
-from pipeproof.schedule.generators.rounds import equal_rounds
-from pipeproof.schedule.generators.turns import in_groups
-from pipeproof.schedule.generators.variants import VARIANTS
+from pipeproof.schedule.generators.round_robin import equal_rounds, in_groups
+from pipeproof.schedule.generators.sizes import VARIANTS
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 
 

@@ -22,7 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from pipeproof.schedule.generators.turns import Turn, from_the_last_chunk, in_groups, in_turns, turns_of_groups
+from pipeproof.schedule.generators.round_robin import (
+    ChunkStep,
+    from_the_last_chunk,
+    in_groups,
+    order_of_groups,
+    round_robin,
+)
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 
 
@@ -59,12 +65,12 @@ def fleet_fthenb(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sch
             + (", or variant fleet_balanced" if num_micro_batches > num_ranks else "")
             + (" or fleet" if num_micro_batches >= 2 * num_ranks else ""),
         )
-    turns = turns_of_groups([num_micro_batches], num_chunks)
-    return in_turns(num_chunks, turns, from_the_last_chunk(turns, num_chunks), [len(turns)] * num_ranks)
+    order = order_of_groups([num_micro_batches], num_chunks)
+    return round_robin(num_chunks, order, from_the_last_chunk(order, num_chunks), [len(order)] * num_ranks)
 
 
 def fleet_balanced(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
-    """What Fleet runs with ``best_unbalanced_scheduler``.
+    """The order of Fleet with ``best_unbalanced_scheduler``.
 
     Below ``2p`` micro-batches ``VPPFhenBInBalancedMemory``: one group, and
     ``(v - 1) m + p - 1 - r`` forwards first, half as many beyond the last
@@ -96,7 +102,7 @@ def _group_sizes(num_ranks: int, num_micro_batches: int) -> list[int]:
     return [num_ranks + remainder] + [num_ranks] * (num_micro_batches // num_ranks - 1)
 
 
-def _last_chunk_ahead(num_ranks: int, group_sizes: Sequence[int], num_chunks: int) -> list[Turn]:
+def _last_chunk_ahead(num_ranks: int, group_sizes: Sequence[int], num_chunks: int) -> list[ChunkStep]:
     """The order of backwards in which those of the last chunk keep pace with its forwards on the last rank.
 
     That rank has run ``v - 1`` chunks of the first group, ``p + m % p``
@@ -105,9 +111,9 @@ def _last_chunk_ahead(num_ranks: int, group_sizes: Sequence[int], num_chunks: in
     other chunks fill the places between in their order.
     """
     last = num_chunks - 1
-    turns = from_the_last_chunk(turns_of_groups(group_sizes, num_chunks), num_chunks)
-    others = (turn for turn in turns if turn[0] != last)
-    order: list[Turn] = []
+    chunk_steps = from_the_last_chunk(order_of_groups(group_sizes, num_chunks), num_chunks)
+    others = (step for step in chunk_steps if step[0] != last)
+    order: list[ChunkStep] = []
     first = 0
     for group, size in enumerate(group_sizes):
         due = first + group * (num_chunks - 1) * num_ranks

@@ -38,11 +38,11 @@ _Choice = tuple[OpKind, int]
 """Kind and stage; the micro-batch is the next one."""
 
 
-class Turn(Enum):
-    """Which goes first where a rank has a forward and an I to run."""
+class Priority(Enum):
+    """Priority between a forward and an I that a rank could both run."""
 
     ALTERNATE = auto()
-    """Whichever did not run last."""
+    """The kind that did not run last."""
     FORWARD = auto()
     BACKWARD = auto()
 
@@ -58,7 +58,7 @@ class Weights(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a rank prefers.
+    """Preferences of a rank.
 
     Of several stages, those of the oldest micro-batch go first, or, without
     ``oldest_first``, the one nearest to the loss. A rank lets a W wait if
@@ -67,7 +67,7 @@ class Rule:
     take are not given to them.
     """
 
-    turn: Turn
+    priority: Priority
     weights: Weights
     oldest_first: bool
     patience: int
@@ -111,7 +111,7 @@ class _Run:
         self._forwards = [0] * num_stages
         self._inputs = [0] * num_stages
         self._weights = [0] * num_stages
-        """How many of each have begun, by stage."""
+        """Number of each that have begun, by stage."""
         self._forward_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
         self._input_arrivals: list[list[int]] = [[] for _ in range(num_stages)]
         """When what the k-th of each needs is there, as far as that is known."""
@@ -124,7 +124,7 @@ class _Run:
             (limit - len(stages)) * (8 - rule.reserve) // 8
             for limit, stages in zip(work.limits, work.placement, strict=True)
         ]
-        """What micro-batches behind the oldest may take."""
+        """Memory that micro-batches behind the oldest may take."""
         self._events = [(0, work.rank_of[0])]
         self.choices: list[list[_Choice]] = [[] for _ in range(num_ranks)]
         self.makespan = 0
@@ -145,10 +145,10 @@ class _Run:
         if weight is not None and is_blocked and self._rule.weights is Weights.WHEN_FULL:
             return _W, weight
         if forward is not None and backward is not None:
-            turn = self._rule.turn
-            if turn is Turn.ALTERNATE:
-                turn = Turn.BACKWARD if self._forward_was_last[rank] else Turn.FORWARD
-            return (_F, forward) if turn is Turn.FORWARD else (_I, backward)
+            priority = self._rule.priority
+            if priority is Priority.ALTERNATE:
+                priority = Priority.BACKWARD if self._forward_was_last[rank] else Priority.FORWARD
+            return (_F, forward) if priority is Priority.FORWARD else (_I, backward)
         if forward is not None:
             return _F, forward
         if backward is not None:

@@ -1,4 +1,4 @@
-"""1F1B: a short warm-up, then one forward and one backward in turn.
+"""1F1B: a short warm-up, then alternately one forward and one backward.
 
 Narayanan et al., "PipeDream", arXiv:1806.03377 (the order), and
 "Efficient Large-Scale Language Model Training on GPU Clusters Using

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.fixed_orders import fixed_orders
-from pipeproof.schedule.generators.list_schedule import ListSchedule, Rule, Turn, Weights, list_schedule
+from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
 from pipeproof.schedule.generators.workload import Placement, Workload, make_workload
 from pipeproof.schedule.programs import Schedule
 
@@ -34,18 +34,18 @@ _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""
 
 _RULES = (
-    Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=1, reserve=2),
-    Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=4),
-    Rule(Turn.FORWARD, Weights.WHEN_FULL, oldest_first=False, patience=2, reserve=5),
-    Rule(Turn.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=1),
-    Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=0, reserve=3),
-    Rule(Turn.ALTERNATE, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=2),
-    Rule(Turn.BACKWARD, Weights.WHEN_IDLE, oldest_first=True, patience=2, reserve=3),
-    Rule(Turn.BACKWARD, Weights.WHEN_FULL, oldest_first=True, patience=0, reserve=2),
-    Rule(Turn.FORWARD, Weights.WHEN_FULL, oldest_first=False, patience=1, reserve=5),
-    Rule(Turn.ALTERNATE, Weights.WHEN_IDLE, oldest_first=False, patience=0, reserve=0),
-    Rule(Turn.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=7),
-    Rule(Turn.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=5),
+    Rule(Priority.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=1, reserve=2),
+    Rule(Priority.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=4),
+    Rule(Priority.FORWARD, Weights.WHEN_FULL, oldest_first=False, patience=2, reserve=5),
+    Rule(Priority.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=1),
+    Rule(Priority.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=0, reserve=3),
+    Rule(Priority.ALTERNATE, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=2),
+    Rule(Priority.BACKWARD, Weights.WHEN_IDLE, oldest_first=True, patience=2, reserve=3),
+    Rule(Priority.BACKWARD, Weights.WHEN_FULL, oldest_first=True, patience=0, reserve=2),
+    Rule(Priority.FORWARD, Weights.WHEN_FULL, oldest_first=False, patience=1, reserve=5),
+    Rule(Priority.ALTERNATE, Weights.WHEN_IDLE, oldest_first=False, patience=0, reserve=0),
+    Rule(Priority.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=1, reserve=7),
+    Rule(Priority.ALTERNATE, Weights.WHEN_FULL, oldest_first=False, patience=0, reserve=5),
 )
 """Each the one that helps those before it most, over random workloads of 2 to 10 ranks; all 288 that there are come
 0.1 % closer to the optimum on average."""

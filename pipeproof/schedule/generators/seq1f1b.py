@@ -1,4 +1,4 @@
-"""Seq1F1B: 1F1B over pieces of sequences, which follow each other through the pipeline.
+"""Seq1F1B: 1F1B over sequence splits, which follow each other through the pipeline.
 
 Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large
 Language Model Training", arXiv:2406.03488, section 3. Causal attention of a
@@ -19,18 +19,18 @@ def seq1f1b(num_ranks: int, num_micro_batches: int, num_splits: int) -> Schedule
     At most ``min(m k, p - r + k - 1)`` splits are in flight on rank ``r``.
     With one split this is 1F1B, whose operations name no split.
     """
-    pieces: list[int | None] = [None] if num_splits == 1 else [*range(num_splits)]
-    onward = [(micro_batch, split) for micro_batch in range(num_micro_batches) for split in pieces]
-    back = [(micro_batch, split) for micro_batch in range(num_micro_batches) for split in reversed(pieces)]
+    splits: list[int | None] = [None] if num_splits == 1 else [*range(num_splits)]
+    onward = [(micro_batch, split) for micro_batch in range(num_micro_batches) for split in splits]
+    back = [(micro_batch, split) for micro_batch in range(num_micro_batches) for split in reversed(splits)]
     return Schedule(
         tuple(_rank_program(stage, num_ranks - 1 - stage + num_splits - 1, onward, back) for stage in range(num_ranks))
     )
 
 
-_Units = list[tuple[int, int | None]]
+_WorkItems = list[tuple[int, int | None]]
 
 
-def _rank_program(stage: int, num_warmup: int, onward: _Units, back: _Units) -> Program:
+def _rank_program(stage: int, num_warmup: int, onward: _WorkItems, back: _WorkItems) -> Program:
     num_warmup = min(num_warmup, len(onward))
     forwards = [Op(OpKind.FORWARD, stage, micro_batch, split=split) for micro_batch, split in onward]
     backwards = [Op(OpKind.BACKWARD, stage, micro_batch, split=split) for micro_batch, split in back]

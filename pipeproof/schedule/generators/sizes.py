@@ -1,13 +1,16 @@
-"""For which numbers of ranks and micro-batches each kind of schedule exists, as a condition that people can read.
+"""Variants and sizes for which each kind of schedule exists; readable without loading a generator.
 
 A condition is a Python expression in ``p`` (ranks) and ``m`` (micro-batches);
-the tests hold it against what the generators refuse.
+the tests compare it with what the generators refuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+
+VARIANTS = ("torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced")
+"""Variants of interleaved 1F1B; the first is the default."""
 
 ANY_SIZES = "any"
 """In place of a condition: every number of ranks and micro-batches will do."""

@@ -1,9 +1,9 @@
 """The best schedule that constraint programming finds, with a bound that none can beat (the ``solve`` extra).
 
-The model is the workload of ``optimal`` as it stands: a start for every
+The model is the workload of ``optimal``: a start for every
 forward, I and W; what each needs and its latency; one operation at a time on a
 rank; activations held from the start of F to the end of W. On each stage,
-operations of a kind run in index order, which costs nothing (``workload`` says
+operations of a kind run in index order, which costs nothing (``workload`` explains
 why) and takes away all schedules that differ only in the names of
 micro-batches. OR-tools' CP-SAT minimizes the makespan from the greedy schedule
 on. One worker, a fixed seed and a limit in deterministic time give the same
@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.optimal import best_order
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload, most_held
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
-from pipeproof.specs.codes import ExampleKind, RuleDoc
-from pipeproof.specs.finding import BadPlanError, Finding, Severity
 
 _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)
@@ -56,7 +56,7 @@ class UnfitHintError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the search is: the shortest makespan so far, and the largest proved bound."""
+    """Progress of the search: the shortest makespan so far, and the largest proved bound."""
 
     makespan: Time
     bound: Time
@@ -76,12 +76,12 @@ class Solution:
 
     @property
     def proved(self) -> bool:
-        """Whether no schedule is shorter."""
+        """True if no schedule is shorter."""
         return self.makespan == self.bound
 
     @property
     def gap(self) -> float:
-        """By which part of the makespan a schedule could be shorter at most."""
+        """Largest part of the makespan by which a schedule could be shorter."""
         return float((self.makespan - self.bound) / self.makespan)
 
 
@@ -104,7 +104,7 @@ def solve(
 
     Raises:
         SolverMissingError: OR-tools is not installed.
-        UnfitSizesError: as for ``optimal``; or the times have no common tick that is not tiny beside them.
+        UnfitSizesError: as for ``optimal``; or the times have no common tick that is not tiny compared with them.
         UnfitHintError: the hint is not of this work, cannot finish or does not fit in memory.
         ValueError: as for ``optimal``.
     """
@@ -122,11 +122,11 @@ def solve(
             help="round the times of the stages",
             key=("cost",),
         )
-    found = first
+    best = first
     if ticks > bound:
-        found, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)
-        ticks = int(asap(found, work.costs).makespan)
-    return Solution(found, work.in_units(ticks), work.in_units(bound), time.perf_counter() - started)
+        best, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)
+        ticks = int(asap(best, work.costs).makespan)
+    return Solution(best, work.in_units(ticks), work.in_units(bound), time.perf_counter() - started)
 
 
 def _cp_model() -> Any:
@@ -204,7 +204,7 @@ class _Search:
         self._model.add_no_overlap(intervals)
 
     def _add_order(self, stage: int) -> None:
-        """What each operation of a stage needs, and the one of its kind before it."""
+        """Add the inputs of each operation of a stage, and the order of operations of one kind."""
         edges = (0, *self._work.edges(), 0)
         for index in range(self._work.num_micro_batches):
             forward, backward, weight = (Op(kind, stage, index) for kind in _KINDS)
@@ -253,7 +253,7 @@ class _Search:
         return Schedule(tuple(tuple(sorted(program, key=order)) for program in self._first.programs))
 
     def _reporter(self, on_progress: Callable[[Progress], None]) -> Any:
-        """What the solver calls with each solution that is better than those before it."""
+        """The callback of the solver for each improved solution."""
         in_units = self._work.in_units
 
         class Reporter(self._cp_model.CpSolverSolutionCallback):  # type: ignore[misc,name-defined]

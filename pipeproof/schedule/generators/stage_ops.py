@@ -16,6 +16,6 @@ _REST = tuple(Op._field_defaults[name] for name in Op._fields[3:])
 
 
 def stage_ops(kind: OpKind, stage: int, micro_batches: Iterable[int]) -> list[Op]:
-    """What ``[Op(kind, stage, micro_batch) for micro_batch in micro_batches]`` makes."""
+    """Return ``[Op(kind, stage, micro_batch) for micro_batch in micro_batches]``."""
     fields = zip(repeat(kind), repeat(stage), micro_batches, *map(repeat, _REST), strict=False)
     return list(map(tuple.__new__, repeat(Op), fields))

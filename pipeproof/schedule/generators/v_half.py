@@ -1,4 +1,4 @@
-"""V-Half: stages there and back, in half of the memory of 1F1B.
+"""V-Half: stages in a V, in half of the memory of 1F1B.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 Stage ``r`` is the chunk of rank ``r`` on the way down, stage ``2p - 1 - r`` the
@@ -12,7 +12,7 @@ All times are per chunk and the same for all stages. If tf = ti = tw = t and
 there is no latency, the makespan for m > N is (6m + 3p - 1 - 2N + max(0, 3p - 4N)) t;
 for p >= 3 that is 6m t and 3p - 4 (p odd) or 3p - 7 (p even) times t. For m <= N it is
 max(4p - 1 + 2m, 3p - 1 + 4m) t. No order of these stages in this memory is
-faster (`building_block` says why).
+faster (`building_block` explains why).
 
 For p >= 2 and no latency each further micro-batch takes
 max(2 (tf + ti + tw), 4 tf + tw, 4 ti + tw): the idle time does not grow with m exactly

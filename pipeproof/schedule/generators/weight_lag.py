@@ -1,9 +1,9 @@
-"""The common form of zero-bubble schedules in one direction: weight gradients run some turns behind.
+"""The common form of zero-bubble schedules in one direction: weight gradients run some rounds behind.
 
-A rank takes turns. Each turn has one forward, the input gradient (I) of an
+A rank runs in rounds. Each round has one forward, the input gradient (I) of an
 earlier forward and the weight gradient (W) of an earlier input gradient. Two
-numbers make the schedule: how many forwards go ahead of the first turn, and
-how many turns W stays behind I. Nothing on another rank waits for a W, so a
+numbers make the schedule: how many forwards go ahead of the first round, and
+how many rounds W stays behind I. Nothing on another rank waits for a W, so a
 rank near the end of the pipeline, which starts late, may keep its own for the
 time when the ranks before it still work on their last input gradients.
 """
@@ -22,20 +22,20 @@ def with_weight_lag(
     """One rank's program from its forwards and as many input gradients, each in the order in which they run.
 
     ``num_warmup`` forwards come first (all of them, if there are no more), and
-    ``weight_lag`` turns pass before the first W. Weight gradients run in the
+    ``weight_lag`` rounds pass before the first W. Weight gradients run in the
     order of the input gradients. The rank holds ``num_warmup + weight_lag + 1``
     activations at most, and ``num_warmup + 1`` that still wait for their input gradient.
     """
     weight_gradients = [Op(OpKind.BACKWARD_WEIGHT, op.stage, op.micro_batch) for op in input_gradients]
     num_warmup = min(num_warmup, len(forwards))
     weight_lag = min(weight_lag, len(input_gradients))
-    num_turns_with_forward = len(forwards) - num_warmup
+    num_rounds_with_forward = len(forwards) - num_warmup
     program = list(forwards[:num_warmup])
-    for turn, input_gradient in enumerate(input_gradients):
-        if turn < num_turns_with_forward:
-            program.append(forwards[num_warmup + turn])
+    for index, input_gradient in enumerate(input_gradients):
+        if index < num_rounds_with_forward:
+            program.append(forwards[num_warmup + index])
         program.append(input_gradient)
-        if turn >= weight_lag:
-            program.append(weight_gradients[turn - weight_lag])
+        if index >= weight_lag:
+            program.append(weight_gradients[index - weight_lag])
     program += weight_gradients[len(weight_gradients) - weight_lag :]
     return tuple(program)

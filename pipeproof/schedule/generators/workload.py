@@ -1,4 +1,4 @@
-"""What one step has to compute, in integer times, with the memory of each rank: the problem that ``optimal`` solves.
+"""Workload of one step: computations, integer times and the memory of each rank; the problem that ``optimal`` solves.
 
 Micro-batches are alike, so that on each stage the forwards, the I and the W
 may run in index order without loss: call the k-th that runs the one of
@@ -138,17 +138,17 @@ def in_index_order(programs: Programs) -> Programs:
     renamed = []
     for program in programs:
         done: dict[tuple[OpKind, int], int] = {}
-        mine = []
+        ops = []
         for op in program:
             for kind in (_I, _W) if op.kind is _B else (op.kind,):
                 index = done[kind, op.stage] = done.get((kind, op.stage), -1) + 1
-                mine.append(Op(kind, op.stage, index))
-        renamed.append(tuple(mine))
+                ops.append(Op(kind, op.stage, index))
+        renamed.append(tuple(ops))
     return tuple(renamed)
 
 
 def most_held(programs: Programs) -> list[int]:
-    """The most activations that each rank holds from F to the end of W, whatever operations take."""
+    """The most activations that each rank holds from F to the end of W, for any times of operations."""
     peaks = []
     for program in programs:
         held = peak = 0
@@ -160,7 +160,7 @@ def most_held(programs: Programs) -> list[int]:
 
 
 def fits(schedule: Schedule, work: Workload) -> bool:
-    """Whether no rank of the schedule holds more than it may."""
+    """Return True if no rank of the schedule holds more than its limit."""
     return all(peak <= limit for peak, limit in zip(most_held(schedule.programs), work.limits, strict=True))
 
 

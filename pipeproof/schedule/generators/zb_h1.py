@@ -2,7 +2,7 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2.1
 (ZB1P in the authors' code). Rank ``r`` warms up with ``p - 1 - r`` forwards,
-as in 1F1B, and runs weight gradients ``r`` turns behind input gradients.
+as in 1F1B, and runs weight gradients ``r`` rounds behind input gradients.
 
 Without latency and with the same times tf, ti, tw on every rank, for any p and
 m, the makespan is exactly the longest of three, with h = max(m, p)::

@@ -2,8 +2,8 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2.2
 (ZB2P in the authors' code), for m >= 2p - 1. There rank ``r`` fills the wait for its first
-input gradient with forwards, ``2 (p - 1 - r)`` of them before the first turn,
-and runs weight gradients ``2 r`` turns behind input gradients, so that all ranks
+input gradient with forwards, ``2 (p - 1 - r)`` of them before the first round,
+and runs weight gradients ``2 r`` rounds behind input gradients, so that all ranks
 end in the order in which they began. That is ZB-H1 with both numbers doubled.
 The paper has no order for fewer micro-batches; here each number is then
 raised by at most m - p, which for m <= p leaves ZB-H1 itself.

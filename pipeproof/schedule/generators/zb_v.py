@@ -40,7 +40,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def _rank_program(rank: int, num_ranks: int, num_micro_batches: int) -> Program:
-    """Each stage runs each kind in index order, so their letters alone say the program; those left over are dropped."""
+    """Each stage runs each kind in index order, so that letters define the program; letters left over are dropped."""
     ops = {
         letter: iter([Op(kind, stage, k) for k in range(num_micro_batches)])
         for letters, stage in (("FIW", rank), ("fiw", 2 * num_ranks - 1 - rank))

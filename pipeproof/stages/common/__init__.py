@@ -1,1 +1,1 @@
-"""What a pipeline stage is on any framework: the half that Paddle's stages and PyTorch's share; it imports neither."""
+"""The part of a pipeline stage that Paddle and PyTorch share. It imports neither framework."""

@@ -1,13 +1,12 @@
-"""One pipeline stage on one rank: any run of consecutive layers, with this rank's shards of their weights.
+"""One pipeline stage on one rank: consecutive layers with this rank's shards of their weights.
 
-What the layers do, in which order, with which weights and collectives, is
-here; how a framework does it is in the stages of ``stages.paddle`` and
-``stages.torch``, which fill in the abstract methods, and in their ``Ops``.
+This file defines what the layers do, in which order, with which weights and collectives. The stages of
+``stages.paddle`` and ``stages.torch`` implement the abstract methods, and their ``BackendOps`` the arithmetic.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each, D head
 size, A heads of this rank in latent attention, Z size of a head's value.
-Activations between layers are [S, B, H] or [B, S, H], as the plan says, sharded
-along the sequence with sequence parallelism. They are written [S, B, H] below.
+Activations between layers are [S, B, H] or [B, S, H], as in the plan, sharded along the sequence with sequence
+parallelism. They are written [S, B, H] below.
 """
 
 from __future__ import annotations
@@ -19,53 +18,54 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.common.collectives import TensorParallelCollectives, TensorParallelRegion
-from pipeproof.stages.common.context import ContextCollectives, SharedKeys
+from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.earlier import EarlierPieces
-from pipeproof.stages.common.ends import Ends, Vocabulary
-from pipeproof.stages.common.held import HeldWeights, Place, WeightMaker
-from pipeproof.stages.common.lanes import join_lanes, split_lanes, whole_loss
-from pipeproof.stages.common.latent import latent_heads, with_positions
-from pipeproof.stages.common.ops import Ops, Tensor, Weight
-from pipeproof.stages.common.streams import around, closed, opened
-from pipeproof.stages.common.units import Lane, Unit
-from pipeproof.stages.common.weights import SplitWeights, WeightGradients
+from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Vocabulary
+from pipeproof.stages.common.latent_attention import latent_heads, with_positions
+from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, with_streams
+from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierSplits, GatheredKeys
+from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
+from pipeproof.stages.common.weights import ShardRank, SplitWeights, StageWeights, WeightGradients, WeightMaker
+from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.boundary import describe_boundary
-from pipeproof.stages.describe.lanes import is_mtp, lane_made, lane_read, lanes_after, lanes_into, module_of
-from pipeproof.stages.describe.layers import Layer
-from pipeproof.stages.describe.order import is_empty
-from pipeproof.stages.describe.streams import ENDS, streams_of
-from pipeproof.stages.describe.watch import LayerWatch
+from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.layers import Layer, is_empty
+from pipeproof.stages.describe.mtp_streams import (
+    is_mtp,
+    module_of,
+    mtp_stream_made,
+    mtp_stream_read,
+    mtp_streams_after,
+    mtp_streams_into,
+)
+from pipeproof.stages.describe.residual_streams import ENDS, residual_streams_of
 
-Words = TypeVar("Words")
-"""What a framework's stage is given of a micro-batch."""
+TokenBatch = TypeVar("TokenBatch")
+"""The tokens and labels of a micro-batch, as a framework's stage takes them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What a framework gives a stage to compute with, beside ``Ops``."""
+class LayerOps:
+    """Operations and weights of one framework for the layers of a stage."""
 
-    ops: Ops
+    ops: BackendOps
     weights: SplitWeights
     vocabulary: Vocabulary
     gated: Callable[[Tensor, Tensor], Tensor]
-    """What an MLP makes of its gate and its other factor."""
+    """The activation function of an MLP, of its gate and its other factor."""
     tables: tuple[Tensor, Tensor]
-    """Cosines and sines of the rotary embedding, [S of the model, D] each, as ``Ops.rotate`` takes them."""
+    """Cosines and sines of the rotary embedding, [S of the model, D] each, as ``BackendOps.rotate`` takes them."""
     maker: WeightMaker
 
 
-class Stage(ABC, Generic[Words]):
-    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank``, and where ``experts`` says over ``ep``.
+class Stage(ABC, Generic[TokenBatch]):
+    """Layers ``layers`` of the plan's GPT on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``experts``.
 
-    ``parameters`` holds this rank's shards by the names of the description, of
-    weights that layers borrow, too, unless they are in ``lent``: those of the
-    rank's other stages.
-    ``collectives`` may be None where ``topology.tp`` is 1, ``context`` where
-    ``topology.cp`` is. The collectives are issued exactly as the layers'
-    descriptions list them, forward and backward; with ``memory.recompute: full`` a block's backward issues those of its
-    forward once more, before its own.
+    ``parameters`` has this rank's shards by parameter name. Borrowed weights are included, unless they are in
+    ``lent``, the weights of the rank's other stages. ``collectives`` may be None if ``topology.tp`` is 1, ``context``
+    if ``topology.cp`` is 1. Collectives are issued exactly as the layers' descriptions list them, forward and
+    backward. With ``memory.recompute: full`` the backward of a block issues the collectives of its forward again,
+    before its own.
 
     Raises:
         ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
@@ -73,12 +73,12 @@ class Stage(ABC, Generic[Words]):
 
     def __init__(
         self,
-        means: Means,
+        layer_ops: LayerOps,
         plan: PlanSpec,
         layers: Sequence[Layer],
         tp_rank: int,
         collectives: TensorParallelCollectives | None,
-        experts: Place,
+        experts: ShardRank,
         lent: Mapping[str, Weight] | None,
         context: ContextCollectives | None,
     ) -> None:
@@ -86,107 +86,109 @@ class Stage(ABC, Generic[Words]):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a stage needs one or more different layers, got {names}")
         self._plan, self._layers = plan, tuple(layers)
-        self._ops, self._weights, self._gated = means.ops, means.weights, means.gated
-        self._cos, self._sin = means.tables
+        self._ops, self._weights, self._gated = layer_ops.ops, layer_ops.weights, layer_ops.gated
+        self._cos, self._sin = layer_ops.tables
         boundary = describe_boundary(plan)
-        dim, again = boundary.tp.dim, plan.memory.gathered == "again"
-        self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, gathers_again=again)
+        dim, regathers = boundary.tp.dim, plan.memory.sequence_parallel_activations == "regather"
+        self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, regathers=regathers)
         self._batch_first = boundary.dims == "bsh"
         self._rows_dim = boundary.dims.index("b")
-        self._num_given = lanes_into(plan.model, names[0])
+        self._num_streams_in = mtp_streams_into(plan.model, names[0])
         self._recompute = plan.memory.recompute
-        self._earlier = self._other_pieces(context)
-        self._held = HeldWeights(layers, means.maker, plan.run.seed, lent or {}, self._region, experts)
+        self._sequence_keys = self._make_sequence_keys(context)
+        self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
         self.parameters = self._held.parameters
-        self._ends = Ends(self._ops, plan, self._region, self._held.used_by, means.vocabulary)
+        self._ends = EmbeddingAndHead(self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary)
         self.losses: Any = None
-        """Of the latest forward through the head: the scaled loss, or where there are modules, main and theirs, [k]."""
+        """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
     def forward(
         self,
         activation: Tensor | None,
-        words: Words,
+        batch: TokenBatch,
         *,
         step: int,
         index: int,
-        piece: int = 0,
+        split: int = 0,
         watch: LayerWatch | None = None,
     ) -> Tensor:
-        """Run one unit of work through the stage's layers; the caller keeps the result for backward.
+        """Run one work item through the stage's layers. The caller keeps the result for backward.
 
-        ``activation`` is what the stage before made, None for a stage that
-        begins with ``embed``. ``step`` and ``index`` (over all data-parallel
-        ranks) say which micro-batch it is; where sequences are cut, also over
-        context-parallel ranks, ``piece``
-        says which piece, and pieces come in order (backward in reverse). The
-        result is the activation for the next stage, or, from a stage that ends
-        with ``head``, the scaled loss as a scalar. ``watch`` is shown what
-        crosses the borders between layers.
+        ``activation`` is the output of the previous stage, None for a stage that begins with ``embed``. ``step`` and
+        ``index`` (over all data-parallel ranks) identify the micro-batch. If sequences are split, over time or over
+        context-parallel ranks, ``split`` is the number of the split; splits run in order, and in reverse in backward.
+        The result is the activation for the next stage or, from a stage that ends with ``head``, the scaled loss, a
+        scalar. ``watch`` records the tensors between layers.
         """
         if (activation is None) != (self._layers[0].name == "embed"):
             raise ValueError(
-                f"stage of {[layer.name for layer in self._layers]}: an activation is taken "
-                f"exactly where the first layer is not 'embed', got {type(activation).__name__}"
+                f"stage of {[layer.name for layer in self._layers]}: it takes an activation if and only if its first "
+                f"layer is not 'embed', got {type(activation).__name__}"
             )
-        unit = self._unit(words, step, index, piece)
-        lanes = [] if activation is None else split_lanes(self._ops, activation, self._num_given, self._rows_dim)
-        dropouts = Dropouts(self._ops, self._plan, step, index, piece, self._region)
+        work_item = self._work_item(batch, step, index, split)
+        streams = (
+            [] if activation is None else split_mtp_streams(self._ops, activation, self._num_streams_in, self._rows_dim)
+        )
+        dropouts = Dropouts(self._ops, self._plan, step, index, split, self._region)
         for layer in self._layers:
-            inputs = lanes[lane_read(layer.name) :][:1]
+            inputs = streams[mtp_stream_read(layer.name) :][:1]
             if watch is not None and is_mtp(layer.name):
-                inputs = [watch.apart(lanes, lane_read(layer.name))]
+                inputs = [watch.separate_reader(streams, mtp_stream_read(layer.name))]
             if watch is not None and inputs:
-                watch.see(layer.name, "input", index, piece, inputs)
+                watch.see(layer.name, "input", index, split, inputs)
             if layer.name == "embed":
-                lanes = self._ends.embed(unit.lanes[: lanes_after(self._plan.model, ["embed"])], dropouts)
+                streams = self._ends.embed(
+                    work_item.streams[: mtp_streams_after(self._plan.model, ["embed"])], dropouts
+                )
             elif is_empty(layer.name):
                 pass
             elif layer.name == "norm":
-                lanes = self._normed(lanes)
+                streams = self._normed(streams)
             elif layer.name == "head":
-                losses = [loss * unit.scale for loss in self._ends.losses(lanes, unit.lanes)]
-                made = losses[0].detach() if len(losses) == 1 else self._ops.stack(losses, 0).detach()
-                self.losses = self._shown(made)
-                lanes = [whole_loss(self._plan, losses)]
+                losses = [loss * work_item.scale for loss in self._ends.losses(streams, work_item.streams)]
+                reported = losses[0].detach() if len(losses) == 1 else self._ops.stack(losses, 0).detach()
+                self.losses = self._reported_losses(reported)
+                streams = [training_loss(self._plan, losses)]
                 if watch is not None:
-                    watch.see_loss(layer.name, index, piece, made)
+                    watch.see_loss(layer.name, index, split, reported)
             else:
-                block = partial(self._block, name=layer.name, index=index, piece=piece, dropouts=dropouts)
+                block = partial(self._block, name=layer.name, index=index, split=split, dropouts=dropouts)
                 if is_mtp(layer.name):
                     number = module_of(layer.name) + 1
-                    inputs += lanes[number : number + 1]
-                    lane = unit.lanes[number]
-                    block = partial(self._module, block=block, name=layer.name, lane=lane, dropouts=dropouts)
-                output = self._ops.computed_again(block, *inputs) if self._recompute == "full" else block(*inputs)
-                lanes[lane_made(layer.name) : lane_made(layer.name) + 1] = [output]
+                    inputs += streams[number : number + 1]
+                    stream = work_item.streams[number]
+                    block = partial(self._module, block=block, name=layer.name, stream=stream, dropouts=dropouts)
+                output = (
+                    self._ops.recompute_in_backward(block, *inputs) if self._recompute == "full" else block(*inputs)
+                )
+                streams[mtp_stream_made(layer.name) : mtp_stream_made(layer.name) + 1] = [output]
             if watch is not None and layer.name != "head":
-                watch.see(layer.name, "output", index, piece, [lanes[lane_made(layer.name)]])
-        output = join_lanes(self._ops, lanes, self._rows_dim)
-        # Of a stage that only hands on a copy: the caller frees what goes out, and may fill what came in anew.
-        is_handed_on = output is activation
-        return output.clone() if is_handed_on else output
+                watch.see(layer.name, "output", index, split, [streams[mtp_stream_made(layer.name)]])
+        output = join_mtp_streams(self._ops, streams, self._rows_dim)
+        # A stage of empty layers returns a copy: the caller frees the output, and may reuse the input's memory.
+        is_passed_through = output is activation
+        return output.clone() if is_passed_through else output
 
     def backward_input(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Run one unit of work back to the activation that ``forward`` was given, whose ``grad`` it sets.
+        """Run one work item back to the activation that ``forward`` took, and set its ``grad``.
 
-        ``output`` is what ``forward`` returned, ``gradient`` that of it (None
-        for the loss). All collectives of the backward are issued here. What is
-        returned adds the gradients of the stage's weights when it is told to.
+        ``output`` is the result of ``forward``, ``gradient`` its gradient (None for the loss). All collectives of the
+        backward are issued here. The result computes and adds the weight gradients on request.
         """
         return self._weights.backward(output, gradient)
 
-    def give_back(self) -> None:
-        """Add what layers made of weights that were lent to them to those weights' own gradients."""
-        self._held.give_back()
+    def return_gradients(self) -> None:
+        """Add the gradients of borrowed weights to the gradients of the weights themselves."""
+        self._held.return_gradients()
 
-    def _other_pieces(self, context: ContextCollectives | None) -> EarlierPieces | SharedKeys:
-        """What attention of a part of a sequence sees of the other parts."""
-        num_parts, num_splits = self._plan.topology.cp, self._plan.schedule.num_sequence_splits
-        if num_parts == 1:
-            return EarlierPieces(self._ops, num_splits, comes_again=self._recompute == "full")
+    def _make_sequence_keys(self, context: ContextCollectives | None) -> EarlierSplits | GatheredKeys:
+        """The keys and values of other splits of a sequence, for attention."""
+        num_cp, num_splits = self._plan.topology.cp, self._plan.schedule.num_sequence_splits
+        if num_cp == 1:
+            return EarlierSplits(self._ops, num_splits, recomputes=self._recompute == "full")
         if context is None:
-            raise ValueError(f"{num_parts} context-parallel ranks need collectives, got None")
-        return SharedKeys(self._ops, num_parts, context)
+            raise ValueError(f"{num_cp} context-parallel ranks need collectives, got None")
+        return GatheredKeys(self._ops, num_cp, context)
 
     def _module(
         self,
@@ -195,47 +197,47 @@ class Stage(ABC, Generic[Words]):
         *,
         block: Callable[[Tensor], Tensor],
         name: str,
-        lane: Lane,
+        stream: MtpStream,
         dropouts: Dropouts,
     ) -> Tensor:
-        """A module of multi-token prediction, which looks the embedding up where none is given."""
+        """A module of multi-token prediction. It looks up the embedding if none is passed."""
         if embedding is None:
-            embedding = self._ends.embed_again(name, lane, dropouts)
+            embedding = self._ends.embed_for_module(name, stream, dropouts)
         normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
         return block(self._product(self._ops.concat(normed, -1), f"{name}.proj.weight"))
 
-    def _block(self, activation: Tensor, name: str, index: int, piece: int, dropouts: Dropouts) -> Tensor:
+    def _block(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
         def attention(x: Tensor) -> Tensor:
-            return self._attention(self._norm(x, f"{name}.attn_norm"), f"{name}.attn", index, piece, dropouts)
+            return self._attention(self._norm(x, f"{name}.attn_norm"), f"{name}.attn", index, split, dropouts)
 
         def mlp(x: Tensor) -> Tensor:
-            return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, piece), dropouts)
+            return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, split), dropouts)
 
-        streams = streams_of(self._plan.model, name)
+        streams = residual_streams_of(self._plan.model, name)
         if streams is None:
             activation = activation + attention(activation)
             return activation + mlp(activation)
         if streams.expands:
-            activation = opened(self._ops, activation, streams.count)
+            activation = expand_streams(self._ops, activation, streams.count)
         for part, sub_layer in (("attn", attention), ("mlp", mlp)):
-            own = {end: self.parameters[f"{name}.{part}_streams.{end}"] for end in ENDS}
-            activation = around(self._ops, activation, sub_layer, streams, self._weights, own)
-        return closed(self._ops, activation, streams.count) if streams.contracts else activation
+            parameters = {end: self.parameters[f"{name}.{part}_streams.{end}"] for end in ENDS}
+            activation = with_streams(self._ops, activation, sub_layer, streams, self._weights, parameters)
+        return contract_streams(self._ops, activation, streams.count) if streams.contracts else activation
 
-    def _attention(self, activation: Tensor, name: str, index: int, piece: int, dropouts: Dropouts) -> Tensor:
+    def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
         heads = self._grouped_heads if self._plan.model.mla is None else self._latent_heads
-        query, key, value = heads(activation, name, piece)
-        key, value = self._earlier.join(key, value, micro_batch=index, layer=name, piece=piece)
+        query, key, value = heads(activation, name, split)
+        key, value = self._sequence_keys.join(key, value, micro_batch=index, layer=name, split=split)
         inputs = query, key, value
         mix = partial(self._ops.causal_attention, factors=dropouts.of_attention(name, query))
-        is_again = self._recompute == "selective"
-        mixed = self._ops.computed_again(mix, *inputs) if is_again else mix(*inputs)  # [B, K, G, S, Z]
-        mixed = self._ops.permuted(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
+        recomputes = self._recompute == "selective"
+        mixed = self._ops.recompute_in_backward(mix, *inputs) if recomputes else mix(*inputs)  # [B, K, G, S, Z]
+        mixed = self._ops.permute(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
         addend = self._product(mixed.flatten(2), f"{name}.out.weight")
         return dropouts.between(self._region.leave(addend, f"{name}.out"), "hidden", name)
 
-    def _latent_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a piece."""
+    def _latent_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a sequence split."""
         mla = self._plan.model.mla
         assert mla is not None
         query, keys, shared = latent_heads(
@@ -248,22 +250,22 @@ class Stage(ABC, Generic[Words]):
             name,
         )
         order = [0, 2, 1, 3] if self._batch_first else [1, 2, 0, 3]
-        query, keys = (self._ops.permuted(heads, order) for heads in (query, keys))
+        query, keys = (self._ops.permute(heads, order) for heads in (query, keys))
         if not self._batch_first:
-            shared = self._ops.permuted(shared, [1, 0, 2])
-        tables = self._tables(piece, shared.shape[1])
+            shared = self._ops.permute(shared, [1, 0, 2])
+        tables = self._tables(split, shared.shape[1])
         query, key, value = with_positions(self._ops, query, keys, shared, mla, *tables)
         return query.unsqueeze(2), key, value
 
-    def _tables(self, piece: int, length: int) -> tuple[Tensor, Tensor]:
-        """The rotary tables of a piece of a sequence that may be shorter than the model's."""
-        positions = slice(piece * length, (piece + 1) * length)
+    def _tables(self, split: int, length: int) -> tuple[Tensor, Tensor]:
+        """The rotary tables of a sequence split; the sequence may be shorter than the model's."""
+        positions = slice(split * length, (split + 1) * length)
         return self._cos[positions], self._sin[positions]
 
-    def _mlp(self, activation: Tensor, name: str, unit: tuple[int, int], dropouts: Dropouts) -> Tensor:
+    def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
         entered = self._region.enter(activation, f"{name}.in")
         if f"{name}.router.weight" in self.parameters:
-            addend = self._routed(entered, name, unit)
+            addend = self._routed(entered, name, work_item)
         else:
             gate = self._product(entered, f"{name}.gate.weight")
             up = self._product(entered, f"{name}.up.weight")
@@ -273,28 +275,28 @@ class Stage(ABC, Generic[Words]):
     def _product(self, activation: Tensor, name: str) -> Tensor:
         return self._weights.product(activation, self.parameters[name])
 
-    # What a framework fills in.
+    # Each framework implements these.
 
     @abstractmethod
-    def _unit(self, words: Words, step: int, index: int, piece: int) -> Unit:
-        """The unit of work that ``forward`` was given."""
+    def _work_item(self, batch: TokenBatch, step: int, index: int, split: int) -> WorkItem:
+        """The work item of a call of ``forward``."""
 
     @abstractmethod
     def _norm(self, activation: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dim, times the weight of that name."""
 
     @abstractmethod
-    def _normed(self, lanes: Sequence[Tensor]) -> list[Tensor]:
-        """The last norm, of all lanes."""
+    def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
+        """The final norm, of all MTP streams."""
 
     @abstractmethod
-    def _grouped_heads(self, activation: Tensor, name: str, piece: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, K, G, S, D], key and value [B, K, S, D] of a piece."""
+    def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, K, G, S, D], key and value [B, K, S, D] of a sequence split."""
 
     @abstractmethod
-    def _routed(self, entered: Tensor, name: str, unit: tuple[int, int]) -> Tensor:
-        """This rank's addend of what the experts of a block make; ``unit`` is micro-batch and piece."""
+    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
+        """This rank's addend of the experts' output; ``work_item`` is (micro-batch, split)."""
 
     @abstractmethod
-    def _shown(self, losses: Tensor) -> Any:
-        """What ``losses`` is to show of the scaled losses."""
+    def _reported_losses(self, losses: Tensor) -> Any:
+        """Convert the scaled losses to the type of ``losses``."""

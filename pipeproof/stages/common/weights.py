@@ -1,26 +1,35 @@
-"""What layers do with weights, as far as both frameworks do the same; each has its own way to split backwards."""
+"""Weights of one stage on one rank: this rank's shards, weights lent by another layer, and the split backward.
+
+Each framework has its own implementation of the split backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from pipeproof.stages.common.ops import Tensor, Weight
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.stages.common.backend_ops import Tensor, Weight
+from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.synthetic import initial_weight
 
 
 class WeightGradients(Protocol):
-    """Weight gradients of one unit of work that are still to be computed."""
+    """Deferred weight gradients of one work item."""
 
     def accumulate(self) -> None:
-        """Add them, once."""
+        """Compute the gradients and add them to the weights' buffers. A second call adds nothing."""
         ...
 
 
 class SplitWeights(Protocol):
-    """The weights of one stage as its layers use them; their gradients are computed when they are asked for."""
+    """The weights of one stage as its layers use them. Their gradients are computed on request (W)."""
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Compute the gradients of all inputs of ``output``; those of weights are returned, to be accumulated."""
+        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights."""
         ...
 
     def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
@@ -28,18 +37,85 @@ class SplitWeights(Protocol):
         ...
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
-        """``activation * scale + shift``, a ``scale`` for each group of columns: [.., K], [groups] and [K]."""
+        """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K]."""
         ...
 
 
 class BorrowedWeight(Protocol):
-    """A weight as a layer uses it that it is lent to: with a gradient of its own, which is one addend."""
+    """Another layer's weight as the borrowing layer uses it. Its own gradient is one addend of the total."""
 
     @property
     def used(self) -> Weight:
-        """What the borrower computes with."""
+        """The weight that the borrower computes with."""
         ...
 
-    def give_back(self) -> None:
-        """Add the gradient to the weight's own, and begin the next one as +0.0."""
+    def return_gradients(self) -> None:
+        """Add the borrower's gradient to the weight's gradient, then reset it to +0.0."""
         ...
+
+
+class ShardRank(Protocol):
+    """The position of a rank among the ranks that hold shards of a weight."""
+
+    rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMaker:
+    """Constructors of a framework's weights."""
+
+    draw_dtype: str
+    """The type in which initial values are drawn, before they are rounded to the type of the run."""
+    make: Callable[[npt.NDArray[Any]], Weight]
+    """Make a weight with these values."""
+    borrow: Callable[[Weight], BorrowedWeight]
+    """Wrap a weight for a layer that borrows it."""
+
+
+class StageWeights:
+    """This rank's shards by parameter name, drawn from ``seed`` and sharded over ``tp`` and ``ep``.
+
+    Borrowed weights are included, unless they are in ``lent``, the weights of the rank's other stages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        maker: WeightMaker,
+        seed: int,
+        lent: Mapping[str, Weight],
+        tp: ShardRank,
+        ep: ShardRank,
+    ) -> None:
+        self._maker, self._seed, self._tp, self._ep = maker, seed, tp, ep
+        self.parameters: dict[str, Weight] = {
+            parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
+        }
+        self._borrowed: dict[tuple[str, str], BorrowedWeight] = {}
+        available = {**lent, **self.parameters}
+        for layer in layers:
+            for parameter in layer.borrowed:
+                name = parameter.name
+                if name in available:
+                    self._borrowed[layer.name, name] = maker.borrow(available[name])
+                else:
+                    available[name] = self.parameters[name] = self._load(parameter)
+
+    def used_by(self, layer: str, name: str) -> Weight:
+        """Return a weight as ``layer`` uses it. It may belong to another layer."""
+        borrowed = self._borrowed.get((layer, name))
+        return self.parameters[name] if borrowed is None else borrowed.used
+
+    def return_gradients(self) -> None:
+        """Add the gradients of borrowed weights to the gradients of the weights themselves."""
+        for borrowed in self._borrowed.values():
+            borrowed.return_gradients()
+
+    def _load(self, parameter: Parameter) -> Weight:
+        """This rank's shard of the initial weight."""
+        weight = initial_weight(parameter, self._seed, self._maker.draw_dtype)
+        for placement, axis in ((parameter.tp, self._tp), (parameter.ep, self._ep)):
+            if placement.dim is not None:
+                weight = np.split(weight, axis.num_ranks, axis=placement.dim)[axis.rank]
+        return self._maker.make(weight)

@@ -1,1 +1,1 @@
-"""The model without a framework: layers, parameters, boundary tensors, the cut into stages, synthetic data."""
+"""The model without a framework: layers, parameters, boundary tensors, the partition into stages, synthetic data."""

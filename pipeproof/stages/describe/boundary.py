@@ -1,24 +1,24 @@
-"""The tensors that cross stage boundaries, and how large they are micro-batch by micro-batch."""
+"""Tensors that cross stage boundaries: shapes per micro-batch, layouts, and the messages that change a layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pipeproof.specs.layout import INVARIANT, Placement, sharded
+from pipeproof.specs.axis_layout import INVARIANT, Placement, sharded
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.reshard import Message, reshard_messages
+from pipeproof.stages.describe.index_map import IndexMap, IndexRange, layout_map
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One tensor between two stages: its shape over all TP ranks, and how it lies over them on either side.
+    """One tensor between two stages: its shape over all TP ranks, and its layout over them on each side.
 
-    ``dims`` names the dims in order (``sbh`` or ``bsh``). ``tp`` is the layout
-    at the sender, ``receiver_tp`` that at the receiver where it is another
-    one. The gradient has the same shape and on each side the dual placement;
-    with ``has_gradient`` False (ids, masks) nothing comes back. ``member`` is
-    the name that tells it from others of the same edge, empty for a model's
-    only one.
+    ``dims`` names the dims in order (``sbh`` or ``bsh``). ``tp`` is the layout at the sender, ``receiver_tp`` the
+    layout at the receiver if it differs. The gradient has the same shape, and on each side the dual placement. It does
+    not exist if ``has_gradient`` is False (ids, masks). ``member`` is the name of the tensor among several of one edge;
+    it is empty if there is only one.
     """
 
     dims: str
@@ -32,44 +32,44 @@ class Boundary:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape that one rank of the sending stage holds."""
+        """Shape on one rank of the sending stage."""
         return self.tp.local_shape(self.shape, self.num_tp_ranks)
 
     def placement(self, *, at_sender: bool, gradient: bool) -> Placement:
-        """How the tensor, or its gradient, lies over TP on the stage before the edge, or after it."""
-        own = self.tp if at_sender or self.receiver_tp is None else self.receiver_tp
-        return own.dual if gradient else own
+        """Placement over TP of the tensor, or its gradient, on the stage before the edge, or after it."""
+        placement = self.tp if at_sender or self.receiver_tp is None else self.receiver_tp
+        return placement.dual if gradient else placement
 
     def local_shape_at(self, *, at_sender: bool) -> tuple[int, ...]:
-        """Shape that one rank of the stage before the edge holds, or after it; of the gradient too."""
+        """Shape of the tensor and of its gradient on one rank of the stage before the edge, or after it."""
         return self.placement(at_sender=at_sender, gradient=False).local_shape(self.shape, self.num_tp_ranks)
 
     def grad_placement(self) -> Placement:
-        """How the gradient of the boundary tensor lies over TP at the sender."""
+        """Placement over TP of the gradient at the sender."""
         return self.tp.dual
 
     @property
     def changes_layout(self) -> bool:
-        """Whether the two sides differ, so that the messages of ``reshard`` take the place of a transport."""
+        """True if the two sides have different layouts, so that the messages of ``reshard`` replace a transport."""
         return self.receiver_tp is not None and self.receiver_tp != self.tp and self.num_tp_ranks > 1
 
     def reshard(self, *, gradient: bool) -> tuple[Message, ...]:
-        """The messages that bring it from the sender's layout to the receiver's, or its gradient back.
+        """The messages that convert it from the sender's layout to the receiver's, or its gradient back.
 
-        In each message ``sender`` is a TP rank of the stage that sends: the
-        one before the edge, for a gradient the one after it.
+        In each message ``sender`` is a TP rank of the sending stage: the stage before the edge, for a gradient the
+        stage after it.
 
         Raises:
             ValueError: messages alone cannot do it (addends of a complete gradient).
         """
-        ends = [self.placement(at_sender=at_sender, gradient=gradient) for at_sender in (True, False)]
-        source, sink = reversed(ends) if gradient else ends
+        sides = [self.placement(at_sender=at_sender, gradient=gradient) for at_sender in (True, False)]
+        source, sink = reversed(sides) if gradient else sides
         return reshard_messages(self.shape, source, self.num_tp_ranks, sink, self.num_tp_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """Tokens in a sequence, over all context-parallel ranks, and sequences, of one kind of micro-batch."""
+    """Size of a micro-batch: tokens in a sequence, over all context-parallel ranks, and number of sequences."""
 
     seq_length: int
     num_rows: int
@@ -79,40 +79,40 @@ class MicroBatchSize:
         """Tokens of the micro-batch."""
         return self.seq_length * self.num_rows
 
-    def of_lanes(self, number: int) -> MicroBatchSize:
-        """That of so many lanes, one behind the other along the rows."""
+    def with_mtp_streams(self, number: int) -> MicroBatchSize:
+        """The size of ``number`` MTP streams, joined along the rows."""
         return MicroBatchSize(self.seq_length, number * self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What crosses between two neighbouring stages: a tuple of tensors, in one of a few variants.
+    """The tensors between two neighbouring stages: a tuple, which may differ per micro-batch.
 
-    ``variants`` are the distinct tuples; ``by_micro_batch`` says which of them
-    each micro-batch has, and is empty where there is one for all.
+    ``variants`` are the distinct tuples. ``by_micro_batch`` is the index of the variant of each micro-batch, empty if
+    there is only one variant.
     """
 
     variants: tuple[tuple[Boundary, ...], ...]
     by_micro_batch: tuple[int, ...] = ()
 
     def members(self, micro_batch: int) -> tuple[Boundary, ...]:
-        """The tensors of one micro-batch, in the order in which they are sent."""
+        """The tensors of one micro-batch, in send order."""
         return self.variants[self.by_micro_batch[micro_batch] if self.by_micro_batch else 0]
 
 
 def describe_boundary(plan: PlanSpec) -> Boundary:
     """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
 
-    Of one context-parallel rank, in a micro-batch of full size, with one residual stream.
+    It is that of one context-parallel rank, a micro-batch of full size, and one residual stream.
     """
     size = MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)
     return activation(plan, size, plan.model.hidden_size)
 
 
 def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
-    """The size of the ``index``-th micro-batch of a data-parallel rank; of own layers, its rows."""
+    """The size of the ``index``-th micro-batch of a data-parallel rank. For custom layers only the rows count."""
     schedule = plan.schedule
-    if plan.own_layers is not None:
+    if plan.custom_layers is not None:
         return MicroBatchSize(1, schedule.micro_batch_size)
     is_last = index == schedule.num_micro_batches - 1
     return MicroBatchSize(
@@ -121,26 +121,26 @@ def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
     )
 
 
-def unit_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
-    """The distinct sizes of the plan's units of work, and which of them each has (empty: all have the only one).
+def work_item_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[int, ...]]:
+    """The distinct sizes of the plan's work items, and the index of each work item's size (empty: one size for all).
 
-    A unit is a micro-batch or, where sequences are cut, one split of it.
+    A work item is a micro-batch or, if sequences are split, one split of it.
     """
     schedule, num_splits = plan.schedule, plan.schedule.num_sequence_splits
     last = schedule.last_micro_batch_size
-    if plan.own_layers is not None:
+    if plan.custom_layers is not None:
         return (micro_batch_size(plan, 0),), ()
     if schedule.seq_lengths is None and last is None:
         return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
     number: dict[MicroBatchSize, int] = {}
     whole = [micro_batch_size(plan, index) for index in range(schedule.num_micro_batches)]
     sizes = [MicroBatchSize(size.seq_length // num_splits, size.num_rows) for size in whole]
-    by_unit = tuple(number.setdefault(size, len(number)) for size in sizes for _ in range(num_splits))
-    return tuple(number), by_unit
+    by_work_item = tuple(number.setdefault(size, len(number)) for size in sizes for _ in range(num_splits))
+    return tuple(number), by_work_item
 
 
 def activation(plan: PlanSpec, size: MicroBatchSize, width: int) -> Boundary:
-    """The activation of a GPT in a micro-batch of ``size``, with ``width`` elements of a token."""
+    """The activation of a GPT in a micro-batch of ``size``, with ``width`` elements per token."""
     dims = plan.model.activation_order
     sequence_parallel = plan.topology.sequence_parallel and plan.topology.tp > 1
     placement = sharded(dims.index("s")) if sequence_parallel else INVARIANT
@@ -148,6 +148,68 @@ def activation(plan: PlanSpec, size: MicroBatchSize, width: int) -> Boundary:
 
 
 def shape_of(plan: PlanSpec, dims: str, size: MicroBatchSize, width: int) -> tuple[int, ...]:
-    """The sizes of the dims s, b and h of one context-parallel rank."""
+    """The sizes of ``dims`` (s, b and h) on one context-parallel rank."""
     sizes = {"s": size.seq_length // plan.topology.cp, "b": size.num_rows, "h": width}
     return tuple(sizes[dim] for dim in dims)
+
+
+class Message(NamedTuple):
+    """``length`` elements from ``send_start`` of the sender's tensor to ``recv_start`` of the receiver's.
+
+    Ranks count within the TP group of their side. Starts count flattened local elements.
+    """
+
+    sender: int
+    receiver: int
+    send_start: int
+    recv_start: int
+    length: int
+
+
+def reshard_messages(
+    shape: Sequence[int], sender: Placement, num_senders: int, receiver: Placement, num_receivers: int
+) -> tuple[Message, ...]:
+    """Messages that convert a tensor of global ``shape`` from the layout ``sender`` to the layout ``receiver``.
+
+    Each element is sent once. Messages are in the order of receivers, then positions. If several senders hold an
+    element, the one with the receiver's number sends it, else the first.
+
+    Raises:
+        ValueError: the ranks do not divide a dim, or a receiver needs elements that no sender holds (addends of a
+            tensor that is already summed).
+    """
+    held = [layout_map(shape, sender, num_senders, rank) for rank in range(num_senders)]
+    messages = []
+    for rank in range(num_receivers):
+        wanted = layout_map(shape, receiver, num_receivers, rank)
+        nearest = [rank] if rank < num_senders else []
+        order = nearest + [sending for sending in range(num_senders) if sending != rank]
+        messages += _messages_to(rank, wanted, [(sending, held[sending].inverted()) for sending in order])
+    return tuple(messages)
+
+
+def _messages_to(receiver: int, wanted: IndexMap, holders: Sequence[tuple[int, IndexMap]]) -> list[Message]:
+    messages: list[Message] = []
+    missing = wanted.ranges
+    for sender, by_whole in holders:
+        still_missing: list[IndexRange] = []
+        for needed in missing:
+            # from the receiver's to the sender's local index
+            taken = by_whole.part(needed.whole, needed.whole + needed.length, needed.local)
+            messages += [Message(sender, receiver, send, recv, length) for recv, send, length in taken.ranges]
+            still_missing += _rest(needed, taken)
+        missing = still_missing
+    if missing:
+        raise ValueError(f"no sender holds the elements of receiver {receiver} from {missing[0].local} on")
+    return sorted(messages, key=lambda message: message.recv_start)
+
+
+def _rest(needed: IndexRange, taken: IndexMap) -> list[IndexRange]:
+    """The parts of ``needed`` that are not in ``taken`` (by the receiver's local index)."""
+    rest = []
+    position = needed.local
+    for start, _, length in (*taken.ranges, IndexRange(needed.local + needed.length, 0, 0)):
+        if start > position:
+            rest.append(IndexRange(position, needed.whole + position - needed.local, start - position))
+        position = start + length
+    return rest

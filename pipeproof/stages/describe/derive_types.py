@@ -1,8 +1,7 @@
-"""What follows from a typed program: types, gradients, collectives both ways, and gradients still to be reduced.
+"""Derivation from a typed program: types, gradients, forward and backward collectives, and gradients to reduce.
 
-The gradient of every value has the dual type of the value, so the backward
-program is the forward one read backwards, with each layout change turned
-round. ``_BACKWARD`` is the table of those turns.
+The gradient of every value has the dual type of the value. So the backward program is the forward program in reverse
+order, with the inverse of each layout change. ``_BACKWARD`` is the table of inverses.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.axis_layout import PlacementKind
 from pipeproof.stages.describe.layers import Collective, CollectiveKind
 from pipeproof.stages.describe.type_rules import Operand, Reason, TypeRefusedError, output_type, relabelled
 from pipeproof.stages.describe.typed_ops import TypedKind, TypedOp, TypedProgram
@@ -20,7 +19,7 @@ from pipeproof.stages.describe.typed_values import AxisType, Value
 
 @dataclass(frozen=True, slots=True)
 class TypeProblem:
-    """One mistake in a typed program: at operation or result ``place``, over ``axis``."""
+    """One mistake in a typed program: at the operation or result ``place``, over ``axis``."""
 
     place: str
     axis: str
@@ -31,14 +30,12 @@ class TypeProblem:
 
 @dataclass(frozen=True, slots=True)
 class TypedLayer:
-    """A program with everything that follows from it.
+    """A program with its derived types and collectives.
 
-    ``values`` have their derived types (an axis over which a problem was found
-    is left out of what comes after it); ``gradients`` are their duals.
-    ``partial_over`` names, for each parameter, the axes over which each rank
-    has only an addend of its gradient. ``weights`` are the gathers whose results
-    are multiplied by weights, in the order of the backward: what the weights'
-    gradients need once more where they are not kept.
+    ``values`` have derived types. After a problem over an axis, dependent values have no type over it.
+    ``partial_over`` has, for each parameter, the axes over which each rank has only an addend of its gradient.
+    ``weights`` are the gathers whose results are multiplied by weights, in backward order: weight gradients need them
+    again if the results are not kept.
     """
 
     program: TypedProgram
@@ -58,7 +55,7 @@ def derive_types(program: TypedProgram) -> TypedLayer:
     """Type every value of a program, axis by axis.
 
     Raises:
-        ValueError: the ranks of an axis do not divide the dim that they cut.
+        ValueError: the ranks of an axis do not divide a dim that they shard.
     """
     deriver = _Deriver(program)
     for axis, num_ranks in program.mesh.items():
@@ -78,7 +75,7 @@ class _Deriver:
         self._complete: set[tuple[str, str]] = set()
 
     def derive_over(self, axis: str, num_ranks: int) -> None:
-        """All values over one axis. After a problem nothing is said of what depends on it."""
+        """Derive the types of all values over one axis. Values that depend on a problem get no type."""
         types = {value.name: value.over(axis) for value in (*self._outside.values(), *self._parameters.values())}
         values = {**self._outside, **self._parameters}
         for op in self._program.ops:
@@ -93,20 +90,20 @@ class _Deriver:
                 continue
             self._note_uses(axis, op, operands, types[op.name])
         for result in self._program.results:
-            found = types.get(result.name)
-            if found is not None and found != result.over(axis):
-                wrong = relabelled(Operand(values[result.name], found), result.over(axis))
+            derived = types.get(result.name)
+            if derived is not None and derived != result.over(axis):
+                wrong = relabelled(Operand(values[result.name], derived), result.over(axis))
                 self._problems.append(TypeProblem(result.name, axis, wrong.reason, wrong.message, wrong.help))
         for name, kind in types.items():
             self._types.setdefault(name, {})[axis] = kind
 
-    def _note_uses(self, axis: str, op: TypedOp, operands: list[Operand], made: AxisType) -> None:
-        """A whole parameter among values that differ per rank has an addend of its gradient on each rank."""
+    def _note_uses(self, axis: str, op: TypedOp, operands: list[Operand], result_value: AxisType) -> None:
+        """Note whole parameters used with values that differ per rank: each rank has an addend of their gradient."""
         for operand in operands:
             if not operand.is_parameter or not operand.type.is_equal:
                 continue
             name = operand.value.name
-            if made.kind is PlacementKind.INVARIANT:
+            if result_value.kind is PlacementKind.INVARIANT:
                 self._complete.add((name, axis))
             elif axis not in self._partial[name]:
                 self._partial[name].append(axis)
@@ -116,26 +113,26 @@ class _Deriver:
                         op.name,
                         axis,
                         Reason.OPERAND,
-                        f"`{name}` has an addend of its gradient on each rank from one use and all of it from another: "
-                        "no reduction makes their sum right",
-                        "let all uses be inside the parallel region, or all outside",
+                        f"`{name}` has an addend of its gradient on each rank from one use and the whole gradient from "
+                        "another: no reduction makes their sum correct",
+                        "put all uses inside the parallel region, or all outside",
                     )
                 )
 
     def _refuse_inside_out(self, op: TypedOp, values: Mapping[str, Value]) -> None:
-        """A dim that a finer axis cuts too cannot be gathered or cut over a coarser one: ranges would interleave."""
+        """Refuse to gather or shard a dim over an axis if a finer axis also shards it: ranges would interleave."""
         if not op.axis or self._program.mesh.get(op.axis, 1) == 1:
             return
-        taken, made = values[op.inputs[0]], values[op.name]
-        dims = {kind.dim for kind in (taken.over(op.axis), made.over(op.axis)) if kind.is_cut}
+        operand_value, result_value = values[op.inputs[0]], values[op.name]
+        dims = {kind.dim for kind in (operand_value.over(op.axis), result_value.over(op.axis)) if kind.is_cut}
         for axis in self._program.mesh:
             if axis == op.axis:
                 return
-            kind = taken.over(axis)
+            kind = operand_value.over(axis)
             if kind.dim in dims and op.kind is not TypedKind.RELABEL:
-                message = f"`{taken.name}` is cut along {kind.dim} over {axis} inside each part over {op.axis}"
-                way = f"gather over {axis} before, or cut over {axis} after"
-                self._problems.append(TypeProblem(op.name, op.axis, Reason.OPERAND, message, way))
+                message = f"`{operand_value.name}` is cut along {kind.dim} over {axis} inside each part over {op.axis}"
+                fix = f"gather over {axis} before, or cut over {axis} after"
+                self._problems.append(TypeProblem(op.name, op.axis, Reason.OPERAND, message, fix))
 
     def result(self) -> TypedLayer:
         values = {
@@ -155,7 +152,7 @@ class _Deriver:
         )
 
     def _gathered_for_weights(self, values: Mapping[str, Value]) -> Iterator[Collective]:
-        """The gathers that weights' gradients read."""
+        """The gathers whose results weight gradients read."""
         products = [op.inputs for op in self._program.ops if op.kind is TypedKind.MULTIPLY]
         read = {name for inputs in products for name in inputs if not self._parameters.keys().isdisjoint(inputs)}
         for op in reversed(self._program.ops):
@@ -164,21 +161,23 @@ class _Deriver:
                     yield replace(gather, label=f"{op.name}.again")
 
     def _issued(self, op: TypedOp, values: Mapping[str, Value], *, backward: bool) -> Iterator[Collective]:
-        """The collective of one layout change; none over an axis of one rank, or where a problem was found."""
+        """The collective of one layout change; none over an axis of one rank, or after a problem."""
         mesh, sizes = self._program.mesh, self._program.sizes
         if not op.axis or mesh.get(op.axis, 1) == 1:
             return
-        taken, made = values[op.inputs[0]], values[op.name]
-        if op.axis not in taken.types or op.axis not in made.types:
+        operand_value, result_value = values[op.inputs[0]], values[op.name]
+        if op.axis not in operand_value.types or op.axis not in result_value.types:
             return
         if not backward:
             kind = _FORWARD.get(op.kind)
             if kind is not None:
-                yield Collective(kind, op.axis, taken.local_numel(sizes, mesh), op.name, op.reduction, op.dtype)
-        elif made.differentiable:
-            turned = _BACKWARD.get((taken.over(op.axis).kind, made.over(op.axis).kind))
-            if turned is not None:
-                yield Collective(turned, op.axis, made.local_numel(sizes, mesh), f"{op.name}.grad", dtype=op.grad_dtype)
+                yield Collective(kind, op.axis, operand_value.local_numel(sizes, mesh), op.name, op.reduction, op.dtype)
+        elif result_value.differentiable:
+            inverse = _BACKWARD.get((operand_value.over(op.axis).kind, result_value.over(op.axis).kind))
+            if inverse is not None:
+                yield Collective(
+                    inverse, op.axis, result_value.local_numel(sizes, mesh), f"{op.name}.grad", dtype=op.grad_dtype
+                )
 
 
 _FORWARD: Mapping[TypedKind, CollectiveKind] = MappingProxyType(
@@ -189,7 +188,7 @@ _FORWARD: Mapping[TypedKind, CollectiveKind] = MappingProxyType(
         TypedKind.ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
     }
 )
-"""What each layout change issues on the way forward; a cut and a relabel issue nothing."""
+"""The forward collective of each layout change; a cut and a relabel issue none."""
 
 _R, _I = PlacementKind.REPLICATED, PlacementKind.INVARIANT
 _S, _P = PlacementKind.SHARDED, PlacementKind.PARTIAL
@@ -203,6 +202,6 @@ _BACKWARD: Mapping[tuple[PlacementKind, PlacementKind], CollectiveKind] = Mappin
         (_S, _S): CollectiveKind.ALL_TO_ALL,
     }
 )
-"""What a layout change from one kind to another issues on the way back, where its gradient goes from the dual of the
-second to the dual of the first: nothing for P to I (equal gradients are what each addend's gradient is), for S to I
-(each rank keeps its part) and for R to S (each rank's part is an addend)."""
+"""The backward collective of a layout change from one kind to another: its gradient goes from the dual of the second to
+the dual of the first. None for P to I (the gradient of each addend is the equal gradient), for S to I (each rank keeps
+its part) and for R to S (each rank's part is an addend)."""

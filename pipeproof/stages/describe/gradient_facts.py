@@ -1,12 +1,11 @@
-"""What is true of a model's gradients, whatever the schedule: losses, and how each parameter's gradient lies.
+"""Facts about a model's gradients that hold for every schedule: losses, and the layout of each parameter's gradient.
 
-No framework and no op graph: a rule compares this with what a program really
-adds, scales and reduces. ``gpt_gradients`` fills it in for the plan's GPT;
-other models (experts, tied weights, auxiliary losses) are written in Python.
+There is no framework and no op graph: a rule compares these facts with the additions, scales and reductions of a
+program. ``gpt_gradients`` returns them for the plan's GPT; other models (experts, tied weights, auxiliary losses) are
+written in Python.
 
-Axes are those of the device mesh. Over ``dp`` and ``ep`` ranks have
-micro-batches of their own, over ``cp`` they share each sequence: over all
-three a gradient is partial, unless the parameter is cut there.
+Axes are those of the device mesh. Ranks over ``dp`` and ``ep`` have different micro-batches, ranks over ``cp`` share
+each sequence. Over all three a gradient is partial, unless the parameter is sharded over the axis.
 """
 
 from __future__ import annotations
@@ -19,31 +18,29 @@ from typing import Literal
 from pipeproof.stages.describe.layers import Layer, users_of_shared
 
 BATCH_AXES = ("dp", "ep")
-"""Axes whose ranks have micro-batches of their own."""
+"""Axes whose ranks have different micro-batches."""
 
 TOKEN_AXES = (*BATCH_AXES, "cp")
 """Axes whose ranks see different tokens."""
 
 MAIN_LOSS = "main"
-"""The name of the loss that is meant where none is named."""
+"""The name of the default loss."""
 
 NORMALIZATIONS = {
     "global_tokens": "1/global_tokens",
     "mean_of_micro_batches": "1/micro_batch_tokens/num_micro_batches/data_ranks",
 }
-"""What ``loss.normalization`` says one token's loss is multiplied by."""
+"""The factor of one token's loss for each ``loss.normalization``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss, the stage that computes it, and what one token's loss is multiplied by in the step's loss.
+    """A loss, the stage that computes it, and the factor of one token's loss in the step's loss.
 
-    ``scale`` is a product of numbers and named sizes (``0.01/global_tokens``):
-    axes, ``num_micro_batches``, ``data_ranks`` (ranks with micro-batches of
-    their own), ``global_tokens``, ``step_tokens`` (of one such rank),
-    ``micro_batch_tokens``, ``rank_tokens`` (of one micro-batch on one ``cp``
-    rank). None says nothing but that all micro-batches count alike. A model
-    may have losses of one name on several stages.
+    ``scale`` is a product of numbers and named sizes (``0.01/global_tokens``): axes, ``num_micro_batches``,
+    ``data_ranks`` (ranks with different micro-batches), ``global_tokens``, ``step_tokens`` (of one such rank),
+    ``micro_batch_tokens``, ``rank_tokens`` (of one micro-batch on one ``cp`` rank). None means only that all
+    micro-batches have the same factor. A model may have losses of one name on several stages.
     """
 
     name: str
@@ -53,7 +50,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    """A loss that reaches a parameter, with the axes over which its share of the gradient is partial."""
+    """A loss that reaches a parameter, with the axes over which its addend of the gradient is partial."""
 
     loss: str
     partial_over: tuple[str, ...] = ()
@@ -61,17 +58,14 @@ class LossPath:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGradient:
-    """One parameter: where it stands, and over which axes a rank's gradient is a part or an addend of the whole.
+    """One parameter: its stages, and the axes over which a rank's gradient is a shard or an addend of the whole.
 
-    ``stages`` has more than one entry where copies of the weight are used on
-    several stages (tied embedding). Over the axes of ``sharded_over`` ranks
-    hold different elements; cut over ``ep``, an expert sees the tokens of all
-    ``ep`` ranks. ``partial_over`` are axes over which ranks hold addends,
-    beside the token axes. ``losses`` None stands for all losses on the
-    parameter's stage or after it; empty for a sum that no loss scales (a count
-    of tokens). ``made_by`` says what adds a micro-batch's share; what forwards
-    add is scaled only by a SCALE_GRAD that names it. ``numel`` counts the
-    elements that a rank holds, where it is known.
+    ``stages`` has several entries if copies of the weight are used on several stages (tied embedding). Ranks over the
+    axes of ``sharded_over`` have different elements; an expert sharded over ``ep`` sees the tokens of all ``ep`` ranks.
+    ``partial_over`` are the axes over which ranks have addends, in addition to the token axes. ``losses`` is None for
+    all losses on the parameter's stage or after it, and empty for a sum that no loss scales (a count of tokens).
+    ``made_by`` is the operation that adds a micro-batch's addend; additions by forwards are scaled only by a SCALE_GRAD
+    that names the parameter. ``numel`` counts the elements on a rank, if known.
     """
 
     name: str
@@ -83,20 +77,19 @@ class ParameterGradient:
     made_by: Literal["backward", "forward"] = "backward"
 
     def partial_axes(self, path: LossPath | None = None) -> frozenset[str]:
-        """The axes over which a sum is owed: for one loss, or for any where ``path`` is None."""
-        ways = (path,) if path is not None else self.losses or ()
-        addends = {axis for way in ways for axis in way.partial_over}
+        """The axes over which a sum is needed: for one loss, or for any if ``path`` is None."""
+        paths = (path,) if path is not None else self.losses or ()
+        addends = {axis for loss_path in paths for axis in loss_path.partial_over}
         return frozenset({*TOKEN_AXES, *self.partial_over, *addends} - set(self.sharded_over))
 
 
 @dataclass(frozen=True, slots=True)
 class GradientFacts:
-    """Losses and parameters of a model, parameters in the order in which reductions take them.
+    """Losses and parameters of a model, parameters in the order of their reductions.
 
-    ``even_tokens`` says that all micro-batches, and all ``cp`` ranks within
-    one, count equally many tokens. ``token_counts[d][m]`` are the tokens of
-    micro-batch m of data rank d = dp * (number of ep ranks) + ep, where they
-    are known. ``guessed`` marks facts that were read off the graph itself.
+    ``even_tokens`` is true if all micro-batches, and all ``cp`` ranks of one, count the same number of tokens.
+    ``token_counts[d][m]`` are the tokens of micro-batch m of data rank d = dp * (number of ep ranks) + ep, if known.
+    ``guessed`` marks facts that were inferred from the graph itself.
     """
 
     losses: tuple[Loss, ...]
@@ -107,7 +100,7 @@ class GradientFacts:
 
 
 def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ranks: Mapping[str, int]) -> GradientFacts:
-    """The facts of the plan's GPT, its layers by stage: the main loss stands on the stage of the last ``head``.
+    """The facts of the plan's GPT, from its layers by stage. The main loss is on the stage of the last ``head``.
 
     ``num_ranks`` has the sizes of the axes ``tp`` and ``ep``.
     """
@@ -132,6 +125,6 @@ def gpt_gradients(stages: Sequence[Sequence[Layer]], normalization: str, num_ran
     return GradientFacts(tuple(losses[-1:]), parameters)
 
 
-def own_gradients(facts: GradientFacts, normalization: str, *, last_stage: int) -> GradientFacts:
-    """The facts of own layers, from those of their parameters: the loss stands behind the last layer."""
+def custom_gradients(facts: GradientFacts, normalization: str, *, last_stage: int) -> GradientFacts:
+    """The facts of custom layers, from those of their parameters. The loss is after the last layer."""
     return replace(facts, losses=(Loss(MAIN_LOSS, last_stage, NORMALIZATIONS[normalization]),))

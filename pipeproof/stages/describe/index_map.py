@@ -1,8 +1,7 @@
-"""Where the elements of a rank's local tensor stand in the whole tensor, as ranges.
+"""Maps from the elements of a rank's local tensor to those of the whole tensor, as ranges.
 
-A map is a list of pieces (local start, global start, length), both sides
-flattened in C order. Maps are compared and joined by sorting their ends, so
-the work grows with the number of pieces, never with the number of elements.
+A map is a list of ranges (local start, global start, length), with both sides flattened in C order. Maps are compared
+by sorting the ends of ranges, so the time depends on the number of ranges, not on the number of elements.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.specs.layout import Placement, PlacementKind
+from pipeproof.specs.axis_layout import Placement, PlacementKind
 
 IntColumn = NDArray[np.int64]
 
 NOWHERE = -1
-"""In place of a global index: the map says nothing of this local index."""
+"""The global index of a local index that is not in the map."""
 
 
-class Piece(NamedTuple):
-    """``length`` elements from local index ``local`` on are those from global index ``whole`` on."""
+class IndexRange(NamedTuple):
+    """``length`` elements from local index ``local`` on are the elements from global index ``whole`` on."""
 
     local: int
     whole: int
@@ -32,65 +31,67 @@ class Piece(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Local range in which two maps differ: the first stands for ``one`` on, the second for ``other`` on.
+    """Local range in which two maps differ, with the global start in the first and in the second map.
 
-    ``NOWHERE`` where a map says nothing of the range.
+    The global start is ``NOWHERE`` if a map does not contain the range.
     """
 
     local: int
     length: int
-    one: int
-    other: int
+    first: int
+    second: int
 
 
 @dataclass(frozen=True, slots=True)
 class IndexMap:
-    """One rank's local indices and what they stand for: three arrays of equal length, sorted by ``local``."""
+    """One rank's local indices and their global indices: three arrays of equal length, sorted by ``local``."""
 
     local: IntColumn
     whole: IntColumn
     length: IntColumn
 
     @staticmethod
-    def of(pieces: Iterable[tuple[int, int, int]]) -> IndexMap:
-        """A map of pieces (local start, global start, length), in any order; empty ones are left out."""
-        table = np.array(sorted(p for p in pieces if p[2] > 0), dtype=np.int64).reshape(-1, 3)
+    def of(ranges: Iterable[tuple[int, int, int]]) -> IndexMap:
+        """A map of ranges (local start, global start, length), in any order. Empty ranges are dropped."""
+        table = np.array(sorted(p for p in ranges if p[2] > 0), dtype=np.int64).reshape(-1, 3)
         return IndexMap(*table.T.copy())
 
     @property
-    def pieces(self) -> list[Piece]:
-        """The pieces in order of their local start."""
+    def ranges(self) -> list[IndexRange]:
+        """The ranges in the order of their local start."""
         columns = zip(self.local.tolist(), self.whole.tolist(), self.length.tolist(), strict=True)
-        return [Piece(*piece) for piece in columns]
+        return [IndexRange(*row) for row in columns]
 
     def part(self, start: int, stop: int, at: int) -> IndexMap:
-        """What ``start .. stop`` of the local indices stand for, moved so that ``start`` becomes ``at``."""
+        """The map of local indices ``start .. stop``, shifted so that ``start`` becomes ``at``."""
         low = np.maximum(self.local, start)
         length = np.minimum(self.local + self.length, stop) - low
         kept = length > 0
         return IndexMap((low - start + at)[kept], (self.whole + low - self.local)[kept], length[kept])
 
     def at(self, local: IntColumn) -> IntColumn:
-        """The global index of each local one, ``NOWHERE`` outside the map."""
+        """The global index of each local index, ``NOWHERE`` outside the map."""
         if not len(self.local):
             return np.full(len(local), NOWHERE)
-        place = np.maximum(np.searchsorted(self.local, local, side="right") - 1, 0)
-        inside = (local >= self.local[place]) & (local < self.local[place] + self.length[place])
-        return np.where(inside, self.whole[place] + local - self.local[place], NOWHERE)
+        row = np.maximum(np.searchsorted(self.local, local, side="right") - 1, 0)
+        inside = (local >= self.local[row]) & (local < self.local[row] + self.length[row])
+        return np.where(inside, self.whole[row] + local - self.local[row], NOWHERE)
 
     def inverted(self) -> IndexMap:
-        """From global to local indices; of a map in which no two pieces stand for the same."""
+        """The map from global to local indices. The global ranges must not overlap."""
         order = np.argsort(self.whole, kind="stable")
         return IndexMap(self.whole[order], self.local[order], self.length[order])
 
 
-def differences(one: IndexMap, other: IndexMap) -> list[Difference]:
-    """Where two maps of the same local indices differ, in order; ranges end where a piece of either ends."""
-    ends = np.unique(np.concatenate([one.local, one.local + one.length, other.local, other.local + other.length]))
+def differences(first: IndexMap, second: IndexMap) -> list[Difference]:
+    """Ranges in which two maps of the same local indices differ, in order. They end where a range of either ends."""
+    ends = np.unique(
+        np.concatenate([first.local, first.local + first.length, second.local, second.local + second.length])
+    )
     starts, lengths = ends[:-1], np.diff(ends)
-    ours, theirs = one.at(starts), other.at(starts)
-    wrong = np.flatnonzero(ours != theirs)
-    columns = (starts, lengths, ours, theirs)
+    in_first, in_second = first.at(starts), second.at(starts)
+    wrong = np.flatnonzero(in_first != in_second)
+    columns = (starts, lengths, in_first, in_second)
     return [Difference(*row) for row in zip(*(column[wrong].tolist() for column in columns), strict=True)]
 
 
@@ -102,33 +103,33 @@ class Count(NamedTuple):
     times: int
 
 
-def counts(pieces: Iterable[tuple[int, int]], size: int) -> list[Count]:
-    """How often each index 0 .. ``size`` - 1 lies in one of ``pieces`` (start, length), as ranges in order.
+def counts(ranges: Iterable[tuple[int, int]], size: int) -> list[Count]:
+    """The number of ``ranges`` (start, length) that contain each index 0 .. ``size`` - 1, as ranges in order.
 
-    Pieces that reach beyond give ranges below 0 or from ``size`` on.
+    Ranges that go further give counts below 0 or from ``size`` on.
     """
-    table = np.array([(start, length) for start, length in pieces], dtype=np.int64).reshape(-1, 2)
+    table = np.array([(start, length) for start, length in ranges], dtype=np.int64).reshape(-1, 2)
     starts, stops = table[:, 0], table[:, 0] + table[:, 1]
     ends = np.unique(np.concatenate([starts, stops, [0, size]]))
     begun = np.searchsorted(np.sort(starts), ends[:-1], side="right")
     done = np.searchsorted(np.sort(stops), ends[:-1], side="right")
-    found: list[Count] = []
+    counted: list[Count] = []
     for start, stop, times in zip(ends[:-1].tolist(), ends[1:].tolist(), (begun - done).tolist(), strict=True):
-        if found and found[-1].stop == start and found[-1].times == times and start not in (0, size):
-            found[-1] = Count(found[-1].start, stop, times)
+        if counted and counted[-1].stop == start and counted[-1].times == times and start not in (0, size):
+            counted[-1] = Count(counted[-1].start, stop, times)
         elif times or 0 <= start < size:
-            found.append(Count(start, stop, times))
-    return found
+            counted.append(Count(start, stop, times))
+    return counted
 
 
 def layout_map(shape: Sequence[int], placement: Placement, num_ranks: int, rank: int) -> IndexMap:
-    """What rank ``rank`` of ``num_ranks`` holds of a tensor of global ``shape``.
+    """The elements of a tensor of global ``shape`` on rank ``rank`` of ``num_ranks``.
 
-    Addends (partial) and varying values of different ranks are different
-    things: rank k's stand for index ``(k + 1) * numel`` on.
+    Addends (partial) and varying values of different ranks are different elements: rank k's have global indices from
+    ``(k + 1) * numel`` on.
 
     Raises:
-        ValueError: the ranks do not divide the dim that they cut.
+        ValueError: the ranks do not divide the sharded dim.
     """
     numel = prod(shape)
     if placement.holds_equal_values:
@@ -143,7 +144,7 @@ def layout_map(shape: Sequence[int], placement: Placement, num_ranks: int, rank:
 
 
 def expert_map(num_experts: int, numel: int, num_ranks: int, rank: int) -> IndexMap:
-    """The experts of an expert-parallel rank, each of ``numel`` elements: rank k has the k-th share of them.
+    """The experts of an expert-parallel rank, each of ``numel`` elements: rank k has the k-th shard of them.
 
     Raises:
         ValueError: the ranks do not divide the experts.
@@ -152,7 +153,7 @@ def expert_map(num_experts: int, numel: int, num_ranks: int, rank: int) -> Index
 
 
 def token_map(num_rows: int, seq_length: int, num_ranks: int, rank: int) -> IndexMap:
-    """The tokens [rows, sequence] of a rank when the sequence is cut: with two rows or more they are no one range.
+    """The tokens [rows, sequence] of a rank if the sequence is sharded. Several rows are several ranges.
 
     Raises:
         ValueError: the ranks do not divide the sequence.
@@ -163,11 +164,10 @@ def token_map(num_rows: int, seq_length: int, num_ranks: int, rank: int) -> Inde
 def fused_qkv_map(
     num_kv_heads: int, queries_per_kv_head: int, head_numel: int, num_ranks: int, rank: int, *, grouped: bool
 ) -> IndexMap:
-    """The rows of a fused query, key and value weight that a tensor-parallel rank holds, ``head_numel`` a head.
+    """The rows of a fused query, key and value weight on a tensor-parallel rank, ``head_numel`` per head.
 
-    The local weight is [its queries, its keys, its values]. The whole one is,
-    where ``grouped``, for each key-value head its queries, its key, its value
-    (Megatron-LM's order); else all queries, all keys, all values.
+    The local weight is [its queries, its keys, its values]. If ``grouped``, the whole weight has for each key-value
+    head its queries, key and value (Megatron-LM's order); otherwise all queries, all keys, all values.
 
     Raises:
         ValueError: the ranks do not divide the key-value heads.
@@ -177,12 +177,12 @@ def fused_qkv_map(
     share = num_kv_heads // num_ranks
     heads = range(rank * share, (rank + 1) * share)
     widths = (queries_per_kv_head, 1, 1)  # heads of query, key and value for each key-value head
-    pieces = []
+    ranges = []
     local = 0
     for part, width in enumerate(widths):
         before = sum(widths[:part])
         for head in heads:
             first = head * sum(widths) + before if grouped else num_kv_heads * before + head * width
-            pieces.append((local, first * head_numel, width * head_numel))
+            ranges.append((local, first * head_numel, width * head_numel))
             local += width * head_numel
-    return IndexMap.of(pieces)
+    return IndexMap.of(ranges)

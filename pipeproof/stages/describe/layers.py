@@ -1,7 +1,8 @@
-"""What a layer is: its parameters, their placement over TP and EP, and the collectives that it issues.
+"""Layers: names and order, parameters with their placement over TP and EP, and collectives.
 
-No framework: the shapes, names and orders here are what the adapters must
-build and issue, and what the rules reason about. ``gpt`` lists the layers of a plan.
+This file imports no framework. The stages must build and issue exactly these shapes, names and orders, and the rules
+check them. ``gpt`` lists the layers of a plan. The order is that of PaddleFleet's GPT; its class names are the ones
+that ``stages: layer:REGEX`` matches.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 
+from pipeproof.specs.axis_layout import INVARIANT, Placement
+from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.layout import INVARIANT, Placement
 from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.own_layers import LayersSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.order import first_word
 
 COUNTS_DTYPE = "int64"
-"""Of how many tokens go to each expert."""
+"""Type of the numbers of tokens for each expert."""
 
 
 def loss_dtype(dtype: str) -> str | None:
-    """The type in which token losses are computed, where that is not ``dtype`` of activations: 16 bits are widened."""
+    """The type of token losses if it differs from the ``dtype`` of activations: float32 for 16-bit types."""
     return "float32" if dtype_bytes(dtype) == 2 else None
 
 
@@ -39,11 +40,9 @@ class CollectiveKind(StrEnum):
 class Collective:
     """One collective that a layer issues while it computes.
 
-    ``numel`` counts the elements of the tensor that each rank puts in;
-    ``reduction`` is ``sum`` or ``max`` (``sum`` for a gather, which reduces nothing).
-    ``dtype`` is None for that of activations. ``per_token`` says that ``numel``
-    goes with the tokens of the micro-batch, ``feeds_weights`` that products
-    with weights read what is gathered.
+    ``numel`` counts the elements of each rank's input tensor. ``reduction`` is ``sum`` or ``max`` (``sum`` for a
+    gather, which reduces nothing). ``dtype`` is None for the type of activations. ``per_token`` is true if ``numel`` is
+    proportional to the tokens of the micro-batch, ``feeds_weights`` if products with weights read the gathered tensor.
     """
 
     kind: CollectiveKind
@@ -56,21 +55,19 @@ class Collective:
     feeds_weights: bool = False
 
     def item_bytes(self, of_activations: int) -> int:
-        """Bytes of an element, where one of activations has ``of_activations``."""
+        """Bytes of an element; an element of activations has ``of_activations`` bytes."""
         return of_activations if self.dtype is None else dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One weight: its global shape, how it lies over TP and EP, how it starts.
+    """One weight: its global shape, its placement over TP and EP, and its initial value.
 
-    ``partial_over`` names the axes over which each rank holds only an addend
-    of its gradient after backward: a reduction before the optimizer is owed
-    (norm weights under sequence parallelism, and every weight under context
-    parallelism, see only their rank's tokens; a router's see one part of each
-    expert). Over ``dp`` and ``ep`` every gradient is a sum, but for that of a
-    weight which is cut over ``ep``: an expert gets the tokens of all EP ranks.
-    ``init_std`` is None for weights that start as ``init_value`` everywhere.
+    ``partial_over`` has the axes over which each rank has only an addend of the gradient after backward, so that a
+    reduction before the optimizer is needed: norm weights with sequence parallelism, and all weights with context
+    parallelism, see only the tokens of their rank; a router's see one part of each expert. Over ``dp`` and ``ep`` every
+    gradient is a sum, except for weights sharded over ``ep``: an expert gets the tokens of all EP ranks. ``init_std``
+    is None for weights that start as ``init_value`` everywhere.
     """
 
     name: str
@@ -83,21 +80,21 @@ class Parameter:
 
     @property
     def sharded_over(self) -> tuple[str, ...]:
-        """The axes whose ranks hold different elements."""
-        return tuple(axis for axis, placed in (("tp", self.tp), ("ep", self.ep)) if placed.dim is not None)
+        """The axes whose ranks have different elements."""
+        return tuple(axis for axis, placement in (("tp", self.tp), ("ep", self.ep)) if placement.dim is not None)
 
     def local_shape(self, num_ranks: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape that one rank holds, with the sizes of the axes by name.
+        """The shape on one rank; ``num_ranks`` has the sizes of the axes by name.
 
         Raises:
-            ValueError: a cut dim does not divide by the ranks of its axis.
+            ValueError: a sharded dim does not divide by the ranks of its axis.
         """
         return self.ep.local_shape(self.tp.local_shape(self.shape, num_ranks["tp"]), num_ranks["ep"])
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What training changes in a layer beside its weights: each data-parallel replica for itself, and none sums it."""
+    """A tensor of a layer that training changes in addition to weights. Data-parallel replicas do not reduce it."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,11 +103,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: what it holds and which collectives its forward and backward issue, in order.
+    """One layer: its parameters and buffers, and the collectives of its forward and backward, in order.
 
-    ``borrowed`` are weights of an earlier layer that it computes with, too: a
-    rank that does not hold that layer has a copy, and the gradients of all
-    copies are one sum.
+    ``borrowed`` are weights of an earlier layer that it also uses. A rank without that layer has a copy, and the
+    gradients of all copies are added.
     """
 
     name: str
@@ -122,44 +118,44 @@ class Layer:
 
 
 def is_block(name: str) -> bool:
-    """Whether a layer is a transformer block, or a module of multi-token prediction, which has one inside."""
+    """True for a transformer block, and for an MTP module, which contains one."""
     return name.startswith(("layer.", "mtp."))
 
 
 def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
-    """What a layer's backward issues: where all of a block is computed again, first what its forward issued."""
-    again = layer.forward_collectives if plan.memory.recompute == "full" and is_block(layer.name) else ()
-    return again + layer.backward_collectives
+    """Collectives of a layer's backward. With full recomputation a block issues those of its forward first."""
+    recomputed = layer.forward_collectives if plan.memory.recompute == "full" and is_block(layer.name) else ()
+    return recomputed + layer.backward_collectives
 
 
 def weight_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
-    """What the gradients of a layer's weights need: with ``gathered: again`` their inputs, gathered once more."""
-    if plan.memory.gathered != "again":
+    """Gathers in W for a layer's weight gradients, with ``memory.sequence_parallel_activations: regather``."""
+    if plan.memory.sequence_parallel_activations != "regather":
         return ()
     read = (c for c in reversed(layer.forward_collectives) if c.feeds_weights)
     return tuple(replace(c, label=f"{c.label}.again", feeds_weights=False) for c in read)
 
 
-def layer_kind(model: ModelSpec | LayersSpec, name: str) -> str:
-    """Layers of one kind are alike: ``embed``, ``empty``, ``block``, ``moe_block`` (with experts), ``norm``, ``head``.
+def layer_kind(model: ModelSpec | CustomModelSpec, name: str) -> str:
+    """The kind of a layer: ``embed``, ``empty``, ``block``, ``moe_block``, ``mtp``, ``norm`` or ``head``.
 
-    Modules of multi-token prediction are ``mtp``.
-    With hyper-connections the first and the last block are of kinds of their own: ``first_moe_block``, ``last_block``.
+    Layers of one kind are equal. With hyper-connections the first and the last block have their own kinds
+    (``first_moe_block``, ``last_block``).
     """
-    if isinstance(model, LayersSpec):  # of which no two are known to be alike
+    if isinstance(model, CustomModelSpec):  # each layer is its own kind
         return name
     if not name.startswith("layer."):
-        return first_word(name)
+        return layer_prefix(name)
     number = int(name.removeprefix("layer."))
     kind = "moe_block" if model.has_experts(number) else "block"
     if model.hyper_connections is None:
         return kind
     ends = {"first_": number == 0, "last_": number == model.num_layers - 1}
-    return "".join(end for end, is_there in ends.items() if is_there) + kind
+    return "".join(end for end, is_end in ends.items() if is_end) + kind
 
 
 def users_of_shared(stages: Sequence[Sequence[Layer]]) -> Mapping[str, tuple[int, ...]]:
-    """By the name of each borrowed weight the stages that compute with it, in order; ``stages`` has their layers."""
+    """The stages that use each borrowed weight, in order, by weight name; ``stages`` has their layers."""
     borrowed = {weight.name for layers in stages for layer in layers for weight in layer.borrowed}
     users: dict[str, list[int]] = {}
     for stage, layers in enumerate(stages if borrowed else ()):
@@ -167,3 +163,46 @@ def users_of_shared(stages: Sequence[Sequence[Layer]]) -> Mapping[str, tuple[int
         for name in sorted(used & borrowed):
             users.setdefault(name, []).append(stage)
     return {name: tuple(used) for name, used in users.items()}
+
+
+CLASS_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embed": "GPTEmbedding",
+        "empty": "EmptyLayer",
+        "layer": "TransformerLayer",
+        "mtp": "MultiTokenPredictionLayer",
+        "norm": "WrappedPaddleNormPipe",
+        "head": "GPTLMHead",
+    }
+)
+"""PaddleFleet's class of a layer, by the prefix of the layer's name."""
+
+
+def layer_order(model: ModelSpec) -> tuple[str, ...]:
+    """The names of all layers: ``embed``, empty layers, ``layer.0`` .., then norm and empty layers, and ``head``.
+
+    Empty layers are numbered over head and tail. ``model.final_norm`` is the position of the norm: before or after the
+    empty layers of the tail. MTP modules (``mtp.0`` ..) directly follow the blocks: they read activations before the
+    norm, and the norm also applies to their outputs.
+    """
+    num_head, num_tail = model.num_empty
+    empties = [f"empty.{i}" for i in range(num_head + num_tail)]
+    head, tail = empties[:num_head], empties[num_head:]
+    end = ["norm", *tail] if model.final_norm == "before_tail_empty" else [*tail, "norm"]
+    modules = [f"mtp.{i}" for i in range(0 if model.mtp is None else model.mtp.num_modules)]
+    return ("embed", *head, *(f"layer.{i}" for i in range(model.num_layers)), *modules, *end, "head")
+
+
+def layer_prefix(name: str) -> str:
+    """The name of a layer without its number: ``layer`` for ``layer.3``."""
+    return name.partition(".")[0]
+
+
+def is_empty(name: str) -> bool:
+    """True for a layer that returns its input."""
+    return layer_prefix(name) == "empty"
+
+
+def counts_in_even_cut(name: str) -> bool:
+    """True if the even partition counts the layer: blocks, and empty layers, which replace blocks."""
+    return layer_prefix(name) in ("layer", "empty")

@@ -1,27 +1,31 @@
-"""Which layers stand on which stage."""
+"""Partition of the layers into stages: listed, even, or as Fleet's ``PipelineLayer`` does it.
+
+Fleet's ``seg_method``: ``SegmentLayers`` in
+python/paddle/distributed/fleet/meta_parallel/parallel_layers/pp_layers.py.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.cut import BY_CLASS, UNIFORM
-from pipeproof.specs.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.number_ranges import names_text
+from pipeproof.diagnostics.problems import KeyPath, listed, nearest_name
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.problems import KeyPath, listed
-from pipeproof.specs.ranges import names_text
-from pipeproof.stages.describe.order import CLASS_NAMES, first_word, layer_order, takes_a_place
-from pipeproof.stages.describe.own_cut import own_stages
-from pipeproof.stages.describe.segments import cut_behind, even_shares, is_matched, uniform_cut
+from pipeproof.specs.stage_cut import BY_CLASS, UNIFORM
+from pipeproof.stages.describe.layers import CLASS_NAMES, counts_in_even_cut, layer_order, layer_prefix
 
 TOO_FEW_LAYERS = RuleDoc(
     code="PP110",
     title="fewer layers than stages",
     severity="error",
     explanation=(
-        "Without `stages` the transformer layers, and the empty layers among them, are cut evenly, at least one to a "
-        "stage; `stages: uniform` does so with all layers. With fewer of them than stages, some stage would be empty."
+        "Without `stages` the transformer layers and the empty layers are divided evenly, at least one per stage. "
+        "`stages: uniform` divides all layers. With fewer layers than stages, a stage would be empty."
     ),
     wrong="model: {num_layers: 2}\ntopology: {pp: 4}",
     right="model: {num_layers: 4}\ntopology: {pp: 4}",
@@ -32,7 +36,7 @@ UNKNOWN_LAYER = RuleDoc(
     severity="error",
     explanation=(
         "The layers of a GPT are `embed`, `layer.0` to `layer.(num_layers - 1)`, `norm` and `head`, and "
-        "`empty.0` on where `model.empty_layers` asks for them."
+        "`empty.0` and so on if `model.empty_layers` is set."
     ),
     wrong="model: {num_layers: 2}\nstages: [[embed, layer0], [layer.1, norm, head]]",
     right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
@@ -42,9 +46,9 @@ UNEVEN_MATCHES = RuleDoc(
     title="the layers that `stages: layer:REGEX` counts do not divide into the stages",
     severity="error",
     explanation=(
-        "The pattern is looked for in the class names that PaddleFleet's layers have, and each stage gets equally "
-        "many of the layers that it is found in. Fleet refuses to build a model where that cannot be. Empty layers "
-        "fill up what is missing: `model.empty_layers`."
+        "The pattern is matched against the class names of PaddleFleet's layers. Each stage gets the same number of "
+        "matching layers. If that is not possible, Fleet refuses to build the model. `model.empty_layers` adds the "
+        "missing layers."
     ),
     wrong="model: {num_layers: 3}\ntopology: {pp: 2}\nstages: layer:TransformerLayer",
     right=(
@@ -55,21 +59,19 @@ PARTITION_CODES = (TOO_FEW_LAYERS, UNKNOWN_LAYER, UNEVEN_MATCHES)
 
 
 def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
-    """Layer names by global stage: as ``stages`` says, else an even cut.
+    """Layer names by global stage: as listed in ``stages``, else an even partition.
 
-    The even cut counts transformer layers and empty layers, and gives the
-    remainder of the division to the earliest stages, one layer each (the last
-    stage has the head's work already). Every stage ends right behind the last
-    layer that counts for it; what is not counted joins what comes after it,
-    behind the last counted layer the last stage.
+    The even partition counts transformer layers and empty layers. The earliest stages get the remainder of the
+    division, one layer each (the last stage already has the work of the head). Every stage ends directly after its last
+    counted layer. Layers that do not count belong to the stage of the next counted layer, after the last one to the
+    last stage.
 
     Raises:
-        BadPlanAtError: PP110, fewer layers to cut than stages; PP111,
-            ``stages`` names a layer that is not there; PP143, the layers that
-            ``layer:REGEX`` finds do not divide into the stages.
+        BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names an unknown layer; PP143, the layers
+            that ``layer:REGEX`` matches do not divide into the stages.
     """
-    if plan.own_layers is not None:
-        return own_stages(plan)
+    if plan.custom_layers is not None:
+        return custom_stages(plan)
     names = layer_order(plan.model)
     if plan.stages is None:
         return _even_cut(plan, names)
@@ -100,34 +102,109 @@ def _require_known(stages: Sequence[Sequence[str]], known: Sequence[str]) -> Non
 
 
 def _even_cut(plan: PlanSpec, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    counted = [takes_a_place(name) for name in names]
+    counted = [counts_in_even_cut(name) for name in names]
     _require_enough(
         plan,
-        [name for name in names if takes_a_place(name)],
+        [name for name in names if counts_in_even_cut(name)],
         "transformer and empty layers" if any(plan.model.num_empty) else "transformer layers",
     )
     return cut_behind(names, counted, even_shares(sum(counted), plan.num_stages))
 
 
-def _require_enough(plan: PlanSpec, names: Sequence[str], what: str) -> None:
+def _require_enough(plan: PlanSpec, names: Sequence[str], layer_text: str) -> None:
     if len(names) < plan.num_stages:
-        message = f"{len(names)} {what} cannot be cut evenly onto {plan.num_stages} stages: a stage would be empty"
-        mend = f"set topology.pp to at most {len(names)}, or list the layers of each stage under `stages`"
-        place: KeyPath = ("topology", "pp")
-        raise BadPlanAtError(Finding(TOO_FEW_LAYERS.code, Severity.ERROR, message, help=mend), place)
+        message = (
+            f"{len(names)} {layer_text} cannot be cut evenly onto {plan.num_stages} stages: a stage would be empty"
+        )
+        fix = f"set topology.pp to at most {len(names)}, or list the layers of each stage under `stages`"
+        path: KeyPath = ("topology", "pp")
+        raise BadPlanAtError(Finding(TOO_FEW_LAYERS.code, Severity.ERROR, message, help=fix), path)
 
 
 def _cut_by_class(plan: PlanSpec, names: Sequence[str], pattern: str) -> tuple[tuple[str, ...], ...]:
-    classes = [CLASS_NAMES[first_word(name)] for name in names]
-    counted = [is_matched(pattern, one) for one in classes]
+    classes = [CLASS_NAMES[layer_prefix(name)] for name in names]
+    counted = [is_matched(pattern, class_name) for class_name in classes]
     number, num_stages = sum(counted), plan.num_stages
     if number and number % num_stages == 0:
         return cut_behind(names, counted, even_shares(number, num_stages))
     if not number:
-        message = f"no layer of the model is of a class that `{pattern}` is found in"
-        mend = f"the classes are {listed(list(dict.fromkeys(classes)), 'and')}"
+        message = f"`{pattern}` matches the class of no layer of the model"
+        fix = f"the classes are {listed(list(dict.fromkeys(classes)), 'and')}"
     else:
-        message = f"`{pattern}` is found in {number} layers, which do not divide into {num_stages} stages"
+        message = f"`{pattern}` matches {number} layers, which do not divide into {num_stages} stages"
         missing = -number % num_stages
-        mend = f"count {missing} more, as `model.empty_layers` and `EmptyLayer` in the pattern do, or list the stages"
-    raise BadPlanAtError(Finding(UNEVEN_MATCHES.code, Severity.ERROR, message, help=mend), ("stages",))
+        fix = f"count {missing} more, as `model.empty_layers` and `EmptyLayer` in the pattern do, or list the stages"
+    raise BadPlanAtError(Finding(UNEVEN_MATCHES.code, Severity.ERROR, message, help=fix), ("stages",))
+
+
+def custom_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
+    """Names of custom layers by global stage: as listed in ``stages``, else evenly, the remainder to early stages.
+
+    Raises:
+        BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names a layer that is not declared.
+    """
+    declared = plan.custom_layers
+    assert declared is not None, "only for plans with custom layers"
+    names = [layer.name for layer in declared.layers]
+    if plan.stages is not None:
+        assert not isinstance(plan.stages, str), "refused when the plan is read"
+        for stage, listed in enumerate(plan.stages):
+            for index, name in enumerate(listed):
+                if name not in names:
+                    raise _unknown(name, names, stage, index)
+        return plan.stages
+    if len(names) < plan.num_stages:
+        message = f"{len(names)} layers cannot be cut onto {plan.num_stages} stages: a stage would be empty"
+        fix = f"set topology.pp to at most {len(names)}, or declare more layers"
+        raise BadPlanAtError(Finding("PP110", Severity.ERROR, message, help=fix), ("topology", "pp"))
+    share, remainder = divmod(len(names), plan.num_stages)
+    ends = [share * (stage + 1) + min(stage + 1, remainder) for stage in range(plan.num_stages)]
+    return tuple(tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def _unknown(name: str, names: Sequence[str], stage: int, index: int) -> BadPlanAtError:
+    near = nearest_name(name, names)
+    hint = f"did you mean `{near}`? " if near else ""
+    return BadPlanAtError(
+        Finding(
+            "PP111",
+            Severity.ERROR,
+            f"stage {stage} names the layer `{name}`, which model.layers does not have",
+            help=f"{hint}the layers are {', '.join(names)}",
+        ),
+        ("stages", stage, index),
+    )
+
+
+def cut_behind(names: Sequence[str], is_counted: Sequence[bool], shares: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Divide layers into parts with ``shares`` counted layers each, in order.
+
+    Each part ends directly after its last counted layer. Layers before the first counted layer belong to the first
+    part, layers after the last one to the last part. The shares are positive and add up to the number of counted
+    layers.
+    """
+    counted_at = [index for index, counted in enumerate(is_counted) if counted]
+    assert sum(shares) == len(counted_at)
+    assert min(shares) > 0
+    ends = [counted_at[last - 1] + 1 for last in accumulate(shares)]
+    return _between(names, [0, *ends[:-1], len(names)])
+
+
+def even_shares(number: int, num_parts: int) -> list[int]:
+    """Divide ``number`` evenly; the first parts get the remainder, one each."""
+    share, remainder = divmod(number, num_parts)
+    return [share + (part < remainder) for part in range(num_parts)]
+
+
+def uniform_cut(names: Sequence[str], num_parts: int) -> tuple[tuple[str, ...], ...]:
+    """Divide all layers evenly; the last parts get the remainder, one each: Fleet's ``uniform``."""
+    return _between(names, [0, *accumulate(reversed(even_shares(len(names), num_parts)))])
+
+
+def is_matched(pattern: str, class_name: str) -> bool:
+    """True if Fleet counts a layer of that class: the pattern matches anywhere in its name, in any case."""
+    return re.search(pattern, class_name, re.IGNORECASE) is not None
+
+
+def _between(names: Sequence[str], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(names[first:end]) for first, end in pairwise(bounds))

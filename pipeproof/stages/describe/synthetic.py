@@ -1,8 +1,7 @@
-"""Deterministic weights and tokens: everything that a run starts from, computed with numpy alone.
+"""Deterministic weights and tokens: all initial data of a run, computed with numpy alone.
 
-Every draw is keyed by what it is for (seed, parameter name; seed, step,
-micro-batch), never by who draws it or in which order, so all ranks and the
-reference get the same values whatever the topology.
+The key of every draw is its purpose (seed, parameter name; seed, step, micro-batch), not the rank or the order of
+draws. So all ranks and the reference get the same values for any topology.
 
 Shape letters: S sequence, B micro-batch rows.
 """
@@ -33,15 +32,15 @@ class Batch:
 
     @property
     def num_counted(self) -> int:
-        """How many positions count in the loss; at least one."""
+        """The number of positions that count in the loss, at least one."""
         return int(np.count_nonzero(self.labels != IGNORED))
 
 
 def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[Any]:
-    """The whole initial weight of a parameter, as if there were one rank.
+    """The whole initial weight of a parameter.
 
-    Normal with ``init_std``, or ``init_value`` everywhere where that is None. Drawn in float64 and
-    then rounded, so float32 and float64 runs start from the same numbers.
+    It is normal with ``init_std``, or ``init_value`` everywhere if that is None. It is drawn in float64, then rounded,
+    so float32 and float64 runs start from the same numbers.
     """
     if parameter.init_std is None:
         return np.full(parameter.shape, parameter.init_value, dtype=dtype)
@@ -52,12 +51,11 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
 def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     """The ``index``-th micro-batch of a step, counted over all data ranks: rank d's k-th is d * m + k.
 
-    Data ranks are those with micro-batches of their own, over ``dp`` and ``ep``; that at (dp, ep) is dp * (number of
-    ep ranks) + ep.
+    Data ranks have different micro-batches, over ``dp`` and ``ep``; the data rank at (dp, ep) is dp * (number of ep
+    ranks) + ep.
 
-    Low token ids are more frequent, so that there is something to learn; none is of the vocabulary's padding. Each
-    row counts a random number of leading positions: micro-batches differ in
-    their number of counted tokens, as real ones do.
+    Low token ids are more frequent, so that there is something to learn; none is in the vocabulary's padding. Each row
+    counts a random number of leading positions: micro-batches differ in their number of counted tokens, as in practice.
     """
     size = _size(plan, index)
     length = size.seq_length
@@ -68,11 +66,10 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
 
 
 def loss_scale(plan: PlanSpec, step: int, index: int) -> float:
-    """What the summed token losses of one micro-batch are multiplied by, so that the step's losses add up.
+    """The factor of the summed token losses of one micro-batch, so that the losses of a step can be added.
 
-    ``global_tokens``: one over the counted tokens of the whole step.
-    ``mean_of_micro_batches``: one over (this micro-batch's counted tokens
-    times the number of micro-batches of all data ranks).
+    ``global_tokens``: one over the counted tokens of the whole step. ``mean_of_micro_batches``: one over (this
+    micro-batch's counted tokens times the number of micro-batches of all data ranks).
     """
     num_global = plan.topology.dp * plan.topology.ep * plan.schedule.num_micro_batches
     if plan.loss.normalization == "global_tokens":
@@ -91,12 +88,12 @@ def _counted_lengths(plan: PlanSpec, step: int, index: int) -> npt.NDArray[np.in
 
 
 def _size(plan: PlanSpec, index: int) -> MicroBatchSize:
-    """Every data-parallel rank has the same sizes."""
+    """The size of a micro-batch; all data-parallel ranks have the same sizes."""
     return micro_batch_size(plan, index % plan.schedule.num_micro_batches)
 
 
 def key_of(purpose: str, *key: int | str) -> int:
-    """A number of 128 bits that is another one for every other purpose and key."""
+    """A 128-bit number that differs for every purpose and key."""
     return _digest(purpose, *key) >> 128
 
 

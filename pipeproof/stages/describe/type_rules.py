@@ -1,10 +1,9 @@
 """The signature of every typed operation, over one mesh axis at a time.
 
-``output_type`` says what the operands' types make of an operation's value, or
-refuses them. The axes are independent: a tensor that is cut over ``cp`` and
-invariant over ``tp`` is judged twice. The rules are those of SPMD type systems
-(replicated, invariant, varying, partial; Megatron's f and g are the relabel
-I to R and the all-reduce P to I), with the cut dim by name.
+``output_type`` derives the type of an operation's value from the operands' types, or refuses them. The axes are
+independent: a tensor that is cut over ``cp`` and invariant over ``tp`` is checked twice. The rules are those of SPMD
+type systems (replicated, invariant, varying, partial; Megatron's f and g are the relabel I to R and the all-reduce P to
+I), with the cut dim by name.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeproof.specs.layout import PlacementKind
+from pipeproof.specs.axis_layout import PlacementKind
 from pipeproof.stages.describe.typed_ops import TypedKind, TypedOp
 from pipeproof.stages.describe.typed_values import INVARIANT, PARTIAL, REPLICATED, VARYING, AxisType, Value, cut
 
 
 class Reason(StrEnum):
-    """Which of three mistakes a refusal is about."""
+    """The kind of mistake in a refusal."""
 
     OPERAND = "operand"
-    """An operation gets a value that it does not compute rightly with."""
+    """An operation gets a value with which it computes a wrong result."""
     RELABEL = "relabel"
-    """A value is said to lie otherwise than it does."""
+    """A value is declared with a layout that it does not have."""
     SIDE_INPUT = "side_input"
-    """A constant that goes with a tensor (a mask, ids, positions) is not cut as the tensor is."""
+    """A constant that belongs to a tensor (a mask, ids, positions) is not cut like the tensor."""
 
 
 class TypeRefusedError(Exception):
-    """The operands do not fit the operation; ``help`` says what would."""
+    """The operands do not fit the operation; ``help`` is the suggested fix."""
 
     def __init__(self, reason: Reason, message: str, help: str) -> None:
         super().__init__(message)
@@ -39,7 +38,7 @@ class TypeRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A value as an operation takes it over one axis; a parameter that is not cut fits itself to the others."""
+    """An operand of an operation over one axis. A parameter that is not cut adapts to the other operands."""
 
     value: Value
     type: AxisType
@@ -47,7 +46,7 @@ class Operand:
 
     @property
     def adapts(self) -> bool:
-        """Whether the operand may meet any type: equal values whose gradient is none or may be summed later."""
+        """True if the operand fits any type: equal values without a gradient, or with one that may be summed later."""
         return self.type.is_equal and (self.is_parameter or not self.value.differentiable)
 
     def __str__(self) -> str:
@@ -55,7 +54,7 @@ class Operand:
 
 
 def output_type(op: TypedOp, operands: Sequence[Operand], axis: str, num_ranks: int, sizes: dict[str, int]) -> AxisType:
-    """The type over ``axis`` of the value that ``op`` makes.
+    """The type over ``axis`` of the result of ``op``.
 
     Raises:
         TypeRefusedError: the operands' types do not fit.
@@ -69,7 +68,7 @@ def output_type(op: TypedOp, operands: Sequence[Operand], axis: str, num_ranks: 
             _refuse_cut(operands[0], op.over[:1], "takes a range of")
             return operands[0].type
         case TypedKind.DISPATCH:
-            return _renamed(_met(op, operands), op.over[0], op.over[2])
+            return _renamed(_combine_types(op, operands), op.over[0], op.over[2])
         case TypedKind.COMBINE:
             return _combined(op, operands)
         case TypedKind.MAX:
@@ -77,19 +76,19 @@ def output_type(op: TypedOp, operands: Sequence[Operand], axis: str, num_ranks: 
             _refuse_addends(op, operand)
             return VARYING if operand.type == cut(op.over[0]) else operand.type
         case _:
-            return _met(op, operands)
+            return _combine_types(op, operands)
 
 
-def _met(op: TypedOp, operands: Sequence[Operand]) -> AxisType:
+def _combine_types(op: TypedOp, operands: Sequence[Operand]) -> AxisType:
     """The common rule of sums, products and other functions of several operands."""
-    for decide in (_met_addends, _met_parts, _met_others):
-        found = decide(op, operands)
-        if found is not None:
-            return found
-    return _met_equals(operands)
+    for decide in (_combine_addends, _combine_parts, _combine_varying):
+        combined = decide(op, operands)
+        if combined is not None:
+            return combined
+    return _combine_equals(operands)
 
 
-def _met_addends(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
+def _combine_addends(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     addends = [operand for operand in operands if operand.type == PARTIAL]
     if not addends:
         return None
@@ -117,7 +116,7 @@ def _met_addends(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     return PARTIAL
 
 
-def _met_parts(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
+def _combine_parts(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     parts = [operand for operand in operands if operand.type.is_cut]
     if not parts:
         return None
@@ -126,13 +125,13 @@ def _met_parts(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
         if operand.type != first.type:
             raise TypeRefusedError(
                 Reason.OPERAND,
-                f"{first} and {operand} are cut along different dims, so each rank meets the wrong parts",
+                f"{first} and {operand} are cut along different dims, so the parts on a rank do not belong together",
                 "gather one of them, or bring both to a cut along the same dim",
             )
     dim = first.type.dim
     for operand in others:
         if dim in operand.value.dims:
-            raise _whole_beside_part(operand, first)
+            raise _whole_with_part(operand, first)
         if operand.type.is_equal:
             _require_region(operand, first)
     if op.kind is TypedKind.APPLY:
@@ -142,7 +141,7 @@ def _met_parts(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     return PARTIAL if dim in op.over and op.kind is not TypedKind.DISPATCH else first.type
 
 
-def _met_others(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
+def _combine_varying(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     varying = [operand for operand in operands if operand.type == VARYING]
     for operand in operands if varying else ():
         if operand.type.is_equal:
@@ -150,7 +149,7 @@ def _met_others(op: TypedOp, operands: Sequence[Operand]) -> AxisType | None:
     return VARYING if varying else None
 
 
-def _met_equals(operands: Sequence[Operand]) -> AxisType:
+def _combine_equals(operands: Sequence[Operand]) -> AxisType:
     flowing = [operand for operand in operands if not operand.adapts]
     replicated = [operand for operand in flowing if operand.type == REPLICATED]
     for operand in flowing if replicated else ():
@@ -161,11 +160,11 @@ def _met_equals(operands: Sequence[Operand]) -> AxisType:
 
 
 def _require_region(operand: Operand, other: Operand) -> None:
-    """An invariant value with a gradient may not meet what differs per rank: its gradient would be addends."""
+    """Refuse an invariant value with a gradient next to values that differ per rank: its gradient would be addends."""
     if operand.type == INVARIANT and not operand.adapts:
         raise TypeRefusedError(
             Reason.OPERAND,
-            f"{operand} meets {other}: each rank then has only an addend of the gradient of "
+            f"{operand} is used with {other}: each rank then has only an addend of the gradient of "
             f"`{operand.value.name}`, which is declared complete",
             f"relabel `{operand.value.name}` from I to R before, which sums its gradient over the ranks",
         )
@@ -175,7 +174,7 @@ def _refuse_addends(op: TypedOp, operand: Operand) -> None:
     if operand.type == PARTIAL:
         raise TypeRefusedError(
             Reason.OPERAND,
-            f"it is no linear function, and {operand} are addends: a function of a sum is not the sum of the functions",
+            f"it is not linear, and {operand} are addends: a function of a sum is not the sum of the functions",
             f"reduce `{operand.value.name}` over the axis first",
         )
 
@@ -184,17 +183,17 @@ def _refuse_cut(operand: Operand, dims: Sequence[str], verb: str) -> None:
     if operand.type.is_cut and operand.type.dim in dims:
         raise TypeRefusedError(
             Reason.OPERAND,
-            f"it {verb} {operand.type.dim}, of which each rank holds a part only: {operand}",
+            f"it {verb} {operand.type.dim}, but each rank has only a part of it: {operand}",
             f"gather `{operand.value.name}` along {operand.type.dim} first",
         )
 
 
-def _whole_beside_part(operand: Operand, part: Operand) -> TypeRefusedError:
+def _whole_with_part(operand: Operand, part: Operand) -> TypeRefusedError:
     dim = part.type.dim
     side = not operand.value.differentiable
     return TypeRefusedError(
         Reason.SIDE_INPUT if side else Reason.OPERAND,
-        f"{operand} has the whole of {dim}, and {part} has a part of it on each rank",
+        f"{operand} has the whole dim {dim}, and {part} has a part of it on each rank",
         f"cut `{operand.value.name}` along {dim}" + ("" if side else f", or gather `{part.value.name}`"),
     )
 
@@ -210,7 +209,7 @@ def _combined(op: TypedOp, operands: Sequence[Operand]) -> AxisType:
     dims = tuple(token_dim if dim == slot_dim else dim for dim in slots.value.dims)
     as_tokens = Value(slots.value.name, dims, {}, slots.value.differentiable)
     product = TypedOp(TypedKind.MULTIPLY, op.inputs, op.output)
-    return _met(product, [Operand(as_tokens, _renamed(slots.type, slot_dim, token_dim)), *rest])
+    return _combine_types(product, [Operand(as_tokens, _renamed(slots.type, slot_dim, token_dim)), *rest])
 
 
 def _reshaped(op: TypedOp, operand: Operand, num_ranks: int, sizes: dict[str, int]) -> AxisType:
@@ -220,8 +219,8 @@ def _reshaped(op: TypedOp, operand: Operand, num_ranks: int, sizes: dict[str, in
         if kind == cut(second):
             raise TypeRefusedError(
                 Reason.OPERAND,
-                f"it merges {first} and {second} into {third}, and {operand} is cut along the minor one: the parts "
-                f"are no ranges of {third}",
+                f"it merges {first} and {second} into {third}, and {operand} is cut along the minor dim: the parts "
+                f"are not ranges of {third}",
                 f"cut `{operand.value.name}` along {first}, or gather it first",
             )
         return _renamed(kind, first, third)
@@ -229,28 +228,28 @@ def _reshaped(op: TypedOp, operand: Operand, num_ranks: int, sizes: dict[str, in
         raise TypeRefusedError(
             Reason.OPERAND,
             f"it splits {first} into {sizes[second]} of {second}, and {operand} is cut over {num_ranks} ranks: the "
-            f"parts do not end between two of {second}",
+            f"ends of the parts are not between two of {second}",
             f"choose a number of {second} that the ranks divide",
         )
     return _renamed(kind, first, second)
 
 
-_TAKES: dict[TypedKind, tuple[PlacementKind, ...]] = {
+_OPERANDS: dict[TypedKind, tuple[PlacementKind, ...]] = {
     TypedKind.ALL_REDUCE: (PlacementKind.PARTIAL,),
     TypedKind.REDUCE_SCATTER: (PlacementKind.PARTIAL,),
     TypedKind.ALL_GATHER: (PlacementKind.SHARDED,),
     TypedKind.ALL_TO_ALL: (PlacementKind.SHARDED,),
     TypedKind.CUT: (PlacementKind.REPLICATED, PlacementKind.INVARIANT),
 }
-"""What each layout change takes; another type is refused as an operand."""
+"""The operand types of each layout change; other types are refused."""
 
-_MAKES: dict[TypedKind, tuple[PlacementKind, ...]] = {
+_RESULTS: dict[TypedKind, tuple[PlacementKind, ...]] = {
     TypedKind.ALL_REDUCE: (PlacementKind.REPLICATED, PlacementKind.INVARIANT),
     TypedKind.ALL_GATHER: (PlacementKind.REPLICATED, PlacementKind.INVARIANT),
 }
-"""What each layout change may be said to make, where that is not its one possibility."""
+"""The possible result types of a layout change, if there is more than one."""
 
-_WORDS = {
+_TYPE_TEXT = {
     PlacementKind.PARTIAL: "addends (P)",
     PlacementKind.SHARDED: "parts (S)",
     PlacementKind.REPLICATED: "equal values (R or I)",
@@ -264,11 +263,11 @@ _CONSEQUENCE = {
 }
 
 _HARMLESS = {(INVARIANT.kind, REPLICATED.kind), (PlacementKind.SHARDED, VARYING.kind)}
-"""Relabels that keep the meaning of value and gradient; the first sums gradients on the way back."""
+"""Relabels that keep the meaning of value and gradient. The first one sums gradients in backward."""
 
 
 def _changed(op: TypedOp, operand: Operand, axis: str) -> AxisType:
-    """The type after a layout change over ``op.axis``; over other axes it changes nothing."""
+    """The type after a layout change over ``op.axis``. Types over other axes do not change."""
     kind, target = operand.type, op.target
     assert target is not None
     if op.axis != axis:
@@ -277,33 +276,31 @@ def _changed(op: TypedOp, operand: Operand, axis: str) -> AxisType:
         if kind != target and (kind.kind, target.kind) not in _HARMLESS:
             raise relabelled(operand, target)
         return target
-    takes = _TAKES[op.kind]
+    takes = _OPERANDS[op.kind]
     if op.kind is TypedKind.ALL_REDUCE and op.reduction == "max":
         takes = (PlacementKind.VARYING,)
     if kind.kind not in takes:
         raise TypeRefusedError(
             Reason.OPERAND,
-            f"it takes {_WORDS.get(takes[0], 'values that vary (V)')} over {axis}, and gets {operand}: "
+            f"it takes {_TYPE_TEXT.get(takes[0], 'values that vary (V)')} over {axis}, and gets {operand}: "
             f"{_CONSEQUENCE[op.kind]}",
-            f"give it {_WORDS.get(takes[0], 'values that vary (V)')}, or remove it",
+            f"pass {_TYPE_TEXT.get(takes[0], 'values that vary (V)')}, or remove it",
         )
-    if target.kind not in _MAKES.get(op.kind, (PlacementKind.SHARDED,)):
-        raise TypeRefusedError(
-            Reason.RELABEL, f"its result is said to be {target} over {axis}", "say what it makes: R or I"
-        )
+    if target.kind not in _RESULTS.get(op.kind, (PlacementKind.SHARDED,)):
+        raise TypeRefusedError(Reason.RELABEL, f"its result is declared as {target} over {axis}", "declare R or I")
     return target
 
 
 def relabelled(operand: Operand, target: AxisType) -> TypeRefusedError:
-    """The refusal of a value that is said to be ``target`` and is not."""
+    """The refusal of a value that is declared as ``target`` but has another type."""
     return TypeRefusedError(
         Reason.RELABEL,
-        f"{operand} is said to be {target}, and no operation makes it so",
-        _way(operand, target),
+        f"{operand} is declared as {target}, but no operation converts it",
+        _suggested_fix(operand, target),
     )
 
 
-def _way(operand: Operand, target: AxisType) -> str:
+def _suggested_fix(operand: Operand, target: AxisType) -> str:
     name = operand.value.name
     if operand.type == PARTIAL:
         return f"reduce `{name}` over the axis: all_reduce, or reduce_scatter for a cut"
@@ -311,4 +308,4 @@ def _way(operand: Operand, target: AxisType) -> str:
         return f"gather `{name}`"
     if target.is_cut and operand.type.is_equal:
         return f"cut `{name}` along {target.dim}"
-    return "say the type that it has, or change the layout by an operation that does"
+    return "declare the type that it has, or add an operation that changes the layout"

@@ -1,43 +1,40 @@
-"""The plan's GPT as typed programs, one for each kind of layer: what ``describe_gpt`` lists by hand, derived.
+"""The plan's GPT as typed programs, one for each kind of layer, from which the list of ``describe_gpt`` is derived.
 
-Dims: ``s`` sequence, ``b`` micro-batch rows of all ``ep`` ranks, ``h`` hidden,
-``v`` vocabulary, ``c`` = ``a`` heads of keys and values x ``e`` (q, k and v of
-a head's group), ``d`` q of a group, ``w`` = k and v of a head, ``g`` = ``a`` x
-``d``, ``f`` feed-forward, ``t`` the sequence as keys and values lie along it.
-Those of latent attention and of experts stand where they are written.
+Dims: ``s`` sequence, ``b`` micro-batch rows of all ``ep`` ranks, ``h`` hidden, ``v`` vocabulary, ``c`` = ``a`` heads of
+keys and values x ``e`` (q, k and v of a head's group), ``d`` q of a group, ``w`` = k and v of a head, ``g`` = ``a`` x
+``d``, ``f`` feed-forward, ``t`` the sequence of keys and values. Residual streams: ``p`` the streams, ``p_to`` the
+written streams, ``p_all`` = ``p_to`` x ``p``, ``p_gates`` the numbers that gate and mix them, ``p_three`` the scales of
+these numbers. The methods explain the dims of latent attention and of experts.
 
-Over ``tp`` activations between layers are invariant, or with sequence
-parallelism cut along ``s``; over ``cp`` they are always cut along ``s``. Over
-``ep`` ranks have micro-batches of their own, which is a cut along ``b``.
+Over ``tp`` activations between layers are invariant or, with sequence parallelism, cut along ``s``. Over ``cp`` they
+are always cut along ``s``. Over ``ep`` ranks have different micro-batches, which is a cut along ``b``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.custom_model import typed_custom_layers
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
-from pipeproof.stages.describe.lanes import embeds_again, lanes_after, lanes_into
 from pipeproof.stages.describe.layers import COUNTS_DTYPE, layer_kind, loss_dtype
-from pipeproof.stages.describe.own_layers import typed_own
-from pipeproof.stages.describe.streams import streams_of
+from pipeproof.stages.describe.mtp_streams import embeds_again, mtp_streams_after, mtp_streams_into
+from pipeproof.stages.describe.residual_streams import BlockStreams, residual_streams_of
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
-from pipeproof.stages.describe.typed_streams import SubLayer, residual_block, stream_sizes
 
 
 def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
-    """The derived types by ``layer_kind``, of every kind that the plan's model has.
+    """The derived types of every kind of layer in the plan's model, by ``layer_kind``.
 
-    Names inside are without the layer's own (``attn.qkv.weight``), those of
-    borrowed weights whole. Axes: ``tp``, ``cp``, ``ep``; ``dp``, over which
-    nothing is exchanged before the gradients, is not in it. ``size`` is that
-    of the micro-batch, the plan's full one without it.
+    Names are without the layer's name (``attn.qkv.weight``); names of borrowed weights are whole. Axes: ``tp``, ``cp``
+    and ``ep``, but not ``dp``, over which only gradients are exchanged. ``size`` is the size of the micro-batch, by
+    default the plan's full size.
     """
-    if plan.own_layers is not None:
-        return typed_own(plan)
+    if plan.custom_layers is not None:
+        return typed_custom_layers(plan)
     model = plan.model
     writer = _GptWriter(plan, size or MicroBatchSize(model.seq_length, plan.schedule.micro_batch_size))
     blocks = {layer_kind(model, name): name for name in (f"layer.{i}" for i in range(model.num_layers))}
@@ -71,7 +68,7 @@ class _GptWriter:
 
     def embed(self) -> ProgramBuilder:
         """Vocabulary-parallel embedding."""
-        p = self._program("embed", lanes_after(self._model, ["embed"]))
+        p = self._program("embed", mtp_streams_after(self._model, ["embed"]))
         p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
         p.parameter("weight", "v h", tp="S(v)")
         p.pick("rows", "weight", "tokens", over="v")
@@ -79,15 +76,15 @@ class _GptWriter:
         return p
 
     def empty(self) -> ProgramBuilder:
-        """What comes in goes out."""
+        """A layer that returns its input."""
         p = self._program("empty")
         p.result(p.input("x", "s b h", **self._between), **self._between)
         return p
 
     def block(self, kind: str, name: str) -> ProgramBuilder:
-        """Attention and feed-forward, each with its norm before and its residual around."""
+        """Attention and feed-forward, each with its norm and residual."""
         sub_layers = self._sub_layers(has_experts=kind.endswith("moe_block"))
-        return residual_block(self._program(kind), streams_of(self._model, name), sub_layers, self._between)
+        return residual_block(self._program(kind), residual_streams_of(self._model, name), sub_layers, self._between)
 
     def _sub_layers(self, *, has_experts: bool) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
@@ -98,7 +95,7 @@ class _GptWriter:
         )
 
     def module(self) -> ProgramBuilder:
-        """Multi-token prediction: a lane and an embedding, normed and joined (dim ``two``), and a block."""
+        """An MTP module: an MTP stream and an embedding, normed and joined (dim ``two``), then a block."""
         p = self._program("mtp")
         p.input("hidden", "s b h", **self._between)
         if embeds_again(self._model):
@@ -119,8 +116,8 @@ class _GptWriter:
         return p
 
     def norm(self) -> ProgramBuilder:
-        """The last norm."""
-        p = self._program("norm", lanes_into(self._model, "norm"))
+        """The final norm."""
+        p = self._program("norm", mtp_streams_into(self._model, "norm"))
         p.input("x", "s b h", **self._between)
         p.parameter("weight", "h")
         p.result(p.apply("y", "x", "weight", along="h"), **self._between)
@@ -128,7 +125,7 @@ class _GptWriter:
 
     def head(self) -> ProgramBuilder:
         """Logits, and the vocabulary-parallel cross-entropy of each token."""
-        p = self._program("head", lanes_into(self._model, "head"))
+        p = self._program("head", mtp_streams_into(self._model, "head"))
         p.input("x", "s b h", **self._between)
         p.constant("labels", "s b", cp="S(s)", ep="S(b)")
         weight, dims = ("embed.weight", "v h") if self._model.tied_embedding else ("weight", "h v")
@@ -146,16 +143,16 @@ class _GptWriter:
         p.result(p.multiply("loss", "token_loss", over="s b"), cp="P", ep="P")
         return p
 
-    def _program(self, name: str, num_lanes: int = 1) -> ProgramBuilder:
-        """A program whose rows are those of so many lanes."""
-        return ProgramBuilder(name, self._mesh, {**self._sizes, "b": num_lanes * self._sizes["b"]})
+    def _program(self, name: str, num_streams: int = 1) -> ProgramBuilder:
+        """A program with the rows of ``num_streams`` MTP streams."""
+        return ProgramBuilder(name, self._mesh, {**self._sizes, "b": num_streams * self._sizes["b"]})
 
     def _enter(self, p: ProgramBuilder, name: str, x: str) -> str:
-        """Into column-parallel weights: all tokens on every TP rank."""
+        """Enter column-parallel weights: all tokens on every TP rank."""
         return p.all_gather(name, x, "tp") if self._sp else p.relabel(name, x, "tp")
 
     def _leave(self, p: ProgramBuilder, name: str, x: str) -> str:
-        """From addends back to what lies between layers."""
+        """Reduce addends to the activation between layers."""
         return p.reduce_scatter(name, x, "tp", "s") if self._sp else p.all_reduce(name, x, "tp")
 
     def _norm(self, p: ProgramBuilder, name: str, x: str, dim: str) -> str:
@@ -170,16 +167,16 @@ class _GptWriter:
         p.split("heads", "fused", "c", "a e")
         p.apply("query", p.select("plain_query", "heads", "e", "d"), "positions", along="d")
         p.apply("own_kv", p.select("plain_kv", "heads", "e", "w"), "positions", along="w")
-        p.select("kv", p.all_gather("attn.kv", "own_kv", "cp"), "s", "t")  # a query looks at the whole sequence
+        p.select("kv", p.all_gather("attn.kv", "own_kv", "cp"), "s", "t")  # a query sees the whole sequence
         p.apply("mixed", "query", "kv", along="d", drop="t w")
         p.multiply("attn.addends", p.merge("attention", "mixed", "a d", "g"), "attn.out.weight", over="g")
         return self._leave(p, "attn.out", "attn.addends")
 
     def _latent_attention(self, p: ProgramBuilder, x: str) -> str:
-        """Of each of ``a`` heads: ``q`` the query, ``z`` the value, ``w`` the key without positions and the value.
+        """Latent attention. For each of ``a`` heads: ``q`` query, ``z`` value, ``w`` key without positions and value.
 
-        ``r`` is the key with positions, which all heads share; ``lq`` and
-        ``lk`` are the compressed sizes, ``j`` = ``lk`` + ``r``.
+        ``r`` is the key with positions, which all heads share. ``lq`` and ``lk`` are the compressed sizes, ``j`` =
+        ``lk`` + ``r``.
         """
         p.constant("positions", "s", cp="S(s)")
         self._latent_query(p, x)
@@ -214,7 +211,7 @@ class _GptWriter:
         return self._leave(p, "mlp.out", self._swiglu(p, "mlp", entered, "f"))
 
     def _swiglu(self, p: ProgramBuilder, name: str, entered: str, f: str) -> str:
-        """A SwiGLU MLP of the inner dim ``f``; on each TP rank an addend of its result."""
+        """A SwiGLU MLP with the inner dim ``f``. Each TP rank has an addend of its result."""
         p.parameter(f"{name}.gate.weight", f"h {f}", tp=f"S({f})")
         p.parameter(f"{name}.up.weight", f"h {f}", tp=f"S({f})")
         p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})")
@@ -224,11 +221,10 @@ class _GptWriter:
         return p.multiply(f"{name}.addends", inner, f"{name}.down.weight", over=f)
 
     def _experts(self, p: ProgramBuilder, x: str) -> str:
-        """``n`` experts = ``x`` EP ranks x ``y`` each, of the inner dim ``m``; ``k`` of them for a token.
+        """``n`` experts = ``x`` EP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
 
-        Of the tokens of one row, ``u`` go to the experts of one EP rank. How many
-        come for each of its experts it is told before: each of ``x_from`` x
-        ``c_from`` ranks over ``ep`` and ``cp`` has counts of its own.
+        ``u`` tokens of a row go to the experts of one EP rank. The ranks first exchange the numbers of tokens for each
+        expert: each of ``x_from`` x ``c_from`` ranks over ``ep`` and ``cp`` has its own counts.
         """
         entered, moe = self._enter(p, "mlp.in", x), self._model.moe
         sent_as = None if moe is None else moe.dispatch_dtype
@@ -237,8 +233,8 @@ class _GptWriter:
         weights = p.select("top.scores", "scores", "n", "k")
         p.detach("top.ids", weights)
         slots = p.dispatch("slots", entered, "top.ids", dim="s", into="x u")
-        told = p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)")
-        p.all_to_all("mlp.counts", told, "ep", "x", dtype=COUNTS_DTYPE)
+        counts = p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)")
+        p.all_to_all("mlp.counts", counts, "ep", "x", dtype=COUNTS_DTYPE)
         p.all_to_all("mlp.dispatch", slots, "ep", "x", dtype=sent_as)
         p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
@@ -303,3 +299,59 @@ def _expert_sizes(model: ModelSpec, topology: TopologySpec, seq_length: int) -> 
         "m": moe.ffn_size,
         **shared,
     }
+
+
+SubLayer = Callable[[ProgramBuilder, str], str]
+"""Add a sub-layer to a program after its input, and return the name of its output."""
+
+
+def stream_sizes(model: ModelSpec) -> Mapping[str, int]:
+    """The sizes of the dims of residual streams; none for a single residual."""
+    spec, count = model.hyper_connections, model.num_streams
+    if spec is None:
+        return {}
+    return {"p": count, "p_to": count, "p_all": count * count, "p_gates": spec.num_gates, "p_three": 3}
+
+
+def residual_block(
+    p: ProgramBuilder,
+    streams: BlockStreams | None,
+    sub_layers: Sequence[tuple[str, str, SubLayer]],
+    between: Mapping[str, str],
+) -> ProgramBuilder:
+    """A block of sub-layers, each with its residual: (name, name of the result, sub-layer)."""
+    if streams is None:
+        x = p.input("x", "s b h", **between)
+        for _, made, write in sub_layers:
+            x = p.add(made, x, write(p, x))
+        p.result(x, **between)
+        return p
+    if streams.expands:
+        p.input("given", "s b h", **between)
+        x = p.multiply("x", "given", p.constant("each", "p"))
+    else:
+        x = p.input("x", "s b p h", **between)
+    for name, made, write in sub_layers:
+        x = _around(p, name, x, write, f"{made}.streams" if streams.contracts else made)
+    if streams.contracts:
+        x = p.multiply(sub_layers[-1][1], x, over="p")
+    p.result(x, **between)
+    return p
+
+
+def _around(p: ProgramBuilder, name: str, x: str, write: SubLayer, made: str) -> str:
+    """The streams ``x`` after one sub-layer, under the name ``made``."""
+    at = f"{name}_streams"
+    p.parameter(f"{at}.weight", "p h p_gates")
+    p.parameter(f"{at}.scale", "p_three")
+    p.parameter(f"{at}.bias", "p_gates")
+    p.multiply(f"{at}.plain", p.apply(f"{at}.normed", x, along="p h"), f"{at}.weight", over="p h")
+    gates = p.apply(f"{at}.gates", f"{at}.plain", f"{at}.scale", f"{at}.bias", along="p_gates", drop="p_three")
+    p.select(f"{at}.pre", gates, "p_gates", "p")
+    p.select(f"{at}.post", gates, "p_gates", "p_to")
+    p.split(f"{at}.matrix", p.select(f"{at}.plain_res", gates, "p_gates", "p_all"), "p_all", "p_to p")
+    p.apply(f"{at}.res", f"{at}.matrix", along="p_to p")
+    read = p.multiply(f"{at}.read", f"{at}.pre", x, over="p")
+    p.multiply(f"{at}.mixed", f"{at}.res", x, over="p")
+    p.multiply(f"{at}.written", f"{at}.post", write(p, read))
+    return p.select(made, p.add(f"{at}.sum", f"{at}.mixed", f"{at}.written"), "p_to", "p")

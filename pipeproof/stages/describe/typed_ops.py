@@ -1,15 +1,12 @@
-"""Typed op programs: what a layer computes, with the type of every value over every mesh axis.
+"""Typed op programs: the operations of a layer, with the type of every value over every mesh axis.
 
-A program is written with a ``ProgramBuilder``: inputs and parameters with
-their types, then operations on named values. Dims go by name and have one
-size per program, so ``matmul`` over ``h`` contracts the dim ``h`` of both
-operands, and a cut along ``s`` is ``S(s)``. Nothing is judged while a program
-is written: ``derive_types`` does that.
+A ``ProgramBuilder`` writes a program: inputs and parameters with their types, then operations on named values. Dims
+have names and one size per program. So a product over ``h`` contracts the dim ``h`` of both operands, and a cut along
+``s`` is ``S(s)``. ``derive_types`` checks the program; the builder does not.
 
-Layout changes are operations of their own; no operation changes a layout on
-the side. A parameter that is not cut may be used by any operand's side: where
-the other operands differ over an axis, its gradient is an addend per rank
-there, and a reduction before the optimizer is owed (``partial_over``).
+Layout changes are separate operations; no other operation changes a layout. A parameter that is not cut may be used
+with any operand. If the other operands differ over an axis, each rank has an addend of its gradient, and a reduction
+before the optimizer is needed (``partial_over``).
 """
 
 from __future__ import annotations
@@ -22,18 +19,18 @@ from pipeproof.stages.describe.typed_values import AxisType, Value, axis_type, c
 
 
 class TypedKind(StrEnum):
-    """What an operation of a typed program is."""
+    """The kind of an operation of a typed program."""
 
     ADD = "add"
-    """Sum of the operands, broadcast by dim names."""
+    """Sum of the operands, broadcast by dim name."""
     MULTIPLY = "multiply"
     """Product of the operands, summed over the dims ``over``: a matmul, a scale, a plain sum."""
     APPLY = "apply"
-    """Any other function, element by element but for the dims ``over``, along which it mixes: norm, softmax."""
+    """Any other function, elementwise except along the dims ``over``, along which it mixes: norm, softmax."""
     MAX = "max"
-    """The largest along ``over``; no gradient."""
+    """The maximum along ``over``, without a gradient."""
     PICK = "pick"
-    """Entries of a table at given places along ``over``, zero for places on other ranks: embedding, target logit."""
+    """Entries of a table at given indices along ``over``, zero for indices on other ranks: embedding, target logit."""
     RESHAPE = "reshape"
     """One dim split into ``over`` (major, minor), or two merged into one."""
     SELECT = "select"
@@ -41,7 +38,7 @@ class TypedKind(StrEnum):
     DISPATCH = "dispatch"
     """Tokens into the slots of their experts."""
     COMBINE = "combine"
-    """Slots back to tokens, weighted."""
+    """Slots back to tokens, times weights."""
     DETACH = "detach"
     """The same value without a gradient."""
     ALL_REDUCE = "all_reduce"
@@ -49,20 +46,18 @@ class TypedKind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     CUT = "cut"
-    """Each rank keeps its part of what all hold."""
+    """Each rank keeps its part of a value that all ranks have."""
     RELABEL = "relabel"
-    """The same local values under another type; I to R is the way into a parallel region."""
+    """The same local values with another type; I to R enters a parallel region."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedOp:
-    """One operation; ``output`` is the value it makes, whose types its operands decide.
+    """One operation; ``output`` is its result, whose types depend on the operands.
 
-    ``over`` are the dims that it sums over, mixes along, splits or merges.
-    ``axis`` and ``target`` are the mesh axis of a layout change and the type
-    that it makes; ``reduction`` is that of an all-reduce. ``dtype`` and
-    ``grad_dtype`` are those in which a layout change moves elements and their
-    gradients, None for that of activations.
+    ``over`` are the dims that it sums over, mixes along, splits or merges. ``axis`` and ``target`` are the mesh axis
+    and the resulting type of a layout change; ``reduction`` is that of an all-reduce. ``dtype`` and ``grad_dtype`` are
+    the types in which a layout change moves elements and their gradients, None for the type of activations.
     """
 
     kind: TypedKind
@@ -77,16 +72,15 @@ class TypedOp:
 
     @property
     def name(self) -> str:
-        """The name of the operation, which is that of its value."""
+        """The name of the operation, which is the name of its result."""
         return self.output.name
 
 
 @dataclass(frozen=True, slots=True)
 class TypedParameter:
-    """A weight as a program uses it: cut, or equal on all ranks of an axis.
+    """A weight of a program: cut, or equal on all ranks of an axis.
 
-    ``reduced_over`` are the axes over which its gradient is summed before the
-    optimizer.
+    ``reduced_over`` are the axes over which its gradient is summed before the optimizer.
     """
 
     value: Value
@@ -95,12 +89,10 @@ class TypedParameter:
 
 @dataclass(frozen=True, slots=True)
 class TypedProgram:
-    """A layer as typed operations; ``mesh`` are the sizes of the axes, ``sizes`` those of the dims, global.
+    """A layer as typed operations; ``mesh`` has the sizes of the axes, ``sizes`` the global sizes of the dims.
 
-    Where several axes cut one dim, the first axis of ``mesh`` cuts finest: its
-    ranks share what one rank of the next axis would hold.
-    ``results`` are the values that it hands on, with the types that whoever
-    takes them relies on.
+    If several axes cut one dim, the first axis of ``mesh`` cuts finest: its ranks divide the part of one rank of the
+    next axis. ``results`` are the outputs of the program, with the types that readers expect.
     """
 
     name: str
@@ -113,10 +105,10 @@ class TypedProgram:
 
 
 class ProgramBuilder:
-    """Writes a ``TypedProgram``; every method but ``result`` and ``build`` returns the name of the value it makes.
+    """Builder of a ``TypedProgram``. Every method except ``result`` and ``build`` returns the name of the new value.
 
     Raises:
-        ValueError: (any method) a name is taken, a value or dim unknown, a type no type.
+        ValueError: (any method) a name exists already, a value or dim is unknown, or a type cannot be parsed.
     """
 
     def __init__(self, name: str, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> None:
@@ -128,17 +120,17 @@ class ProgramBuilder:
         self._results: list[Value] = []
 
     def input(self, name: str, dims: str, **types: str) -> str:
-        """A value that comes from outside: dims separated by spaces, types by axis (``tp="S(s)"``)."""
+        """An input: dims separated by spaces, types by axis (``tp="S(s)"``)."""
         self._inputs.append(self._value(name, dims.split(), types))
         return name
 
     def constant(self, name: str, dims: str, **types: str) -> str:
-        """A value from outside that no gradient flows to: token ids, a mask, positions."""
+        """An input without a gradient: token ids, a mask, positions."""
         self._inputs.append(self._value(name, dims.split(), types, differentiable=False))
         return name
 
     def parameter(self, name: str, dims: str, *, reduced_over: Sequence[str] = (), **types: str) -> str:
-        """A weight; over axes without a type every rank holds all of it."""
+        """A weight. Over axes without a type every rank has all of it."""
         value = self._value(name, dims.split(), types)
         self._parameters.append(TypedParameter(value, tuple(reduced_over)))
         return name
@@ -153,19 +145,19 @@ class ProgramBuilder:
         return self._op(TypedKind.MULTIPLY, name, operands, dims, over=over.split())
 
     def apply(self, name: str, *operands: str, along: str = "", drop: str = "") -> str:
-        """A function that is not linear, mixing along the dims ``along``; of them it removes ``drop``."""
+        """A non-linear function that mixes along the dims ``along`` and removes the dims ``drop``."""
         dims = [dim for dim in self._joined(operands) if dim not in drop.split()]
         return self._op(TypedKind.APPLY, name, operands, dims, over=[*along.split(), *drop.split()])
 
     def maximum(self, name: str, operand: str, over: str) -> str:
-        """The largest along ``over``, as a constant."""
+        """The maximum along ``over``, as a constant."""
         dims = [dim for dim in self._joined([operand]) if dim != over]
         return self._op(TypedKind.MAX, name, [operand], dims, over=[over], differentiable=False)
 
-    def pick(self, name: str, table: str, places: str, over: str) -> str:
-        """``table`` at ``places`` along ``over``; where a rank lacks the place, zero."""
-        dims = [dim for dim in self._joined([places, table]) if dim != over]
-        return self._op(TypedKind.PICK, name, [table, places], dims, over=[over])
+    def pick(self, name: str, table: str, indices: str, over: str) -> str:
+        """``table`` at ``indices`` along ``over``; zero if the rank does not have the index."""
+        dims = [dim for dim in self._joined([indices, table]) if dim != over]
+        return self._op(TypedKind.PICK, name, [table, indices], dims, over=[over])
 
     def split(self, name: str, operand: str, dim: str, into: str) -> str:
         """``dim`` as two dims, major first: ``split("heads", "x", "c", "a e")``."""
@@ -189,7 +181,7 @@ class ProgramBuilder:
         return self._op(TypedKind.SELECT, name, [operand], dims, over=[dim, into])
 
     def dispatch(self, name: str, tokens: str, experts: str, *, dim: str, into: str) -> str:
-        """Tokens (along ``dim``) into expert slots ``into`` (expert dim, slot dim), as the expert ids say."""
+        """Tokens (along ``dim``) into expert slots ``into`` (expert dim, slot dim), by expert ids."""
         dims = [part for d in self._value_of(tokens).dims for part in (into.split() if d == dim else (d,))]
         return self._op(TypedKind.DISPATCH, name, [tokens, experts], dims, over=[dim, *into.split()])
 
@@ -202,7 +194,7 @@ class ProgramBuilder:
         )  # fmt: skip
 
     def detach(self, name: str, operand: str) -> str:
-        """The value as a constant: no gradient flows through it."""
+        """The value as a constant, without a gradient."""
         return self._op(
             TypedKind.DETACH, name, [operand], self._value_of(operand).dims, differentiable=False
         )  # fmt: skip
@@ -210,13 +202,13 @@ class ProgramBuilder:
     def all_reduce(
         self, name: str, operand: str, axis: str, *, to: str = "I", reduction: str = "sum", dtype: str | None = None
     ) -> str:
-        """The sum of the ranks' addends on each rank; ``max`` takes any values of a constant."""
+        """The sum of the ranks' addends, on each rank. ``max`` takes any values of a constant."""
         self._change(TypedKind.ALL_REDUCE, name, operand, axis, axis_type(to), reduction)
         self._ops[-1] = replace(self._ops[-1], dtype=dtype)
         return name
 
     def all_gather(self, name: str, operand: str, axis: str, *, to: str = "R") -> str:
-        """All ranks' parts on each rank."""
+        """The parts of all ranks, on each rank."""
         return self._change(TypedKind.ALL_GATHER, name, operand, axis, axis_type(to))
 
     def reduce_scatter(self, name: str, operand: str, axis: str, dim: str) -> str:
@@ -226,27 +218,27 @@ class ProgramBuilder:
     def all_to_all(
         self, name: str, operand: str, axis: str, dim: str, *, dtype: str | None = None, grad_dtype: str | None = None
     ) -> str:
-        """From a cut along one dim to a cut along ``dim``; elements and gradients may travel in types of their own."""
+        """Change a cut along one dim to a cut along ``dim``. Elements and gradients may be sent in other types."""
         self._change(TypedKind.ALL_TO_ALL, name, operand, axis, cut(dim))
         self._ops[-1] = replace(self._ops[-1], dtype=dtype, grad_dtype=grad_dtype)
         return name
 
     def cut(self, name: str, operand: str, axis: str, dim: str) -> str:
-        """Each rank's part along ``dim`` of what all hold."""
+        """Each rank's part along ``dim`` of a value that all ranks have."""
         return self._change(TypedKind.CUT, name, operand, axis, cut(dim))
 
     def relabel(self, name: str, operand: str, axis: str, *, to: str = "R") -> str:
-        """The same local values as another type: I to R is right and sums the gradients, most others are not."""
+        """The same local values with another type: I to R is correct and sums the gradients; most others are wrong."""
         return self._change(TypedKind.RELABEL, name, operand, axis, axis_type(to))
 
     def result(self, name: str, **types: str) -> None:
-        """The value ``name`` is handed on, and taken to lie as ``types`` say (invariant over other axes)."""
+        """Declare the value ``name`` as an output with these types (invariant over other axes)."""
         value = self._value_of(name)
         declared = {axis: axis_type(text) for axis, text in types.items()}
         self._results.append(Value(name, value.dims, declared, value.differentiable))
 
     def build(self) -> TypedProgram:
-        """The program as written so far."""
+        """Return the program."""
         return TypedProgram(
             self._name,
             dict(self._mesh),
@@ -290,9 +282,9 @@ class ProgramBuilder:
         for dim in dims:
             self._size(dim)
         parsed = {axis: axis_type(text) for axis, text in types.items()}
-        for one in parsed.values():
-            if one.is_cut and one.dim not in dims:
-                raise ValueError(f"{name}: {one} cuts a dim that is not among {list(dims)}")
+        for axis_type_ in parsed.values():
+            if axis_type_.is_cut and axis_type_.dim not in dims:
+                raise ValueError(f"{name}: {axis_type_} cuts a dim that is not among {list(dims)}")
         self._values[name] = Value(name, tuple(dims), parsed, differentiable)
         return self._values[name]
 

@@ -1,16 +1,16 @@
-"""Types of values over mesh axes: what the ranks of an axis hold of one tensor, and of its gradient.
+"""Types of values over mesh axes: the layout of a tensor, and of its gradient, over the ranks of an axis.
 
-The five kinds are those of ``specs/layout.py``; here a cut names its dim
-(``S(s)``), since the dims of a value change from operation to operation.
+The five kinds are those of ``specs/axis_layout.py``. Here a cut names its dim (``S(s)``), because the dims of a value
+change from operation to operation.
 
 ====== ============ ============================================== ========
-letter kind         the ranks of the axis hold                     gradient
+letter kind         values on the ranks of the axis                gradient
 ====== ============ ============================================== ========
 R      replicated   equal values                                   P
 I      invariant    equal values                                   I
 S(d)   sharded      parts along dim d, in rank order               S(d)
 P      partial      addends                                        R
-V      varying      values that the type says nothing about        V
+V      varying      different values, otherwise unknown            V
 ====== ============ ============================================== ========
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from pipeproof.specs.layout import Placement, PlacementKind
+from pipeproof.specs.axis_layout import Placement, PlacementKind
 
 _LETTERS = {
     PlacementKind.REPLICATED: "R",
@@ -35,7 +35,7 @@ _CUT = re.compile(r"S\((\w+)\)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class AxisType:
-    """How a value lies over one axis; ``dim`` is the name of the dim of a cut, empty for the other kinds."""
+    """The layout of a value over one axis; ``dim`` is the dim of a cut, empty for the other kinds."""
 
     kind: PlacementKind
     dim: str = ""
@@ -46,12 +46,12 @@ class AxisType:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every rank of the axis holds the same values."""
+        """True if every rank of the axis has the same values."""
         return self.kind in (PlacementKind.REPLICATED, PlacementKind.INVARIANT)
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank holds a part of the value."""
+        """True if each rank has a part of the value."""
         return self.kind is PlacementKind.SHARDED
 
     @property
@@ -89,10 +89,9 @@ def axis_type(text: str) -> AxisType:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A named tensor: its dims by name, and its type over each axis of the mesh (invariant where none is given).
+    """A named tensor: its dims by name, and its type over each axis of the mesh (invariant by default).
 
-    ``differentiable`` is False for what no gradient flows to: token ids,
-    masks, positions, a detached maximum.
+    ``differentiable`` is False for values without a gradient: token ids, masks, positions, a detached maximum.
     """
 
     name: str
@@ -105,7 +104,7 @@ class Value:
         return self.types.get(axis, INVARIANT)
 
     def local_numel(self, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
-        """Elements that one rank holds, with global ``sizes`` by dim and axis sizes ``mesh``.
+        """Elements on one rank, with global ``sizes`` by dim and axis sizes ``mesh``.
 
         Raises:
             ValueError: the ranks that cut a dim do not divide it.

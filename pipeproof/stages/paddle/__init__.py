@@ -1,1 +1,1 @@
-"""The layers of a stage on Paddle."""
+"""Layers of a stage on Paddle."""

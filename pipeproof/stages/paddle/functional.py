@@ -1,8 +1,7 @@
 """The model's arithmetic without parameters or communication, on Paddle's own autograd.
 
-Where an activation feeds several operations, the way its gradient is added is
-part of the result's bits. No tensor here feeds more than two: a sum of two is
-the same in either order.
+If an activation feeds several operations, the order in which its gradients are added changes the bits. No tensor here
+feeds more than two operations: a sum of two is the same in either order.
 
 Shape letters: S sequence, B rows, K heads of keys and values of this rank, G query heads of each, D head size,
 Z that of values.
@@ -12,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
+from paddle.autograd import PyLayer
 
 Tensor: TypeAlias = paddle.Tensor
+Indices: TypeAlias = npt.NDArray[np.int64]
 
 RMS_NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0
@@ -27,7 +29,7 @@ CLAMPED_SWIGLU_ALPHA = 1.702
 
 def rms_norm(activation: Tensor) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last dim (arXiv:1910.07467), before the weight."""
-    x = paddle.assign(activation)  # a node of its own: the caller's tensor feeds this norm once
+    x = paddle.assign(activation)  # a separate node: the caller's tensor feeds this norm once
     mean_square = paddle.mean(paddle.square(x), axis=-1, keepdim=True)
     return x * paddle.rsqrt(mean_square + RMS_NORM_EPSILON)
 
@@ -35,8 +37,7 @@ def rms_norm(activation: Tensor) -> Tensor:
 def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), [S, D] each.
 
-    Position p turns the pair (i, i + D/2) by p * 10000^(-2i/D). Computed in
-    float64 and then rounded.
+    Position p rotates the pair (i, i + D/2) by p * 10000^(-2i/D). The tables are computed in float64, then rounded.
     """
     frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
     angles = np.tile(np.outer(np.arange(seq_length), frequencies), 2)
@@ -48,17 +49,17 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = paddle.chunk(heads, 2, axis=-1)
     cos_first, cos_second = paddle.chunk(cos, 2, axis=-1)
     sin_first, sin_second = paddle.chunk(sin, 2, axis=-1)
-    turned = [first * cos_first - second * sin_first, second * cos_second + first * sin_second]
-    return paddle.concat(turned, axis=-1)
+    rotated = [first * cos_first - second * sin_first, second * cos_second + first * sin_second]
+    return paddle.concat(rotated, axis=-1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Softmax attention in which a position sees itself and what is before it: [B, K, G, S, Z].
+    """Causal softmax attention, [B, K, G, S, Z]: a position sees itself and the positions before it.
 
     ``query`` is [B, K, G, S, D], ``key`` [B, K, S, D] and ``value`` [B, K, S, Z]. A group's queries are rows of one
-    product with the head that they share (arXiv:2305.13245), so that the sums over a group are sums inside products.
-    Where there are more keys than queries, the queries are the last positions. ``factors`` [B, K, G, S, keys], those
-    of dropout, multiply the probabilities.
+    product with the head that they share (arXiv:2305.13245), so sums over a group are sums inside products. With more
+    keys than queries, the queries are the last positions. The dropout ``factors`` [B, K, G, S, keys] multiply the
+    probabilities.
     """
     rows, num_kv_heads, group, num_queries, head_size = query.shape
     num_keys = key.shape[-2]
@@ -78,15 +79,33 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up, at least -limit and at most limit.
+    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
 
-    That of gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit, and at
-    one still that of the side inside.
+    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit; at the limit it
+    is the gradient from inside.
     """
     g, u = paddle.clip(gate, max=limit), paddle.clip(up, min=-limit, max=limit)
     return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
 
 
 def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of gate and up that a model of this ``swiglu_limit`` has."""
+    """The activation function of gate and up for a model with this ``swiglu_limit``."""
     return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
+
+
+def fork(activation: Tensor, num_readers: int) -> list[Tensor]:
+    """Return one tensor for each reader. Their gradients are added in the order of the readers."""
+    return list(_Fork.apply(activation, num_readers))
+
+
+class _Fork(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, num_readers: int) -> tuple[Tensor, ...]:
+        return tuple(activation.clone() for _ in range(num_readers))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        for gradient in gradients[1:]:
+            total = total + gradient
+        return total

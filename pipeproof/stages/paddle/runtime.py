@@ -1,8 +1,7 @@
-"""Starts Paddle the way every bit-exact comparison needs it: quiet, on one thread, on the CPU or on one GPU.
+"""Start of Paddle for bit-exact comparisons: quiet, on one thread, on the CPU or on one GPU.
 
-Paddle's matrix products have other bits with two threads than with one, so
-both sides of a comparison call ``start_paddle`` before anything else imports
-Paddle.
+Paddle's matrix products have other bits with two threads than with one. So both sides of a comparison call
+``start_paddle`` before anything else imports Paddle.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ SELECTED_GPUS = "FLAGS_selected_gpus"
 
 
 def start_paddle(gpu: int | None = None, *, computes: bool = True) -> None:
-    """Import Paddle, put it on the CPU, or on a GPU, and pin it to one thread; calling it again changes nothing.
+    """Import Paddle, set its device to the CPU or a GPU, and pin it to one thread. A second call changes nothing.
 
-    On a GPU a known kernel has been seen to work then; where nothing is computed (``computes``), only copied, it is
-    not tried.
+    On a GPU a known kernel is tried, unless the process only copies data (``computes`` is False).
 
     Raises:
         ImportError: Paddle is not installed.
-        RuntimeError: Paddle has computed with more threads before, and cannot be pinned any more; or there is no such
-            GPU, or its kernels do not compute what they should.
+        RuntimeError: Paddle has already computed with more threads and cannot be pinned; or there is no such GPU, or
+            its kernels compute wrong values.
     """
     os.environ.setdefault("GLOG_minloglevel", "2")  # Paddle's C++ side: errors only
     pin_threads()
@@ -54,15 +52,15 @@ def start_paddle(gpu: int | None = None, *, computes: bool = True) -> None:
         require_kernels()
 
 
-def _require_gpu(gpu: int, found: int) -> None:
-    if not found:
+def _require_gpu(gpu: int, num_gpus: int) -> None:
+    if not num_gpus:
         raise RuntimeError("Paddle sees no GPU here: run.device gpu needs a build with CUDA and a driver")
-    if gpu >= found:
-        raise RuntimeError(f"there is no GPU {gpu} for this rank: Paddle sees {found}")
+    if gpu >= num_gpus:
+        raise RuntimeError(f"there is no GPU {gpu} for this rank: Paddle sees {num_gpus}")
 
 
 def require_kernels() -> None:
-    """Compute something known on the device and compare it.
+    """Compute a known result on the device and compare it.
 
     Raises:
         RuntimeError: the values are wrong.
@@ -71,32 +69,32 @@ def require_kernels() -> None:
     import paddle
 
     numbers = np.arange(1.0, 257.0, dtype="float32").reshape(16, 16)
-    there = paddle.to_tensor(numbers)
-    tried: tuple[tuple[str, Callable[[], Any], np.ndarray], ...] = (
-        ("sum", lambda: there + there, numbers + numbers),  # a kernel of Paddle's own, before a library's
-        ("product", lambda: paddle.matmul(there, there), numbers @ numbers),
+    on_device = paddle.to_tensor(numbers)
+    kernels: tuple[tuple[str, Callable[[], Any], np.ndarray], ...] = (
+        ("sum", lambda: on_device + on_device, numbers + numbers),  # Paddle's own kernel, before a library's
+        ("product", lambda: paddle.matmul(on_device, on_device), numbers @ numbers),
     )
-    for name, compute, expected in tried:
-        found = compute().numpy()
-        if not np.allclose(found, expected, rtol=1e-2):
+    for name, compute, expected in kernels:
+        computed = compute().numpy()
+        if not np.allclose(computed, expected, rtol=1e-2):
             raise RuntimeError(
                 f"kernels on {paddle.device.get_device()} do not compute: a {name} of known matrices has "
-                f"{found.flatten()[:4].tolist()} where {expected.flatten()[:4].tolist()} is right; Paddle "
-                f"{paddle.__version__} has no code for this GPU, and is fit for `pipeproof rehearse` alone"
+                f"{computed.flatten()[:4].tolist()} where {expected.flatten()[:4].tolist()} is right; Paddle "
+                f"{paddle.__version__} has no code for this GPU and supports only `pipeproof rehearse`"
             )
 
 
 def pin_threads() -> None:
-    """Ask for one thread. Paddle's mathematics reads the environment when it is first used; later is too late."""
+    """Request one thread. Paddle's math libraries read the environment at their first use; later has no effect."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(NUM_THREADS)
 
 
 @contextlib.contextmanager
 def quiet_python() -> Iterator[None]:
-    """Swallow what Paddle's Python side prints or warns of: no ccache, modified flags, thread counts.
+    """Suppress output and warnings of Paddle's Python code: no ccache, modified flags, thread counts.
 
-    What it wrote to stderr is shown after all when the block raises.
+    If the block raises, its output to stderr is printed after all.
     """
     written = io.StringIO()
     try:
@@ -110,9 +108,9 @@ def quiet_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_native() -> Iterator[None]:
-    """Swallow what Paddle's C++ side writes to the process's own stdout and stderr (a banner of its flags).
+    """Suppress output of Paddle's C++ code to the process's stdout and stderr (a banner of its flags).
 
-    What it wrote is shown after all, on stderr, when the block raises.
+    If the block raises, the output is printed after all, on stderr.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -133,10 +131,10 @@ def quiet_native() -> Iterator[None]:
 
 
 def num_math_threads() -> int:
-    """The most threads that Paddle's OpenMP runtime would use, here or in a thread started now.
+    """The most threads that Paddle's OpenMP runtime would use, in this thread or in a new one.
 
-    The count is kept per thread, and one set after the import holds only where
-    it was set, so a fresh thread is asked as well.
+    The count is per thread, and a count set after the import holds only in the thread that set it. So a new thread
+    is checked as well.
     """
     counts = [_openmp_threads()]
     fresh = threading.Thread(target=lambda: counts.append(_openmp_threads()))
@@ -156,9 +154,9 @@ def _require_pinned() -> None:
 
 
 def _openmp_threads() -> int:
-    """Ask every OpenMP runtime that Paddle ships; its MKL takes the count from there.
+    """The most threads of all OpenMP runtimes that Paddle ships; its MKL takes the count from them.
 
-    A build that ships none cannot be asked: there the environment stands.
+    A build without such a runtime uses the environment.
     """
     import paddle
 

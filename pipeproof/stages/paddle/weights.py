@@ -1,16 +1,14 @@
-"""Weights whose gradients are computed when they are asked for: the W of a split backward.
+"""Weights with deferred gradients: the W of a split backward.
 
-A layer meets a weight in one of five ways: it multiplies by it as a matrix, or
-groups of rows by one matrix each, or element by element, or scales and shifts
-groups of columns, or takes its rows. The value is computed once, on a
-small graph of autograd that leads from it to the weight alone; the layer's own
-graph leads past the weight to the input. So a backward through the layers
-computes the gradients of inputs (I) and finds at each weight the gradient of
-its value, which it writes down with the small graph. Working these off
-computes the gradients of weights (W), by autograd's own rules and therefore
-with autograd's own bits, and frees what was kept for it.
+A layer uses a weight in one of five ways: a matrix product, a product of groups of rows with one matrix each, a product
+element by element, a scale and shift of groups of columns, or a lookup of rows. The value is computed once, on a small
+graph of autograd that leads to the weight alone. The layer's own graph bypasses the weight and leads to the input. So a
+backward through the layers computes the gradients of inputs (I) and stores, for each use, the small graph and the
+gradient of its value. W then runs the small graphs. It follows autograd's own rules, so the bits are autograd's, and it
+frees the memory. The whole backward (B) is I, then W.
 
-The whole backward (B) is the two, one right after the other.
+If one weight has several uses (MTP streams share embedding, norm and head), its gradient adds those of the uses in
+their order. Autograd guarantees no order for several uses of a leaf.
 
 The split is that of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
 """
@@ -26,28 +24,27 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.stages.paddle.gathered import source_of
-from pipeproof.stages.paddle.shared_use import copies, used_on_each
+from pipeproof.stages.paddle.functional import fork
+from pipeproof.stages.paddle.recompute import source_of
 
 Tensor: TypeAlias = paddle.Tensor
 
 
 class WeightGradients:
-    """Weight gradients of one micro-batch that are still to be computed, with all that they need.
+    """Deferred weight gradients of one micro-batch.
 
-    For each use of a weight that is the value made of it, on its graph to the
-    weight, and the value's gradient.
+    Each use of a weight is stored as its value, on the graph to the weight, and the gradient of the value.
     """
 
     def __init__(self) -> None:
         self._uses: deque[tuple[Sequence[Tensor], Sequence[Tensor]]] = deque()
 
-    def put_off(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Keep a use of a weight for later, or several uses whose graphs are one."""
+    def defer(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Store a use of a weight, or several uses with one graph."""
         self._uses.append((values, gradients))
 
     def accumulate(self) -> None:
-        """Add the gradients to the weights' buffers, in the order in which backward came by, and free what they needed.
+        """Add the gradients to the weights' buffers, in the order of the backward, and free their memory.
 
         A second call adds nothing.
         """
@@ -59,21 +56,19 @@ class WeightGradients:
 class SplitWeights:
     """The weights of one stage as its layers use them.
 
-    ``backward`` runs one micro-batch's backward and collects what the uses of
-    weights on its way put off.
+    ``backward`` runs the backward of one micro-batch and collects the deferred weight gradients.
 
-    Layers compute with weights rounded to ``dtype``, None for weights as they
-    are. Rounding is a part of the small graphs: the gradient of each use is
-    computed in ``dtype`` and added up in the weight's own type.
+    Layers compute with weights rounded to ``dtype``; None means no rounding. Rounding is a part of the small graphs:
+    the gradient of each use is computed in ``dtype`` and added in the weight's own type.
     """
 
     def __init__(self, dtype: str | None = None) -> None:
         self._collected, self._dtype = WeightGradients(), dtype
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Compute the gradients of all inputs of ``output``; those of weights are returned, to be accumulated.
+        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights.
 
-        ``gradient`` is that of ``output``, None for a scalar loss.
+        ``gradient`` is the gradient of ``output``, None for a scalar loss.
         """
         self._collected = WeightGradients()
         paddle.autograd.backward([output], [gradient])
@@ -83,7 +78,7 @@ class SplitWeights:
     def product(self, activation: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
         """``activation @ weight``: [.., K] and [K, N] to [.., N]; transposed, the weight is [N, K].
 
-        An activation that is to be gathered again is not kept.
+        An activation that W gathers again is not kept.
         """
 
         def value(x: Tensor) -> Tensor:
@@ -92,9 +87,9 @@ class SplitWeights:
         source = source_of(activation)
         return _Use.apply(
             activation,
-            value if source is None else source.forgotten(value),
+            value if source is None else source.without_keeping(value),
             lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
-            self._put_off,
+            self._defer,
         )
 
     def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
@@ -103,13 +98,13 @@ class SplitWeights:
             activation,
             lambda x: x * self._rounded(weight),
             lambda gradient: gradient * self._rounded(weight),
-            self._put_off,
+            self._defer,
         )
 
     def scaled_and_shifted(self, activation: Tensor, scale: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``activation * scale + shift``, a number of ``scale`` for each group of columns: [.., K], [groups] and [K].
+        """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].
 
-        ``sizes`` are those of the groups.
+        ``sizes`` are the sizes of the groups.
         """
 
         def scaled(x: Tensor) -> list[Tensor]:
@@ -118,14 +113,14 @@ class SplitWeights:
 
         def shifted(x: Tensor) -> Tensor:
             shifts = paddle.split(self._rounded(shift), sizes)
-            return paddle.concat([part + own for part, own in zip(scaled(x), shifts, strict=True)], axis=-1)
+            return paddle.concat([part + addend for part, addend in zip(scaled(x), shifts, strict=True)], axis=-1)
 
-        return _Use.apply(activation, shifted, lambda gradient: paddle.concat(scaled(gradient), axis=-1), self._put_off)
+        return _Use.apply(activation, shifted, lambda gradient: paddle.concat(scaled(gradient), axis=-1), self._defer)
 
     def grouped(self, activation: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Groups of rows, each times its own matrix: [V, K] and [E, K, N] to [V, N]; group e has ``sizes[e]`` rows."""
+        """Multiply each group of rows by its matrix: [V, K] and [E, K, N] to [V, N]; group e has ``sizes[e]`` rows."""
         groups = [(expert, size) for expert, size in enumerate(sizes) if size]
-        if not groups:  # the way back leads on, and no weight was used
+        if not groups:  # backward continues, but no weight is used
             return paddle.matmul(activation, self._rounded(weight[0]).detach())
         rows = [size for _, size in groups]
 
@@ -134,65 +129,65 @@ class SplitWeights:
             parts = zip(paddle.split(x, rows), groups, strict=True)
             return paddle.concat([paddle.matmul(part, matrices[e], transpose_y=transpose) for part, (e, _) in parts])
 
-        return _Use.apply(activation, products, lambda gradient: products(gradient, transpose=True), self._put_off)
+        return _Use.apply(activation, products, lambda gradient: products(gradient, transpose=True), self._defer)
 
     def product_each(self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False) -> list[Tensor]:
-        """``product`` of each activation; the weight's gradient adds theirs in their order."""
+        """``product`` of each activation. The weight's gradient adds those of the products in order."""
         if len(activations) == 1:
             return [self.product(activations[0], weight, transposed=transposed)]
         sources = [source_of(activation) for activation in activations]
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
-            found = []
-            for x, own, source in zip(xs, copies(self._rounded(weight), len(xs)), sources, strict=True):
-                value = partial(paddle.matmul, y=own, transpose_y=transposed)
-                found.append(value(x) if source is None else source.forgotten(value)(x))
-            return found
+            products = []
+            for x, copy, source in zip(xs, copies(self._rounded(weight), len(xs)), sources, strict=True):
+                value = partial(paddle.matmul, y=copy, transpose_y=transposed)
+                products.append(value(x) if source is None else source.without_keeping(value)(x))
+            return products
 
         return used_on_each(
             activations,
             values,
             lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
-            self._put_off_each,
+            self._defer_each,
         )
 
     def scaled_each(self, activations: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-        """``scaled`` of each activation; the weight's gradient adds theirs in their order."""
+        """``scaled`` of each activation. The weight's gradient adds those of the products in order."""
         if len(activations) == 1:
             return [self.scaled(activations[0], weight)]
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
-            return [x * own for x, own in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
+            return [x * copy for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
 
-        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._put_off_each)
+        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._defer_each)
 
-    def rows(self, places: Sequence[Tensor], weight: Tensor, axis: int = 0) -> Tensor:
-        """Rows of ``weight`` for tensors of places, joined along ``axis``: [..] each and [V, K] to [.., K].
+    def rows(self, indices: Sequence[Tensor], weight: Tensor, axis: int = 0) -> Tensor:
+        """Rows of ``weight`` for tensors of indices, joined along ``axis``: [..] each and [V, K] to [.., K].
 
-        Nothing flows further back. The weight's gradient adds those of the places tensor by tensor, in their order.
+        The weight's gradient adds those of the tensors in their order. No gradient flows further back.
         """
-        each = copies(self._rounded(weight), len(places))
-        rows = [F.embedding(place, own) for place, own in zip(places, each, strict=True)]
+        weights = copies(self._rounded(weight), len(indices))
+        rows = [F.embedding(index, copy) for index, copy in zip(indices, weights, strict=True)]
         value = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=axis)
-        taken = value.detach()
-        taken.stop_gradient = False
-        taken.register_hook(lambda gradient: self._put_off(value, gradient))
-        return taken
+        output = value.detach()
+        output.stop_gradient = False
+        output.register_hook(lambda gradient: self._defer(value, gradient))
+        return output
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return weight if self._dtype is None else weight.astype(self._dtype)
 
-    def _put_off(self, value: Tensor, gradient: Tensor) -> None:
-        self._collected.put_off([value], [gradient])
+    def _defer(self, value: Tensor, gradient: Tensor) -> None:
+        self._collected.defer([value], [gradient])
 
-    def _put_off_each(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self._collected.put_off(values, gradients)
+    def _defer_each(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self._collected.defer(values, gradients)
 
 
 class BorrowedWeight:
-    """A weight as a layer uses it that it is lent to: the same memory, with a gradient of its own.
+    """Another layer's weight as the borrowing layer uses it: the same memory, with its own gradient.
 
-    So the borrower's sum over micro-batches is one addend, wherever it runs.
+    So the borrower's sum over micro-batches is one addend, on whichever rank it runs.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -201,14 +196,14 @@ class BorrowedWeight:
         self.used.stop_gradient = False
         self.used.grad = paddle.zeros_like(weight)
 
-    def give_back(self) -> None:
-        """Add the gradient to the weight's own, and begin the next one as +0.0."""
+    def return_gradients(self) -> None:
+        """Add the borrower's gradient to the weight's gradient, then reset it to +0.0."""
         self._weight.grad.set_value(self._weight.grad + self.used.grad)
         self.used.grad = paddle.zeros_like(self._weight)
 
 
 class _Use(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    """One use of a weight, as the layers' graph sees it: a function of the input alone."""
+    """One use of a weight in the layers' graph: a function of the input alone."""
 
     @staticmethod
     def forward(
@@ -216,14 +211,55 @@ class _Use(PyLayer):  # type: ignore[misc]  # Paddle ships no types
         activation: Tensor,
         value_of: Callable[[Tensor], Tensor],
         input_gradient: Callable[[Tensor], Tensor],
-        put_off: Callable[[Tensor, Tensor], None],
+        defer: Callable[[Tensor, Tensor], None],
     ) -> Tensor:
         with paddle.enable_grad():
             value = value_of(activation.detach())
-        ctx.value, ctx.input_gradient, ctx.put_off = value, input_gradient, put_off
+        ctx.value, ctx.input_gradient, ctx.defer = value, input_gradient, defer
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        ctx.put_off(ctx.value, gradient)
+        ctx.defer(ctx.value, gradient)
         return ctx.input_gradient(gradient)
+
+
+def used_on_each(
+    activations: Sequence[Tensor],
+    values_of: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    input_gradient: Callable[[Tensor], Tensor],
+    defer: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+) -> list[Tensor]:
+    """Return ``values_of(activations)``, one value for each activation, computed with ``copies`` of the weight.
+
+    Backward computes each input's gradient with ``input_gradient`` and passes the values, on their graph to the weight
+    alone, with their gradients to ``defer``.
+    """
+    return list(_UsedOnEach.apply(values_of, input_gradient, defer, *activations))
+
+
+def copies(weight: Tensor, number: int) -> Sequence[Tensor]:
+    """Return one weight for each use; their gradients are added in order. A single use gets the weight itself."""
+    return [weight] if number == 1 else fork(weight, number)
+
+
+class _UsedOnEach(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    """Several uses of a weight in the layers' graph: functions of the inputs alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values_of: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        input_gradient: Callable[[Tensor], Tensor],
+        defer: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        *activations: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with paddle.enable_grad():
+            values = values_of([x.detach() for x in activations])
+        ctx.values, ctx.input_gradient, ctx.defer = values, input_gradient, defer
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.defer(ctx.values, gradients)
+        return tuple(map(ctx.input_gradient, gradients))

@@ -1,1 +1,1 @@
-"""The single-process reference that runs are held against."""
+"""Single-process references that runs are compared with. They share no code with the stages."""

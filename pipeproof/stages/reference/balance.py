@@ -1,7 +1,6 @@
-"""The routers of a reference beside what they route: losses, and biases that move with loads.
+"""Router losses, and router biases that follow the load, for the references.
 
-A router's losses are plain autograd's roots beside the main loss. What they
-are is said in ``pipeproof.stages.describe.balance``.
+A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.balance`` defines them.
 
 Shape letters: N tokens, E experts, k of them for a token.
 """
@@ -20,17 +19,17 @@ from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.reference.mixture import Routing, route
-from pipeproof.stages.reference.pieces import Copies
+from pipeproof.stages.reference.experts import Routing, route
+from pipeproof.stages.reference.sharded_tensors import Copies
 
 Tensor: TypeAlias = paddle.Tensor
 Array: TypeAlias = npt.NDArray[Any]
 
 
 class Routers:
-    """All routers of the plan's model: what they choose with, what they cost, and how many visits they caused.
+    """Biases, losses and visit counts of all routers of the plan's model.
 
-    ``state`` has the biases under the names of ``bias_key``; without them they are zero.
+    ``state`` has the biases under the names of ``bias_key``. Missing biases are zero.
     """
 
     def __init__(self, plan: PlanSpec, state: Mapping[str, Array] | None = None) -> None:
@@ -42,18 +41,18 @@ class Routers:
         self.visits = {name: np.zeros(num_experts, dtype=np.int64) for name in names}
         self.values: dict[str, Array] = {}
         self._roots: list[Tensor] = []
-        self._unit = 0, 0
+        self._work_item = 0, 0
 
     def begin_step(self) -> dict[str, Array]:
-        """Forget losses and visits of the step before; the biases that this one begins with."""
+        """Reset losses and visits, and return the biases at the beginning of the step."""
         self.values = {}
         for visits in self.visits.values():
             visits[:] = 0
         return self._state()
 
-    def turn_to(self, micro_batch: int, piece: int = 0) -> None:
-        """Say which unit of work comes next; ``micro_batch`` counts over all data ranks."""
-        self._unit = micro_batch, piece
+    def select(self, micro_batch: int, split: int = 0) -> None:
+        """Select the next work item; ``micro_batch`` counts over all data ranks."""
+        self._work_item = micro_batch, split
 
     def route(
         self,
@@ -63,43 +62,43 @@ class Routers:
         counts: bool = True,
         sequence_dim: int | None = None,
     ) -> Routing:
-        """The choice by a router's outputs [.., E].
+        """Choose experts by a router's outputs [.., E].
 
-        ``counts`` is False for another tensor-parallel piece's outputs of the same tokens: their losses and visits are
-        there already. With ``sequence_dim`` the outputs are those of whole sequences, and the losses those of each of
-        the pieces into which the plan cuts them.
+        ``counts`` is False for the outputs of another tensor-parallel shard for the same tokens, whose losses and
+        visits already count. With ``sequence_dim`` the outputs are those of whole sequences, and each sequence split of
+        the plan has its own losses.
         """
-        moe, num_pieces = self._plan.model.moe, self._plan.schedule.num_sequence_splits
+        moe, num_splits = self._plan.model.moe, self._plan.schedule.num_sequence_splits
         assert moe is not None
         if counts and self._weights:
             logits, for_losses = Copies.apply(logits, 2)
-            is_cut = sequence_dim is not None and num_pieces > 1
-            parts = for_losses.split(num_pieces, axis=sequence_dim) if is_cut else [for_losses]
-            for place, part in enumerate(parts):
-                self._lose(part, name, place)
+            is_split = sequence_dim is not None and num_splits > 1
+            parts = for_losses.split(num_splits, axis=sequence_dim) if is_split else [for_losses]
+            for offset, part in enumerate(parts):
+                self._add_losses(part, name, offset)
         routing = route(logits, moe, self.biases.get(name))
         if counts and name in self.visits:
             np.add.at(self.visits[name], routing.experts.reshape(-1), 1)
         return routing
 
-    def _lose(self, logits: Tensor, name: str, place: int) -> None:
+    def _add_losses(self, logits: Tensor, name: str, offset: int) -> None:
         moe = self._plan.model.moe
         assert moe is not None
         flat = logits.reshape([-1, moe.num_experts])
-        micro_batch, piece = self._unit
+        micro_batch, split = self._work_item
         copies = Copies.apply(flat, len(self._weights)) if len(self._weights) > 1 else [flat]
-        for (loss, weight), own in zip(self._weights.items(), copies, strict=True):
-            value = (balance_loss(own, moe) if loss == "aux" else z_loss(own)) * weight
+        for (loss, weight), copy in zip(self._weights.items(), copies, strict=True):
+            value = (balance_loss(copy, moe) if loss == "aux" else z_loss(copy)) * weight
             self._roots.append(value)
-            self.values[loss_key(loss, name, micro_batch, piece + place)] = value.numpy()
+            self.values[loss_key(loss, name, micro_batch, split + offset)] = value.numpy()
 
     def take_roots(self) -> list[Tensor]:
-        """The losses since the last call, to go back from beside the main loss."""
+        """Return the losses since the last call, as roots of backward in addition to the main loss."""
         roots, self._roots = self._roots, []
         return roots
 
     def end_step(self) -> dict[str, Array]:
-        """Move the biases; what there is to compare of the step."""
+        """Move the biases and return the losses and biases of the step, for comparison."""
         moe = self._plan.model.moe
         for name, bias in self.biases.items():
             assert moe is not None
@@ -114,12 +113,12 @@ class Routers:
 
 
 def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Weights alone, of what a step begins with."""
+    """Return the weights without router biases."""
     return {name: weight for name, weight in weights.items() if not name.startswith(bias_key(""))}
 
 
 def balance_loss(logits: Tensor, moe: MoeSpec) -> Tensor:
-    """The sum over experts of (visits over their mean) times (mean share of the scores), of outputs [N, E]."""
+    """The sum over experts of (visits / mean visits) times (mean share of the scores), from outputs [N, E]."""
     scores = F.softmax(logits, axis=-1) if moe.score == "softmax" else F.sigmoid(logits)
     chosen = route(logits.detach(), moe).experts
     over_mean = np.array([np.sum(chosen == e) * moe.num_experts / chosen.size for e in range(moe.num_experts)])
@@ -128,5 +127,5 @@ def balance_loss(logits: Tensor, moe: MoeSpec) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean square of the logarithm of the softmax's denominator, of outputs [N, E]."""
+    """The mean square of the logarithm of the softmax's denominator, from outputs [N, E]."""
     return paddle.logsumexp(logits, axis=-1).square().mean()

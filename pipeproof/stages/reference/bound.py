@@ -1,4 +1,4 @@
-"""How far rounding alone can take a parallel run's gradients from the uncut model's, in one step."""
+"""Bound on the difference that rounding alone makes between a parallel run and the unpartitioned model, in one step."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ import numpy as np
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MlaSpec
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.custom_model import describe_custom_layers
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.lanes import num_modules
 from pipeproof.stages.describe.layers import Layer
-from pipeproof.stages.describe.own_layers import describe_own
+from pipeproof.stages.describe.mtp_streams import num_modules
 
 FAILURE_PROBABILITY = 1e-9
-"""How often at most a step may lie outside the bound although nothing is wrong."""
+"""The maximum probability that a correct step is outside the bound."""
 
 
 def parallel_bound(plan: PlanSpec) -> float:
     """A first-order bound of max|a - b| / max|b| for every gradient, and the loss, of one step from equal weights.
 
-    ``a`` is added in the plan's order, ``b`` in the uncut model's; it is for
-    plans whose two orders differ.
+    ``a`` is added in the plan's order, ``b`` in the order of the unpartitioned model. The bound is for plans whose two
+    orders differ.
 
-    Derivation. To first order in the unit roundoff u, a computed gradient is
-    the exact one plus the sum, over all roundings on the paths that lead to
-    it, of (rounding error) x (how the gradient depends on the rounded value).
-    Measured in max|b|, take such a dependence to be at most one, as it is for
-    sums without cancellation and for layers that pass relative errors on
-    undiminished and unamplified (a pre-norm block does about that: the norm
-    makes its input's scale irrelevant). Then a gradient has the error of one
-    sum with as many additions N as the longest path through the model has:
+    Derivation. To first order in the unit roundoff u, a computed gradient is the exact one plus a sum over all
+    roundings on the paths to it: (rounding error) x (derivative of the gradient by the rounded value). Assume that
+    this derivative is at most one, in units of max|b|. This holds for sums without cancellation, and for layers that
+    neither reduce nor amplify relative errors (approximately true for a pre-norm block: the norm makes the scale of
+    its input irrelevant). Then a gradient has the error of one sum with N additions, where N is the number of additions
+    on the longest path through the model:
 
         forward, per block:   two norms 2H, qkv H, scores D, softmax S, mix S, out Q, gate or up H, down F
         backward, per block:  the same products transposed: down H, gate and up 2F, out H, mix D and G S,
@@ -43,53 +41,42 @@ def parallel_bound(plan: PlanSpec) -> float:
         experts, backward:    down H, gate and up 2M, scores H, k and 2E, visits k, three readers 3
         streams, forward:     norm n H, gates n H, Sinkhorn 2 t n, read n, mix n and 1, for each sub-layer
         streams, backward:    mix n, gates H, Sinkhorn 2 t n, gates n (n + 2), norm n H, three readers 3
-        a module (MTP):       two norms 2H, joined 2H, and back H and 2H, besides its block
+        a module (MTP):       two norms 2H, joined 2H, and back H and 2H, in addition to its block
         ends:                 two final norms 2H, head H forward and V back, softmax V
         the weight gradient:  the tokens S B of a micro-batch, then all micro-batches
 
-    where a token has Q elements of queries and K of keys, a key G queries, and
-    in a block with experts k of E, of inner size M (or of all shared ones, where
-    that is more), stand in place of the MLP; R is the larger compressed size, V
-    the elements of keys without positions and of values; there are n streams,
-    mixed by t iterations.
+    A token has Q elements of queries and K of keys, and a key has G queries. In a block with experts, k of E experts of
+    inner size M (or of all shared experts, if that is more) replace the MLP. R is the larger compressed size, V the
+    elements of keys without positions and of values. There are n streams, mixed by t iterations.
 
-    A worst case would be N u. Rounding errors are not all of one sign: with
-    errors of mean zero given those before them, Hoeffding's inequality for
-    martingales bounds their sum by lambda sqrt(N) u but for a probability of
-    2 exp(-lambda^2 / 2) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019;
-    Connolly, Higham and Mary, 43(1), 2021). The two orders' errors add to 2 N
-    such terms, and lambda is chosen so that all elements of all gradients hold
-    it together but for ``FAILURE_PROBABILITY``.
+    The worst case is N u. But rounding errors have both signs: if each error has mean zero given the errors before it,
+    Hoeffding's inequality for martingales bounds their sum by lambda sqrt(N) u, except with a probability of
+    2 exp(-lambda^2 / 2) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019; Connolly, Higham and Mary, 43(1), 2021).
+    The errors of the two orders add up to 2 N such terms. lambda is chosen so that all elements of all gradients
+    together are within the bound, except with ``FAILURE_PROBABILITY``.
 
-    Without tensor or expert parallelism and cuts of sequences only the additions
-    of micro-batches differ; a tied weight has two addends of each,
-    and what modules of multi-token prediction share one for each lane. Gradients that
-    are clipped are multiplied by a factor that has the error of the gradients in
-    it once more, and that of a sum of the squares of all elements.
+    Without tensor or expert parallelism and sequence splits, only the additions of micro-batches differ. A tied weight
+    has two addends of each, and weights that MTP streams share have one per stream. Clipped gradients are multiplied by
+    a factor that has the error of the gradients again, and that of a sum of the squares of all elements.
 
-    What is assumed is that dependence of at most one; it is no theorem. A
-    token whose choice of experts hangs on rounding breaks it: gradients jump.
-    Where the addends of a gradient nearly cancel, max|b| is small beside them
-    and the assumption weakens; so the few scales and biases of streams are
-    measured in the largest element of all gradients of their sub-layer's streams
-    (``describe.streams.measured_with``), and biases start far apart (150 seeds of
-    small models: at most 0.8 of the bound). Measured over seeds, sizes, dtypes and both optimizers:
-    close to the initial weights, differences are 9 to 100 times below the
-    bound; with a vocabulary of two words, 1.4 times; after 60 steps of AdamW
-    at rate 0.01, 5 times; at rate 0.1, a little above it. So this is a measure
-    to set a difference beside: the verdict on a run is bitwise equality with
-    the ordered reference.
+    The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
+    violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the
+    assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of all
+    gradients of their sub-layer's streams (``describe.residual_streams.measured_with``), and biases start far apart
+    (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes, dtypes and both optimizers:
+    close to the initial weights, differences are 9 to 100 times below the bound; with a vocabulary of two tokens, 1.4
+    times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it. So the bound is only a scale
+    for differences: the verdict on a run is bitwise equality with the ordered reference.
 
-    The bound speaks of one step. Over several, AdamW divides by the size of
-    each gradient element, so an element that is all rounding moves its weight
-    by a full learning rate either way, and no bound in u survives an update:
-    compare each step from equal weights (``uncut_step``).
+    The bound is for one step. Over several steps, AdamW divides by the size of each gradient element, so an element
+    that is only rounding error moves its weight by a full learning rate in either direction, and no bound in u holds
+    after an update. Compare each step from equal weights (``unpartitioned_step``).
     """
     topology, schedule = plan.topology, plan.schedule
     num_uses = _most_uses(plan)
-    num_parts = topology.cp * schedule.num_sequence_splits
-    num_sums = topology.dp * topology.ep * schedule.num_micro_batches * num_parts * num_uses
-    if topology.tp > 1 or topology.ep > 1 or num_parts > 1:
+    num_splits = topology.cp * schedule.num_sequence_splits
+    num_sums = topology.dp * topology.ep * schedule.num_micro_batches * num_splits * num_uses
+    if topology.tp > 1 or topology.ep > 1 or num_splits > 1:
         num_sums += _path_length(plan)
     num_elements = sum(math.prod(p.shape) for layer in _layers(plan) for p in layer.parameters)
     deviation = math.sqrt(2.0 * math.log(2.0 * num_elements / FAILURE_PROBABILITY))
@@ -101,18 +88,18 @@ def parallel_bound(plan: PlanSpec) -> float:
 
 
 def _unit_roundoff(dtype: str) -> float:
-    """Half the distance from 1 to the next number; numpy has no bfloat16."""
+    """Half the distance from 1 to the next number. numpy has no bfloat16."""
     return 2.0**-8 if dtype == "bfloat16" else float(np.finfo(dtype).eps) / 2.0
 
 
 def _layers(plan: PlanSpec) -> tuple[Layer, ...]:
-    return describe_gpt(plan) if plan.own_layers is None else describe_own(plan)
+    return describe_gpt(plan) if plan.custom_layers is None else describe_custom_layers(plan)
 
 
 def _most_uses(plan: PlanSpec) -> int:
-    """How many addends one micro-batch has for a weight at most: one for each layer that computes with it."""
-    if plan.own_layers is not None:
-        borrowed = Counter(name for layer in plan.own_layers.layers for name in layer.borrows)
+    """The maximum number of addends of one micro-batch for a weight: one for each layer that computes with it."""
+    if plan.custom_layers is not None:
+        borrowed = Counter(name for layer in plan.custom_layers.layers for name in layer.borrows)
         return 1 + max(borrowed.values(), default=0)
     return (1 + num_modules(plan.model)) * (2 if plan.model.tied_embedding else 1)
 

@@ -1,8 +1,7 @@
-"""The layers of the ordered reference's model, whose sums are written in a parallel run's order.
+"""Layers of the ordered reference's model, with sums in the order of a parallel run.
 
-Shape letters: S sequence, B rows, H hidden, K heads of keys and values, G query
-heads of each, D head size, V vocabulary, T pieces. Activations are written
-[S, B, H]; with activation order ``bsh`` they are [B, S, H].
+Shape letters: S sequence, B rows, H hidden, K heads of keys and values, G query heads of each, D head size, V
+vocabulary, T shards. Activations are written [S, B, H]; with activation order ``bsh`` they are [B, S, H].
 """
 
 from __future__ import annotations
@@ -16,25 +15,22 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import DropoutPlace
+from pipeproof.stages.describe.dropout import DropoutSite
 from pipeproof.stages.describe.synthetic import Batch
 from pipeproof.stages.reference.balance import Routers
-from pipeproof.stages.reference.chance import Chance
-from pipeproof.stages.reference.gated import gated
-from pipeproof.stages.reference.mixture import Routing, mixture
+from pipeproof.stages.reference.dropout_rng import DropoutRng
+from pipeproof.stages.reference.experts import Routing, gated, mixture
 from pipeproof.stages.reference.ordered_weights import OrderedWeights
-from pipeproof.stages.reference.pieces import Copies, Pieces, add, products
-from pipeproof.stages.reference.rounded import RoundedPieces
+from pipeproof.stages.reference.sharded_tensors import Copies, RoundedShards, Shards, add, products
 
 Tensor: TypeAlias = paddle.Tensor
 _Result = TypeVar("_Result")
 
 
 class OrderedLayers(OrderedWeights):
-    """What layers compute with weights in pieces, for one split of the sequences and one rank after the other.
+    """Layers with sharded weights, for one sequence split and one rank at a time.
 
-    Between blocks an activation is cut along the sequence with sequence
-    parallelism, else one whole tensor.
+    With sequence parallelism an activation between blocks is sharded along the sequence; otherwise it is one tensor.
     """
 
     def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -44,8 +40,8 @@ class OrderedLayers(OrderedWeights):
         self.sequence_first = plan.model.activation_order == "sbh"
         self.sequence_dim = 0 if self.sequence_first else 1
         self.step, self.split, self.rank = 0, 0, 0
-        self.used: Mapping[str, Pieces] = RoundedPieces(self.weights, plan.run)
-        self.chance = Chance(plan)
+        self.used: Mapping[str, Shards] = RoundedShards(self.weights, plan.run)
+        self.dropout_rng = DropoutRng(plan)
         self.earlier: dict[str, list[tuple[Tensor, ...]]] = {}
         head_size = plan.model.rotary_size
         frequencies = 10000.0 ** -(np.arange(head_size // 2, dtype=np.float64) * 2 / head_size)
@@ -53,85 +49,85 @@ class OrderedLayers(OrderedWeights):
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 
-    def each(self, work: Callable[..., _Result], *of_ranks: Sequence[Any]) -> list[_Result]:
-        """What ``work`` makes of each rank's values, with the rank's own weights."""
+    def each(self, work: Callable[..., _Result], *per_rank: Sequence[Any]) -> list[_Result]:
+        """Apply ``work`` to each rank's values, with the rank's own weights."""
         results = []
-        for self.rank, values in enumerate(zip(*of_ranks, strict=True)):
-            self.used = RoundedPieces(self.of_units[self.split][self.rank], self.plan.run)
-            self.chance.turn_to(self.step, self.indices[self.rank])
+        for self.rank, values in enumerate(zip(*per_rank, strict=True)):
+            self.used = RoundedShards(self.leaves[self.split][self.rank], self.plan.run)
+            self.dropout_rng.select(self.step, self.indices[self.rank])
             results.append(work(*values))
         return results
 
-    def embed(self, batch: Batch, tables: Pieces) -> Pieces:
-        """Embedded tokens: pieces of the vocabulary contribute zeros for each other's tokens."""
-        tokens = self._ordered(batch.tokens)
+    def embed(self, batch: Batch, tables: Shards) -> Shards:
+        """Embed tokens. Each vocabulary shard contributes zeros for the tokens of other shards."""
+        tokens = self._in_order(batch.tokens)
         if len(tables) == 1:
             return [F.embedding(tokens, tables[0])]
         partials = []
-        for table, (row, is_here) in zip(tables, self._places(tokens), strict=True):
-            partials.append(F.embedding(row, table) * is_here.astype(table.dtype).unsqueeze(-1))
+        for table, (row, is_local) in zip(tables, self._local_ids(tokens), strict=True):
+            partials.append(F.embedding(row, table) * is_local.astype(table.dtype).unsqueeze(-1))
         return self.leave(partials)
 
-    def enter(self, x: Pieces) -> Pieces:
-        """All tokens, once for each piece of the weights that read them."""
+    def enter(self, x: Shards) -> Shards:
+        """All tokens, one copy for each shard of the weights that read them."""
         whole = x[0] if len(x) == 1 else paddle.concat(x, axis=self.sequence_dim)
-        return [whole] if self.num_pieces == 1 else list(Copies.apply(whole, self.num_pieces))
+        return [whole] if self.num_shards == 1 else list(Copies.apply(whole, self.num_shards))
 
-    def leave(self, partials: Pieces) -> Pieces:
-        """The sum of the pieces' products in piece order, as activations are between blocks."""
+    def leave(self, partials: Shards) -> Shards:
+        """Add the shards' products in shard order, with the layout of activations between blocks."""
         whole = add(partials)
-        if self.sequence_pieces == 1:
+        if self.sequence_shards == 1:
             return [whole]
-        return list(paddle.split(whole, self.sequence_pieces, axis=self.sequence_dim))
+        return list(paddle.split(whole, self.sequence_shards, axis=self.sequence_dim))
 
-    def dropped(self, x: Pieces, place: DropoutPlace, layer: str) -> Pieces:
-        """What dropout leaves of what lies between blocks, or is to be added to it."""
+    def dropped(self, x: Shards, site: DropoutSite, layer: str) -> Shards:
+        """Apply dropout to an activation between blocks, or to an addend of it."""
         length = x[0].shape[self.sequence_dim]
         begin = self.split * length * len(x)
-        return [self.chance.tokens(piece, place, layer, begin + k * length) for k, piece in enumerate(x)]
+        return [self.dropout_rng.tokens(shard, site, layer, begin + k * length) for k, shard in enumerate(x)]
 
-    def add(self, x: Pieces, y: Pieces) -> Pieces:
-        """The sum of two, piece by piece."""
+    def add(self, x: Shards, y: Shards) -> Shards:
+        """Add two sharded tensors, shard by shard."""
         return [a + b for a, b in zip(x, y, strict=True)]
 
-    def norm(self, x: Pieces, name: str) -> Pieces:
+    def norm(self, x: Shards, name: str) -> Shards:
         """RMSNorm over the last dim, with the weight of that name."""
         return self.normed(x, self.used[name])
 
-    def normed(self, x: Pieces, weights: Sequence[Tensor]) -> Pieces:
-        """RMSNorm over the last dim; each piece of the sequence has its copy of the weight."""
+    def normed(self, x: Shards, weights: Sequence[Tensor]) -> Shards:
+        """RMSNorm over the last dim; each sequence shard has its copy of the weight."""
         normed = []
-        for piece, weight in zip(x, weights, strict=True):
-            # A copy, so that no tensor feeds three operations, whose gradients
-            # autograd would add in an order that is nobody's promise.
-            a = paddle.assign(piece)
+        for shard, weight in zip(x, weights, strict=True):
+            # A copy, so that no tensor feeds three operations: autograd does not guarantee the order in which it adds
+            # three gradients.
+            a = paddle.assign(shard)
             inverse = paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
             normed.append(a * inverse * weight)
         return normed
 
-    def attention(self, x: Pieces, name: str) -> Pieces:
-        """Causal rotary attention, heads in pieces."""
+    def attention(self, x: Shards, name: str) -> Shards:
+        """Causal rotary attention with sharded heads."""
         heads = self.grouped_heads if self.plan.model.mla is None else self.latent_heads
-        mixed = [self.mix(*of_piece, name, piece) for piece, of_piece in enumerate(heads(x, name))]
+        mixed = [self.mix(*of_shard, name, shard) for shard, of_shard in enumerate(heads(x, name))]
         return self.leave(products(mixed, self.used[f"{name}.out.weight"]))
 
-    def grouped_heads(self, x: Pieces, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each piece: queries [B, K / T, G, S, D], keys and values [B, K / T, S, D]."""
-        num_kv_heads, size = self.plan.model.kv_heads // self.num_pieces, self.plan.model.size_of_head
+    def grouped_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries [B, K / T, G, S, D], keys and values [B, K / T, S, D] of each shard."""
+        num_kv_heads, size = self.plan.model.kv_heads // self.num_shards, self.plan.model.size_of_head
         width = self.plan.model.num_heads // self.plan.model.kv_heads * size  # of a group's queries
-        found = []
+        heads_of_shards = []
         for qkv in products(self.enter(x), self.used[f"{name}.qkv.weight"]):
             heads = qkv.reshape([*qkv.shape[:2], num_kv_heads, width + 2 * size])
             heads = heads.transpose([1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3])
             q, k, v = heads.split([width, size, size], axis=-1)
             groups = q.reshape([*k.shape[:3], -1, size]).transpose([0, 1, 3, 2, 4])
-            found.append((self.rotary(groups), self.rotary(k), v))
-        return found
+            heads_of_shards.append((self.rotary(groups), self.rotary(k), v))
+        return heads_of_shards
 
-    def latent_heads(self, x: Pieces, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each piece: queries [B, A / T, 1, S, D], keys [B, A / T, S, D] and values [B, A / T, S, Z].
+    def latent_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries [B, A / T, 1, S, D], keys [B, A / T, S, D] and values [B, A / T, S, Z] of each shard.
 
-        All heads share the positions' part of the key; its gradient adds their parts in turn.
+        All heads share the part of the key with positions; its gradient adds those of the heads in order.
         """
         mla = self.plan.model.mla
         assert mla is not None
@@ -145,62 +141,62 @@ class OrderedLayers(OrderedWeights):
         compressed = [y.split([mla.kv_rank, rope], axis=-1) for y in products(x, self.used[f"{name}.kv_down.weight"])]
         latents = self.norm([latent for latent, _ in compressed], f"{name}.kv_norm.weight")
         expanded = products(self.enter(latents), self.used[f"{name}.kv_up.weight"])
-        found = []
+        heads_of_shards = []
         for q, kv, shared in zip(queries, expanded, self.enter([shared for _, shared in compressed]), strict=True):
             q_nope, q_rope = q.reshape([*q.shape[:2], -1, nope + rope]).transpose(to_heads).split([nope, rope], axis=-1)
             kv = kv.reshape([*kv.shape[:2], -1, nope + value_size]).transpose(to_heads)
             k_nope, v = kv.split([nope, value_size], axis=-1)
-            turned = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)
-            k_rope = paddle.stack(list(Copies.apply(turned, v.shape[1])), axis=1)
+            rotated_key = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)
+            k_rope = paddle.stack(list(Copies.apply(rotated_key, v.shape[1])), axis=1)
             query = paddle.concat([q_nope, self.rotary(q_rope)], axis=-1)
-            found.append((query.unsqueeze(2), paddle.concat([k_nope, k_rope], axis=-1), v))
-        return found
+            heads_of_shards.append((query.unsqueeze(2), paddle.concat([k_nope, k_rope], axis=-1), v))
+        return heads_of_shards
 
-    def mix(self, groups: Tensor, k: Tensor, v: Tensor, name: str, piece: int) -> Tensor:
-        """Attention of one piece's heads: [B, K / T, G, S, D] to [S, B, K / T * G * Z].
+    def mix(self, groups: Tensor, k: Tensor, v: Tensor, name: str, shard: int) -> Tensor:
+        """Attention of one shard's heads: [B, K / T, G, S, D] to [S, B, K / T * G * Z].
 
         All queries of a head of keys and values are rows of one product with it, query head by query head.
         """
-        where = f"{name} of piece {piece} of rank {self.rank}"
+        where = f"{name} of shard {shard} of rank {self.rank}"
         rows, num_kv_heads, group, own, size = groups.shape
-        k, v = self.up_to_here(k, f"keys of {where}"), self.up_to_here(v, f"values of {where}")
+        k, v = self.up_to_this_split(k, f"keys of {where}"), self.up_to_this_split(v, f"values of {where}")
         seen = k.shape[2]
         scores = paddle.matmul(groups.reshape([rows, num_kv_heads, -1, size]), k, transpose_y=True) * size**-0.5
         mask = paddle.to_tensor(np.where(~np.tri(own, seen, seen - own, dtype=bool), -np.inf, 0.0), dtype=scores.dtype)
         weights = F.softmax(scores.reshape([rows, num_kv_heads, -1, own, seen]) + mask, axis=-1)
-        weights = self.chance.probabilities(weights, name, piece * num_kv_heads * group, seen - own)
+        weights = self.dropout_rng.probabilities(weights, name, shard * num_kv_heads * group, seen - own)
         mixed = paddle.matmul(weights.reshape([rows, num_kv_heads, -1, seen]), v)
         mixed = mixed.reshape([rows, num_kv_heads, -1, own, v.shape[-1]])
         mixed = mixed.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
         return mixed.reshape([*mixed.shape[:2], -1])
 
-    def up_to_here(self, own: Tensor, what: str) -> Tensor:
-        """Keys or values of the splits up to this one, joined.
+    def up_to_this_split(self, own: Tensor, key: str) -> Tensor:
+        """Join the keys, or values, of the splits up to this one.
 
-        Each later split reads a copy; gradients are added from the last split's back to the split's own. Splits on
-        context-parallel ranks each have a copy; gradients are added in their order, zeros of ranks that see nothing
-        of the split included.
+        Each later split reads a copy. Gradients are added from the last split back to the split itself. On
+        context-parallel ranks each split has a copy for every rank, and gradients are added in rank order, including
+        the zeros of ranks that do not see the split.
         """
         if self.plan.topology.cp > 1:
-            self.earlier.setdefault(what, []).append(Copies.apply(own, self.num_splits))
-            return paddle.concat([copies[self.split] for copies in self.earlier[what]], axis=2)
+            self.earlier.setdefault(key, []).append(Copies.apply(own, self.num_splits))
+            return paddle.concat([copies[self.split] for copies in self.earlier[key]], axis=2)
         num_readers = self.num_splits - self.split
-        self.earlier.setdefault(what, []).append(Copies.apply(own, num_readers) if num_readers > 1 else (own,))
-        read = [copies[num_readers - 1] for copies in self.earlier[what]]
+        self.earlier.setdefault(key, []).append(Copies.apply(own, num_readers) if num_readers > 1 else (own,))
+        read = [copies[num_readers - 1] for copies in self.earlier[key]]
         return read[0] if len(read) == 1 else paddle.concat(read, axis=2)
 
     def rotary(self, heads: Tensor) -> Tensor:
-        """Turn each pair (i, i + D/2) of a head by its position's angle."""
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
         a, b = heads.split(2, axis=-1)
         begin, length = self.split * heads.shape[-2], heads.shape[-2]
         cos, sin = (table[begin : begin + length] for table in (self.cos, self.sin))
         return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-    def mlp(self, x: Pieces, name: str) -> Pieces:
-        """SwiGLU, the feed-forward width in pieces."""
+    def mlp(self, x: Shards, name: str) -> Shards:
+        """SwiGLU with a sharded feed-forward width."""
         return self.leave(self.swiglu(self.enter(x), name))
 
-    def swiglu(self, entered: Pieces, name: str) -> Pieces:
+    def swiglu(self, entered: Shards, name: str) -> Shards:
         """The addends of an MLP."""
         gates = products(entered, self.used[f"{name}.gate.weight"])
         ups = products(entered, self.used[f"{name}.up.weight"])
@@ -208,65 +204,65 @@ class OrderedLayers(OrderedWeights):
         inner = [gated(gate, up, limit) for gate, up in zip(gates, ups, strict=True)]
         return products(inner, self.used[f"{name}.down.weight"])
 
-    def experts(self, xs: Sequence[Pieces], name: str) -> list[Pieces]:
-        """Routed experts, their width in pieces, of the tokens of all ranks; shared ones beside, where there are."""
+    def experts(self, xs: Sequence[Shards], name: str) -> list[Shards]:
+        """Routed experts, with sharded width, for the tokens of all ranks, and shared experts if the model has them."""
         moe = self.plan.model.moe
         assert moe is not None
         readers = 3 if moe.num_shared_experts else 2
 
-        def ways(x: Pieces) -> list[Pieces]:
-            """For the router, the routed and the shared experts: all tokens, once for each piece."""
-            of_pieces = [Copies.apply(entered, readers) for entered in self.enter(x)]
-            return [list(way) for way in zip(*of_pieces, strict=True)]
+        def inputs_of(x: Shards) -> list[Shards]:
+            """All tokens, one copy for each shard: for the router, the routed experts and the shared experts."""
+            copies = [Copies.apply(entered, readers) for entered in self.enter(x)]
+            return [list(reader) for reader in zip(*copies, strict=True)]
 
-        def routings(way: list[Pieces]) -> list[Routing]:
-            self.routers.turn_to(self.indices[self.rank], self.split)
-            of_pieces = products(way[0], self.used[f"{name}.router.weight"])
-            return [self.routers.route(logits, name, counts=piece == 0) for piece, logits in enumerate(of_pieces)]
+        def routings(inputs: list[Shards]) -> list[Routing]:
+            self.routers.select(self.indices[self.rank], self.split)
+            logits = products(inputs[0], self.used[f"{name}.router.weight"])
+            return [self.routers.route(x, name, counts=shard == 0) for shard, x in enumerate(logits)]
 
-        of_ranks = self.each(ways, xs)
-        routed = self.each(routings, of_ranks)
-        made = [
+        per_rank = self.each(inputs_of, xs)
+        routed = self.each(routings, per_rank)
+        outputs = [
             mixture(
-                [ways[1][piece] for ways in of_ranks],
-                [routing[piece] for routing in routed],
-                [self.used[f"{name}.experts.{part}.weight"][piece] for part in ("gate", "up", "down")],
+                [inputs[1][shard] for inputs in per_rank],
+                [routing[shard] for routing in routed],
+                [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")],
                 self.plan.model.swiglu_limit,
             )
-            for piece in range(self.num_pieces)
+            for shard in range(self.num_shards)
         ]
 
-        def left(way: list[Pieces], *addends: Tensor) -> Pieces:
-            shared = self.swiglu(way[2], f"{name}.shared") if moe.num_shared_experts else None
+        def left(inputs: list[Shards], *addends: Tensor) -> Shards:
+            shared = self.swiglu(inputs[2], f"{name}.shared") if moe.num_shared_experts else None
             return self.leave(list(addends) if shared is None else self.add(list(addends), shared))
 
-        return self.each(left, of_ranks, *made)
+        return self.each(left, per_rank, *outputs)
 
-    def cross_entropy(self, logits: Pieces, batch: Batch) -> Tensor:
+    def cross_entropy(self, logits: Shards, batch: Batch) -> Tensor:
         """The summed cross-entropy; logits are [S, B, V / T] each."""
-        labels = self._ordered(batch.labels)
+        labels = self._in_order(batch.labels)
         if len(logits) == 1:
             flat = logits[0].reshape([-1, logits[0].shape[-1]])
             return F.cross_entropy(flat, labels.reshape([-1]), ignore_index=-100, reduction="none").sum()
         highest = logits[0].detach().max(axis=-1)
-        for piece in logits[1:]:
-            highest = paddle.maximum(highest, piece.detach().max(axis=-1))
-        shifted = [piece - highest.unsqueeze(-1) for piece in logits]
-        sum_exp = add([paddle.exp(piece).sum(axis=-1) for piece in shifted])
+        for shard in logits[1:]:
+            highest = paddle.maximum(highest, shard.detach().max(axis=-1))
+        shifted = [shard - highest.unsqueeze(-1) for shard in logits]
+        sum_exp = add([paddle.exp(shard).sum(axis=-1) for shard in shifted])
         targets = []
-        for piece, (column, is_here) in zip(shifted, self._places(labels), strict=True):
-            logit = paddle.take_along_axis(piece, column.unsqueeze(-1), axis=-1).squeeze(-1)
-            targets.append(logit * is_here.astype(piece.dtype))
+        for shard, (column, is_local) in zip(shifted, self._local_ids(labels), strict=True):
+            logit = paddle.take_along_axis(shard, column.unsqueeze(-1), axis=-1).squeeze(-1)
+            targets.append(logit * is_local.astype(shard.dtype))
         losses = paddle.log(sum_exp) - add(targets)
         return (losses * (labels != -100).astype(losses.dtype)).sum()
 
-    def _ordered(self, words: npt.NDArray[np.int64]) -> Tensor:
-        """Tokens or labels [B, S] in the order of the activations."""
-        return paddle.to_tensor(np.ascontiguousarray(words.T if self.sequence_first else words))
+    def _in_order(self, token_ids: npt.NDArray[np.int64]) -> Tensor:
+        """Tokens or labels [B, S] with the dims in the order of the activations."""
+        return paddle.to_tensor(np.ascontiguousarray(token_ids.T if self.sequence_first else token_ids))
 
-    def _places(self, words: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each piece of the vocabulary: where in it each word is (0 if elsewhere), and whether it is there."""
-        size = self.plan.model.vocab_size // self.num_pieces
-        for piece in range(self.num_pieces):
-            is_here = paddle.floor_divide(words, paddle.full_like(words, size)) == piece
-            yield paddle.where(is_here, words - piece * size, paddle.zeros_like(words)), is_here
+    def _local_ids(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each vocabulary shard: the index of each id in it (0 for other ids), and a mask of its ids."""
+        size = self.plan.model.vocab_size // self.num_shards
+        for shard in range(self.num_shards):
+            is_local = paddle.floor_divide(ids, paddle.full_like(ids, size)) == shard
+            yield paddle.where(is_local, ids - shard * size, paddle.zeros_like(ids)), is_local

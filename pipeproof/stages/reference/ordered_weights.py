@@ -1,7 +1,7 @@
-"""The weights of the ordered reference, in the pieces that tensor-parallel ranks hold, and their gradients.
+"""The weights of the ordered reference, sharded as on tensor-parallel ranks, and their gradients.
 
-A weight that ranks do not cut has a copy for each piece of what it meets: one
-for each piece of the sequence, and a router's for each tensor-parallel rank.
+A weight that is not sharded has a copy for each shard of its input: one for each sequence shard, and for a router one
+for each tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,89 +14,85 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.lanes import embeds_again, num_modules
+from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules
 from pipeproof.stages.reference.balance import without_biases
-from pipeproof.stages.reference.pieces import Pieces, add, cut_dim, is_of_experts, leaf
+from pipeproof.stages.reference.sharded_tensors import Shards, add, is_expert_weight, leaf, shard_dim
 
 Tensor: TypeAlias = paddle.Tensor
 
 
 class OrderedWeights:
-    """The weights of the plan's GPT in pieces; ``weights`` has them whole, and perhaps biases of routers beside them.
+    """The sharded weights of the plan's GPT. The argument ``weights`` has them whole, and may have router biases.
 
-    ``of_units`` has the leaves that each split of a sequence and each
-    expert-parallel rank computes with: ``of_units[split][rank]``, by name.
-    What a context-parallel rank has of a sequence is a split, too.
+    ``leaves[split][rank]`` has, by name, the leaves that a sequence split and an expert-parallel rank compute with. The
+    part of a sequence on a context-parallel rank is also a split.
     """
 
     def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
         self.plan = plan
-        self.num_pieces, self.num_ranks = plan.topology.tp, plan.topology.ep
+        self.num_shards, self.num_ranks = plan.topology.tp, plan.topology.ep
         self.num_splits = plan.schedule.num_sequence_splits * plan.topology.cp
-        self.sequence_pieces = self.num_pieces if plan.topology.sequence_parallel else 1
-        self.weights: dict[str, Pieces] = {
-            name: [paddle.to_tensor(array, stop_gradient=False) for array in self.cut(name, whole)]
+        self.sequence_shards = self.num_shards if plan.topology.sequence_parallel else 1
+        self.weights: dict[str, Shards] = {
+            name: [paddle.to_tensor(array, stop_gradient=False) for array in self.shard_array(name, whole)]
             for name, whole in without_biases(weights).items()
         }
-        self.of_units = [[self.weights] * self.num_ranks for _ in range(self.num_splits)]
+        self.leaves = [[self.weights] * self.num_ranks for _ in range(self.num_splits)]
 
-    def cut(self, name: str, whole: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """An array of the named weight's shape as its pieces have it; of a number that goes with it a copy for each."""
-        dim = cut_dim(name)
+    def shard_array(self, name: str, whole: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Shard an array of the named weight's shape. A scalar that belongs to the weight is copied for each shard."""
+        dim = shard_dim(name)
         if dim is not None and whole.ndim:
-            return [np.ascontiguousarray(array) for array in np.split(whole, self.num_pieces, dim)]
+            return [np.ascontiguousarray(array) for array in np.split(whole, self.num_shards, dim)]
         is_of_each = dim is not None or name.endswith("router.weight")
-        return [whole] * (self.num_pieces if is_of_each else self.sequence_pieces)
+        return [whole] * (self.num_shards if is_of_each else self.sequence_shards)
 
     def zero_gradients(self) -> None:
-        """Begin every gradient buffer as +0.0.
+        """Set every gradient buffer to +0.0.
 
-        Each split of sequences and each expert-parallel rank has buffers of its own, but for experts, which ranks
-        share; every layer that computes with the embedding's weight has its own for it.
+        Each sequence split and each expert-parallel rank has its own buffers; ranks share those of experts. Each layer
+        that uses the embedding's weight has its own buffer for it.
         """
         if self.num_splits * self.num_ranks > 1 or self._borrowers():
-            self.of_units = []
+            self.leaves = []
             for _ in range(self.num_splits):
-                first = self._leaves()
-                experts = {name: pieces for name, pieces in first.items() if is_of_experts(name)}
-                self.of_units.append([first, *(self._leaves() | experts for _ in range(1, self.num_ranks))])
-        for weights in (weights for of_split in self.of_units for weights in of_split):
-            for pieces in weights.values():
-                for piece in pieces:
-                    piece.grad = paddle.zeros_like(piece)
+                first = self._new_leaves()
+                experts = {name: shards for name, shards in first.items() if is_expert_weight(name)}
+                self.leaves.append([first, *(self._new_leaves() | experts for _ in range(1, self.num_ranks))])
+        for weights in (weights for of_split in self.leaves for weights in of_split):
+            for shards in weights.values():
+                for shard in shards:
+                    shard.grad = paddle.zeros_like(shard)
 
-    def _leaves(self) -> dict[str, Pieces]:
+    def _new_leaves(self) -> dict[str, Shards]:
         borrowed = {f"{layer}.weight": self.weights["embed.weight"] for layer in self._borrowers()}
-        return {name: [leaf(piece) for piece in pieces] for name, pieces in (self.weights | borrowed).items()}
+        return {name: [leaf(shard) for shard in shards] for name, shards in (self.weights | borrowed).items()}
 
     def _borrowers(self) -> list[str]:
-        """Layers that compute with the embedding's weight: a tied head, modules that look tokens up themselves."""
+        """Layers that use the embedding's weight: a tied head, and modules that look up tokens themselves."""
         model = self.plan.model
         modules = [f"mtp.{number}" for number in range(num_modules(model) if embeds_again(model) else 0)]
         return [*modules, "head"] if model.tied_embedding else modules
 
-    def gradients(self, split: int = 0, rank: int = 0) -> dict[str, Pieces]:
-        """The gradients from one split of one rank as they are, in pieces, each a tensor of its own.
+    def gradients(self, split: int = 0, rank: int = 0) -> dict[str, Shards]:
+        """Copies of the sharded gradients of one split and rank. The gradients of experts are rank 0's."""
+        weights = self.leaves[split][rank].items()
+        own = {name: shards for name, shards in weights if rank == 0 or not is_expert_weight(name)}
+        return {name: [shard.grad.clone() for shard in shards] for name, shards in own.items()}
 
-        Those of experts, which come from all ranks, are with the first.
-        """
-        weights = self.of_units[split][rank].items()
-        own = {name: pieces for name, pieces in weights if rank == 0 or not is_of_experts(name)}
-        return {name: [piece.grad.clone() for piece in pieces] for name, pieces in own.items()}
+    def summed(self, name: str, shards: Shards) -> Shards:
+        """Complete a sum over micro-batches: the copies of a norm's or router's weight all get the sum over copies."""
+        return shards if shard_dim(name) is not None else [add(shards)] * len(shards)
 
-    def summed(self, name: str, pieces: Pieces) -> Pieces:
-        """A sum over micro-batches; copies of the weight of a norm or router all get the sum over copies."""
-        return pieces if cut_dim(name) is not None else [add(pieces)] * len(pieces)
+    def distinct(self, name: str, shards: Shards) -> list[Shards]:
+        """The parts of a gradient on different ranks, without copies: shards by expert-parallel rank."""
+        shards = shards if shard_dim(name) is not None else shards[:1]
+        if not is_expert_weight(name):
+            return [shards]
+        return [list(of_rank) for of_rank in zip(*(shard.split(self.num_ranks) for shard in shards), strict=True)]
 
-    def distinct(self, name: str, pieces: Pieces) -> list[Pieces]:
-        """What different ranks hold of a gradient, without copies: by expert-parallel rank, its pieces."""
-        pieces = pieces if cut_dim(name) is not None else pieces[:1]
-        if not is_of_experts(name):
-            return [pieces]
-        return [list(of_rank) for of_rank in zip(*(piece.split(self.num_ranks) for piece in pieces), strict=True)]
-
-    def joined(self, name: str, pieces: Pieces) -> npt.NDArray[Any]:
-        """The named weight, or its gradient, from its pieces: an array of its own."""
-        dim = cut_dim(name)
-        arrays = [piece.numpy() for piece in pieces]
+    def joined(self, name: str, shards: Shards) -> npt.NDArray[Any]:
+        """Join the shards of the named weight, or of its gradient, into a new array."""
+        dim = shard_dim(name)
+        arrays = [shard.numpy() for shard in shards]
         return np.concatenate(arrays, dim) if dim is not None else arrays[0].copy()

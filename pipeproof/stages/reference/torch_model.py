@@ -1,7 +1,7 @@
-"""The whole GPT of a plan on PyTorch, as one model with whole weights and plain autograd.
+"""The whole GPT of a plan on PyTorch: one model with whole weights and plain autograd.
 
-Shape letters: S sequence, B rows, H hidden, K heads of keys and values, G query heads of each, D head size, V words.
-Activations are [S, B, H] or [B, S, H], as the plan says; lanes of multi-token prediction are more rows of one product.
+Shape letters: S sequence, B rows, H hidden, K heads of keys and values, G query heads of each, D head size, n residual
+streams, V vocabulary. Activations are [S, B, H] or [B, S, H], as in the plan. MTP streams are more rows of one product.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pipeproof.specs.model_parts import HyperConnectionsSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.ahead import ahead
-from pipeproof.stages.describe.lanes import embeds_again, num_modules
-from pipeproof.stages.describe.order import layer_order
+from pipeproof.stages.describe.dropout import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
+from pipeproof.stages.describe.layer_records import Side
+from pipeproof.stages.describe.layers import layer_order
+from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch
-from pipeproof.stages.describe.watch import Side
-from pipeproof.stages.reference import torch_streams as streams
-from pipeproof.stages.reference.torch_chance import TorchChance
+from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 from pipeproof.stages.reference.torch_routers import TorchRouters, without_biases
-from pipeproof.stages.reference.torch_weights import WholeWeights, copies
 
 Tensor: TypeAlias = torch.Tensor
 Array: TypeAlias = npt.NDArray[Any]
-Look: TypeAlias = Callable[[str, Side, Tensor], None]
-"""Is told what a layer takes or gives."""
+LayerHook: TypeAlias = Callable[[str, Side, Tensor], None]
+"""Called with the input and the output of each layer."""
 
 
-def look_away(layer: str, side: Side, tensor: Tensor) -> None:
-    """Where nobody looks."""
+def no_hook(layer: str, side: Side, tensor: Tensor) -> None:
+    """Do nothing."""
 
 
-class TorchUncutModel:
-    """The GPT of the plan with whole weights, on the run's device; weights are rounded to the run's type at first."""
+class TorchUnpartitionedModel:
+    """The GPT of the plan with whole weights, on the run's device. Weights are first rounded to the run's type."""
 
     def __init__(self, plan: PlanSpec, weights: Mapping[str, Array]) -> None:
         self.plan = plan
@@ -45,7 +44,7 @@ class TorchUncutModel:
         self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         main_dtype: torch.dtype = getattr(torch, plan.run.weight_dtype)
         self.weights = WholeWeights(without_biases(weights), self.dtype, main_dtype, self.device)
-        self.chance = TorchChance(plan)
+        self.dropout_rng = TorchDropoutRng(plan)
         self.routers = TorchRouters(plan, weights, self.device)
         self.sequence_first = plan.model.activation_order == "sbh"
         self.rows_dim = 1 if self.sequence_first else 0
@@ -55,96 +54,99 @@ class TorchUncutModel:
         self.cos = torch.tensor(np.cos(angles), device=self.device).to(self.dtype)
         self.sin = torch.tensor(np.sin(angles), device=self.device).to(self.dtype)
 
-    def losses(self, batch: Batch, look: Look = look_away) -> list[Tensor]:
-        """The cross-entropy summed over the micro-batch's counted tokens, a scalar: the main one, and those of modules.
+    def losses(self, batch: Batch, hook: LayerHook = no_hook) -> list[Tensor]:
+        """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
 
-        Module j reads the token j + 1 positions ahead of each, and predicts the one after that.
+        At each position module j reads the token j + 1 positions ahead and predicts the next one.
         """
         model = self.plan.model
-        lanes = [ahead(batch, distance) for distance in range(1 + num_modules(model))]
-        x, others = self.embedded(lanes)
-        look("embed", "output", x)
+        batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(model))]
+        x, others = self.embedded(batches)
+        hook("embed", "output", x)
         names, (num_head, num_tail) = layer_order(model), model.num_empty
-        x = self.ends(names[1 : 1 + num_head], x, 1, look)
+        x = self.ends(names[1 : 1 + num_head], x, 1, hook)
         for i in range(model.num_layers):
-            look(f"layer.{i}", "input", x)
+            hook(f"layer.{i}", "input", x)
             x = self.block(x, f"layer.{i}", i)
-            look(f"layer.{i}", "output", x)
+            hook(f"layer.{i}", "output", x)
         xs = [x]
-        for number, lane in enumerate(lanes[1:]):
-            taken, xs[-1] = copies(xs[-1], 2)  # two readers: a look sees what each gives back
-            look(f"mtp.{number}", "input", taken)
-            embedding = others[number] if others else self.looked_up([lane], f"mtp.{number}")
+        for number, mtp_batch in enumerate(batches[1:]):
+            taken, xs[-1] = copies(xs[-1], 2)  # two readers: a hook sees both gradients
+            hook(f"mtp.{number}", "input", taken)
+            embedding = others[number] if others else self.lookup([mtp_batch], f"mtp.{number}")
             xs.append(self.module(taken, embedding, number))
-            look(f"mtp.{number}", "output", xs[-1])
-        joined = self.ends(names[-2 - num_tail : -1], torch.cat(xs, self.rows_dim) if xs[1:] else x, len(xs), look)
-        joined = self.shown("head", "input", joined, len(xs), look)
+            hook(f"mtp.{number}", "output", xs[-1])
+        joined = self.ends(names[-2 - num_tail : -1], torch.cat(xs, self.rows_dim) if xs[1:] else x, len(xs), hook)
+        joined = self.with_hook("head", "input", joined, len(xs), hook)
         product = self.weights.tied_product if model.tied_embedding else self.weights.product
         logits = product(joined, "head" if model.tied_embedding else "head.weight").to(self.loss_dtype)
         return [
             F.cross_entropy(
-                own.reshape(-1, model.vocab_size), self.ordered(lane.labels).reshape(-1), reduction="sum"
+                own.reshape(-1, model.vocab_size), self.ordered(mtp_batch.labels).reshape(-1), reduction="sum"
             )  # the labels that do not count are PyTorch's own
-            for own, lane in zip(logits.chunk(len(xs), self.rows_dim), lanes, strict=True)
+            for own, mtp_batch in zip(logits.chunk(len(xs), self.rows_dim), batches, strict=True)
         ]
 
-    def embedded(self, lanes: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
-        """What the first layer reads, and what modules do where the embedding is looked up for all at once."""
-        at_once = [lanes[0]] if embeds_again(self.plan.model) else lanes
-        x, *others = self.looked_up(at_once, "embed").chunk(len(at_once), self.rows_dim)
-        return self.chance.tokens(x, "embedding", "embed"), others
+    def embedded(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
+        """The input of the first layer, and the embedded tokens of modules if one lookup serves all."""
+        at_once = [batches[0]] if embeds_again(self.plan.model) else batches
+        x, *others = self.lookup(at_once, "embed").chunk(len(at_once), self.rows_dim)
+        return self.dropout_rng.tokens(x, "embedding", "embed"), others
 
-    def looked_up(self, lanes: Sequence[Batch], layer: str) -> Tensor:
-        """Rows of the embedding for some lanes."""
-        return self.weights.rows(torch.cat([self.ordered(lane.tokens) for lane in lanes], self.rows_dim), layer)
+    def lookup(self, batches: Sequence[Batch], layer: str) -> Tensor:
+        """Rows of the embedding for several MTP streams."""
+        return self.weights.rows(
+            torch.cat([self.ordered(mtp_batch.tokens) for mtp_batch in batches], self.rows_dim), layer
+        )
 
-    def ordered(self, words: npt.NDArray[np.int64]) -> Tensor:
-        """Tokens or labels [B, S] in the order of the activations."""
-        return torch.tensor(words.T if self.sequence_first else words, device=self.device)
+    def ordered(self, token_ids: npt.NDArray[np.int64]) -> Tensor:
+        """Tokens or labels [B, S] with the dims in the order of the activations."""
+        return torch.tensor(token_ids.T if self.sequence_first else token_ids, device=self.device)
 
-    def shown(self, name: str, side: Side, joined: Tensor, num_lanes: int, look: Look) -> Tensor:
-        """What it is given; the main lane of it has been looked at."""
-        lanes = joined.chunk(num_lanes, self.rows_dim)
-        look(name, side, lanes[0])
-        return torch.cat(lanes, self.rows_dim) if num_lanes > 1 else lanes[0]
+    def with_hook(self, name: str, side: Side, joined: Tensor, num_streams: int, hook: LayerHook) -> Tensor:
+        """Call the hook with the main stream of ``joined``, and return ``joined``."""
+        streams = joined.chunk(num_streams, self.rows_dim)
+        hook(name, side, streams[0])
+        return torch.cat(streams, self.rows_dim) if num_streams > 1 else streams[0]
 
-    def ends(self, names: Sequence[str], x: Tensor, num_lanes: int, look: Look) -> Tensor:
-        """What stands around the blocks, of all lanes: the last norm, and layers that do nothing."""
+    def ends(self, names: Sequence[str], x: Tensor, num_streams: int, hook: LayerHook) -> Tensor:
+        """The layers before and after the blocks, for all streams: the final norm, and empty layers."""
         for name in names:
-            x = self.shown(name, "input", x, num_lanes, look)
+            x = self.with_hook(name, "input", x, num_streams, hook)
             if name == "norm":
                 x = self.norm(x, "norm.weight")
-            x = self.shown(name, "output", x, num_lanes, look)
+            x = self.with_hook(name, "output", x, num_streams, hook)
         return x
 
     def module(self, hidden: Tensor, embedding: Tensor, number: int) -> Tensor:
-        """Multi-token prediction: both normed, joined, and a block as the last one is."""
+        """MTP module: both inputs are normed and joined; then a block like the last one."""
         name = f"mtp.{number}"
-        embedding = self.chance.tokens(embedding, "embedding", f"{name}.embed")
+        embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
         both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
         x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
         return self.block(x, name, self.plan.model.num_layers - 1)
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
-        """Attention and MLP, or experts as block ``number`` has, each with its norm before and its residual around."""
+        """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
         spec = self.plan.model.hyper_connections
         attention = self.attention if self.plan.model.mla is None else self.latent_attention
         mlp = self.experts if self.plan.model.has_experts(number) else self.mlp
         if spec is not None and number == 0:
-            x = streams.widened(x, spec)
-        for at, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
+            x = widened(x, spec)
+        for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             if spec is None:
-                made = compute(self.norm(x, f"{at}_norm.weight"), at)
-                x = x + self.chance.tokens(made, "hidden", at)
+                output = compute(self.norm(x, f"{sub_layer}_norm.weight"), sub_layer)
+                x = x + self.dropout_rng.tokens(output, "hidden", sub_layer)
             else:
-                taken, behind = streams.read(x, self.weights, at, spec)
-                x = behind(self.chance.tokens(compute(self.norm(taken, f"{at}_norm.weight"), at), "hidden", at))
-        return streams.summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
+                sub_layer_input, update = read(x, self.weights, sub_layer, spec)
+                output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm.weight"), sub_layer)
+                x = update(self.dropout_rng.tokens(output, "hidden", sub_layer))
+        return summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dim, with the weight of that name."""
-        # A node of its own, so that x feeds this norm once: inside, the norm may read what it is given several times,
-        # and with the residual the gradient of three would depend on the order in which autograd adds them.
+        # A separate node, so that x feeds this norm once. The norm may read its input several times, and autograd does
+        # not guarantee the order in which it adds three gradients.
         x = x.view_as(x)
         return F.rms_norm(x, x.shape[-1:], self.weights.value(name), 1e-6)
 
@@ -181,27 +183,27 @@ class TorchUncutModel:
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
         """Softmax attention of [B, K, G, S, D] over [B, K, S, D] and values, in the order of activations [.., H]."""
-        # PyTorch may take halves of one column for images in channels last, and joins them to heads that lie so in
-        # memory; of those, attention is computed by another kernel, with other bits.
+        # PyTorch may mistake halves of one column for images in channels-last format and join them to heads with that
+        # memory layout. Attention of such heads runs in another kernel, with other bits.
         q, k = q.contiguous(), k.contiguous()
-        if self.chance.drops_probabilities():
+        if self.dropout_rng.drops_probabilities():
             scores = torch.matmul(q, k.unsqueeze(2).mT) * q.shape[-1] ** -0.5
             is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
             weights = torch.softmax(torch.masked_fill(scores, is_later, -torch.inf), -1)
-            y = torch.matmul(self.chance.probabilities(weights, name), v.unsqueeze(2))
+            y = torch.matmul(self.dropout_rng.probabilities(weights, name), v.unsqueeze(2))
         else:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=q.shape[2] > 1)
             y = y.unflatten(1, q.shape[1:3])
         return y.permute((3, 0, 1, 2, 4) if self.sequence_first else (0, 3, 1, 2, 4)).flatten(2)
 
     def rotary(self, heads: Tensor) -> Tensor:
-        """Turn each pair (i, i + D/2) of a head by its position's angle."""
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
         a, b = heads.chunk(2, -1)
         cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def experts(self, x: Tensor, name: str) -> Tensor:
-        """Routed experts, and shared ones where there are; an expert's rows are its tokens in their order."""
+        """Routed experts, and shared experts if the model has them. An expert's rows are its tokens in order."""
         moe = self.plan.model.moe
         assert moe is not None
         for_router, for_experts, *for_shared = copies(x, 3 if moe.num_shared_experts else 2)
@@ -210,13 +212,13 @@ class TorchUncutModel:
         visitors = for_experts.reshape(-1, x.shape[-1]).repeat_interleave(moe.top_k, 0)
         order = torch.sort(chosen.flatten(), stable=True).indices
         sizes = torch.bincount(chosen.flatten(), minlength=moe.num_experts).tolist()
-        made = self.of_experts(_Moved.apply(visitors, order), sizes, name)
-        back = _Moved.apply(made, torch.argsort(order)).reshape(*chosen.shape, -1)
+        output = self.expert_mlps(_PermuteRows.apply(visitors, order), sizes, name)
+        back = _PermuteRows.apply(output, torch.argsort(order)).reshape(*chosen.shape, -1)
         y = (back * gains.unsqueeze(-1)).sum(1).reshape(x.shape)
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
-    def of_experts(self, rows: Tensor, sizes: Sequence[int], name: str) -> Tensor:
-        """Rows expert by expert, through each one's MLP."""
+    def expert_mlps(self, rows: Tensor, sizes: Sequence[int], name: str) -> Tensor:
+        """The MLP of each expert for its group of rows."""
         gate, up = (
             self.weights.expert_products(rows, f"{name}.experts.{part}.weight", sizes) for part in ("gate", "up")
         )
@@ -228,7 +230,7 @@ class TorchUncutModel:
         return self.weights.product(self.gated(gate, up), f"{name}.down.weight")
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """SwiGLU's function, or with a limit that of gpt-oss: both are clamped, and the gradient is zero beyond it."""
+        """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, with zero gradient beyond the limit."""
         limit = self.plan.model.swiglu_limit
         if limit is None:
             return F.silu(gate) * up
@@ -237,8 +239,8 @@ class TorchUncutModel:
         return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
 
 
-class _Moved(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """Rows in another order. Their gradients only move back: autograd's own way would add them to zeros."""
+class _PermuteRows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    """A permutation of rows. Gradients only move back; autograd's own backward would add them to zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -249,3 +251,89 @@ class _Moved(torch.autograd.Function):  # type: ignore[misc]  # checked where Py
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (order,) = ctx.saved_tensors
         return gradient[torch.argsort(order)], None
+
+
+class TorchDropoutRng:
+    """Dropout of the selected micro-batch: values are multiplied by a tensor of gains and zeros."""
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self._plan, self._keys = plan, DropoutKeys(plan, 0, 0)
+
+    def select(self, step: int, index: int) -> None:
+        """Select a micro-batch of a step; ``index`` counts over all data ranks."""
+        self._keys = DropoutKeys(self._plan, step, index)
+
+    def tokens(self, x: Tensor, site: DropoutSite, layer: str) -> Tensor:
+        """Apply dropout to [S, B, H] or [B, S, H], of whole sequences."""
+        rate = dropout_rate(self._plan, site)
+        if rate == 0.0:
+            return x
+        sequence_first = self._plan.model.activation_order == "sbh"
+        mask = self._keys.of_tokens(layer, rate, (0, x.shape[0 if sequence_first else 1]))
+        gains = _gains(np.swapaxes(mask, 0, 1) if sequence_first else mask, rate, x)
+        return x * gains
+
+    def drops_probabilities(self) -> bool:
+        """True if the plan has dropout of attention's probabilities."""
+        return dropout_rate(self._plan, "attention") > 0.0
+
+    def probabilities(self, p: Tensor, layer: str) -> Tensor:
+        """Apply dropout to [B, K, G, S, S]."""
+        rate = dropout_rate(self._plan, "attention")
+        mask = self._keys.of_attention(layer, rate, (0, p.shape[1] * p.shape[2]), (0, p.shape[3]))
+        return p * _gains(mask.reshape(p.shape), rate, p)
+
+
+def _gains(mask: np.ndarray, rate: float, like: Tensor) -> Tensor:
+    return torch.tensor(mask, dtype=like.dtype, device=like.device) * dropout_gain(rate)
+
+
+StreamUpdate: TypeAlias = Callable[[Tensor], Tensor]
+"""Compute the residual after a sub-layer from the sub-layer's output."""
+
+
+def widened(x: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """Copy the activation into streams, for the first block. Their gradients are added in order."""
+    return torch.cat(copies(x, spec.streams), -1)
+
+
+def summed(x: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """Add the streams in order, for the output of the last block."""
+    parts = torch.chunk(x, spec.streams, -1)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def read(x: Tensor, weights: WholeWeights, sub_layer: str, spec: HyperConnectionsSpec) -> tuple[Tensor, StreamUpdate]:
+    """The input of ``sub_layer`` from its streams (arXiv:2512.24880), and the function that updates the streams.
+
+    The streams of a token are consecutive in the last dim, n H. Their readers' gradients are added in this order: the
+    gates, the sub-layer, the mixture.
+    """
+    n = spec.streams
+    for_gates, for_layer, for_mixture = copies(x, 3)
+    parts = [n, n, n * n]
+    normed = F.rms_norm(for_gates, for_gates.shape[-1:], eps=1e-6)
+    scale = weights.value(f"{sub_layer}_streams.scale")
+    factors = torch.cat([scale[index].expand(size) for index, size in enumerate(parts)])
+    numbers = weights.product(normed, f"{sub_layer}_streams.weight") * factors + weights.value(
+        f"{sub_layer}_streams.bias"
+    )
+    pre, post, mix = torch.split(numbers, parts, -1)
+    matrix = mix.reshape(*x.shape[:-1], n, n)
+    if matrix.dtype in (torch.bfloat16, torch.float16):
+        matrix = matrix.float()
+    for _ in range(spec.sinkhorn_iterations):
+        matrix = matrix - torch.logsumexp(matrix, -2, keepdim=True)  # columns add up to one
+        matrix = matrix - torch.logsumexp(matrix, -1, keepdim=True)  # rows do
+    each = (*x.shape[:-1], n, x.shape[-1] // n)
+    mixture = torch.matmul(torch.exp(matrix).to(x.dtype), for_mixture.reshape(each))
+    taken = torch.matmul(torch.sigmoid(pre).unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
+
+    def update(output: Tensor) -> Tensor:
+        written = (torch.sigmoid(post) * 2.0).unsqueeze(-1) * output.unsqueeze(-2)
+        return mixture.reshape(x.shape) + written.reshape(x.shape)
+
+    return taken, update

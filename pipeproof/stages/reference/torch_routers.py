@@ -1,7 +1,6 @@
-"""The routers of the uncut PyTorch reference: choices, losses, and biases that move with loads.
+"""Routers of the unpartitioned PyTorch reference: choices, losses, and biases that follow the load.
 
-A router's losses are plain autograd's roots beside the main loss. What they
-are is said in ``pipeproof.stages.describe.balance``.
+A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.balance`` defines them.
 
 Shape letters: N tokens, E experts, k of them for a token.
 """
@@ -19,17 +18,17 @@ from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.reference.torch_weights import copies
+from pipeproof.stages.reference.torch_reference_weights import copies
 
 Tensor: TypeAlias = torch.Tensor
 Array: TypeAlias = npt.NDArray[Any]
 
 
 class TorchRouters:
-    """All routers of the plan's model: what they choose with, what they cost, and how many visits they caused.
+    """Biases, losses and visit counts of all routers of the plan's model.
 
-    ``state`` has the biases under the names of ``bias_key``; without them they are zero. Losses and biases of runs in
-    16 bits are float32.
+    ``state`` has the biases under the names of ``bias_key``. Missing biases are zero. Losses and biases of 16-bit runs
+    are float32.
     """
 
     def __init__(self, plan: PlanSpec, state: Mapping[str, Array], device: torch.device) -> None:
@@ -45,27 +44,27 @@ class TorchRouters:
         self._micro_batch = 0
 
     def begin_step(self) -> dict[str, Array]:
-        """Forget losses and visits of the step before; the biases that this one begins with."""
+        """Reset losses and visits, and return the biases at the beginning of the step."""
         self._losses = {}
         for visits in self._visits.values():
             visits.zero_()
         return self._state()
 
-    def turn_to(self, micro_batch: int) -> None:
-        """Say which micro-batch comes next, counted over all data ranks."""
+    def select(self, micro_batch: int) -> None:
+        """Select the next micro-batch, counted over all data ranks."""
         self._micro_batch = micro_batch
 
     def route(self, logits: Tensor, name: str, sequence_dim: int) -> tuple[Tensor, Tensor]:
-        """The experts of each token, best first, and what each counts for: two of [N, k], by outputs [.., E].
+        """The experts of each token, best first, and their weights: two of [N, k], from outputs [.., E].
 
-        Losses are those of each of the pieces into which the plan cuts whole sequences.
+        Each sequence split of the plan has its own losses.
         """
         moe = self._plan.model.moe
         assert moe is not None
         if self._weights:
             logits, for_losses = copies(logits, 2)
-            for piece, part in enumerate(for_losses.chunk(self._plan.schedule.num_sequence_splits, dim=sequence_dim)):
-                self._lose(part.flatten(0, -2), name, piece, moe)
+            for split, part in enumerate(for_losses.chunk(self._plan.schedule.num_sequence_splits, dim=sequence_dim)):
+                self._add_losses(part.flatten(0, -2), name, split, moe)
         scores = _scores(logits.flatten(0, -2), moe)
         ranked = scores.detach() + self.biases[name] if name in self.biases else scores.detach()
         experts = _largest(ranked, moe.top_k)
@@ -74,21 +73,21 @@ class TorchRouters:
         gains = torch.gather(scores, 1, experts)
         return experts, gains / gains.sum(-1, keepdim=True) if moe.normalize else gains
 
-    def _lose(self, logits: Tensor, name: str, piece: int, moe: MoeSpec) -> None:
+    def _add_losses(self, logits: Tensor, name: str, split: int, moe: MoeSpec) -> None:
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         for loss, weight in self._weights.items():
             value = (_balance(logits, moe) if loss == "aux" else _z(logits)) * weight
             self._roots.append(value)
-            self._losses[loss_key(loss, name, self._micro_batch, piece)] = value.detach()
+            self._losses[loss_key(loss, name, self._micro_batch, split)] = value.detach()
 
     def take_roots(self) -> list[Tensor]:
-        """The losses since the last call, to go back from beside the main loss."""
+        """Return the losses since the last call, as roots of backward in addition to the main loss."""
         roots, self._roots = self._roots, []
         return roots
 
     def end_step(self) -> dict[str, Array]:
-        """Move the biases; what there is to compare of the step."""
+        """Move the biases and return the losses and biases of the step, for comparison."""
         moe = self._plan.model.moe
         for name, bias in self.biases.items():
             assert moe is not None
@@ -103,7 +102,7 @@ class TorchRouters:
 
 
 def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Weights alone, of what a step begins with."""
+    """Return the weights without router biases."""
     return {name: weight for name, weight in weights.items() if not name.startswith(bias_key(""))}
 
 
@@ -112,7 +111,7 @@ def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:
 
 
 def _largest(ranked: Tensor, number: int) -> Tensor:
-    """The places [N, k] of the largest of [N, E], of equal ones the lower."""
+    """The indices [N, k] of the largest entries of [N, E]. Ties go to the lower index."""
     return torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :number]
 
 

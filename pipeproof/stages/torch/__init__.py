@@ -1,1 +1,1 @@
-"""The stages of a plan on PyTorch, on CPUs and on GPUs."""
+"""Layers of a stage on PyTorch, on CPUs and on GPUs."""

@@ -1,10 +1,9 @@
-"""What keeps the experts of one stage evenly loaded, on one rank: losses of routers, and biases of the choice.
+"""Load balance of the experts of one stage, on one rank: router losses, and biases of the expert choice.
 
-What they are is said in ``pipeproof.stages.describe.balance``. A router's
-losses are computed where it is, from its outputs alone, and their gradient is
-at once; the backward of the router adds it to what experts make of the
-outputs. So no other stage knows of them, and a layer whose forward comes again
-puts them in once. All stays on the device until ``shown``.
+``pipeproof.stages.describe.balance`` defines them. A router's losses depend on its outputs alone. Forward computes
+them and their gradient at once; the backward of the router adds this gradient to the one from the experts. So no other
+stage has to know about them, and a layer with a recomputed forward adds them once. Everything stays on the device until
+``values`` is called.
 
 Shape letters: N tokens, E experts, k of them for a token.
 """
@@ -31,17 +30,17 @@ Array: TypeAlias = npt.NDArray[Any]
 class Balance:
     """The routers of one stage on one rank.
 
-    ``puts_in_losses`` is for the first of the TP ranks, which all route the same tokens. Losses and biases of runs in
-    16 bits are float32.
+    ``adds_losses`` is true on the first TP rank only, because all TP ranks route the same tokens. Losses and biases of
+    16-bit runs are float32.
     """
 
-    def __init__(self, plan: PlanSpec, layers: Sequence[Layer], device: torch.device, *, puts_in_losses: bool) -> None:
+    def __init__(self, plan: PlanSpec, layers: Sequence[Layer], device: torch.device, *, adds_losses: bool) -> None:
         moe = plan.model.moe
         self._moe = moe
-        self._weights = loss_weights(plan) if puts_in_losses else {}
+        self._weights = loss_weights(plan) if adds_losses else {}
         self._rate = None if moe is None else moe.expert_bias_rate
         self.biases: dict[str, Tensor] = {}
-        """Of each router [E]; none where they do not move."""
+        """Bias of each router, [E]; empty if the plan has no biases."""
         if moe is not None and self._rate is not None:
             dtype = wide_type(getattr(torch, plan.run.dtype))
             self.biases = {name: torch.zeros(moe.num_experts, dtype=dtype, device=device) for name in routers(layers)}
@@ -50,75 +49,75 @@ class Balance:
         self._loads: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Forget the step before, but for the biases."""
+        """Reset everything but the biases."""
         self._losses.clear()
         self._visits.clear()
         self._loads.clear()
 
-    def of(self, experts: str, micro_batch: int, piece: int) -> RouterBalance:
-        """One router's unit of work."""
-        return RouterBalance(self, experts, micro_batch, piece)
+    def of(self, experts: str, micro_batch: int, split: int) -> RouterBalance:
+        """The view of one router and work item."""
+        return RouterBalance(self, experts, micro_batch, split)
 
     def load(self, experts: str) -> Tensor:
-        """How many visits, int64 [E], the experts of a router have had in the step: of this rank, unless it is set."""
+        """Visits to each expert of a router in this step, int64 [E]: this rank's, unless ``set_load`` was called."""
         if experts not in self._loads:
             self._loads[experts] = torch.stack(list(self._visits[experts].values())).sum(0)
         return self._loads[experts]
 
     def set_load(self, experts: str, load: Tensor) -> None:
-        """Put in place what was summed over ranks."""
+        """Set the visits, summed over ranks."""
         self._loads[experts] = load
 
     def move_biases(self) -> None:
-        """The end of a step: each bias by the rate towards the mean load."""
+        """End the step: move each bias by the rate towards the mean load."""
         for experts, bias in self.biases.items():
             assert self._rate is not None
             load = self.load(experts)
             bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype) * self._rate)
 
-    def shown(self) -> dict[str, Array]:
-        """What there is to compare of the step, by name: each loss that this rank put in, and each bias."""
+    def values(self) -> dict[str, Array]:
+        """The results of the step, by name: each loss that this rank added, and each bias."""
         biases = {bias_key(experts): bias for experts, bias in self.biases.items()}
         return {key: np.array(value.cpu().numpy()) for key, value in (self._losses | biases).items()}
 
     def enter(self, logits: Tensor, key_of: Callable[[str], str]) -> Tensor:
-        """[N, E] outputs of a router, with a backward that adds the gradient of the router's losses."""
+        """Return a router's outputs [N, E] with a backward that adds the gradient of the router's losses."""
         if not self._weights:
             return logits
         assert self._moe is not None
-        own = logits.detach().to(wide_type(logits.dtype)).requires_grad_()
+        leaf = logits.detach().to(wide_type(logits.dtype)).requires_grad_()
         with torch.enable_grad():
-            losses = {name: _LOSSES[name](own, self._moe) * weight for name, weight in self._weights.items()}
+            losses = {name: _LOSSES[name](leaf, self._moe) * weight for name, weight in self._weights.items()}
         self._losses |= {key_of(name): loss.detach() for name, loss in losses.items()}
-        if not logits.requires_grad:  # no backward leads here: this forward will come again
+        if not logits.requires_grad:  # autograd is off: this forward will be recomputed
             return logits
         torch.autograd.backward(list(losses.values()))
-        return _Enter.apply(logits, own.grad.to(logits.dtype))
+        return _Enter.apply(logits, leaf.grad.to(logits.dtype))
 
-    def count(self, experts: str, unit: tuple[int, int], visits: Tensor) -> None:
-        """Take note of the visits [E] of a unit of work, once however often it is computed."""
+    def count(self, experts: str, work_item: tuple[int, int], visits: Tensor) -> None:
+        """Store the visits [E] of a work item. A recomputation does not count twice."""
         if experts in self.biases:
-            self._visits.setdefault(experts, {})[unit] = visits
+            self._visits.setdefault(experts, {})[work_item] = visits
 
 
 class RouterBalance:
-    """One router's unit of work: what its choice adds to scores, and what becomes of its outputs and choices."""
+    """Balance of one router for one work item."""
 
-    def __init__(self, balance: Balance, experts: str, micro_batch: int, piece: int) -> None:
-        self._balance, self._experts, self._unit = balance, experts, (micro_batch, piece)
+    def __init__(self, balance: Balance, experts: str, micro_batch: int, split: int) -> None:
+        self._balance, self._experts, self._work_item = balance, experts, (micro_batch, split)
 
     @property
     def bias(self) -> Tensor | None:
-        """[E], or None where there is none."""
+        """The bias [E], None without biases."""
         return self._balance.biases.get(self._experts)
 
     def enter(self, logits: Tensor) -> Tensor:
-        """The outputs [N, E], with a backward that adds the gradient of the losses."""
-        return self._balance.enter(logits, lambda loss: loss_key(loss, self._experts, *self._unit))
+        """Return the outputs [N, E] with a backward that adds the gradient of the losses."""
+        return self._balance.enter(logits, lambda loss: loss_key(loss, self._experts, *self._work_item))
 
     def count(self, visits: Tensor) -> None:
-        """Take note of how many visits each expert has [E]."""
-        self._balance.count(self._experts, self._unit, visits)
+        """Store the visits to each expert [E]."""
+        self._balance.count(self._experts, self._work_item, visits)
 
 
 def _even_loads(logits: Tensor, moe: MoeSpec) -> Tensor:

@@ -7,7 +7,7 @@ Z that of values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ CLAMPED_SWIGLU_ALPHA = 1.702
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of losses, and of what is too fine for 16 bits: float32 in place of such types."""
+    """The type of losses and of other values that need more than 16 bits: float32 for 16-bit types."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -34,8 +34,8 @@ def rms_norm(activation: Tensor) -> Tensor:
 def rotary_tables(seq_length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), [S, D] each.
 
-    Position p turns the pair (i, i + D/2) by p * 10000^(-2i/D). Computed in
-    float64 and then rounded; the sines are signed for ``rotate``.
+    Position p rotates the pair (i, i + D/2) by p * 10000^(-2i/D). The tables are computed in float64, then rounded.
+    The sines have the signs that ``rotate`` needs.
     """
     frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
     angles = np.outer(np.arange(seq_length), frequencies)
@@ -49,12 +49,11 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Softmax attention in which a position sees itself and what is before it: [B, K, G, S, Z].
+    """Causal softmax attention, [B, K, G, S, Z]: a position sees itself and the positions before it.
 
-    ``query`` is [B, K, G, S, D], ``key`` [B, K, S, D] and ``value`` [B, K, S, Z]. Where there are more keys than
-    queries, the queries are the last positions. PyTorch chooses the kernel: flash attention (arXiv:2205.14135) on
-    GPUs for 16-bit types. ``factors`` [B, K, G, S, keys], those of dropout, multiply the probabilities, which are
-    then computed one by one.
+    ``query`` is [B, K, G, S, D], ``key`` [B, K, S, D] and ``value`` [B, K, S, Z]. With more keys than queries, the
+    queries are the last positions. PyTorch chooses the kernel: flash attention (arXiv:2205.14135) on GPUs for 16-bit
+    types. The dropout ``factors`` [B, K, G, S, keys] multiply the probabilities, which are then computed explicitly.
     """
     rows, num_kv_heads, group, num_queries, head_size = query.shape
     num_keys = key.shape[-2]
@@ -75,17 +74,17 @@ def _dropped_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tenso
 
 
 def _seen(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which keys [num_queries, num_keys] each of the last positions sees."""
+    """Mask [num_queries, num_keys] of the keys that each of the last positions sees."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (arXiv:2002.05202); backward keeps these two alone, and computes the rest once more."""
+    """``silu(gate) * up`` (arXiv:2002.05202). Only the two inputs are kept; backward recomputes the rest."""
     return _SwiGlu.apply(gate, up)
 
 
 class _SwiGlu(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """With the bits of plain autograd, which would keep ``silu(gate)``, too: a sixth of what a block keeps."""
+    """The bits are those of plain autograd, which would also keep ``silu(gate)``: a sixth of a block's memory."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -100,22 +99,22 @@ class _SwiGlu(torch.autograd.Function):  # type: ignore[misc]  # checked where P
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up, at least -limit and at most limit.
+    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
 
-    That of gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit, and at
-    one still that of the side inside.
+    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit; at the limit it
+    is the gradient from inside.
     """
     g, u = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
 
 
 def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of gate and up that a model of this ``swiglu_limit`` has."""
+    """The activation function of gate and up for a model with this ``swiglu_limit``."""
     return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
 
 
 def fork(activation: Tensor, num_readers: int) -> list[Tensor]:
-    """One tensor for each reader; their gradients are added in the order of the readers."""
+    """Return one tensor for each reader. Their gradients are added in the order of the readers."""
     return list(_Fork.apply(activation, num_readers))
 
 
@@ -130,3 +129,97 @@ class _Fork(torch.autograd.Function):  # type: ignore[misc]  # checked where PyT
         for other in others:
             total = total + other
         return total, None
+
+
+_OF_GROUP = 2
+"""The dim of heads [B, K, G + 2, S, D] with the queries, then the key, then the value."""
+
+
+def rotated_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [B, K, G + 2, S, D] into query [B, K, G, S, D], key and value [B, K, S, D]; rotate query and key.
+
+    The tables are those of ``rotary_tables``, [S, D]. The bits are those of ``rotate`` on slices under plain autograd,
+    but with fewer passes over memory, which limits all of this on a GPU. The value is copied. Gradients have the memory
+    layout of ``heads``.
+    """
+    query, key, value = _RotatedHeads.apply(heads, cos, sin)
+    return query, key, value
+
+
+class _RotatedHeads(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.like = torch.empty_like(heads, device="meta")
+        num_rotated = heads.shape[_OF_GROUP] - 1
+        rotated = heads.narrow(_OF_GROUP, 0, num_rotated)
+        output = rotated * cos
+        half = cos.shape[-1] // 2
+        swapped = torch.empty_like(output)
+        torch.mul(rotated[..., half:], sin[:, :half], out=swapped[..., :half])
+        torch.mul(rotated[..., :half], sin[:, half:], out=swapped[..., half:])
+        output.add_(swapped)
+        query, key = output.split([num_rotated - 1, 1], dim=_OF_GROUP)
+        # A copy: a view of ``heads`` would keep all of it for backward.
+        value = heads.select(_OF_GROUP, num_rotated).clone(memory_format=torch.contiguous_format)
+        return query, key.squeeze(_OF_GROUP), value
+
+    @staticmethod
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor, of_value: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        gradients = torch.cat([of_query, of_key.unsqueeze(_OF_GROUP)], dim=_OF_GROUP)
+        output = torch.empty_like(ctx.like, device=gradients.device)
+        rotated = output.narrow(_OF_GROUP, 0, gradients.shape[_OF_GROUP])
+        torch.mul(gradients, cos, out=rotated)
+        half = cos.shape[-1] // 2
+        swapped = torch.empty_like(gradients)
+        torch.mul(gradients[..., half:], sin[:, half:], out=swapped[..., :half])
+        torch.mul(gradients[..., :half], sin[:, :half], out=swapped[..., half:])
+        rotated.add_(swapped)
+        output.select(_OF_GROUP, gradients.shape[_OF_GROUP]).copy_(of_value)
+        return output, None, None
+
+
+ALIGNMENT_BYTES = 16
+"""Alignment of the rows of every factor that the kernel needs."""
+
+
+class Groups:
+    """The number of rows of each group, int64 [E] on the device. The host waits for them if it reads ``sizes``."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The end of each group, int32 [E] on the device."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The numbers of rows on the host, which waits for them once."""
+        sizes: list[int] = self.counts.tolist()
+        return sizes
+
+
+def is_one_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """True if PyTorch multiplies [N, K] with [E, K, M] in one kernel.
+
+    It does for bfloat16 (``torch.nn.functional.grouped_mm``) and reads the ends of groups on the device, so the host
+    does not need the sizes.
+    """
+    per_row = ALIGNMENT_BYTES // rows.element_size()
+    is_aligned = matrices.shape[1] % per_row == 0 and matrices.shape[2] % per_row == 0
+    return rows.dtype == torch.bfloat16 and is_aligned and len(rows) > 0 and hasattr(F, "grouped_mm")
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """Multiply the rows of group e by ``matrices[e]``: [N, K] and [E, K, M] to [N, M]."""
+    if is_one_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=groups.ends)
+    return torch.cat([part @ matrix for part, matrix in zip(rows.split(groups.sizes), matrices, strict=True)])
+
+
+def grouped_gradients(inputs: Tensor, outputs: Tensor, groups: Groups) -> Tensor:
+    """Gradients of the matrices, [N, K] and [N, M] to [E, K, M], zero for an empty group. Needs ``is_one_kernel``."""
+    return F.grouped_mm(inputs.t(), outputs, offs=groups.ends)

@@ -1,26 +1,29 @@
-"""The optimizer of one rank, on the main weights and the gradient buffers of ``Weight``."""
+"""Optimizer and gradient clip of one rank, on the main weights and gradient buffers of ``Weight``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
-from pipeproof.specs.plan import RunSpec
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.describe.training_state import shard_numel, shard_range
 from pipeproof.stages.torch.weights import Weight
 
-_KEPT = MappingProxyType({"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"})
-"""What AdamW keeps of each weight: our names of it, and PyTorch's."""
+Tensor: TypeAlias = torch.Tensor
+
+_STATE_NAMES = MappingProxyType({"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"})
+"""AdamW's state of each weight: slot names here, and PyTorch's names."""
 
 
 class StageOptimizer:
     """PyTorch's own SGD or AdamW over one rank's weights, by name.
 
-    AdamW (arXiv:1711.05101) has betas 0.9 and 0.999, epsilon 1e-8 and weight
-    decay 0.01 on every weight. There is no schedule of the learning rate;
-    gradients are clipped before (``clip``). On GPUs one kernel updates many
-    weights, and counts its steps on the device, so that a step can be captured in a graph.
+    AdamW (arXiv:1711.05101) has betas 0.9 and 0.999, epsilon 1e-8 and weight decay 0.01 on every weight. The learning
+    rate is constant. ``GradientClip`` clips gradients before the step. On GPUs one kernel updates many weights and
+    counts its steps on the device, so that a step can be captured in a graph.
     """
 
     def __init__(self, run: RunSpec, weights: Mapping[str, Weight]) -> None:
@@ -29,9 +32,9 @@ class StageOptimizer:
             weight.main.grad = weight.gradient
         on_gpu = any(weight.main.is_cuda for weight in self._weights.values())
         self._update: torch.optim.Optimizer | None = None
-        self._kept = _KEPT if run.optimizer == "adamw" else {}
+        self._state_names = _STATE_NAMES if run.optimizer == "adamw" else {}
         mains = [weight.main for weight in self._weights.values()]
-        if not mains:  # a stage of empty layers has none, and PyTorch wants one
+        if not mains:  # PyTorch needs at least one; a stage of empty layers has none
             return
         if run.optimizer == "sgd":
             self._update = torch.optim.SGD(mains, lr=run.learning_rate, fused=on_gpu)
@@ -48,36 +51,36 @@ class StageOptimizer:
             )
 
     def zero_grad(self) -> None:
-        """Begin every gradient buffer as +0.0, in place."""
+        """Set every gradient buffer to +0.0, in place."""
         for weight in self._weights.values():
             weight.zero_gradient()
 
     def step(self) -> None:
-        """Update every main weight in place from its gradient buffer, and round what layers compute with."""
+        """Update every main weight in place from its gradient buffer, and round the weights of layers again."""
         if self._update is not None:
             self._update.step()
         for weight in self._weights.values():
             weight.renew()
 
     def state(self) -> dict[tuple[str, str], torch.Tensor]:
-        """What is kept from step to step beside weights, by weight and slot; there is something after a step."""
+        """The optimizer's state by weight and slot. It exists after the first step."""
         if self._update is None:
             return {}
-        of = self._update.state
+        state = self._update.state
         return {
-            (name, slot): of[weight.main][theirs]
+            (name, slot): state[weight.main][torch_name]
             for name, weight in self._weights.items()
-            for slot, theirs in self._kept.items()
+            for slot, torch_name in self._state_names.items()
         }
 
-    def put_state(self, weights: Mapping[str, torch.Tensor], kept: Mapping[tuple[str, str], torch.Tensor]) -> None:
-        """Go on with these main weights, and with what another optimizer kept of them; before the first step."""
+    def restore_state(self, weights: Mapping[str, torch.Tensor], saved: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Load main weights and the saved state of another optimizer, before the first step."""
         for name, value in weights.items():
             self._weights[name].main.copy_(value)
-        if self._update is not None and self._kept:
+        if self._update is not None and self._state_names:
             state = {
-                place: {theirs: kept[name, slot] for slot, theirs in self._kept.items()}
-                for place, name in enumerate(self._weights)
+                index: {torch_name: saved[name, slot] for slot, torch_name in self._state_names.items()}
+                for index, name in enumerate(self._weights)
             }
             self._update.load_state_dict({"state": state, "param_groups": self._update.state_dict()["param_groups"]})
         for weight in self._weights.values():
@@ -85,5 +88,115 @@ class StageOptimizer:
 
 
 def make_optimizer(run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
-    """The optimizer that the plan's ``run`` names, over ``weights`` by name, in their order."""
+    """The optimizer of the plan's ``run`` over ``weights`` by name, in their order."""
     return StageOptimizer(run, weights)
+
+
+class ShardedOptimizer:
+    """The optimizer of a stage over this rank's shards of its weights (``stages.describe.training_state``).
+
+    Each data-parallel rank updates one shard of each weight. A shard is a flat view of the main weight's memory with
+    its own gradient buffer. Both optimizers work element by element.
+    """
+
+    def __init__(self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, shard: int) -> None:
+        self._weights, self._num_shards, self._shard = weights, num_shards, shard
+        self.updated: dict[str, Weight] = {}
+        """The shards by weight name. A shard may be empty."""
+        for name, weight in weights.items():
+            start, stop = shard_range(weight.main.numel(), num_shards, shard)
+            self.updated[name] = Weight(weight.main.view(-1)[start:stop])
+        self._optimizer = make_optimizer(run, {name: part for name, part in self.updated.items() if _size(part)})
+
+    def zero_grad(self) -> None:
+        """Set the gradient buffer of every weight and every shard to +0.0, in place."""
+        for weight in (*self._weights.values(), *self.updated.values()):
+            weight.zero_gradient()
+
+    def to_scatter(self, name: str) -> Tensor:
+        """The gradient of a weight, flat and padded with zeros to shards of equal size."""
+        return self._padded(self._weights[name].gradient.view(-1), self._num_shards * self._shard_numel(name))
+
+    def put_sum(self, name: str, part: Tensor) -> None:
+        """Store this rank's part of the reduce-scattered gradient."""
+        updated = self.updated[name]
+        updated.gradient.copy_(part[: _size(updated)])
+
+    def step(self) -> None:
+        """Update every shard from its gradient."""
+        self._optimizer.step()
+
+    def to_gather(self, name: str) -> Tensor:
+        """This rank's shard of a main weight, padded with zeros."""
+        return self._padded(self.updated[name].main, self._shard_numel(name))
+
+    def put_whole(self, name: str, shards: Tensor) -> None:
+        """Set a weight to the updated shards of all ranks, joined in rank order."""
+        weight = self._weights[name]
+        weight.main.view(-1).copy_(shards[: weight.main.numel()])
+        weight.renew()
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Counterpart of ``StageOptimizer.state`` for this rank's shards. An empty shard has no state."""
+        return self._optimizer.state()
+
+    def restore_state(self, weights: Mapping[str, Tensor], saved: Mapping[tuple[str, str], Tensor]) -> None:
+        """Counterpart of ``StageOptimizer.restore_state``. The weights are whole; ``saved`` has this rank's shards."""
+        for name, value in weights.items():
+            self._weights[name].main.copy_(value)
+            self._weights[name].renew()
+        self._optimizer.restore_state({}, saved)
+
+    def _shard_numel(self, name: str) -> int:
+        return shard_numel(_size(self._weights[name]), self._num_shards)
+
+    def _padded(self, flat: Tensor, numel: int) -> Tensor:
+        missing = numel - flat.numel()
+        return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat.clone()
+
+
+def _size(weight: Weight) -> int:
+    return int(weight.main.numel())
+
+
+class GradientClip:
+    """Clip of all gradients together to a norm of at most ``limit``, on one rank. The host never waits.
+
+    ``counted`` are the weights whose gradients this rank counts, by their index in the vector of squared norms, which
+    has ``num_weights`` entries. Numbers have the type of gradients, ``dtype``; 16-bit types become float32.
+    """
+
+    def __init__(
+        self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._counted, self._num_weights, self._limit = counted, num_weights, limit
+        self._dtype, self._device = dtype, device
+        self._factor: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def begin(self) -> None:
+        """Reset for a new step."""
+        self._factor = self._squares = None
+
+    @property
+    def squares(self) -> Tensor:
+        """The vector of squared norms: this rank's entries, or the sum over ranks once it is set.
+
+        Gradients must be complete.
+        """
+        if self._squares is None:
+            self._squares = torch.zeros(self._num_weights, dtype=self._dtype, device=self._device)
+            for index, weight in self._counted.items():
+                self._squares[index] = weight.gradient.to(self._dtype).square().sum()
+        return self._squares
+
+    @squares.setter
+    def squares(self, summed: Tensor) -> None:
+        self._squares = summed
+
+    def clip(self, weights: Mapping[str, Weight]) -> None:
+        """Multiply gradients by limit / max(norm, limit)."""
+        if self._factor is None:
+            self._factor = self._limit / self.squares.sum().sqrt().clamp(min=self._limit)
+        for weight in weights.values():
+            weight.gradient.mul_(self._factor)

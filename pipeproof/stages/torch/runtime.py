@@ -1,7 +1,7 @@
-"""Starts PyTorch for one rank: on its device, deterministic where it costs nothing, on one thread on the CPU.
+"""Start of PyTorch for one rank: on its device, deterministic where it costs nothing, on one thread on the CPU.
 
-Matrix products have other bits with two threads than with one, so all sides of
-a comparison call ``start_torch`` before anything else computes.
+Matrix products have other bits with two threads than with one. So all sides of a comparison call ``start_torch``
+before anything else computes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ NUM_THREADS = 1
 
 
 def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> torch.device:
-    """The device of this process, on which a known kernel has been seen to work; calling it again changes nothing.
+    """Set up and return the device of this process. A second call changes nothing.
 
-    Where nothing is computed (``computes``), only copied, the kernel is not tried.
-
-    ``device`` is ``cpu`` or ``gpu``; on a machine with several GPUs a process takes the one of its ``local_rank``.
+    ``device`` is ``cpu`` or ``gpu``. With several GPUs a process takes the one of its ``local_rank``. On a GPU a known
+    kernel is tried, unless the process only copies data (``computes`` is False).
 
     Raises:
-        RuntimeError: there is no such GPU, or its kernels do not compute what they should (a build without code for
-            this GPU may do nothing and say nothing).
+        RuntimeError: there is no such GPU, or its kernels compute wrong values (a build without code for this GPU
+            may do nothing without an error).
     """
     if device == "cpu":
         torch.set_num_threads(NUM_THREADS)
@@ -40,17 +39,17 @@ def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> t
 
 
 def require_kernels(device: torch.device) -> None:
-    """Compute something known on the device and compare it.
+    """Compute a known result on the device and compare it.
 
     Raises:
         RuntimeError: the values are wrong.
     """
     numbers = torch.arange(1.0, 257.0)
-    there = numbers.to(device)
-    found = torch.mm((there + there).reshape(16, 16), there.reshape(16, 16)).cpu()
+    on_device = numbers.to(device)
+    computed = torch.mm((on_device + on_device).reshape(16, 16), on_device.reshape(16, 16)).cpu()
     expected = torch.mm((numbers + numbers).reshape(16, 16), numbers.reshape(16, 16))
-    if not torch.allclose(found, expected, rtol=1e-2):
+    if not torch.allclose(computed, expected, rtol=1e-2):
         raise RuntimeError(
-            f"kernels on {device} do not compute: a product of known matrices has {found.flatten()[:4].tolist()} "
+            f"kernels on {device} do not compute: a product of known matrices has {computed.flatten()[:4].tolist()} "
             f"where {expected.flatten()[:4].tolist()} is right; this build of PyTorch has no code for this GPU"
         )

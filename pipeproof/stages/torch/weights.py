@@ -1,12 +1,9 @@
-"""Weights whose gradients are computed when they are asked for: the W of a split backward.
+"""Weights with deferred gradients: the W of a split backward.
 
-A backward through the layers computes the gradients of inputs (I). At each
-weight it leaves what the weight's own gradient needs, for a product its input
-and the gradient of its output, and nothing else is kept. Working these off (W)
-adds into the weights' gradient buffers, inside the product where there is one.
-
-The whole backward (B) is the two, one right after the other. The split is that
-of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
+A backward through the layers computes the gradients of inputs (I). For each weight it stores what the weight's gradient
+needs, for a product its input and the gradient of its output, and nothing else. W then adds to the weights' gradient
+buffers, inside the product if there is one. The whole backward (B) is I, then W. The split is that of Zero Bubble
+Pipeline Parallelism (arXiv:2401.10241).
 
 Shape letters: N rows of any number of leading dims, K and M columns.
 """
@@ -20,17 +17,17 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pipeproof.stages.torch.gathered import GatheredInput, source_of
-from pipeproof.stages.torch.grouped import Groups, grouped_gradients, grouped_product, is_one_kernel
+from pipeproof.stages.torch.functional import Groups, grouped_gradients, grouped_product, is_one_kernel
+from pipeproof.stages.torch.recompute import GatheredInput, source_of
 
 Tensor: TypeAlias = torch.Tensor
 
 
 class Weight:
-    """A weight, and the buffer in which its gradients add up.
+    """A weight and its gradient buffer.
 
-    ``main`` is what the optimizer updates, and ``gradient`` is of its type. Layers compute with ``value``, which is
-    ``main`` itself, or a copy rounded to a narrower type, made anew by ``renew``.
+    The optimizer updates ``main``; ``gradient`` has the same type. Layers compute with ``value``: ``main`` itself, or a
+    copy rounded to a narrower type, which ``renew`` updates.
     """
 
     def __init__(self, main: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -39,20 +36,20 @@ class Weight:
         self.gradient = torch.zeros_like(main)
 
     def renew(self) -> None:
-        """Round ``main`` to ``value`` once more, in place."""
+        """Round ``main`` to ``value`` again, in place."""
         if self.value is not self.main:
             self.value.copy_(self.main)
 
     def lent(self) -> Weight:
-        """The same weight as another layer computes with it: with a gradient of its own, that is one addend."""
-        other = Weight(self.main)
-        other.value = self.value
-        return other
+        """The same weight for a layer that borrows it: its own gradient is one addend of the total."""
+        borrowed = Weight(self.main)
+        borrowed.value = self.value
+        return borrowed
 
     def zero_gradient(self) -> None:
-        """Begin the buffer as +0.0, in place.
+        """Set the buffer to +0.0, in place.
 
-        A buffer that began as the first micro-batch's gradient could hold -0.0 where one that began as +0.0 holds +0.0.
+        A buffer that begins as the gradient of the first micro-batch may hold -0.0 where this one holds +0.0.
         """
         self.gradient.zero_()
 
@@ -68,8 +65,8 @@ class Weight:
 def add_product(buffer: Tensor, left: Tensor, right: Tensor) -> None:
     """``buffer += left @ right``: [K, M], [K, N] and [N, M].
 
-    Factors of a narrower type than the buffer's are multiplied with sums in
-    the buffer's type, on a GPU by one product and on the CPU after widening.
+    Factors of a narrower type are multiplied with sums in the buffer's type: on a GPU by one product, on the CPU after
+    conversion.
     """
     if left.dtype == buffer.dtype:
         buffer.addmm_(left, right)
@@ -80,17 +77,17 @@ def add_product(buffer: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightGradients:
-    """Weight gradients of one micro-batch that are still to be computed, with all that they need."""
+    """Deferred weight gradients of one micro-batch."""
 
     def __init__(self) -> None:
         self._uses: deque[Callable[[], None]] = deque()
 
-    def put_off(self, add: Callable[[], None]) -> None:
-        """Keep a use of a weight for later."""
+    def defer(self, add: Callable[[], None]) -> None:
+        """Store a use of a weight."""
         self._uses.append(add)
 
     def accumulate(self) -> None:
-        """Add the gradients, in the order in which backward came by, and free what they needed; once."""
+        """Add the gradients in the order of the backward and free their memory. A second call adds nothing."""
         with torch.no_grad():
             while self._uses:
                 self._uses.popleft()()
@@ -99,18 +96,17 @@ class WeightGradients:
 class SplitWeights:
     """The weights of one stage as its layers use them.
 
-    ``backward`` runs one micro-batch's backward and collects what the uses of
-    weights on its way put off.
+    ``backward`` runs the backward of one micro-batch and collects the deferred weight gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._collected = WeightGradients()
-        self._anchor = torch.empty(0, device=device, requires_grad=True)  # what begins a graph where tokens do
+        self._anchor = torch.empty(0, device=device, requires_grad=True)  # a leaf for lookups and norms
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
-        """Compute the gradients of all inputs of ``output``; those of weights are returned, to be accumulated.
+        """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights.
 
-        ``gradient`` is that of ``output``, None for a scalar loss.
+        ``gradient`` is the gradient of ``output``, None for a scalar loss.
         """
         self._collected = WeightGradients()
         torch.autograd.backward([output], [gradient])
@@ -120,92 +116,92 @@ class SplitWeights:
     def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
         """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K].
 
-        An activation that is to be gathered again is not kept.
+        An activation that W gathers again is not saved.
         """
-        return _Product.apply(activation, weight, transposed, self._put_off, source_of(activation))
+        return _Product.apply(activation, weight, transposed, self._defer, source_of(activation))
 
     def norm(self, activation: Tensor, weight: Weight, epsilon: float) -> Tensor:
         """RMSNorm over the last dim (arXiv:1910.07467) times the weight: [.., K] and [K] to [.., K]."""
-        # A node of its own: where the norm is several operations it reads this several times, and beside a residual
-        # the sum of their gradients would depend on the order in which autograd comes by.
-        own = activation.view_as(activation)
-        return F.rms_norm(own, (own.shape[-1],), _Late.apply(self._anchor, weight, self._put_off), epsilon)
+        # A separate node: a norm of several operations reads it several times. Without it, these gradients and that of
+        # the residual would be added in an order that autograd does not guarantee.
+        x = activation.view_as(activation)
+        return F.rms_norm(x, (x.shape[-1],), _DeferredWeight.apply(self._anchor, weight, self._defer), epsilon)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
-        """``activation * scale + shift``, a number of ``scale`` for each group of columns: [.., K], [groups] and [K].
+        """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].
 
-        ``sizes`` are those of the groups.
+        ``sizes`` are the sizes of the groups.
         """
-        return _ScaledAndShifted.apply(activation, scale, shift, tuple(sizes), self._put_off)
+        return _ScaledAndShifted.apply(activation, scale, shift, tuple(sizes), self._defer)
 
     def grouped(self, activation: Tensor, weight: Weight, groups: Groups) -> Tensor:
-        """Groups of rows, each times its own matrix: [N, K] and [E, K, M] to [N, M]."""
-        return _Grouped.apply(activation, weight, groups, self._put_off)
+        """Multiply each group of rows by its matrix: [N, K] and [E, K, M] to [N, M]."""
+        return _Grouped.apply(activation, weight, groups, self._defer)
 
-    def rows(self, places: Tensor, weight: Weight) -> Tensor:
-        """Row ``places[..]`` of ``weight`` for each place: [..] and [V, K] to [.., K]. Nothing flows further back."""
-        return _Rows.apply(self._anchor, places, weight, self._put_off)
+    def rows(self, indices: Tensor, weight: Weight) -> Tensor:
+        """Rows of ``weight`` by index: [..] and [V, K] to [.., K]. No gradient flows further back."""
+        return _Rows.apply(self._anchor, indices, weight, self._defer)
 
-    def _put_off(self, add: Callable[[], None]) -> None:
-        self._collected.put_off(add)
+    def _defer(self, add: Callable[[], None]) -> None:
+        self._collected.defer(add)
 
 
-PutOff: TypeAlias = Callable[[Callable[[], None]], None]
+Defer: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """Products of matrices: what PyTorch makes of more dims depends on how they lie in memory, and so do its bits."""
+    """Matrix products. With more than two dims PyTorch's kernel, and so the bits, depend on the memory layout."""
 
     @staticmethod
     def forward(
-        ctx: Any, activation: Tensor, weight: Weight, transposed: bool, put_off: PutOff, source: GatheredInput | None
+        ctx: Any, activation: Tensor, weight: Weight, transposed: bool, defer: Defer, source: GatheredInput | None
     ) -> Tensor:
         inputs = activation.reshape(-1, activation.shape[-1])
         if source is None:
             ctx.save_for_backward(inputs)
         else:
             source.use()
-        ctx.weight, ctx.transposed, ctx.put_off, ctx.source = weight, transposed, put_off, source
-        made = torch.mm(inputs, weight.value.t() if transposed else weight.value)
-        return made.view(*activation.shape[:-1], made.shape[-1])
+        ctx.weight, ctx.transposed, ctx.defer, ctx.source = weight, transposed, defer, source
+        output = torch.mm(inputs, weight.value.t() if transposed else weight.value)
+        return output.view(*activation.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        weight, transposed, source, kept = ctx.weight, ctx.transposed, ctx.source, ctx.saved_tensors
+        weight, transposed, source, saved = ctx.weight, ctx.transposed, ctx.source, ctx.saved_tensors
         outputs = gradient.reshape(-1, gradient.shape[-1])
 
         def add() -> None:
-            inputs = kept[0] if source is None else source.take().flatten(0, -2)
+            inputs = saved[0] if source is None else source.take().flatten(0, -2)
             left, right = (outputs, inputs) if transposed else (inputs, outputs)
             weight.add_product(left.t(), right)
 
-        ctx.put_off(add)
+        ctx.defer(add)
         back = torch.mm(outputs, weight.value if transposed else weight.value.t())
         return back.view(*gradient.shape[:-1], back.shape[-1]), None, None, None, None
 
 
-class _Late(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """A weight as plain autograd reads it: its gradient comes with that of the input, and is added when asked for."""
+class _DeferredWeight(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    """A weight for plain autograd. Its gradient is computed with that of the input and added on request."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weight: Weight, put_off: PutOff) -> Tensor:
-        ctx.weight, ctx.put_off = weight, put_off
+    def forward(ctx: Any, anchor: Tensor, weight: Weight, defer: Defer) -> Tensor:
+        ctx.weight, ctx.defer = weight, defer
         return weight.value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         weight = ctx.weight
-        ctx.put_off(lambda: weight.add(gradient))
+        ctx.defer(lambda: weight.add(gradient))
         return None, None, None
 
 
 class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
     def forward(
-        ctx: Any, activation: Tensor, scale: Weight, shift: Weight, sizes: tuple[int, ...], put_off: PutOff
+        ctx: Any, activation: Tensor, scale: Weight, shift: Weight, sizes: tuple[int, ...], defer: Defer
     ) -> Tensor:
         ctx.save_for_backward(activation)
-        ctx.scale, ctx.shift, ctx.sizes, ctx.put_off = scale, shift, sizes, put_off
+        ctx.scale, ctx.shift, ctx.sizes, ctx.defer = scale, shift, sizes, defer
         return activation * _each_column(scale.value, sizes) + shift.value
 
     @staticmethod
@@ -218,7 +214,7 @@ class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # check
             scale.add(torch.stack([part.sum() for part in of_columns.split(sizes)]))
             shift.add(gradient.sum(leading))
 
-        ctx.put_off(add)
+        ctx.defer(add)
         return gradient * _each_column(scale.value, sizes), None, None, None, None
 
 
@@ -229,9 +225,9 @@ def _each_column(scale: Tensor, sizes: Sequence[int]) -> Tensor:
 
 class _Grouped(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, weight: Weight, groups: Groups, put_off: PutOff) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, weight: Weight, groups: Groups, defer: Defer) -> Tensor:
         ctx.save_for_backward(activation)
-        ctx.weight, ctx.groups, ctx.put_off = weight, groups, put_off
+        ctx.weight, ctx.groups, ctx.defer = weight, groups, defer
         return grouped_product(activation, weight.value, groups)
 
     @staticmethod
@@ -243,32 +239,32 @@ class _Grouped(torch.autograd.Function):  # type: ignore[misc]  # checked where 
             if weight.gradient.dtype == activation.dtype and is_one_kernel(activation, weight.value):
                 weight.add(grouped_gradients(activation, gradient, groups))
                 return
-            # A wider buffer takes sums of its own width, which the one kernel has not.
+            # A wider buffer needs sums in its own type, which the grouped kernel does not have.
             parts = zip(weight.gradient, activation.split(groups.sizes), gradient.split(groups.sizes), strict=True)
             for buffer, inputs, outputs in parts:
                 if len(inputs):
                     add_product(buffer, inputs.t(), outputs)
 
-        ctx.put_off(add)
+        ctx.defer(add)
         return grouped_product(gradient, weight.value.transpose(1, 2), groups), None, None, None
 
 
 class _Rows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, places: Tensor, weight: Weight, put_off: PutOff) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.weight, ctx.put_off = weight, put_off
-        return F.embedding(places, weight.value)
+    def forward(ctx: Any, anchor: Tensor, indices: Tensor, weight: Weight, defer: Defer) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.defer = weight, defer
+        return F.embedding(indices, weight.value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (places,), weight = ctx.saved_tensors, ctx.weight
+        (indices,), weight = ctx.saved_tensors, ctx.weight
         rows = gradient.reshape(-1, gradient.shape[-1])
 
         def add() -> None:
             # Not index_add_, which adds in any order on a GPU.
             wide = rows.to(weight.gradient.dtype)
-            weight.gradient.index_put_((places.reshape(-1),), wide, accumulate=True)
+            weight.gradient.index_put_((indices.reshape(-1),), wide, accumulate=True)
 
-        ctx.put_off(add)
+        ctx.defer(add)
         return None, None, None, None

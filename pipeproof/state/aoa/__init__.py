@@ -1,1 +1,1 @@
-"""AOA: statements that say which tensors of one checkpoint are made of which of another, in Paddle's language."""
+"""AOA: Paddle's language of statements that map the tensors of one checkpoint to those of another."""

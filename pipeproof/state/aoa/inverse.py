@@ -1,46 +1,46 @@
-"""Statements that make the source's tensors again of the target's: derived one by one from the last, and checked.
+"""Inverse of AOA statements: derived one by one from the last to the first, and checked.
 
-Where a statement stands for many (``$LAYER_ID``), its inverse does, too, if that is one for all of them.
+A statement with patterns (``$LAYER_ID``) has an inverse with patterns, if it is the same for all numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import gcd
 
-from pipeproof.specs.finding import Finding
-from pipeproof.state.aoa.codes import NO_INVERSE, AoaError, fault
-from pipeproof.state.aoa.engine import Mapped, map_of, mapped
-from pipeproof.state.aoa.meta import TensorMeta
-from pipeproof.state.aoa.optimizer import families
-from pipeproof.state.aoa.syntax import Name, Program, Statement
-from pipeproof.state.aoa.turned import Facts, turned
-from pipeproof.state.aoa.write import written
-from pipeproof.state.boxes import whole_box
-from pipeproof.state.mapping import StateMap, TensorMap, differences, joined, turned_round
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.state.aoa.aoa_codes import NO_INVERSE, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_engine import AppliedProgram, apply_program, program_map
+from pipeproof.state.aoa.statements import NOTHING, Cast, Name, Program, Statement, statement_text
+from pipeproof.state.aoa.tensor_families import TensorMeta, families
+from pipeproof.state.regions import whole_region
+from pipeproof.state.tensor_map import StateMap, TensorMap, compose, inverse_permutation, invert, map_differences
 
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}
-"""Casts that lose nothing: from, to."""
+"""Lossless casts: from, to."""
 
 
 def inverse(program: Program, source: Mapping[str, TensorMeta], target: Mapping[str, TensorMeta] | None) -> Program:
-    """The program that makes ``source`` of ``target``, checked to undo the first one on each weight.
+    """Return the program that makes ``source`` of ``target``, checked to undo the first one on each weight.
 
     Raises:
-        AoaError: what the program itself has wrong; PP183, what cannot be undone.
+        AoaError: The program itself is wrong, or PP183: it has no inverse.
     """
     weights = {name: family.weight for name, family in families(source).items()}
-    goals = None if target is None else {name: family.weight for name, family in families(target).items()}
-    forward = mapped(program, weights, goals)
-    made = {name: _meta(tensor) for name, tensor in forward.state_map.tensors.items()} if goals is None else goals
-    steps = _Steps(program, forward, weights.keys() | made.keys())
-    folded = Program(tuple(steps.statements(folded=True)), program.file)
-    if not _undoes(folded, forward.state_map, weights, made):
-        folded = Program(tuple(steps.statements(folded=False)), program.file)
+    targets = None if target is None else {name: family.weight for name, family in families(target).items()}
+    forward = apply_program(program, weights, targets)
+    target_metas = (
+        {name: _meta(tensor) for name, tensor in forward.state_map.tensors.items()} if targets is None else targets
+    )
+    inverter = _Inverter(program, forward, weights.keys() | target_metas.keys())
+    keep_patterns = Program(tuple(inverter.statements(keep_patterns=True)), program.file)
+    if not _is_inverse(keep_patterns, forward.state_map, weights, target_metas):
+        keep_patterns = Program(tuple(inverter.statements(keep_patterns=False)), program.file)
         lost = [name for name in sorted(weights) if name not in forward.state_map.removed]
-        if not _undoes(folded, forward.state_map, weights, made):
-            raise AoaError(*_lost(forward.state_map, {name: weights[name] for name in lost}))
-    return folded
+        if not _is_inverse(keep_patterns, forward.state_map, weights, target_metas):
+            raise AoaError(*_lost_findings(forward.state_map, {name: weights[name] for name in lost}))
+    return keep_patterns
 
 
 def _meta(tensor: TensorMap) -> TensorMeta:
@@ -48,68 +48,68 @@ def _meta(tensor: TensorMap) -> TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turned:
-    """The inverse of one statement without patterns, and what it was derived from."""
+class _Inverted:
+    """The inverse of one statement without patterns, and the facts that it was derived from."""
 
-    facts: Facts
+    facts: InverseFacts
     statements: tuple[Statement, ...]
 
 
-class _Steps:
-    """A program's statements turned round, from the last to the first."""
+class _Inverter:
+    """Inverses of a program's statements, from the last to the first."""
 
-    def __init__(self, program: Program, forward: Mapped, names: set[str]) -> None:
+    def __init__(self, program: Program, forward: AppliedProgram, names: set[str]) -> None:
         self._program, self._forward = program, forward
-        self._taken = names | {name.text for one in forward.expanded.statements for name in one.names}
-        self._turned: dict[int, list[_Turned]] = {}
-        """By statement as it was written."""
-        self._all: list[_Turned] = []
-        have = set(forward.expanded.made)
-        found: dict[int, Finding] = {}
+        self._taken = names | {name.text for inverted in forward.expanded.statements for name in inverted.names}
+        self._inverted: dict[int, list[_Inverted]] = {}
+        """Inverses by original statement."""
+        self._all: list[_Inverted] = []
+        available = set(forward.expanded.result_names)
+        findings: dict[int, Finding] = {}
         for number in reversed(range(len(forward.expanded.statements))):
             origin = forward.expanded.origins[number]
             try:
-                one = self._turn(number, have)
+                inverted = self._invert(number, available)
             except AoaError as error:
-                found[origin] = error.findings[0]
+                findings[origin] = error.findings[0]
                 continue
-            self._all.append(one)
-            self._turned.setdefault(origin, []).append(one)
-        if found:
-            raise AoaError(*(found[origin] for origin in sorted(found)))
+            self._all.append(inverted)
+            self._inverted.setdefault(origin, []).append(inverted)
+        if findings:
+            raise AoaError(*(findings[origin] for origin in sorted(findings)))
 
-    def statements(self, *, folded: bool) -> Iterator[Statement]:
-        """The inverse, in the order in which it is carried out."""
-        if not folded:
-            for one in self._all:
-                yield from one.statements
+    def statements(self, *, keep_patterns: bool) -> Iterator[Statement]:
+        """Yield the inverse in the order of execution."""
+        if not keep_patterns:
+            for inverted in self._all:
+                yield from inverted.statements
             return
-        for origin in sorted(self._turned, reverse=True):
-            written_as, alike = self._program.statements[origin], self._turned[origin]
-            facts = {one.facts for one in alike}
-            if len(facts) == 1 and _may_stay(written_as, alike[0].facts):
-                yield from turned(written_as, alike[0].facts, self._new_name)
+        for origin in sorted(self._inverted, reverse=True):
+            written_as, alike = self._program.statements[origin], self._inverted[origin]
+            facts = {inverted.facts for inverted in alike}
+            if len(facts) == 1 and _keeps_pattern(written_as, alike[0].facts):
+                yield from inverse_statements(written_as, alike[0].facts, self._new_name)
             else:
-                for one in alike:
-                    yield from one.statements
+                for inverted in alike:
+                    yield from inverted.statements
 
-    def _turn(self, number: int, have: set[str]) -> _Turned:
+    def _invert(self, number: int, available: set[str]) -> _Inverted:
         statement = self._forward.expanded.statements[number]
         if statement.right[0].is_nothing:
-            message = f"`{statement.left[0].text}` is left out, and cannot be made again"
-            raise AoaError(fault(NO_INVERSE, message, statement.place, "keep it in the target"))
-        have -= {name.text for name in statement.right}
-        again = []
+            message = f"`{statement.left[0].text}` is removed, and cannot be restored"
+            raise AoaError(aoa_finding(NO_INVERSE, message, statement.location, "keep it in the target"))
+        available -= {name.text for name in statement.right}
+        present = []
         for name in statement.left:
             if not name.is_nothing:
-                again.append(name.text in have)
-                have.add(name.text)
-        facts = self._facts(number, statement, tuple(again))
-        return _Turned(facts, tuple(turned(statement, facts, self._new_name)))
+                present.append(name.text in available)
+                available.add(name.text)
+        facts = self._facts(number, statement, tuple(present))
+        return _Inverted(facts, tuple(inverse_statements(statement, facts, self._new_name)))
 
-    def _facts(self, number: int, statement: Statement, again: tuple[bool, ...]) -> Facts:
+    def _facts(self, number: int, statement: Statement, present: tuple[bool, ...]) -> InverseFacts:
         if statement.left[0].is_nothing:
-            return Facts((), None, ())
+            return InverseFacts((), None, ())
         inputs = self._forward.inputs[number]
         sizes: tuple[int, ...] = ()
         if len(inputs) > 1 and statement.fused is None and statement.axis is not None:
@@ -119,61 +119,150 @@ class _Steps:
             ]
             sizes = tuple(shape[statement.axis] for shape in shapes)
             sizes = () if len(set(sizes)) == 1 else sizes
-        back = None
+        cast_back = None
         if statement.cast is not None:
-            back = inputs[0].dtype
-            if (back, statement.cast.target) not in _EXACT:
-                message = f"the cast from {back} to {statement.cast.target} loses bits"
-                raise AoaError(fault(NO_INVERSE, f"{message}; in `{written(statement)}`", statement.place))
-        return Facts(sizes, back, again)
+            cast_back = inputs[0].dtype
+            if (cast_back, statement.cast.target) not in _EXACT:
+                message = f"the cast from {cast_back} to {statement.cast.target} loses bits"
+                raise AoaError(
+                    aoa_finding(NO_INVERSE, f"{message}; in `{statement_text(statement)}`", statement.location)
+                )
+        return InverseFacts(sizes, cast_back, present)
 
     def _new_name(self, name: str) -> str:
-        """The name, or one like it that nothing has."""
+        """Return the name, or a similar unused one."""
         while name in self._taken:
             name += "_"
         return name
 
 
-def _may_stay(statement: Statement, facts: Facts) -> bool:
-    """Whether the pattern can be turned round as it is written."""
+def _keeps_pattern(statement: Statement, facts: InverseFacts) -> bool:
+    """Return True if the inverse can keep the pattern as it is written."""
     names: tuple[Name, ...] = statement.names
     if not any(name.ids or name.may_be_many for name in names):
         return True
     many = any(name.may_be_many for name in names)
-    return not ("$LAYER_ID_OFFSET" in names[0].ids or any(facts.again) or (many and facts.sizes))
+    return not ("$LAYER_ID_OFFSET" in names[0].ids or any(facts.present) or (many and facts.sizes))
 
 
-def _undoes(
-    program: Program, forward: StateMap, weights: Mapping[str, TensorMeta], made: Mapping[str, TensorMeta]
+def _is_inverse(
+    program: Program, forward: StateMap, weights: Mapping[str, TensorMeta], target_metas: Mapping[str, TensorMeta]
 ) -> bool:
-    """Whether both maps, one after the other, are the identity on each weight."""
+    """Return True if the composition of both maps is the identity on each weight."""
     try:
-        back = map_of(program, made, weights)
-        by_itself = turned_round(forward, weights)
+        cast_back = program_map(program, target_metas, weights)
+        by_itself = invert(forward, weights)
     except (AoaError, ValueError):
         return False
-    # where elements have copies, a tensor may come from another one than the map's own inverse takes
-    others = {difference.tensor for difference in differences(back, by_itself)} | (
+    # with duplicated elements, the inverse program may use another copy than the inverse map
+    others = {difference.tensor for difference in map_differences(cast_back, by_itself)} | (
         weights.keys() - by_itself.tensors.keys()
     )
-    through = joined(forward, StateMap({name: back.tensors[name] for name in others}))
+    through = compose(forward, StateMap({name: cast_back.tensors[name] for name in others}))
     return all(
-        slab.source == name and slab.source_box == slab.box and slab.permutation is None
+        copy.source == name and copy.source_region == copy.region and copy.permutation is None
         for name, tensor in through.tensors.items()
-        for slab in tensor.slabs
+        for copy in tensor.copies
     )
 
 
-def _lost(forward: StateMap, weights: Mapping[str, TensorMeta]) -> Iterator[Finding]:
-    """Which tensors the target has not, or only parts of."""
+def _lost_findings(forward: StateMap, weights: Mapping[str, TensorMeta]) -> Iterator[Finding]:
+    """Yield the tensors that the target lacks, whole or in part."""
     volumes = dict.fromkeys(weights, 0)
     for tensor in forward.tensors.values():
-        for slab in tensor.slabs:
-            if slab.source in volumes:
-                volumes[slab.source] += slab.box.numel
-    missing = [name for name, volume in volumes.items() if volume < whole_box(weights[name].shape).numel]
+        for copy in tensor.copies:
+            if copy.source in volumes:
+                volumes[copy.source] += copy.region.numel
+    missing = [name for name, volume in volumes.items() if volume < whole_region(weights[name].shape).numel]
     for name in missing[:8]:
-        there = "nothing" if not volumes[name] else "a part"
-        yield fault(NO_INVERSE, f"the target has {there} of the source's `{name}`", None, "keep it in the target")
+        what_remains = "nothing" if not volumes[name] else "a part"
+        yield aoa_finding(
+            NO_INVERSE, f"the target has {what_remains} of the source's `{name}`", None, "keep it in the target"
+        )
     if not missing:
-        yield fault(NO_INVERSE, "the statements turned round do not make the source again", None)
+        yield aoa_finding(NO_INVERSE, "the inverse statements do not restore the source", None)
+
+
+NewName = Callable[[str], str]
+"""Function that returns a name that no tensor has, similar to a given one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InverseFacts:
+    """Facts that the inverse depends on in addition to the statement.
+
+    ``sizes`` along the axis of merged tensors, where they differ; the type of the ``cast_back``; and, for each name to
+    the left, if it is ``present`` because another statement restores it.
+    """
+
+    sizes: tuple[int, ...]
+    cast_back: str | None
+    present: tuple[bool, ...]
+
+
+def inverse_statements(statement: Statement, facts: InverseFacts, new_name: NewName) -> Iterator[Statement]:
+    """Yield the statements that restore a statement's left side from its right side."""
+    if statement.left[0].is_nothing or all(facts.present):
+        for name in statement.right:
+            yield Statement((name,), (Name(NOTHING),))
+        return
+    target_metas, after = _restored_names(statement, facts, new_name)
+    if facts.sizes:
+        yield from _uneven_split(statement, target_metas, facts.sizes, new_name)
+    else:
+        permutation = statement.permutation
+        yield replace(
+            statement,
+            left=tuple(replace(name, transposed=_reads_view(statement)) for name in statement.right),
+            right=tuple(target_metas),
+            permutation=None if permutation is None else inverse_permutation(permutation),
+            cast=None if facts.cast_back is None else _reverse_cast(statement, facts.cast_back),
+        )
+    yield from after
+
+
+def _restored_names(statement: Statement, facts: InverseFacts, new_name: NewName) -> tuple[list[Name], list[Statement]]:
+    """Return the names that the inverse makes, and statements after it for ``^T`` views and spare tensors."""
+    target_metas, after = [], []
+    for name, present in zip(statement.left, facts.present or (False,) * len(statement.left), strict=False):
+        plain = replace(name, transposed=False, location=None)
+        if present:
+            spare = Name(new_name(f"{name.text}.again"))
+            target_metas.append(spare)
+            after.append(Statement((spare,), (Name(NOTHING),)))
+        elif name.transposed and _reads_view(statement):
+            target_metas.append(plain)
+        elif name.transposed:
+            view = Name(new_name(f"{name.text}.transposed"))
+            target_metas.append(view)
+            after.append(Statement((replace(view, transposed=True),), (plain,)))
+        else:
+            target_metas.append(plain)
+    return target_metas, after
+
+
+def _reads_view(statement: Statement) -> bool:
+    """Return True if the inverse reads its tensor as ``^T``: the statement did so, and changes no other dims."""
+    counts = (len(statement.left), len(statement.right))
+    changes = statement.fused is not None or statement.permutation is not None
+    return counts == (1, 1) and statement.left[0].transposed and not changes
+
+
+def _reverse_cast(statement: Statement, dtype: str) -> Cast:
+    assert statement.cast is not None
+    return Cast(dtype, None if statement.cast.source is None else statement.cast.target)
+
+
+def _uneven_split(
+    statement: Statement, target_metas: list[Name], sizes: tuple[int, ...], new_name: NewName
+) -> Iterator[Statement]:
+    """Yield an even split into tensors of the largest common size, and merges of these."""
+    size = gcd(*sizes)
+    (whole,) = statement.right
+    part = new_name(f"{whole.text}.part")
+    yield Statement((whole,), (Name(part, numbers=(0, sum(sizes) // size)),), statement.axis)
+    start = 0
+    for name, length in zip(target_metas, sizes, strict=True):
+        stop = start + length // size
+        yield Statement((Name(part, numbers=(start, stop)),), (name,), statement.axis)
+        start = stop

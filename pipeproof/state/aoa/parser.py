@@ -1,15 +1,87 @@
-"""One statement, read strictly: names, an arrow, names, attributes; see docs/aoa.md for the grammar."""
+"""Strict parser for one statement: names, an arrow, names, attributes; see docs/aoa.md for the grammar."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from pipeproof.specs.finding import Location
-from pipeproof.specs.problems import listed, nearest_name
-from pipeproof.state.aoa.codes import NOT_READ, AoaError, fault
-from pipeproof.state.aoa.forms import form_faults
-from pipeproof.state.aoa.lexer import Placing, Token, tokens_of
-from pipeproof.state.aoa.syntax import CAST_TYPES, FUSED_KINDS, Cast, Fused, Name, Statement
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import listed, nearest_name
+from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError, aoa_finding
+from pipeproof.state.aoa.statements import CAST_TYPES, FUSED_KINDS, IDS, Cast, Fused, Name, Statement, form_faults
+
+Locator = Callable[[int, int], Location]
+"""Function from a range of characters in a statement to its location in the file."""
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t]+)|(?P<arrow>->)|(?P<comma>,)|(?P<equal>=)|(?P<open>\[)|(?P<close>\])|(?P<colon>:)
+    |(?P<transpose>\^T(?![A-Za-z0-9._*$^]))|(?P<number>-?[0-9]+(?![A-Za-z0-9._]))|(?P<string>"[^"]*"|'[^']*')
+    |(?P<name>[A-Za-z_][A-Za-z0-9._*$]*)""",
+    re.VERBOSE,
+)
+_TAG = re.compile(r"\$(?!" + "|".join(re.escape(tag[1:]) for tag in IDS) + r")[A-Za-z_]*")
+_HINTS = {
+    "-": "the arrow is `->`",
+    "$": "a name begins with a letter",
+    "*": "a name begins with a letter; `*` is a number inside it",
+    "^": "`^T` is allowed at the end of a name only",
+    '"': "the quote is not closed",
+    "'": "the quote is not closed",
+    ";": "one statement per line",
+    "#": "a comment ends the line",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of the text; ``kind`` is ``arrow``, ``name`` and so on, and ``end`` after the last one."""
+
+    kind: str
+    text: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Position after its last character."""
+        return self.start + len(self.text)
+
+
+def tokens_of(text: str, locate: Locator) -> list[Token]:
+    """Return the tokens, with one of kind ``end`` after them.
+
+    Raises:
+        AoaError: PP180, a character that begins no token.
+    """
+    tokens, position = [], 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise _unexpected(text, position, locate)
+        kind = str(match.lastgroup)
+        if kind == "name":
+            _require_known_tags(match[0], position, locate)
+        if kind != "space":
+            tokens.append(Token(kind, match[0], position))
+        position = match.end()
+    return [*tokens, Token("end", "", len(text.rstrip()))]
+
+
+def _unexpected(text: str, position: int, locate: Locator) -> AoaError:
+    character = text[position]
+    fix = _HINTS.get(character)
+    if character.isdigit():
+        fix = "a name begins with a letter, and digits are 0 to 9"
+    return AoaError(aoa_finding(UNREADABLE, f"unexpected {character!r}", locate(position, position + 1), fix))
+
+
+def _require_known_tags(name: str, start: int, locate: Locator) -> None:
+    wrong = _TAG.search(name)
+    if wrong is not None:
+        location = locate(start + wrong.start(), start + wrong.end())
+        known = ", ".join(f"`{tag}`" for tag in IDS)
+        raise AoaError(aoa_finding(UNREADABLE, f"`{wrong[0]}` is no placeholder", location, f"known are {known}"))
+
 
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups")
 _TYPES = ("dtype", "src_dtype", "dst_dtype")
@@ -21,19 +93,19 @@ _FORM = "a statement is NAMES -> NAMES, then its attributes: `A, B -> C, axis=1`
 _Values = dict[str, tuple[str, Token]]
 
 
-def parse_statement(text: str, placing: Placing) -> Statement:
-    """Read the text of one statement.
+def parse_statement(text: str, locate: Locator) -> Statement:
+    """Parse the text of one statement.
 
     Raises:
         AoaError: PP180, with the place.
     """
-    return _Parser(text, placing).statement()
+    return _Parser(text, locate).statement()
 
 
 class _Parser:
-    def __init__(self, text: str, placing: Placing) -> None:
-        self._placing = placing
-        self._tokens = tokens_of(text, placing)
+    def __init__(self, text: str, locate: Locator) -> None:
+        self._locate = locate
+        self._tokens = tokens_of(text, locate)
         self._next = 0
 
     def statement(self) -> Statement:
@@ -41,8 +113,8 @@ class _Parser:
         self._take("arrow", "`->`")
         right = self._names()
         attributes = self._attributes()
-        place = self._placing(self._tokens[0].start, self._tokens[-1].start)
-        statement = self._with(attributes, left, right, place)
+        location = self._locate(self._tokens[0].start, self._tokens[-1].start)
+        statement = self._statement_of(attributes, left, right, location)
         problems = list(form_faults(statement))
         if problems:
             raise AoaError(*problems)
@@ -58,13 +130,13 @@ class _Parser:
     def _name(self) -> Name:
         token = self._take("name", "a name")
         if token.text in (*KEYS, *FUSED_KINDS):
-            raise self._error(f"`{token.text}` is an attribute, and stands where a name should", token, _FORM)
+            raise self._error(f"`{token.text}` is an attribute, and a name is needed here", token, _FORM)
         text, stop, transposed, numbers = token.text, token.stop, False, None
         if self._peek().kind == "transpose" and self._peek().start == stop:
             stop, transposed = self._take("transpose", "^T").stop, True
         elif self._peek().kind == "open":
             numbers, stop = self._range(token)
-        return Name(text, transposed, numbers, self._placing(token.start, stop))
+        return Name(text, transposed, numbers, self._locate(token.start, stop))
 
     def _range(self, name: Token) -> tuple[tuple[int, int], int]:
         self._take("open", "`[`")
@@ -73,7 +145,7 @@ class _Parser:
         stop = self._take("number", "a number")
         close = self._take("close", "`]`")
         if not 0 <= int(start.text) < int(stop.text):
-            message = f"`{name.text}[{start.text}:{stop.text}]` stands for no names"
+            message = f"`{name.text}[{start.text}:{stop.text}]` matches no names"
             raise self._error(message, name, "`NAME[0:4]` stands for NAME_0, NAME_1, NAME_2 and NAME_3")
         return (int(start.text), int(stop.text)), close.stop
 
@@ -87,16 +159,20 @@ class _Parser:
             self._next += 1
             token = self._take("name", "an attribute")
             if token.text in values:
-                raise self._error(f"`{token.text}` stands here again", token, "remove one of the two")
+                raise self._error(f"`{token.text}` is repeated", token, "remove one of the two")
             if token.text in FUSED_KINDS:
                 values[token.text] = ("", token)
                 continue
             if self._peek().kind != "equal" and token.text not in KEYS:
-                raise self._error(f"the name `{token.text}` stands after attributes", token, _FORM)
+                raise self._error(f"the name `{token.text}` comes after attributes", token, _FORM)
             if token.text not in KEYS:
-                near = nearest_name(token.text, (*KEYS, *FUSED_KINDS))
-                mend = f"did you mean `{near}`?" if near else f"known are {listed((*KEYS, *FUSED_KINDS), 'and')}"
-                raise self._error(f"unknown attribute `{token.text}`", token, mend)
+                nearest_key = nearest_name(token.text, (*KEYS, *FUSED_KINDS))
+                fix = (
+                    f"did you mean `{nearest_key}`?"
+                    if nearest_key
+                    else f"known are {listed((*KEYS, *FUSED_KINDS), 'and')}"
+                )
+                raise self._error(f"unknown attribute `{token.text}`", token, fix)
             self._take("equal", f"`=` after `{token.text}`")
             values[token.text] = (self._value(token.text), token)
         if self._peek().kind != "end":
@@ -109,21 +185,23 @@ class _Parser:
         if key in _NUMBERS:
             least = 0 if key == "axis" else 1
             if token.kind != "number" or int(token.text) < least:
-                mend = "axes are counted from 0; there are none from the end" if key == "axis" else None
+                fix = "axes are counted from 0; there are none from the end" if key == "axis" else None
                 message = f"`{key}` is a number from {least} on, found `{token.text}`"
-                raise self._error(message, token, mend)
+                raise self._error(message, token, fix)
             return token.text
         inside = token.text[1:-1]
         if key == "permute":
             is_good = token.kind == "string" and _DIMS.fullmatch(inside)
             if not is_good or sorted(dims_of(inside)) != list(range(len(dims_of(inside)))):
-                mend = 'permute="[2, 0, 1]" makes dim 0 of what was dim 2; permute="[]" reverses the dims'
-                raise self._error(f"`permute` is a string with each dim once, found `{token.text}`", token, mend)
+                fix = 'permute="[2, 0, 1]" makes dim 0 of what was dim 2; permute="[]" reverses the dims'
+                raise self._error(f"`permute` is a string with each dim once, found `{token.text}`", token, fix)
         elif token.kind != "string" or inside not in CAST_TYPES:
             raise self._error(f"`{key}` is a string, one of {listed(CAST_TYPES)}, found `{token.text}`", token)
         return inside
 
-    def _with(self, values: _Values, left: tuple[Name, ...], right: tuple[Name, ...], place: Location) -> Statement:
+    def _statement_of(
+        self, values: _Values, left: tuple[Name, ...], right: tuple[Name, ...], location: Location
+    ) -> Statement:
         kinds = [kind for kind in values if kind in FUSED_KINDS]
         if len(kinds) > 1:
             raise self._error(f"`{kinds[0]}` and `{kinds[1]}` in one statement", values[kinds[1]][1])
@@ -132,30 +210,32 @@ class _Parser:
                 raise self._error(f"`{key}` is of fused_qkv and fused_qkv_old alone", values[key][1])
             if key not in values and kinds and kinds[0] != "fused_ffn":
                 raise self._error(f"`{kinds[0]}` needs `{key}`", values[kinds[0]][1])
-        given = {key: text for key, (text, _) in values.items()}
-        heads, groups = int(given.get("num_heads", 0)), int(given.get("num_key_value_groups", 0))
+        values_by_key = {key: text for key, (text, _) in values.items()}
+        heads, groups = int(values_by_key.get("num_heads", 0)), int(values_by_key.get("num_key_value_groups", 0))
         if groups and heads % groups:
             message = f"{heads} heads do not divide into {groups} groups"
             raise self._error(message, values["num_key_value_groups"][1], "num_heads is of the queries")
         return Statement(
             left,
             right,
-            int(given["axis"]) if "axis" in given else None,
-            dims_of(given["permute"]) if "permute" in given else None,
+            int(values_by_key["axis"]) if "axis" in values_by_key else None,
+            dims_of(values_by_key["permute"]) if "permute" in values_by_key else None,
             self._cast(values),
             Fused(kinds[0], heads, groups) if kinds else None,
-            place,
+            location,
         )
 
     def _cast(self, values: _Values) -> Cast | None:
-        given = [key for key in _TYPES if key in values]
-        if not given:
+        values_by_key = [key for key in _TYPES if key in values]
+        if not values_by_key:
             return None
-        if given == ["dtype"]:
+        if values_by_key == ["dtype"]:
             return Cast(values["dtype"][0])
-        if given != ["src_dtype", "dst_dtype"]:
+        if values_by_key != ["src_dtype", "dst_dtype"]:
             raise self._error(
-                "a cast has `dtype`, or `src_dtype` and `dst_dtype`", values[given[0]][1], 'write dtype="float32"'
+                "a cast has `dtype`, or `src_dtype` and `dst_dtype`",
+                values[values_by_key[0]][1],
+                'write dtype="float32"',
             )
         return Cast(values["dst_dtype"][0], values["src_dtype"][0])
 
@@ -165,15 +245,17 @@ class _Parser:
     def _take(self, kind: str, what: str) -> Token:
         token = self._peek()
         if token.kind != kind:
-            found = f"`{token.text}`" if token.text else "the end"
-            raise self._error(f"{what} is missing here, found {found}", token, _FORM)
+            found_text = f"`{token.text}`" if token.text else "the end"
+            raise self._error(f"{what} is missing here, found {found_text}", token, _FORM)
         self._next += 1
         return token
 
-    def _error(self, message: str, token: Token, mend: str | None = None) -> AoaError:
-        return AoaError(fault(NOT_READ, message, self._placing(token.start, max(token.stop, token.start + 1)), mend))
+    def _error(self, message: str, token: Token, fix: str | None = None) -> AoaError:
+        return AoaError(
+            aoa_finding(UNREADABLE, message, self._locate(token.start, max(token.stop, token.start + 1)), fix)
+        )
 
 
 def dims_of(text: str) -> tuple[int, ...]:
-    """The dims of a permutation as it is written."""
+    """Return the dims of a permutation as it is written."""
     return tuple(map(int, re.findall(r"[0-9]+", text)))

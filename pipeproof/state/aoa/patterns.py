@@ -1,4 +1,4 @@
-"""Names with ``$LAYER_ID``, ``$EXPERT_ID`` and ``*``: which names of many they fit, by number and not by string."""
+"""Names with ``$LAYER_ID``, ``$EXPERT_ID`` and ``*``: the names that they match, in numeric order."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from pipeproof.specs.problems import nearest_name
-from pipeproof.state.aoa.syntax import IDS, STAR, Name
+from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.state.aoa.statements import IDS, STAR, Name
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _DIGITS = re.compile("[0-9]+")
 _COUNTED = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)", re.ASCII)
-"""Numbers that stand alone between dots: those of layers and experts, and not that of `w1`."""
+"""Numbers between dots: those of layers and experts, not the one in `w1`."""
 _LAST = chr(0x10FFFF)
 OFFSET = "$LAYER_ID_OFFSET"
 
 Ids = tuple[tuple[str, int], ...]
-"""Numbers by what stands for them, in the order of ``IDS``."""
+"""Numbers by placeholder, in the order of ``IDS``."""
 
 
 class NameList:
-    """Names in order, so that those that begin alike are found without a look at the others."""
+    """Sorted names, so that those with a common prefix are found without a scan."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(names)
 
     def beginning(self, prefix: str) -> Sequence[str]:
-        """All that begin so."""
+        """Return all names with a prefix."""
         return self._names[bisect_left(self._names, prefix) : bisect_left(self._names, prefix + _LAST)]
 
     def ids_of(self, name: Name) -> list[Ids]:
-        """The numbers for which names are there that fit, in the order of the numbers."""
-        found = set()
+        """Return the numbers for which matching names exist, in numeric order."""
+        combinations = set()
         tags = name.ids
         text = name.text if name.numbers is None else f"{name.text}_{name.numbers[0]}"
         pattern = _regex(text)
@@ -42,38 +42,38 @@ class NameList:
             match = pattern.fullmatch(candidate)
             if match is not None:
                 numbers = dict(zip(tags, (int(match.groups()[place]) for place in places), strict=True))
-                found.add(tuple((tag, numbers[tag]) for tag in IDS if tag in numbers))
-        return sorted(found, key=lambda ids: [number for _, number in ids])
+                combinations.add(tuple((tag, numbers[tag]) for tag in IDS if tag in numbers))
+        return sorted(combinations, key=lambda ids: [number for _, number in ids])
 
     def numbered(self, text: str) -> list[tuple[int, str]]:
-        """The names that ``text`` with its ``*`` stands for, by their number."""
+        """Return the names that match ``text`` with its ``*``, by number."""
         pattern = _regex(text)
         matches = ((pattern.fullmatch(candidate), candidate) for candidate in self.beginning(_prefix(text)))
         return sorted((int(match[1]), candidate) for match, candidate in matches if match is not None)
 
 
-def with_ids(text: str, ids: Ids, *, to_the_right: bool) -> str:
-    """A name with its numbers."""
+def with_numbers(text: str, ids: Ids, *, to_the_right: bool) -> str:
+    """Return a name with its placeholders replaced by numbers."""
     for tag, number in ids:  # the longer tags come first
         text = text.replace(tag, str(number - 1 if to_the_right and tag == OFFSET else number))
     return text
 
 
-def in_words(ids: Ids) -> str:
+def ids_text(ids: Ids) -> str:
     """``$LAYER_ID=3, $EXPERT_ID=0``."""
     return ", ".join(f"{tag}={number}" for tag, number in ids)
 
 
 def by_form(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by what they are but for their numbers."""
-    found: dict[str, list[str]] = {}
+    """Group names that differ by numbers only."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_COUNTED.sub("0", name), []).append(name)
-    return found
+        groups.setdefault(_COUNTED.sub("0", name), []).append(name)
+    return groups
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant. Names that differ by numbers alone are looked at once."""
+    """Return the known name that was probably meant. Names that differ by numbers only are compared once."""
     forms = by_form(known)
     near = nearest_name(_COUNTED.sub("0", name), forms)
     if near is None:
@@ -103,5 +103,5 @@ def _tags(text: str) -> Iterator[str]:
 
 
 def gap_in(numbers: Sequence[int]) -> int | None:
-    """The first number that is missing between the first and the last."""
+    """Return the first missing number between the first and the last."""
     return next((a + 1 for a, b in pairwise(numbers) if b != a + 1), None)

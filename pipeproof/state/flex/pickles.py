@@ -1,11 +1,9 @@
-"""Pickles read without running them: names of classes stay names, calls stay records, bytes stay where they are.
+"""Pickles, read and written without importing what they name: calls stay records, and bytes stay in the file.
 
-``pickle.load`` imports and calls whatever a file asks for. Paddle's
-metadata and its ``.distcp`` files are pickles, so a checkpoint from somebody
-else could do anything. Here the operations of the pickle machine (Python's
-``pickletools`` documents each) move plain values alone. A function or class is
-a ``Name``, what it would make a ``Made``, and bytes a ``Span`` of the file, so
-that arrays of many GB are found and not read.
+``pickle.load`` imports and calls everything that a file names. Paddle's metadata and its ``.distcp`` files are pickles,
+so a checkpoint from an unknown source could execute anything. Here the operations of the pickle machine (Python's
+``pickletools`` documents each) move plain values only. A function or class is a ``GlobalName``, the result of a call a
+``PickledObject``, and bytes a ``ByteRange`` of the file, so that arrays of many GB are located and not read.
 """
 
 from __future__ import annotations
@@ -16,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeproof.state.flex.codes import FlexError
-from pipeproof.state.regular import regular_size
+from pipeproof.state.flex.flex_codes import FlexError
+from pipeproof.state.state_codes import regular_size
 
 _LONGEST_NAME = 2**16
-_MEND = "Paddle writes protocol 4 by itself: save the checkpoint anew, with `safetensors=True` if it holds arrays"
+_FIX = "Paddle writes protocol 4 by itself: save the checkpoint again, with `safetensors=True` if it holds arrays"
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class GlobalName:
     """A function or class that the pickle names."""
 
     module: str
@@ -32,16 +30,16 @@ class Name:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
-    """What a call would make: ``state`` is what would be put into it afterwards."""
+class PickledObject:
+    """The result that a call would have; ``state`` would be set on it afterwards."""
 
-    what: Name
+    global_name: GlobalName
     arguments: Any
     state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """Bytes of the file, not read."""
 
     start: int
@@ -49,27 +47,27 @@ class Span:
 
 
 class _UnreadableError(Exception):
-    """The pickle asks for something that is not known here, or is damaged."""
+    """The pickle uses an unknown operation, or is damaged."""
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle says, as dicts, lists, sets, tuples, text, numbers, ``Name``, ``Made`` and ``Span``.
+    """Read a pickle as dicts, lists, sets, tuples, text, numbers and the three records of this module.
 
     Raises:
-        FlexError: it cannot be read, is cut short, or uses an operation that Paddle's pickles have not.
+        FlexError: It cannot be read, is cut short, or uses an operation that Paddle's pickles lack.
     """
     try:
         size = regular_size(path)
         with path.open("rb") as stream:
             return _Machine(stream, size).run()
     except OSError as error:
-        raise FlexError(f"{path} cannot be read: {error.strerror}", _MEND) from error
+        raise FlexError(f"{path} cannot be read: {error.strerror}", _FIX) from error
     except (_UnreadableError, struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise FlexError(f"{path} is damaged, or no pickle of Paddle's: {error}", _MEND) from error
+        raise FlexError(f"{path} is damaged, or no pickle of Paddle's: {error}", _FIX) from error
 
 
 class _Machine:
-    """The stack, the marks and the memo of a pickle that is being read."""
+    """Stack, marks and memo of a pickle being read."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self._size, self._at = stream, size, 0
@@ -88,7 +86,7 @@ class _Machine:
             operations[code](self)
 
     def take_bytes(self, length: int) -> bytes:
-        """The next bytes of the file."""
+        """Return the next bytes of the file."""
         self._require(length)
         content = self._stream.read(length)
         if len(content) < length:
@@ -97,17 +95,17 @@ class _Machine:
         return content
 
     def number(self, form: str) -> Any:
-        """The next number of the file, in ``struct``'s form."""
+        """Return the next number of the file, in ``struct``'s format."""
         (value,) = struct.unpack(form, self.take_bytes(struct.calcsize(form)))
         return value
 
-    def span(self, form: str) -> Span:
-        """The next bytes, behind their length; they are passed over."""
+    def byte_range(self, form: str) -> ByteRange:
+        """Return the next bytes, which follow their length, without reading them."""
         length = self.number(form)
         self._require(length)
-        span = Span(self._at, length)
+        byte_range = ByteRange(self._at, length)
         self._at = self._stream.seek(self._at + length)
-        return span
+        return byte_range
 
     def text(self, form: str) -> str:
         return self.take_bytes(self.number(form)).decode("utf-8", "surrogatepass")
@@ -124,7 +122,7 @@ class _Machine:
 
     def _require(self, length: int) -> None:
         if length > self._size - self._at:
-            raise _UnreadableError(f"{length} bytes from byte {self._at} on are not there")
+            raise _UnreadableError(f"{length} bytes are missing from byte {self._at} on")
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -133,7 +131,7 @@ class _Machine:
         return self._stack.pop()
 
     def take(self, count: int) -> tuple[Any, ...]:
-        """The last values of the stack, off it."""
+        """Take the last values off the stack."""
         if not 0 <= count <= len(self._stack):
             raise _UnreadableError("the stack is empty")
         taken = tuple(self._stack[len(self._stack) - count :])
@@ -146,14 +144,14 @@ class _Machine:
     def mark(self) -> None:
         self._marks.append(len(self._stack))
 
-    def since_mark(self) -> tuple[Any, ...]:
+    def take_since_mark(self) -> tuple[Any, ...]:
         return self.take(len(self._stack) - self._marks.pop())
 
-    def keep(self, place: int | None = None) -> None:
-        self._memo[len(self._memo) if place is None else place] = self._stack[-1]
+    def memoize(self, index: int | None = None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
 
-    def kept(self, place: int) -> None:
-        self.push(self._memo[place])
+    def recall(self, index: int) -> None:
+        self.push(self._memo[index])
 
 
 def _put(machine: _Machine, pairs: tuple[Any, ...]) -> None:
@@ -174,27 +172,27 @@ def _global(machine: _Machine) -> None:
     module, name = machine.take(2)
     if not isinstance(module, str) or not isinstance(name, str):
         raise _UnreadableError("a name is no text")
-    machine.push(Name(module, name))
+    machine.push(GlobalName(module, name))
 
 
 def _call(machine: _Machine) -> None:
-    what, arguments = machine.take(2)
-    if not isinstance(what, Name) or not isinstance(arguments, tuple):
+    global_name, arguments = machine.take(2)
+    if not isinstance(global_name, GlobalName) or not isinstance(arguments, tuple):
         raise _UnreadableError("what is called is no name")
-    machine.push(Made(what, arguments))
+    machine.push(PickledObject(global_name, arguments))
 
 
 def _build(machine: _Machine) -> None:
     (state,) = machine.take(1)
     made = machine.top()
-    if not isinstance(made, Made):
+    if not isinstance(made, PickledObject):
         raise _UnreadableError("a state is put into what was not made")
     made.state = state
 
 
-def _named_by_lines(machine: _Machine) -> None:
+def _global_by_lines(machine: _Machine) -> None:
     module = machine.line()
-    machine.push(Name(module, machine.line()))
+    machine.push(GlobalName(module, machine.line()))
 
 
 def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
@@ -209,23 +207,23 @@ def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
     for code, form in ((b"\x8c", "<B"), (b"X", "<I"), (b"\x8d", "<Q")):
         yield code, lambda m, form=form: m.push(m.text(form))  # type: ignore[misc]
     for code, form in ((b"C", "<B"), (b"B", "<I"), (b"\x8e", "<Q")):
-        yield code, lambda m, form=form: m.push(m.span(form))  # type: ignore[misc]
+        yield code, lambda m, form=form: m.push(m.byte_range(form))  # type: ignore[misc]
     yield b"}", lambda m: m.push({})
     yield b"]", lambda m: m.push([])
     yield b")", lambda m: m.push(())
-    yield b"t", lambda m: m.push(m.since_mark())
+    yield b"t", lambda m: m.push(m.take_since_mark())
     for count in (1, 2, 3):
         yield bytes([0x84 + count]), lambda m, count=count: m.push(m.take(count))  # type: ignore[misc]
     yield b"a", lambda m: _append(m, m.take(1))
-    yield b"e", lambda m: _append(m, m.since_mark())
+    yield b"e", lambda m: _append(m, m.take_since_mark())
     yield b"s", lambda m: _put(m, m.take(2))
-    yield b"u", lambda m: _put(m, m.since_mark())
-    yield b"\x94", lambda m: m.keep()
-    yield b"q", lambda m: m.keep(m.number("<B"))
-    yield b"r", lambda m: m.keep(m.number("<I"))
-    yield b"h", lambda m: m.kept(m.number("<B"))
-    yield b"j", lambda m: m.kept(m.number("<I"))
-    yield b"c", _named_by_lines
+    yield b"u", lambda m: _put(m, m.take_since_mark())
+    yield b"\x94", lambda m: m.memoize()
+    yield b"q", lambda m: m.memoize(m.number("<B"))
+    yield b"r", lambda m: m.memoize(m.number("<I"))
+    yield b"h", lambda m: m.recall(m.number("<B"))
+    yield b"j", lambda m: m.recall(m.number("<I"))
+    yield b"c", _global_by_lines
     yield b"\x93", _global
     yield b"\x81", _call  # an instance of a class
     yield b"R", _call  # what a function gives
@@ -234,3 +232,63 @@ def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
 
 _STOP = ord(".")
 _OPERATIONS = {code[0]: act for code, act in _operations()}
+
+
+_CONSTANTS = {None: b"N", True: b"\x88", False: b"\x89"}
+
+
+def to_pickle(value: Any) -> bytes:
+    """Pickle dicts, lists, tuples, text, integers, booleans, None and ``PickledObject``, in protocol 4.
+
+    Python's own writer would have to import the classes of Paddle.
+    """
+    writer = _Writer()
+    writer.write(value)
+    return b"\x80\x04" + bytes(writer.content) + b"."
+
+
+class _Writer:
+    """The bytes written so far; repeated text and names are references."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self._places: dict[str | GlobalName, int] = {}
+
+    def write(self, value: Any) -> None:
+        content = self.content
+        if value is None or isinstance(value, bool):
+            content += _CONSTANTS[value]
+        elif isinstance(value, int):
+            number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            content += bytes((0x8A, len(number))) + number
+        elif isinstance(value, str | GlobalName):
+            self._write_once(value)
+        elif isinstance(value, PickledObject):
+            self._write_once(value.global_name)
+            self.write(value.arguments)
+            content += b"\x81"
+            self.write(value.state)
+            content += b"b"
+        elif isinstance(value, dict):
+            content += b"}("
+            for key, item in value.items():
+                self.write(key)
+                self.write(item)
+            content += b"u"
+        else:
+            content += b"(" if isinstance(value, tuple) else b"]("
+            for item in value:
+                self.write(item)
+            content += b"t" if isinstance(value, tuple) else b"e"
+
+    def _write_once(self, value: str | GlobalName) -> None:
+        if value in self._places:
+            self.content += b"j" + struct.pack("<I", self._places[value])
+            return
+        index = self._places[value] = len(self._places)
+        if isinstance(value, GlobalName):
+            self.content += f"c{value.module}\n{value.name}\n".encode()
+        else:
+            text = value.encode("utf-8", "surrogatepass")
+            self.content += b"X" + struct.pack("<I", len(text)) + text
+        self.content += b"r" + struct.pack("<I", index)

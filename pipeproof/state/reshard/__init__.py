@@ -1,1 +1,1 @@
-"""Cutting a saved state anew: the proof that nothing is lost, and then the bytes."""
+"""Resharding a saved state: the proof that nothing is lost, and then the bytes."""

@@ -1,4 +1,4 @@
-"""Which elements go from whom to whom: of each part of a target, the boxes that stand in one part of the source."""
+"""Flows of a reshard: which elements go from which holder to which."""
 
 from __future__ import annotations
 
@@ -8,109 +8,116 @@ from typing import NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.aoa.patterns import by_form
-from pipeproof.state.boxes import Box, meet
-from pipeproof.state.describe import common_name
-from pipeproof.state.mapping import Slab, StateMap, slabs_of
-from pipeproof.state.reshard.sides import Parts, Side
+from pipeproof.state.checkpoint_text import common_name
+from pipeproof.state.regions import Region, intersect
+from pipeproof.state.reshard.shard_layout import ShardLayout, ShardsByTensor
+from pipeproof.state.tensor_map import RegionCopy, StateMap, copies_into
 
 ZEROS = "zeros"
-"""In place of a holder, where elements are made of none."""
+"""Placeholder for a holder, where elements are added."""
 
 
 class Flow(NamedTuple):
-    """The elements ``box`` of a target's tensor are held by ``giver`` before and by ``taker`` behind."""
+    """The elements ``region`` of a target tensor go from ``sender`` to ``receiver``."""
 
-    box: Box
-    giver: str
-    taker: str
+    region: Region
+    sender: str
+    receiver: str
 
 
 @dataclass(frozen=True, slots=True)
-class Recut:
-    """Tensors that are alike but for the numbers in their names, and whose elements do not all go one way.
+class ReshardedTensors:
+    """Tensors that differ only by the numbers in their names, and whose elements have several senders or receivers.
 
-    ``name`` is that of all of them, or where the optimizer keeps them
-    (``is_kept``), of their weights; ``shape`` that of each in the target.
+    ``name`` is the common name, for optimizer states (``is_state``) that of their weights; ``shape`` is that of each
+    tensor in the target.
     """
 
     name: str
-    is_kept: bool
+    is_state: bool
     shape: tuple[int, ...]
     flows: tuple[Flow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """What goes where: bytes by giver and taker, the tensors that are cut anew, and how many go whole."""
+    """All flows of a reshard.
 
-    givers: tuple[str, ...]
-    takers: tuple[str, ...]
+    Bytes by sender and receiver, the tensors that are resharded, and the number that stay whole.
+    """
+
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
     num_bytes: Mapping[tuple[str, str], int]
-    recut: tuple[Recut, ...]
+    resharded: tuple[ReshardedTensors, ...]
     num_whole: int
 
 
-def flows_of(source: Side, state_map: StateMap, target: Side) -> Flows:
-    """What a map that was proved moves from whom to whom. Work grows with the parts of a tensor, squared.
+def flows_between(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Flows:
+    """Return the flows of a proved map. Work grows with the square of the number of shards of a tensor.
 
-    A tensor of the optimizer that goes as its weight does is not among those
-    that are cut anew, though its bytes are counted.
+    An optimizer state that goes the way of its weight is not listed among the resharded tensors, but its bytes are
+    counted.
     """
-    flows = {name: tuple(_flows(name, source.parts, state_map, target.parts)) for name in target.tensors}
+    flows = {name: tuple(_flows(name, source.shards, state_map, target.shards)) for name in target.tensors}
     num_bytes: dict[tuple[str, str], int] = {}
-    for name, found in flows.items():
+    for name, tensor_flows in flows.items():
         item = dtype_bytes(target.tensors[name].dtype)
-        for box, giver, taker in found:
-            num_bytes[giver, taker] = num_bytes.get((giver, taker), 0) + box.numel * item
-    cut = [name for name, found in flows.items() if len({flow[1:] for flow in found}) > 1]
-    own_way = [name for name in cut if flows.get(target.tensors[name].weight or "") != flows[name]]
+        for region, sender, receiver in tensor_flows:
+            num_bytes[sender, receiver] = num_bytes.get((sender, receiver), 0) + region.numel * item
+    cut = [name for name, tensor_flows in flows.items() if len({flow[1:] for flow in tensor_flows}) > 1]
+    independent = [name for name in cut if flows.get(target.tensors[name].weight or "") != flows[name]]
     return Flows(
-        _holders(source.parts, {giver for giver, _ in num_bytes}),
-        _holders(target.parts, {taker for _, taker in num_bytes}),
+        _holders(source.shards, {sender for sender, _ in num_bytes}),
+        _holders(target.shards, {receiver for _, receiver in num_bytes}),
         num_bytes,
-        tuple(_alike(own_way, flows, target)),
+        tuple(_alike(independent, flows, target)),
         len(flows) - len(cut),
     )
 
 
-def _holders(parts: Parts, named: set[str]) -> tuple[str, ...]:
-    """Those that are named, in the order of their ranks; files as they come, and what is nobody's at last."""
-    found = {part.where: part.rank for of_one in parts.values() for part in of_one if part.where in named}
-    by_rank = sorted(found, key=lambda where: -1 if (rank := found[where]) is None else rank)
-    return (*by_rank, *(named - found.keys()))
+def _holders(shards: ShardsByTensor, named: set[str]) -> tuple[str, ...]:
+    """Return the named holders in the order of their ranks; files in their order, and zeros last."""
+    tensor_flows = {held.where: held.rank for of_one in shards.values() for held in of_one if held.where in named}
+    by_rank = sorted(tensor_flows, key=lambda where: -1 if (rank := tensor_flows[where]) is None else rank)
+    return (*by_rank, *(named - tensor_flows.keys()))
 
 
-def _alike(names: Iterable[str], flows: Mapping[str, tuple[Flow, ...]], target: Side) -> Iterator[Recut]:
+def _alike(
+    names: Iterable[str], flows: Mapping[str, tuple[Flow, ...]], target: ShardLayout
+) -> Iterator[ReshardedTensors]:
     of_weight: dict[str, list[str]] = {}
     for name in names:
         of_weight.setdefault(target.tensors[name].weight or name, []).append(name)
-    for of_form in by_form(of_weight).values():
+    for similar in by_form(of_weight).values():
         alike: dict[tuple[bool, tuple[int, ...], tuple[Flow, ...]], dict[str, None]] = {}
-        for weight in of_form:
+        for weight in similar:
             for name in of_weight[weight]:
                 alike.setdefault((name != weight, target.tensors[name].shape, flows[name]), {})[weight] = None
-        for about, same in alike.items():
-            yield Recut(common_name([*same]), *about)
+        for fields, weights in alike.items():
+            yield ReshardedTensors(common_name([*weights]), *fields)
 
 
-def _flows(name: str, given: Parts, state_map: StateMap, taken: Parts) -> Iterator[Flow]:
-    for part in taken[name]:
-        for _, own in part.shard.boxes():
-            for slab in slabs_of(state_map.tensors[name], own):
-                for box, giver in _givers(slab, given):
-                    yield Flow(box, giver, part.where)
+def _flows(
+    name: str, source_shards: ShardsByTensor, state_map: StateMap, target_shards: ShardsByTensor
+) -> Iterator[Flow]:
+    for held in target_shards[name]:
+        for _, region in held.shard.regions():
+            for copy in copies_into(state_map.tensors[name], region):
+                for moved, sender in _senders(copy, source_shards):
+                    yield Flow(moved, sender, held.where)
 
 
-def _givers(slab: Slab, given: Parts) -> Iterator[tuple[Box, str]]:
-    """The boxes of the target's tensor that parts of the source have, each with its holder."""
-    if slab.source is None:
-        yield slab.box, ZEROS
+def _senders(copy: RegionCopy, source_shards: ShardsByTensor) -> Iterator[tuple[Region, str]]:
+    """Yield the regions of the target tensor that source shards have, each with its holder."""
+    if copy.source is None:
+        yield copy.region, ZEROS
         return
-    for part in given[slab.source]:
-        for _, theirs in part.shard.boxes():
-            common = meet(theirs, slab.source_box)
-            if common is not None:
-                inside = common.within(slab.source_box)
-                if slab.permutation is not None:
-                    inside = inside.permuted(slab.permutation)
-                yield inside.moved(slab.box.offsets), part.where
+    for held in source_shards[copy.source]:
+        for _, source_region in held.shard.regions():
+            overlap = intersect(source_region, copy.source_region)
+            if overlap is not None:
+                inside = overlap.relative_to(copy.source_region)
+                if copy.permutation is not None:
+                    inside = inside.permuted(copy.permutation)
+                yield inside.shifted(copy.region.offsets), held.where

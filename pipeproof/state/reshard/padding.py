@@ -1,7 +1,7 @@
-"""Vocabularies that are padded to different sizes: rows of ids go over one to one, padding is left out and added.
+"""Maps between vocabularies with different padding: rows of token ids are copied, padding is dropped and added.
 
-Megatron-LM pads the vocabulary to a multiple of 128 times the number of
-tensor-parallel ranks, so that a checkpoint of another number has other rows.
+Megatron-LM pads the vocabulary to a multiple of 128 times the number of tensor-parallel ranks, so that a checkpoint for
+another number has other rows.
 """
 
 from __future__ import annotations
@@ -10,63 +10,61 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from pipeproof.specs.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.specs.model import ModelSpec
-from pipeproof.state.boxes import Box, whole_box
-from pipeproof.state.index import TensorEntry
-from pipeproof.state.mapping import Slab, StateMap, TensorMap, as_it_is
-from pipeproof.state.reshard.codes import OTHER_SHAPES
-from pipeproof.state.reshard.words import weight_name
+from pipeproof.state.region_text import weight_name
+from pipeproof.state.regions import Region, whole_region
+from pipeproof.state.reshard.reshard_codes import SHAPE_MISMATCH
+from pipeproof.state.state_index import TensorEntry
+from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_tensor
 
-DIM_OF_IDS = {"embed.weight": 0, "head.weight": 1}
-"""Which dim of a weight, and of its moments, counts ids."""
+VOCABULARY_DIM = {"embed.weight": 0, "head.weight": 1}
+"""Dim of a weight, and of its moments, that counts token ids."""
 _KEY = "model.unpadded_vocab_size"
 _SIZE = "model.vocab_size"
 
 
-def padded_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue], model: ModelSpec) -> StateMap:
-    """Each tensor of a state as it is, but for those that count ids, which get the padding of ``model``.
+def padding_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue], model: ModelSpec) -> StateMap:
+    """Map each tensor of a state to itself, except those that count token ids, which get the padding of ``model``.
 
-    ``values`` are those of the source's index: a plan's keys, dotted. Padding
-    of the source is left out; that of the target is zeros, of weights and of
-    moments.
+    ``values`` are those of the source's index: a plan's keys, dotted. Padding of the source is dropped; that of the
+    target is zeros, for weights and for moments.
 
     Raises:
-        PipeproofError: PP214, the vocabularies have other sizes, and nothing, or not the same, is said of how many
-            ids there are.
+        PipeproofError: PP214, the vocabularies differ in size, and the number of token ids is unknown or differs.
     """
     sizes = values.get(_SIZE, model.vocab_size), model.vocab_size
     ids = values.get(_KEY), model.unpadded_vocab_size
     if sizes[0] != sizes[1] and (ids[0] is None or ids[0] != ids[1]):
         was, is_now = ("not given" if number is None else f"{number}" for number in ids)
         message = f"{_SIZE} was {sizes[0]} and is {sizes[1]}, and {_KEY} was {was} and is {is_now}"
-        mend = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
-        raise PipeproofError(Finding(OTHER_SHAPES.code, Severity.ERROR, message, help=mend))
+        fix = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
+        raise PipeproofError(Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix))
     if sizes[0] == sizes[1]:
-        return StateMap({name: as_it_is(name, entry.dtype, entry.shape) for name, entry in source.items()})
-    tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Box, ...]]()
+        return StateMap({name: identity_tensor(name, entry.dtype, entry.shape) for name, entry in source.items()})
+    tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Region, ...]]()
     for name, entry in source.items():
-        dim = None if entry.kind == "counter" else DIM_OF_IDS.get(weight_name(name) or "")
+        dim = None if entry.kind == "counter" else VOCABULARY_DIM.get(weight_name(name) or "")
         if dim is None:
-            tensors[name] = as_it_is(name, entry.dtype, entry.shape)
+            tensors[name] = identity_tensor(name, entry.dtype, entry.shape)
         else:
             tensors[name] = _padded(name, entry, dim, model)
             if entry.shape[dim] > model.num_token_ids:
-                dropped[name] = (whole_box(entry.shape).between(dim, model.num_token_ids, entry.shape[dim]),)
+                dropped[name] = (whole_region(entry.shape).sliced(dim, model.num_token_ids, entry.shape[dim]),)
     return StateMap(tensors, dropped=dropped)
 
 
-def as_if_padded(values: Mapping[str, JsonValue], model: ModelSpec) -> dict[str, JsonValue]:
-    """The values of a state whose ids are those of ``model``, as if its vocabulary had been padded to the same size."""
+def with_vocabulary_of(values: Mapping[str, JsonValue], model: ModelSpec) -> dict[str, JsonValue]:
+    """Return the values of a state with the vocabulary size of ``model``, if both have the same token ids."""
     same = values.get(_KEY) is not None and values[_KEY] == model.unpadded_vocab_size
     return {**values, _SIZE: model.vocab_size} if same else dict(values)
 
 
 def _padded(name: str, entry: TensorEntry, dim: int, model: ModelSpec) -> TensorMap:
     shape = tuple(model.vocab_size if i == dim else size for i, size in enumerate(entry.shape))
-    ids = whole_box(shape).between(dim, 0, model.num_token_ids)
-    slabs = [Slab(ids, name, ids)]
+    ids = whole_region(shape).sliced(dim, 0, model.num_token_ids)
+    copies = [RegionCopy(ids, name, ids)]
     if model.vocab_size > model.num_token_ids:
-        padding = whole_box(shape).between(dim, model.num_token_ids, model.vocab_size)
-        slabs.append(Slab(padding, None, padding))
-    return TensorMap(entry.dtype, shape, tuple(slabs))
+        padding = whole_region(shape).sliced(dim, model.num_token_ids, model.vocab_size)
+        copies.append(RegionCopy(padding, None, padding))
+    return TensorMap(entry.dtype, shape, tuple(copies))

@@ -1,7 +1,7 @@
-"""A world of ranks in one process: threads that take turns, a virtual clock, and channels that behave as chosen.
+"""World of ranks in one process: threads that run one at a time, a virtual clock, and configurable channels.
 
-``world`` starts the ranks, ``rank`` is what a rank program is given,
-``operations`` what it issues, ``engine`` decides what is posted and done and
-when, ``stuck`` says why nothing can happen any more, ``recording`` makes a
-graph of what was issued.
+``fake_world`` starts the ranks, ``fake_rank`` has the calls of a rank program,
+``fake_operations`` the operations, ``fake_engine`` decides when they are posted
+and done, ``stall_report`` explains a stall, and ``fake_recording`` builds a
+graph of the issued operations.
 """

@@ -1,10 +1,10 @@
-"""4xx: with no buffering beyond what the backend promises, every operation gets done.
+"""4xx: every operation completes without buffering beyond the backend's promises.
 
-``events`` has the definition, ``models`` the ways in which backends carry
-transfers out, ``columns`` and ``cycles`` the same waits at scale, ``classify``
-the verdict, ``mend`` changes that are proved, ``rules`` the codes.
+``events`` has the definition, ``comm.channel_models`` the ways in which backends
+execute transfers, ``wait_columns`` the same waits at scale, ``deadlock_verdict``
+cycles and the verdict, ``suggested_fix`` proved changes, ``deadlock_rules`` the codes.
 """
 
-from pipeproof.verify.deadlock.rules import RULES
+from pipeproof.verify.deadlock.deadlock_rules import RULES
 
 __all__ = ["RULES"]

@@ -1,7 +1,7 @@
 """The definition of a deadlock, written to be read: post and done events, and what each of them follows.
 
 Each operation has two events, *post* when it is under way and *done* when it
-has finished. What a post follows is said in ``comm.entry_order``; beside that
+has finished. ``comm.entry_order`` defines what a post follows; in addition
 
 - the opening of a connection holds everything that the rank issues later;
 - done follows post;
@@ -19,7 +19,7 @@ has finished. What a post follows is said in ``comm.entry_order``; beside that
   in one batch are opened together.
 
 The plan deadlocks if and only if these events have a cycle, or something that
-never comes is waited for. ``columns`` says the same of whole columns at once.
+never comes is waited for. ``wait_columns`` has the same for whole columns.
 
 Two steps in a row deadlock if and only if one does, where every channel and
 every group is balanced (which PP301, PP306 and PP402 demand): the k-th send
@@ -37,12 +37,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.comm.buffering import message_bytes
-from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.channel_models import ChannelModel, message_bytes
 from pipeproof.comm.entry_order import EntryOrder, Host, done, post
 from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, OpKind
-from pipeproof.schedule.optable import OpGraph
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -108,7 +107,7 @@ class _Writing(EntryOrder):
         self._came: dict[tuple[str, int], set[int]] = defaultdict(set)
 
     def order(self, rank: int) -> None:
-        """What the posts of one rank follow."""
+        """Predecessors of the posts of one rank."""
         for entry, before in self.entries(rank):
             for op_id in entry:
                 self.follows[post(op_id)] += before
@@ -140,7 +139,7 @@ class _Writing(EntryOrder):
                 yield "group", int(self.graph.group[op_id])
 
     def complete_transfers(self) -> None:
-        """What the dones of transfers follow."""
+        """Predecessors of the dones of transfers."""
         for channel in range(len(self.graph.channels)):
             ends = np.flatnonzero(self.graph.channel == channel).tolist()
             sends = [op_id for op_id in ends if self.graph.ops[op_id].kind in SEND_KINDS]
@@ -156,7 +155,7 @@ class _Writing(EntryOrder):
                     self._follow_or_never(send, done(receives[awaited]) if awaited < len(receives) else None)
 
     def _awaited(self, sends: list[int], place: int) -> int | None:
-        """Which receive of the channel must be over before the send at ``place`` is done; None if none."""
+        """Index of the receive of the channel that must be done before the send at ``place``; None if none."""
         if self.model.completes == "slots":
             return place - self.model.slots if place >= self.model.slots else None
         if self.model.eager_bytes is None:
@@ -175,7 +174,7 @@ class _Writing(EntryOrder):
             self.follows[done(op_id)].append(event)
 
     def complete_collectives(self) -> None:
-        """What the dones of collectives follow."""
+        """Predecessors of the dones of collectives."""
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
         for op_id in filter(self.is_call, range(self.graph.num_ops)):
             calls[int(self.graph.group[op_id]), int(self.graph.position[op_id])].append(op_id)
@@ -189,7 +188,7 @@ class _Writing(EntryOrder):
         return ranks >= set(self.graph.groups[group].ranks)
 
     def complete_waits(self) -> None:
-        """What the dones of WAITs follow."""
+        """Predecessors of the dones of WAITs."""
         for op_id, op in enumerate(self.graph.ops):
             if op.kind is OpKind.WAIT:
                 target = int(self.graph.waits_for[op_id])

@@ -1,4 +1,4 @@
-"""How much a token counts: exact sums of products of fractions and named sizes."""
+"""Weight of a token in a sum: exact sums of products of fractions and named sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All that is wrong with a subject's gradients: ledgers are read, run together and judged.
+"""All problems of a subject's gradients: ledgers are read, interpreted together and checked.
 
-Where all ranks of a stage do the same, one of them is judged for all; stages
+Where all ranks of a stage do the same, one of them is checked for all; stages
 with equal parameters and equal ledgers are run once.
 """
 
@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.optable import NONE
-from pipeproof.verify.gradients.causes import Cause, Count, Problem
 from pipeproof.verify.gradients.coefficient import Coefficient
-from pipeproof.verify.gradients.explain import Held, explain
+from pipeproof.verify.gradients.expected_gradients import ADDS, Model, model_of, read_sites
+from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
 from pipeproof.verify.gradients.interpret import Partners, State, interpret
-from pipeproof.verify.gradients.judge import Judge, Verdict
 from pipeproof.verify.gradients.ledgers import Ledgers, read_ledgers
-from pipeproof.verify.gradients.model import ADDS, Model, model_of
-from pipeproof.verify.gradients.sites import read_sites
-from pipeproof.verify.gradients.unordered import unordered
-from pipeproof.verify.gradients.views import Move, Reader
-from pipeproof.verify.lifetime.analysis import lifetimes
+from pipeproof.verify.gradients.parameter_view import Move, Reader
+from pipeproof.verify.gradients.verdict_of_update import UpdateChecker, Verdict
+from pipeproof.verify.lifetime.races import lifetimes
 
 if TYPE_CHECKING:
     from pipeproof.verify.subject import Subject
@@ -41,20 +38,20 @@ def diagnose(subject: Subject) -> tuple[Problem, ...]:
     """
     model = model_of(subject)
     sites = read_sites(model)
-    judge = Judge(model, sites)
+    checker = UpdateChecker(model, sites)
     problems = [_unreadable(model, op, why) for op, why in sorted(sites.unreadable.items())]
     graph = model.graph
     if not graph.is_kind(ADDS).any():
-        problems += [_of_evaluation(model, count) for count in judge.evaluation()]
+        problems += [_of_evaluation(model, count) for count in checker.evaluation()]
         return tuple(problems)
-    if not graph.is_kind(_UPDATES).any():  # a program that says nothing of what becomes of its gradients
+    if not graph.is_kind(_UPDATES).any():  # a program without operations on its gradients
         return tuple(problems)
     for kinds, made_by in ((ADDS, "backward"), (frozenset({OpKind.FORWARD}), "forward")):
-        mine = [p for p, parameter in enumerate(model.facts.parameters) if parameter.made_by == made_by]
-        if mine:
+        selected = [p for p, parameter in enumerate(model.facts.parameters) if parameter.made_by == made_by]
+        if selected:
             ledgers = read_ledgers(graph, model.grid, kinds, model.micro_batches)
-            search = _Search(subject, model, judge, ledgers, Reader(model, ledgers))
-            problems += search.problems(mine)
+            search = _Search(subject, model, checker, ledgers, Reader(model, ledgers))
+            problems += search.problems(selected)
             problems += [_unreadable(model, op, why) for op, why in sorted(search.reader.unreadable.items())]
     return tuple(problems)
 
@@ -77,7 +74,7 @@ class _Search:
 
     subject: Subject
     model: Model
-    judge: Judge
+    checker: UpdateChecker
     ledgers: Ledgers
     reader: Reader
     _right: set[tuple[object, ...]] = field(default_factory=set)
@@ -87,30 +84,30 @@ class _Search:
         by_stages: dict[tuple[int, ...], list[int]] = {}
         for p in parameters:
             by_stages.setdefault(self.model.facts.parameters[p].stages, []).append(p)
-        for stages, mine in sorted(by_stages.items()):
+        for stages, selected in sorted(by_stages.items()):
             accounts: dict[int, list[int]] = {}
             for stage in stages:
                 for ledger in self.ledgers.by_stage.get(stage, ()):
                     accounts.setdefault(int(self.ledgers.rank[ledger]), []).append(ledger)
             if len(stages) == 1 and self._is_uniform(list(accounts), [one for a in accounts.values() for one in a]):
-                yield from self._of_uniform_stage(stages[0], accounts, mine)
+                yield from self._of_uniform_stage(stages[0], accounts, selected)
             elif accounts:
-                yield from self._of_ranks(accounts, mine, self.model.grid.folded, self._partners_among(accounts))
+                yield from self._of_ranks(accounts, selected, self.model.grid.folded, self._partners_among(accounts))
 
     def _is_uniform(self, ranks: Sequence[int], ledgers: Sequence[int]) -> bool:
-        """Whether the ranks are a whole grid but for ``pp``, and all do the same with the whole lines of it."""
+        """Return True if the ranks are a whole grid except for ``pp``, and all do the same over whole lines of it."""
         grid, lines = self.model.grid, self.ledgers.line
         if not ranks:
             return False
         others = [i for i, axis in enumerate(grid.axes) if axis != "pp"]
         places = np.unique(grid.coords[ranks][:, others], axis=0)
-        wanted = 1
+        expected = 1
         for axis in grid.axes:
-            wanted *= 1 if axis == "pp" or axis in grid.folded else int(grid.size(axis).number or 0)
+            expected *= 1 if axis == "pp" or axis in grid.folded else int(grid.size(axis).number or 0)
         pp = grid.axes.index("pp") if "pp" in grid.axes else NONE
         entries = [self.ledgers.entries_of(one) for one in ledgers]
         return (
-            len(places) == len(ranks) == wanted
+            len(places) == len(ranks) == expected
             and all(((lines[here] >= NONE) & ((lines[here] == NONE) | (lines[here] != pp))).all() for here in entries)
             and len({self.ledgers.signature(one) for one in ledgers}) == 1
         )
@@ -118,13 +115,13 @@ class _Search:
     def _of_uniform_stage(
         self, stage: int, accounts: Mapping[int, Sequence[int]], parameters: Sequence[int]
     ) -> Iterator[Problem]:
-        """One rank is judged for all of its stage, and stages that are alike are judged once."""
+        """Check one rank for all of its stage, and equal stages once."""
         rank, *others = accounts
         types = tuple(
             (one.sharded_over, one.partial_over, one.numel, one.losses, len(one.stages), one.made_by)
             for one in (self.model.facts.parameters[p] for p in self.model.parameters_of[stage])
         )
-        sites = tuple(map(id, self.judge.sites.reaching(stage, None)))
+        sites = tuple(map(id, self.checker.sites.reaching(stage, None)))
         key = (types, sites, self.ledgers.signature(accounts[rank][0]))
         if key in self._right and not self.ledgers.elsewhere:
             return
@@ -141,36 +138,36 @@ class _Search:
         folded: frozenset[str],
         partners: Callable[[int, Move], Partners],
     ) -> Iterator[Problem]:
-        """Run and judge some parameters with the same stages on the ranks that hold them."""
+        """Run and checker some parameters with the same stages on the ranks that hold them."""
         read = {rank: self.reader.views(account, parameters) for rank, account in accounts.items()}
         states: dict[tuple[tuple[Move, ...], ...], Mapping[int, State]] = {}
         verdicts: dict[tuple[object, ...], Verdict] = {}
         for i, p in enumerate(parameters):
             parameter = self.model.facts.parameters[p]
-            held = Held(parameter, {rank: views[i] for rank, views in read.items()}, folded)
+            held = HeldGradient(parameter, {rank: views[i] for rank, views in read.items()}, folded)
             moves = tuple(view.moves for view in held.views.values())
             if moves not in states:
                 states[moves] = interpret(held.views, partners)
             if self.ledgers.elsewhere:
                 yield from unordered(self.model.graph, self.subject.once(lifetimes).order, held)
-            yield from self._judged(held, states[moves], verdicts)
+            yield from self._checked(held, states[moves], verdicts)
 
-    def _judged(
-        self, held: Held, states: Mapping[int, State], verdicts: dict[tuple[object, ...], Verdict]
+    def _checked(
+        self, held: HeldGradient, states: Mapping[int, State], verdicts: dict[tuple[object, ...], Verdict]
     ) -> Iterator[Problem]:
-        """Judge each rank; those that read one and the same sum and hold the same part of the weight, once."""
+        """Check each rank; ranks that read the same sum and hold the same shard of the weight are checked once."""
         grid, parameter = self.model.grid, held.parameter
         for rank, state in states.items():
             cut = tuple(grid.place(rank, axis) for axis in parameter.sharded_over)
             key = id(state), cut, parameter.sharded_over, parameter.partial_over, parameter.losses
             if key not in verdicts:
-                verdicts[key] = self.judge.verdict(held, rank, state)
+                verdicts[key] = self.checker.verdict(held, rank, state)
             verdict = verdicts[key]
             if verdict.wrong:
                 yield from explain(self.model, held, rank, verdict.gaps, verdict.counts)
 
     def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
-        """Of a rank that stands for all of its stage."""
+        """Of a rank that represents all of its stage."""
         grid = self.model.grid
 
         def partners(_: int, move: Move) -> Partners:

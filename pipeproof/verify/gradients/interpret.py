@@ -1,6 +1,6 @@
-"""What each rank's gradient is a sum of when the optimizer reads it: views of one parameter, run together.
+"""Sums that the optimizers read: the views of one parameter on all ranks, executed together.
 
-A state is a linear combination of addends. Where one rank stands for a whole
+A state is a linear combination of addends. Where one rank represents a whole
 line of ranks that do the same, a sum over the line is noted on the term.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeproof.schedule.optable import NONE
+from pipeproof.schedule.op_table import NONE
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient
-from pipeproof.verify.gradients.views import Move, View, What
+from pipeproof.verify.gradients.parameter_view import Move, MoveKind, View
 
 Source = tuple[int, int, frozenset[str]]
 """(rank, addend of its view, axes over whose lines it is summed); rank ``NONE`` for what is no part of the gradient."""
@@ -23,11 +23,11 @@ STRAY: Source = (NONE, NONE, frozenset())
 
 @dataclass(frozen=True, slots=True)
 class Partners:
-    """Who takes part in a reduction of one rank.
+    """Participants of a reduction of one rank.
 
     ``ranks`` are those of the graph that hold a copy of the parameter;
     ``key`` is equal for all of them. ``fold`` names the axis of whose line
-    each stands for. ``size`` counts the members; ``strays`` says that some
+    each represents. ``size`` counts the members; ``strays`` is True if some
     hold no copy.
     """
 
@@ -54,11 +54,11 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
 
     The k-th reduction of a rank with some partners meets their k-th with it.
     Where ranks wait for each other in a circle, which other rules report, the
-    first of them goes on without its partners.
+    first of them continues without its partners.
     """
     runners = {rank: _Runner(view) for rank, view in views.items()}
     meetings = {
-        rank: [partners(rank, move) if move.what is What.REDUCE else None for move in view.moves]
+        rank: [partners(rank, move) if move.kind is MoveKind.REDUCE else None for move in view.moves]
         for rank, view in views.items()
     }
     totals = {
@@ -97,20 +97,20 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
 
 
 def _advance(rank: int, runner: _Runner) -> None:
-    """Carry out the moves that need nobody else."""
+    """Execute the moves that need no other rank."""
     moves = runner.view.moves
-    while runner.at < len(moves) and moves[runner.at].what is not What.REDUCE:
+    while runner.at < len(moves) and moves[runner.at].kind is not MoveKind.REDUCE:
         move = moves[runner.at]
-        match move.what:
-            case What.ADD:
+        match move.kind:
+            case MoveKind.ADD:
                 runner.state = {**runner.state, (rank, move.addend, frozenset()): move.factor}
-            case What.OVERWRITE:
+            case MoveKind.OVERWRITE:
                 runner.state = {(rank, move.addend, frozenset()): move.factor}
-            case What.SCALE:
+            case MoveKind.SCALE:
                 runner.state = {source: factor * move.factor for source, factor in runner.state.items()}
-            case What.SPOIL:
+            case MoveKind.SPOIL:
                 runner.state = {**runner.state, STRAY: ONE}
-            case What.STEP:
+            case MoveKind.STEP:
                 runner.final = runner.state if runner.final is None else runner.final
             case _:
                 pass

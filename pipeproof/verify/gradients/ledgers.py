@@ -1,4 +1,4 @@
-"""What happens to the gradients of one stage on one rank, read off the columns: a ledger.
+"""Ledger: all changes of the gradients of one stage on one rank, read from the columns.
 
 A ledger has *additions* (a micro-batch adds its share to every parameter of
 the stage) and *entries* (everything else: scale, reduce, overwrite, step), in
@@ -14,16 +14,124 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS
 from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
-from pipeproof.schedule.optable import NONE, IntColumn, OpGraph
-from pipeproof.verify.gradients.grid import Grid
+from pipeproof.verify.gradients.coefficient import Coefficient
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Coordinates of the ranks of a graph on the axes that have more than one rank.
+
+    ``coords`` has shape [ranks, axes]. Over a *folded* axis every rank of the
+    graph represents all ranks; its coordinate has no meaning. A size is a name
+    if the graph does not state the number of ranks.
+    """
+
+    axes: tuple[str, ...]
+    sizes: Mapping[str, Coefficient]
+    coords: IntColumn
+    folded: frozenset[str]
+
+    def size(self, axis: str) -> Coefficient:
+        """Ranks along ``axis``; 1 where the mesh does not have it."""
+        return self.sizes.get(axis, Coefficient.of(1))
+
+    def along(self, group: Group) -> str | None:
+        """The axis of which ``group`` holds exactly the ranks of one line, None if there is none."""
+        if len(group.ranks) == 1:
+            whole = self.size(group.axis).number
+            alone = whole == group.copies and (group.axis in self.folded or group.copies == 1)
+            return group.axis if alone else None
+        lines = self.coords[list(group.ranks)]
+        varying = np.flatnonzero((lines != lines[0]).any(axis=0))
+        if len(varying) != 1 or group.copies != 1:
+            return None
+        axis = self.axes[varying[0]]
+        places = np.sort(lines[:, varying[0]])
+        is_line = len(places) == self.size(axis).number and np.array_equal(places, np.arange(len(places)))
+        return axis if is_line else None
+
+    def line(self, rank: int, axis: str) -> list[int]:
+        """The ranks of the graph that differ from ``rank`` in their coordinate on ``axis`` only, with itself."""
+        keys, lines = self._lines_along(axis)
+        return lines[int(keys[rank])]
+
+    def place(self, rank: int, axis: str) -> int:
+        """The coordinate of ``rank``; 0 on an axis with one rank."""
+        return int(self.coords[rank, self.axes.index(axis)]) if axis in self.axes else 0
+
+    def same(self, rank: IntColumn, axis: str, place: int) -> BoolColumn:
+        """Mask of the ranks with a coordinate on an axis; all ranks on an axis with one rank."""
+        if axis not in self.axes:
+            return np.ones(len(rank), dtype=bool)
+        return np.asarray(self.coords[rank, self.axes.index(axis)] == place)
+
+    @cached_property
+    def _lines(self) -> dict[str, tuple[IntColumn, dict[int, list[int]]]]:
+        return {}
+
+    def _lines_along(self, axis: str) -> tuple[IntColumn, dict[int, list[int]]]:
+        """(the line of each rank, the ranks of each line), found when an axis is first asked for."""
+        if axis not in self._lines:
+            others = [self.coords[:, i] for i, name in enumerate(self.axes) if name != axis]
+            keys = packed(*others) if others else np.zeros(len(self.coords), dtype=np.int64)
+            lines: dict[int, list[int]] = {}
+            for rank, key in enumerate(keys.tolist()):
+                lines.setdefault(key, []).append(rank)
+            self._lines[axis] = keys, lines
+        return self._lines[axis]
+
+
+def mesh_grid(graph: OpGraph, mesh: Mesh) -> Grid:
+    """The grid of a graph whose ranks are, or represent, ranks of ``mesh``."""
+    axes = tuple(axis for axis in mesh.axes if mesh.size(axis) > 1)
+    places = [[mesh.coords(rank)[axis] for axis in axes] for rank in graph.global_rank]
+    folded = frozenset(axes) - {"pp"} if graph.num_ranks < mesh.num_ranks else frozenset[str]()
+    return Grid(
+        axes,
+        {axis: Coefficient.of(mesh.size(axis)) for axis in axes},
+        np.array(places, dtype=np.int64).reshape(graph.num_ranks, len(axes)),
+        folded,
+    )
+
+
+def guessed_grid(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], needed: frozenset[str]) -> Grid:
+    """Grid that is guessed from the groups of a graph; ranks with the same stages share their ``pp`` coordinate.
+
+    An axis of ``needed`` that no group has is folded, its size a name.
+    """
+    held: dict[int, list[int]] = {}
+    for stage, ranks in stages.items():
+        for rank in ranks:
+            held.setdefault(rank, []).append(stage)
+    codes = {key: code for code, key in enumerate(sorted({tuple(v) for v in held.values()}))}
+    columns = {"pp": [codes.get(tuple(held.get(rank, ())), len(codes)) for rank in range(graph.num_ranks)]}
+    sizes = {"pp": Coefficient.of(len(codes))}
+    folded = set[str]()
+    for axis in sorted({group.axis for group in graph.groups if group.axis != "pp"}):
+        groups = [group for group in graph.groups if group.axis == axis]
+        places = [0] * graph.num_ranks
+        for group in reversed(groups):
+            for place, rank in enumerate(group.ranks):
+                places[rank] = place
+        largest = max(groups, key=lambda group: group.size)
+        if largest.size > 1:
+            columns[axis], sizes[axis] = places, Coefficient.of(largest.size)
+            folded |= {axis} if largest.copies > 1 else set()
+    for axis in sorted(needed - set(columns)):
+        columns[axis], sizes[axis] = [0] * graph.num_ranks, Coefficient.named(axis)
+        folded.add(axis)
+    return Grid(tuple(columns), sizes, np.array(list(columns.values()), dtype=np.int64).T, frozenset(folded))
+
 
 OVERWRITE = REDUCTIONS.index("overwrite")
 
-_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "unit", "stop")
-"""The columns that make two entries alike, beside their group and the parameters that they name."""
+_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "work_item", "stop")
+"""Columns in which equal entries agree, in addition to their group and the parameters that they name."""
 
 _PREFIX, _SUFFIX = "grad[", "]"
 
@@ -32,11 +140,11 @@ _MOST_CELLS = 10**8
 
 @dataclass(frozen=True, eq=False)
 class Ledgers:
-    """All ledgers of a graph: ``rank[i]`` and ``stage[i]`` say what ledger i is of, in that order.
+    """All ledgers of a graph: ledger i is of ``rank[i]`` and ``stage[i]``, in that order.
 
     ``adds`` and ``entries`` are op ids by ledger, then in program order; those
     of ledger i begin at ``first_add[i]`` and ``first_entry[i]``. ``segment``
-    says for each addition how many entries of its ledger come before it.
+    is for each addition the number of entries of its ledger before it.
     ``plain[i]`` marks ledgers that add every micro-batch once before their
     first entry. ``line`` is for each entry the code of what its group is to
     its rank: the place of an axis in the grid, ``NONE`` without a group, else
@@ -66,15 +174,15 @@ class Ledgers:
         return len(self.rank)
 
     def entries_of(self, ledger: int) -> slice:
-        """Where the entries of a ledger stand."""
+        """Slice of the entries of a ledger."""
         return slice(int(self.first_entry[ledger]), int(self.first_entry[ledger + 1]))
 
     def adds_of(self, ledger: int) -> slice:
-        """Where the additions of a ledger stand."""
+        """Slice of the additions of a ledger."""
         return slice(int(self.first_add[ledger]), int(self.first_add[ledger + 1]))
 
     def signature(self, ledger: int) -> bytes:
-        """Equal exactly where two ledgers do the same, micro-batch for micro-batch, up to the ranks of their groups."""
+        """Key that is equal for ledgers that do the same to each micro-batch, except for the ranks of their groups."""
         here = self.entries_of(ledger)
         rows = self._signatures[here].tobytes()
         if self.plain[ledger]:
@@ -97,7 +205,7 @@ class Ledgers:
 
     @cached_property
     def elsewhere(self) -> bool:
-        """Whether any addition or entry runs on another queue than ``compute``, or in one call with others."""
+        """True if any addition or entry runs on another queue than ``compute``, or in one call with others."""
         rows = np.concatenate([self.adds, self.entries])
         return bool(((self.graph.queue[rows] != COMPUTE_QUEUE) | (self.graph.batch[rows] != NONE)).any())
 
@@ -123,7 +231,7 @@ def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro
     first_add = np.searchsorted(ledger[adds], everyone)
     segment = np.searchsorted(entries, adds) - first_entry[ledger[adds]]
     starts = np.searchsorted(ledger, everyone[:-1])
-    place = micro_batch_places(micro_batches, graph.unit[rows[adds]])
+    place = micro_batch_places(micro_batches, graph.work_item[rows[adds]])
     line = _lines(graph, grid, rows[entries])
     named, names = _named(graph, rows[entries])
     return Ledgers(
@@ -186,7 +294,7 @@ def _axis_code(grid: Grid, axis: str) -> int:
 
 
 def _named(graph: OpGraph, rows: IntColumn) -> tuple[IntColumn, tuple[frozenset[str], ...]]:
-    """What parameters rows name: (index of the set per row, the sets; first the empty one)."""
+    """Parameters that rows name: (index of the set per row, the sets; first the empty one)."""
     named = np.zeros(len(rows), dtype=np.int64)
     sets: dict[frozenset[str], int] = {frozenset(): 0}
     by_row = named_parameters(graph)
@@ -201,7 +309,9 @@ def named_parameters(graph: OpGraph) -> Mapping[int, set[str]]:
     is_gradient = np.array([name.startswith(_PREFIX) and name.endswith(_SUFFIX) for name in graph.buffers], dtype=bool)
     by_row: dict[int, set[str]] = {}
     if is_gradient.any():
-        wanted = is_gradient[graph.accesses.buffer]
-        for op, buffer in zip(graph.accesses.op[wanted].tolist(), graph.accesses.buffer[wanted].tolist(), strict=True):
+        expected = is_gradient[graph.accesses.buffer]
+        for op, buffer in zip(
+            graph.accesses.op[expected].tolist(), graph.accesses.buffer[expected].tolist(), strict=True
+        ):
             by_row.setdefault(op, set()).add(graph.buffers[buffer][len(_PREFIX) : -len(_SUFFIX)])
     return by_row

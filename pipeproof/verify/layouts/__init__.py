@@ -1,1 +1,13 @@
-"""Layout rules beside the transports: types through the model's operations, issued collectives, index maps."""
+"""Layout rules other than those on transports: types of the model's operations, issued collectives, index maps."""
+
+from __future__ import annotations
+
+from pipeproof.verify.layouts import declared_layouts, index_maps, issued_collectives, typed_programs
+from pipeproof.verify.subject import Rule
+
+RULES: tuple[Rule, ...] = (
+    *typed_programs.RULES,
+    *issued_collectives.RULES,
+    *declared_layouts.RULES,
+    *index_maps.RULES,
+)

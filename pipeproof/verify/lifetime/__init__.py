@@ -1,13 +1,14 @@
-"""5xx: each buffer is used by one at a time, in the order that is meant.
+"""5xx: buffers are used by one operation at a time, in the intended order.
 
-Read ``definition.py`` first: what comes before what, and what a race is.
-``uses.py`` says which operation uses which buffer, ``order.py`` and
-``races.py`` find races in columns, ``slots.py`` sizes pools.
+``buffer_uses`` lists the buffers of each operation, ``happens_before`` and
+``races`` find races in columns, ``slot_rule`` sizes pools. The definition of
+the order and of a race is in ``tests/verify/lifetime_definition.py``.
 """
 
 from __future__ import annotations
 
-from pipeproof.verify.lifetime import race_rules, sequence_rules, slots
+from pipeproof.verify.lifetime import race_rules, sequence_rules
+from pipeproof.verify.lifetime import slot_rule as slots
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = tuple(

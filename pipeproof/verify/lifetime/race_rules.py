@@ -2,24 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding
-from pipeproof.verify.lifetime.analysis import FREED, NEXT_STEP, RECEIVING, SENDING, UNORDERED, Lifetimes, lifetimes
-from pipeproof.verify.lifetime.races import Pair, after_free
-from pipeproof.verify.lifetime.tensors import FREES
-from pipeproof.verify.lifetime.words import Words, about, capped
-from pipeproof.verify.subject import Rule, Subject
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.columns import QUEUES
+from pipeproof.schedule.op_table import NONE, IntColumn
+from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.verify.lifetime.buffer_uses import Uses
+from pipeproof.verify.lifetime.races import (
+    FREED,
+    MOST_PER_CODE,
+    NEXT_STEP,
+    RECEIVING,
+    SENDING,
+    UNORDERED,
+    Lifetimes,
+    Pair,
+    after_free,
+    lifetimes,
+)
+from pipeproof.verify.lifetime.tensor_buffers import FREES, WRITES
+from pipeproof.verify.subject import Rule, Subject, finding
+
+_STAGE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
+_WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.GATHER_WEIGHT})
+
+
+class UseText:
+    """Texts of uses of one subject's buffers; ``home`` is the graph's id of each operation, if that is another."""
+
+    def __init__(self, analysis: Lifetimes, uses: Uses, home: IntColumn | None = None) -> None:
+        self.subject = analysis.subject
+        self._graph = analysis.subject.graph
+        self._uses, self._home = uses, home
+
+    def op(self, place: int) -> int:
+        """The graph's id of the operation of a use."""
+        op = int(self._uses.op[place])
+        return op if self._home is None else int(self._home[op])
+
+    def text(self, place: int) -> str:
+        """The operation of a use."""
+        return str(self._graph.ops[self.op(place)])
+
+    def rank(self, place: int) -> str:
+        """The rank of a use, with its coordinates."""
+        return self.subject.coords_text(int(self._graph.rank[self.op(place)]))
+
+    def does(self, place: int) -> str:
+        """Effect of a use on its buffer, as a verb."""
+        mode = int(self._uses.mode[place])
+        return "frees" if mode & FREES else "writes" if mode & WRITES else "reads"
+
+    def use(self, place: int, pair: tuple[int, int]) -> str:
+        """One of a pair of uses: ``0B0 writes buffer `x```."""
+        return f"{self.text(place)} {self.does(place)} {self.buffer(*pair)}"
+
+    def buffer(self, first: int, second: int) -> str:
+        """The buffer of two uses, by its name or by what makes it."""
+        named = self._uses.name_of(int(self._uses.buffer[first]))
+        if named is not None:
+            return f"buffer `{named[1]}`"
+        if self._uses.buffer[first] >= self._uses.first_lasting:
+            return self._lasting(first, second)
+        ids = [self.op(first), self.op(second)]
+        for kinds, what in ((RECV_KINDS, "what {} receives"), (SEND_KINDS, "what {} sends")):
+            for op in ids:
+                if self._graph.ops[op].kind in kinds:
+                    return what.format(self._graph.ops[op])
+        maker = next((op for op in ids if self._graph.ops[op].kind in COMPUTE_KINDS), ids[0])
+        return f"what {self._graph.ops[maker]} makes"
+
+    def _lasting(self, first: int, second: int) -> str:
+        kinds = {self._graph.ops[self.op(place)].kind for place in (first, second)}
+        stage = self._graph.ops[self.op(first)].stage
+        weights = kinds & _WEIGHT_KINDS or not kinds & (_STAGE_KINDS | {OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+        return f"the {'weights' if weights else 'gradient'} of stage {stage}"
+
+    def queue(self, place: int) -> str:
+        """Text of the queue that an operation runs on."""
+        number = int(self._graph.queue[self.op(place)])
+        return "its channel" if number == NONE else f"queue `{self._graph.queues[number]}`"
+
+    def wait(self, place: int) -> str:
+        """Text about the wait for an operation: ``WAIT(x) comes too late``."""
+        op = self.op(place)
+        waits = (self._graph.waits_for == op).nonzero()[0]
+        text = self._graph.ops[op]
+        if not len(waits):
+            return f"nothing waits for {text}"
+        number = int(self._graph.queue[waits[0]])
+        if number >= len(QUEUES):
+            return f"WAIT({text}) holds only queue `{self._graph.queues[number]}`"
+        return f"WAIT({text}) comes too late"
+
+
+def about(subject: Subject, doc: RuleDoc, message: str, ops: Iterable[int], help: str) -> Finding:
+    """A finding about operations of the graph."""
+    witness = OpsWitness(tuple(subject.witness_op(op) for op in ops))
+    return finding(doc, message, location=place_of_schedule(subject), help=help, witness=witness)
+
+
+def place_of_schedule(subject: Subject) -> Location | None:
+    """The plan's ``schedule``, where no row has a place of its own."""
+    return None if subject.origins else subject.locate("schedule")
+
+
+def capped(subject: Subject, doc: RuleDoc, findings: Iterator[Finding], total: int) -> Iterator[Finding]:
+    """The first findings of ``total``, and one that counts the rest."""
+    yield from islice(findings, MOST_PER_CODE)
+    if total > MOST_PER_CODE:
+        yield finding(
+            doc,
+            f"and {total - MOST_PER_CODE} more that look alike, not checked one by one",
+            location=place_of_schedule(subject),
+        )
+
 
 WRITE_UNDER_SEND = RuleDoc(
     code="PP501",
     title="a buffer is written while a send may still read it",
     severity="error",
     explanation=(
-        "An asynchronous send reads its buffer from its post until it is done, and only a wait tells when that is. "
-        "What is written into the buffer before the wait may be what arrives: the receiver gets another "
-        "micro-batch's values, or half of them. Nothing fails."
+        "An asynchronous send reads its buffer from its post until it is done, and only a wait ensures that. Values "
+        "written into the buffer before the wait may be sent: the receiver gets another micro-batch's values, "
+        "or half of them. Nothing fails."
     ),
     wrong=(
         "rank 0: 0F0{writes=out} 0SEND_F0{peer=1 reads=out} 0F1{writes=out} WAIT(0SEND_F0) "
@@ -39,8 +148,7 @@ USE_UNDER_RECEIVE = RuleDoc(
     severity="error",
     explanation=(
         "An asynchronous receive writes its buffer at some time between its post and its wait. What reads the "
-        "buffer before the wait reads what was there before, or half of the message; what writes it may be "
-        "overwritten."
+        "buffer before the wait reads old values, or half of the message; what writes it may be overwritten."
     ),
     wrong=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} 1F0 WAIT(1RECV_F0)"),
     right=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -52,10 +160,10 @@ FREED_IN_USE = RuleDoc(
     severity="error",
     explanation=(
         "A buffer is given back while a transfer or another queue may still read or write it, or is read (or freed) "
-        "again after that with nothing written in between. The allocator hands the memory to somebody else: NaN, "
-        "a wrong loss, or a crash, and only now and then. Freeing an output after its send needs the send's wait in "
-        "between; freeing what a side queue reads needs a wait for that queue. With `buffers.release_output: "
-        "after_post` no asynchronous send is safe."
+        "again after that with nothing written in between. The allocator gives the memory to another tensor: "
+        "NaN, a wrong loss, or a crash, and only sometimes. Freeing an output after its send needs the send's wait in "
+        "between; freeing what a side queue reads needs a wait for that queue. With `buffers.free_output: "
+        "after_send_posted` no asynchronous send is safe."
     ),
     wrong=("rank 0: 0F0 0SEND_F0{peer=1} FREE(0SEND_F0) WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
     right=("rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) FREE(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),
@@ -63,7 +171,7 @@ FREED_IN_USE = RuleDoc(
 
 NO_ORDER = RuleDoc(
     code="PP507",
-    title="two queues use one buffer with nothing to order them",
+    title="two queues use one buffer, and nothing orders them",
     severity="error",
     explanation=(
         "Operations on different queues (CUDA streams), members of one batch, or one-sided accesses from another "
@@ -81,7 +189,7 @@ ACROSS_STEPS = RuleDoc(
     severity="error",
     explanation=(
         "Within one step all is in order, but gradients, weights and named buffers are the same in the next step. "
-        "What runs on a queue of its own at the end of the step, with nothing waiting for it, meets the first "
+        "An operation on a queue of its own at the end of the step, for which nothing waits, conflicts with the first "
         "operations of the next step."
     ),
     wrong="rank 0: 0F0{writes=act} 0B0 WAIT(0F0){queue=side} 0ALL_GATHER:tp{queue=side reads=act group=0}\ngroup tp: 0",
@@ -92,105 +200,108 @@ ACROSS_STEPS = RuleDoc(
 )
 
 
-def _rule(doc: RuleDoc, code: str, say: Callable[[Words, Pair], tuple[str, str]]) -> Rule:
-    """The rule of races of one code; ``say`` gives the fact and the mend."""
+def _rule(doc: RuleDoc, code: str, describe: Callable[[UseText, Pair], tuple[str, str]]) -> Rule:
+    """The rule of races of one code; ``describe`` gives the fact and the fix."""
 
     def check(subject: Subject) -> Iterator[Finding]:
-        found = subject.once(lifetimes)
-        words = Words(found, found.uses)
-        pairs = found.races.pairs.get(code, [])
-        yield from capped(subject, doc, _all(doc, words, pairs, say), len(pairs) + found.races.unexamined[code])
+        analysis = subject.once(lifetimes)
+        texts = UseText(analysis, analysis.uses)
+        pairs = analysis.races.pairs.get(code, [])
+        yield from capped(subject, doc, _all(doc, texts, pairs, describe), len(pairs) + analysis.races.unexamined[code])
 
     return Rule(doc, check)
 
 
 def _all(
-    doc: RuleDoc, words: Words, pairs: list[Pair], say: Callable[[Words, Pair], tuple[str, str]]
+    doc: RuleDoc, texts: UseText, pairs: list[Pair], describe: Callable[[UseText, Pair], tuple[str, str]]
 ) -> Iterator[Finding]:
     for pair in pairs:
-        fact, mend = say(words, pair)
-        yield about(words.subject, doc, f"{words.rank(pair[0])}: {fact}", map(words.op, pair), mend)
+        fact, fix = describe(texts, pair)
+        yield about(texts.subject, doc, f"{texts.rank(pair[0])}: {fact}", map(texts.op, pair), fix)
 
 
-def _say_sending(words: Words, pair: Pair) -> tuple[str, str]:
+def _describe_sending(texts: UseText, pair: Pair) -> tuple[str, str]:
     send, writer = pair
-    fact = f"{words.use(writer, pair)} while {words.text(send)} may still be reading it: {words.wait(send)}"
-    return fact, f"put WAIT({words.text(send)}) before {words.text(writer)}, or give it a buffer of its own"
+    fact = f"{texts.use(writer, pair)} while {texts.text(send)} may still be reading it: {texts.wait(send)}"
+    return fact, f"put WAIT({texts.text(send)}) before {texts.text(writer)}, or give it a buffer of its own"
 
 
-def _say_receiving(words: Words, pair: Pair) -> tuple[str, str]:
+def _describe_receiving(texts: UseText, pair: Pair) -> tuple[str, str]:
     receive, user = pair
-    fact = f"{words.use(user, pair)} while {words.text(receive)} may still be writing it: {words.wait(receive)}"
-    return fact, f"put WAIT({words.text(receive)}) before {words.text(user)}"
+    fact = f"{texts.use(user, pair)} while {texts.text(receive)} may still be writing it: {texts.wait(receive)}"
+    return fact, f"put WAIT({texts.text(receive)}) before {texts.text(user)}"
 
 
-def _say_freed(words: Words, pair: Pair) -> tuple[str, str]:
-    freer, user = pair if words.does(pair[0]) == "frees" else pair[::-1]
-    fact = f"{words.use(freer, pair)} while {words.text(user)} may still use it: {words.wait(user)}"
-    return fact, f"put a wait for {words.text(user)} before {words.text(freer)}"
+def _describe_freed(texts: UseText, pair: Pair) -> tuple[str, str]:
+    freer, user = pair if texts.does(pair[0]) == "frees" else pair[::-1]
+    fact = f"{texts.use(freer, pair)} while {texts.text(user)} may still use it: {texts.wait(user)}"
+    return fact, f"put a wait for {texts.text(user)} before {texts.text(freer)}"
 
 
-def _say_unordered(words: Words, pair: Pair) -> tuple[str, str]:
+def _describe_unordered(texts: UseText, pair: Pair) -> tuple[str, str]:
     first, second = pair
-    elsewhere = words.rank(first) != words.rank(second)
-    also = f"{words.text(second)} of {words.rank(second)}" if elsewhere else words.text(second)
+    elsewhere = texts.rank(first) != texts.rank(second)
+    also = f"{texts.text(second)} of {texts.rank(second)}" if elsewhere else texts.text(second)
     fact = (
-        f"{words.use(first, pair)} on {words.queue(first)}, and {also} {words.does(second)} it on "
-        f"{words.queue(second)}, with nothing to order them"
+        f"{texts.use(first, pair)} on {texts.queue(first)}, and {also} {texts.does(second)} it on "
+        f"{texts.queue(second)}, and nothing orders them"
     )
     if elsewhere:
         return fact, "put a barrier of both ranks, or a message from one to the other, in between"
-    return fact, f"let {words.queue(second)} wait for {words.text(first)} before {words.text(second)}"
+    return fact, f"let {texts.queue(second)} wait for {texts.text(first)} before {texts.text(second)}"
 
 
 def _check_freed(subject: Subject) -> Iterator[Finding]:
     """Races with a free, and uses that come after one in order."""
-    found = subject.once(lifetimes)
-    words = Words(found, found.uses)
-    pairs = found.races.pairs.get(FREED, [])
+    analysis = subject.once(lifetimes)
+    texts = UseText(analysis, analysis.uses)
+    pairs = analysis.races.pairs.get(FREED, [])
     yield from capped(
-        subject, FREED_IN_USE, _all(FREED_IN_USE, words, pairs, _say_freed), len(pairs) + found.races.unexamined[FREED]
+        subject,
+        FREED_IN_USE,
+        _all(FREED_IN_USE, texts, pairs, _describe_freed),
+        len(pairs) + analysis.races.unexamined[FREED],
     )
-    places = after_free(found.in_order)
-    yield from capped(subject, FREED_IN_USE, _uses_after_free(found, places.tolist()), len(places))
+    places = after_free(analysis.in_order)
+    yield from capped(subject, FREED_IN_USE, _uses_after_free(analysis, places.tolist()), len(places))
 
 
-def _uses_after_free(found: Lifetimes, places: list[int]) -> Iterator[Finding]:
-    uses = found.in_order
-    words = Words(found, uses)
+def _uses_after_free(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
+    uses = analysis.in_order
+    texts = UseText(analysis, uses)
     _, last = uses.last_change
     for place in places:
         freer = int(last[place])
         again = bool(uses.mode[place] & FREES)
-        fact = f"{words.use(place, (freer, place))}{' again' if again else ''}, which {words.text(freer)} freed before"
-        mend = f"drop one of the two, {words.text(freer)} and {words.text(place)}"
+        fact = f"{texts.use(place, (freer, place))}{' again' if again else ''}, which {texts.text(freer)} freed before"
+        fix = f"drop one of the two, {texts.text(freer)} and {texts.text(place)}"
         if not again:
-            mend = f"move {words.text(freer)} behind {words.text(place)}"
-        yield about(found.subject, FREED_IN_USE, f"{words.rank(place)}: {fact}", map(words.op, (freer, place)), mend)
+            fix = f"move {texts.text(freer)} behind {texts.text(place)}"
+        yield about(analysis.subject, FREED_IN_USE, f"{texts.rank(place)}: {fact}", map(texts.op, (freer, place)), fix)
 
 
 def _check_across_steps(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(lifetimes)
-    order, uses, races = found.over_steps
-    words = Words(found, uses, order.home)
+    analysis = subject.once(lifetimes)
+    order, uses, races = analysis.over_steps
+    texts = UseText(analysis, uses, order.home)
     pairs = races.pairs.get(NEXT_STEP, [])
     total = len(pairs) + races.unexamined[NEXT_STEP]
-    yield from capped(subject, ACROSS_STEPS, _all(ACROSS_STEPS, words, pairs, _say_across), total)
+    yield from capped(subject, ACROSS_STEPS, _all(ACROSS_STEPS, texts, pairs, _describe_across), total)
 
 
-def _say_across(words: Words, pair: Pair) -> tuple[str, str]:
+def _describe_across(texts: UseText, pair: Pair) -> tuple[str, str]:
     first, second = pair
     fact = (
-        f"in the next step {words.use(second, pair)}, which {words.text(first)} of this step may still be using on "
-        f"{words.queue(first)}: {words.wait(first)}"
+        f"in the next step {texts.use(second, pair)}, which {texts.text(first)} of this step may still be using on "
+        f"{texts.queue(first)}: {texts.wait(first)}"
     )
-    return fact, f"end the step with WAIT({words.text(first)})"
+    return fact, f"end the step with WAIT({texts.text(first)})"
 
 
 RULES = (
-    _rule(WRITE_UNDER_SEND, SENDING, _say_sending),
-    _rule(USE_UNDER_RECEIVE, RECEIVING, _say_receiving),
+    _rule(WRITE_UNDER_SEND, SENDING, _describe_sending),
+    _rule(USE_UNDER_RECEIVE, RECEIVING, _describe_receiving),
     Rule(FREED_IN_USE, _check_freed),
-    _rule(NO_ORDER, UNORDERED, _say_unordered),
+    _rule(NO_ORDER, UNORDERED, _describe_unordered),
     Rule(ACROSS_STEPS, _check_across_steps),
 )

@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
 
 from pipeproof.schedule.derive import BoolColumn
-from pipeproof.schedule.optable import NONE, IntColumn
-from pipeproof.verify.lifetime.order import Order
-from pipeproof.verify.lifetime.tensors import FREES, WRITES
-from pipeproof.verify.lifetime.uses import Uses
+from pipeproof.schedule.op_table import NONE, IntColumn
+from pipeproof.schedule.ops import COMPUTE_KINDS, KIND_CODE, RECV_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.verify.lifetime.buffer_uses import Uses, uses_of
+from pipeproof.verify.lifetime.happens_before import Order, order_of
+from pipeproof.verify.lifetime.tensor_buffers import FREES, WRITES
+from pipeproof.verify.subject import Subject
 
 Pair = tuple[int, int]
 """Two places in ``Uses``, in program order."""
@@ -29,7 +32,7 @@ Pair = tuple[int, int]
 
 @dataclass
 class Races:
-    """What ``find_races`` found, by code; places are of the uses that were searched.
+    """Races that ``find_races`` found, by code; places are of the uses that were searched.
 
     ``racing`` buffers have a race, ``reordered`` ones an order that is not
     that of the program. ``unexamined`` counts, by code, pairs that were left
@@ -62,20 +65,20 @@ def find_races(order: Order, uses: Uses, code_of: Callable[[Pair], str | None], 
     races = Races()
     earlier, later = neighbours(uses)
     a, b = uses.op[earlier], uses.op[later]
-    unsettled = np.flatnonzero(~order.surely(a, b) | (order.rank[a] != order.rank[b]))
+    unsettled = np.flatnonzero(~order.definitely_before(a, b) | (order.rank[a] != order.rank[b]))
     if uses.shared:
         unsettled = unsettled[~np.isin(uses.buffer[earlier[unsettled]], list(uses.shared))]
     for pair in zip(earlier[unsettled].tolist(), later[unsettled].tolist(), strict=True):
-        _judge(order, uses, pair, code_of, most, races)
+        _check_pair(order, uses, pair, code_of, most, races)
     for buffer in sorted((races.reordered - races.racing) | uses.shared):
         first, last = np.searchsorted(uses.buffer, [buffer, buffer + 1]).tolist()
         for one, other in combinations(range(first, last), 2):
             if uses.changes[one] or uses.changes[other]:
-                _judge(order, uses, (one, other), code_of, most, races)
+                _check_pair(order, uses, (one, other), code_of, most, races)
     return races
 
 
-def _judge(
+def _check_pair(
     order: Order, uses: Uses, pair: Pair, code_of: Callable[[Pair], str | None], most: int, races: Races
 ) -> None:
     code = code_of(pair)
@@ -107,10 +110,10 @@ def settled(order: Order, uses: Uses, races: Races) -> Uses:
         return uses
     places = np.flatnonzero(~np.isin(uses.buffer, list(unclear)))
     for buffer in sorted(races.reordered - unclear):
-        mine = np.flatnonzero(uses.buffer[places] == buffer)
-        ops = uses.op[places[mine]].tolist()
+        selected = np.flatnonzero(uses.buffer[places] == buffer)
+        ops = uses.op[places[selected]].tolist()
         before = [sum(order.before(other, op) for other in ops if other != op) for op in ops]
-        places[mine] = places[mine][np.argsort(before, kind="stable")]
+        places[selected] = places[selected][np.argsort(before, kind="stable")]
     return uses.at(places)
 
 
@@ -167,3 +170,102 @@ def repeated(uses: Uses, order: Order) -> Uses:
     ids = [np.flatnonzero(order.step == step) for step in range(2)]
     op, end = (np.concatenate([of_step[column] for of_step in ids]) for column in (lasting.op, lasting.end))
     return replace(twice, op=op, end=end).at(np.lexsort((op, twice.buffer)))
+
+
+MOST_PER_CODE = 50
+"""Maximum number of races of one code that are named; the rest are counted."""
+
+SENDING, RECEIVING, FREED, UNORDERED, NEXT_STEP = "sending", "receiving", "freed", "unordered", "next step"
+"""Kinds of races: each is a rule."""
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Everything that is known of the buffers of one subject. ``races`` holds places in ``uses``."""
+
+    subject: Subject
+    order: Order
+    uses: Uses
+    races: Races
+
+    @cached_property
+    def in_order(self) -> Uses:
+        """The uses of buffers that have no race, in the order in which they happen."""
+        return settled(self.order, self.uses, self.races)
+
+    @cached_property
+    def covered_elsewhere(self) -> BoolColumn:
+        """Mask of the entries of ``in_order`` that need no write before them, or whose write other rules check.
+
+        A stage's gradient is zero when a step begins, and what the optimizer
+        alone writes was there before the first step. What a forward keeps for
+        its backward, and one stage for the next on the same rank, is a matter
+        of completeness (PP121 to PP127).
+        """
+        graph, uses = self.subject.graph, self.in_order
+        local = graph.is_kind(COMPUTE_KINDS)[uses.op] & ~uses.changes & uses.is_made
+        update = [KIND_CODE[OpKind.STEP], KIND_CODE[OpKind.GATHER_WEIGHT]]
+        by_optimizer = np.isin(graph.kind[uses.op], update) | np.isin(graph.target_kind[uses.op], update)
+        return np.asarray(uses.is_kept | uses.is_gradient | local | by_optimizer)
+
+    @cached_property
+    def over_steps(self) -> tuple[Order, Uses, Races]:
+        """The same for two steps in a row, of what lasts: races between a use and one of the next step."""
+        graph = self.subject.graph
+        lasting = self.uses.at(np.flatnonzero(self.uses.buffer >= self.uses.first_lasting))
+        lasting = lasting.at(np.flatnonzero(~np.isin(lasting.buffer, list(self.races.racing))))
+        if not len(lasting):
+            return self.order, lasting, Races()
+        order = order_of(graph, self.subject.backend, num_steps=2)
+        uses = repeated(lasting, order)
+
+        def code_of(pair: Pair) -> str | None:
+            first, second = (order.step[uses.op[place]] for place in pair)
+            return NEXT_STEP if first != second else None
+
+        return order, uses, find_races(order, uses, code_of, most=MOST_PER_CODE)
+
+    @cached_property
+    def unwaited(self) -> IntColumn:
+        """Transfers on their default queues that have a partner and that nothing waits for.
+
+        One that is waited for before it is posted has a finding of its own
+        (PP402) and is left out.
+        """
+        graph = self.subject.graph
+        transfers = graph.is_kind(TRANSFER_KINDS) & (graph.queue == NONE) & (graph.match != NONE)
+        waited = np.zeros(graph.num_ops, dtype=bool)
+        waited[graph.waits_for[graph.waits_for != NONE]] = True
+        found = np.flatnonzero(transfers & ~waited)
+        return found if not len(found) else found[[not self.waited_too_early(op) for op in found.tolist()]]
+
+    @cached_property
+    def _early_waits(self) -> frozenset[tuple[int, int, int, int]]:
+        graph = self.subject.graph
+        lost = np.flatnonzero((graph.kind == KIND_CODE[OpKind.WAIT]) & (graph.waits_for == NONE))
+        columns = (graph.rank, graph.target_kind, graph.stage, graph.work_item)
+        return frozenset(zip(*(column[lost].tolist() for column in columns), strict=True))
+
+    def waited_too_early(self, op: int) -> bool:
+        """Return True if the program waits for this operation only before it is posted."""
+        graph = self.subject.graph
+        name = tuple(int(column[op]) for column in (graph.rank, graph.kind, graph.stage, graph.work_item))
+        return bool(self._early_waits) and name in self._early_waits
+
+
+def lifetimes(subject: Subject) -> Lifetimes:
+    """The analysis of a subject's buffers; see ``Subject.once``."""
+    order, uses = order_of(subject.graph, subject.backend), uses_of(subject.graph)
+    found = Lifetimes(subject, order, uses, Races())
+
+    def code_of(pair: Pair) -> str | None:
+        first, second = (int(uses.op[place]) for place in pair)
+        if (uses.mode[pair[0]] | uses.mode[pair[1]]) & FREES:
+            return FREED
+        if order.rank[first] != order.rank[second] or order.queue[first] != NONE:
+            return UNORDERED
+        if found.waited_too_early(first):
+            return None
+        return RECEIVING if subject.graph.ops[first].kind in RECV_KINDS else SENDING
+
+    return Lifetimes(subject, order, uses, find_races(order, uses, code_of, most=MOST_PER_CODE))

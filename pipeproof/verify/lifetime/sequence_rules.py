@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.schedule.optable import NONE, IntColumn
-from pipeproof.specs.codes import RuleDoc
-from pipeproof.specs.finding import Finding
-from pipeproof.verify.lifetime.analysis import Lifetimes, lifetimes
-from pipeproof.verify.lifetime.races import overwritten, unwritten
-from pipeproof.verify.lifetime.uses import Uses
-from pipeproof.verify.lifetime.words import Words, about, capped
+from pipeproof.verify.lifetime.buffer_uses import Uses
+from pipeproof.verify.lifetime.race_rules import UseText, about, capped
+from pipeproof.verify.lifetime.races import Lifetimes, lifetimes, overwritten, unwritten
 from pipeproof.verify.subject import Rule, Subject
 
 NEVER_WAITED = RuleDoc(
@@ -21,8 +20,8 @@ NEVER_WAITED = RuleDoc(
     title="nothing waits for a transfer",
     severity="error",
     explanation=(
-        "Each posted send and receive is a request that is waited for exactly once. Without the wait, nothing says "
-        "when the buffer may be used again, an error of the transfer goes unseen, and the runtime keeps the request "
+        "Each posted send and receive is a request that is waited for exactly once. Without the wait, it is unknown "
+        "when the buffer may be used again, an error of the transfer is not noticed, and the runtime keeps the request "
         "and its tensor: memory grows from step to step."
     ),
     wrong="rank 0: 0F0 0SEND_F0{peer=1}\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0",
@@ -34,9 +33,9 @@ UNWRITTEN = RuleDoc(
     title="something is read that nothing has written",
     severity="error",
     explanation=(
-        "The operation comes before whatever writes its buffer: a send before the computation whose result it "
-        "sends, a computation before its receive is even posted. It reads what the memory held before: zeros in a "
-        "test, NaN in a long run. Adding to a gradient buffer that was never set is the same mistake. A buffer that "
+        "The operation comes before the write of its buffer: a send before the computation whose result it "
+        "sends, a computation before its receive is even posted. It reads the old contents of the memory: zeros in "
+        "a test, NaN in a long run. Adding to a gradient buffer that was never set is the same mistake. A buffer that "
         "the program never writes, or that only the optimizer writes, is taken to be there from the start."
     ),
     wrong="rank 0: 0F0 0B0{reads=main_grad writes=main_grad} 0STEP{reads=main_grad}",
@@ -85,65 +84,65 @@ def _unwaited(subject: Subject, ops: list[int]) -> Iterator[Finding]:
 
 
 def _check_unwritten(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(lifetimes)
-    places = unwritten(found.in_order, found.said_elsewhere)
-    yield from capped(subject, UNWRITTEN, _unwritten(found, places.tolist()), len(places))
+    analysis = subject.once(lifetimes)
+    places = unwritten(analysis.in_order, analysis.covered_elsewhere)
+    yield from capped(subject, UNWRITTEN, _unwritten(analysis, places.tolist()), len(places))
 
 
-def _unwritten(found: Lifetimes, places: list[int]) -> Iterator[Finding]:
-    uses = found.in_order
-    words = Words(found, uses)
+def _unwritten(analysis: Lifetimes, places: list[int]) -> Iterator[Finding]:
+    uses = analysis.in_order
+    texts = UseText(analysis, uses)
     for place in places:
         same = np.flatnonzero(uses.buffer == uses.buffer[place])
         writers = same[uses.changes[same]].tolist()
         later = next((p for p in writers if p != place), None)
         if later is None:
-            fact = f"adds to {words.buffer(place, place)}, which nothing sets before"
-            mend = f"write {words.buffer(place, place)} (zeros, for a sum) before {words.text(place)}"
+            fact = f"adds to {texts.buffer(place, place)}, which nothing sets before"
+            fix = f"write {texts.buffer(place, place)} (zeros, for a sum) before {texts.text(place)}"
         else:
-            fact = f"reads {words.buffer(place, later)}, but {words.text(later)} writes it only later"
-            mend = f"move {words.text(place)} behind {words.text(later)}"
-        ops = [words.op(p) for p in (place, later) if p is not None]
-        yield about(found.subject, UNWRITTEN, f"{words.rank(place)}: {words.text(place)} {fact}", ops, mend)
+            fact = f"reads {texts.buffer(place, later)}, but {texts.text(later)} writes it only later"
+            fix = f"move {texts.text(place)} behind {texts.text(later)}"
+        ops = [texts.op(p) for p in (place, later) if p is not None]
+        yield about(analysis.subject, UNWRITTEN, f"{texts.rank(place)}: {texts.text(place)} {fact}", ops, fix)
 
 
 def _check_overwritten(subject: Subject) -> Iterator[Finding]:
-    found = subject.once(lifetimes)
-    uses = found.in_order
-    owner = _owner(found, uses)
+    analysis = subject.once(lifetimes)
+    uses = analysis.in_order
+    owner = _owner(analysis, uses)
     places = overwritten(uses, owner)
-    yield from capped(subject, OVERWRITTEN, _overwritten(found, owner, places.tolist()), len(places))
+    yield from capped(subject, OVERWRITTEN, _overwritten(analysis, owner, places.tolist()), len(places))
 
 
-def _owner(found: Lifetimes, uses: Uses) -> IntColumn:
+def _owner(analysis: Lifetimes, uses: Uses) -> IntColumn:
     """For each use of a named buffer its (stage, micro-batch) as one number; NONE for any other."""
-    graph = found.subject.graph
-    micro_batch = graph.unit[uses.op]
-    number = graph.stage[uses.op] * (int(graph.unit.max(initial=0)) + 1) + micro_batch
+    graph = analysis.subject.graph
+    micro_batch = graph.work_item[uses.op]
+    number = graph.stage[uses.op] * (int(graph.work_item.max(initial=0)) + 1) + micro_batch
     return np.where((micro_batch != NONE) & (uses.buffer >= uses.first_named), number, NONE)
 
 
-def _overwritten(found: Lifetimes, owner: IntColumn, places: list[int]) -> Iterator[Finding]:
-    uses = found.in_order
-    words = Words(found, uses)
+def _overwritten(analysis: Lifetimes, owner: IntColumn, places: list[int]) -> Iterator[Finding]:
+    uses = analysis.in_order
+    texts = UseText(analysis, uses)
     _, last = uses.last_change
     for place in places:
         writer = int(last[place])
-        mine = np.flatnonzero((uses.buffer == uses.buffer[place]) & (owner == owner[place]) & uses.changes)
-        own = int(mine[mine < place][-1])
+        selected = np.flatnonzero((uses.buffer == uses.buffer[place]) & (owner == owner[place]) & uses.changes)
+        own = int(selected[selected < place][-1])
         yield about(
-            found.subject,
+            analysis.subject,
             OVERWRITTEN,
-            f"{words.rank(place)}: {words.text(place)} reads {words.buffer(place, writer)}, where {words.text(writer)} "
-            f"has overwritten what {words.text(own)} put there",
-            map(words.op, (own, writer, place)),
-            f"let {words.text(writer)} write to another buffer" + _pool_size(found, owner, place),
+            f"{texts.rank(place)}: {texts.text(place)} reads {texts.buffer(place, writer)}, where {texts.text(writer)} "
+            f"has overwritten what {texts.text(own)} put there",
+            map(texts.op, (own, writer, place)),
+            f"let {texts.text(writer)} write to another buffer" + _pool_size(analysis, owner, place),
         )
 
 
-def _pool_size(found: Lifetimes, owner: IntColumn, place: int) -> str:
+def _pool_size(analysis: Lifetimes, owner: IntColumn, place: int) -> str:
     """For a buffer ``pool[i]``: how many buffers the pool needs for the owners that are alive together."""
-    uses = found.in_order
+    uses = analysis.in_order
     named = uses.name_of(int(uses.buffer[place]))
     assert named is not None
     rank, name = named
@@ -151,9 +150,9 @@ def _pool_size(found: Lifetimes, owner: IntColumn, place: int) -> str:
     if not bracket:
         return ""
     members = [uses.first_named + i for i, (r, n) in enumerate(uses.names) if r == rank and n.startswith(f"{pool}[")]
-    mine = np.flatnonzero(np.isin(uses.buffer, members) & (owner != NONE))
+    selected = np.flatnonzero(np.isin(uses.buffer, members) & (owner != NONE))
     ends: dict[int, tuple[int, int]] = {}
-    for op, whose in sorted(zip(uses.op[mine].tolist(), owner[mine].tolist(), strict=True)):
+    for op, whose in sorted(zip(uses.op[selected].tolist(), owner[selected].tolist(), strict=True)):
         ends[whose] = (ends.get(whose, (op, op))[0], op)
     most = max(sum(a <= start <= b for a, b in ends.values()) for start, _ in ends.values())
     return f"; `{pool}[..]` needs {most} buffers here" if most > 1 else ""

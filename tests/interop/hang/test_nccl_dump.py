@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from pipeproof.interop.hang.judge import judge_dumps
+from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
 
 DUMPS = Path(__file__).parents[2] / "goldens" / "hang"
 
 
 def test_a_rank_that_took_another_branch_is_named():
-    report = judge_dumps(DUMPS / "missing")
+    report = diagnose_dumps(DUMPS / "missing")
     (found,) = report.findings
     assert found.code == "PP933"
     assert "rank 0 waits in all_reduce #2 of group 0 (default_pg), and rank 1 never issued its part" in found.message

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
-from pipeproof.specs.finding import Severity
-from pipeproof.specs.load import PlanFileError
 from tests.cli.commands import invoke
 from tests.interop.importing import REAL
 
@@ -74,7 +74,7 @@ def test_a_real_script_that_takes_its_model_from_another_file():
         real("slime_deepseek_r1.sh", world_size=128, settings=settings)
     made = real("slime_deepseek_r1.sh", world_size=128, settings={**settings, ("topology", "ep"): 1})
     assert [len(stage) for stage in made.plan["stages"]] == [17, 16, 16, 15]  # 16 + embed, 16, 16, 13 + norm and head
-    assert any("sets is not read" in setting.why for setting in made.ignored)
+    assert any("are not read" in setting.why for setting in made.ignored)
 
 
 @pytest.mark.parametrize(
@@ -134,18 +134,18 @@ def test_a_fault_in_a_layout_is_marked_in_the_script(tmp_path):
         ("--decoder-first-pipeline-num-layers 9", "must divide", "PP171"),
         (f"--decoder-first-pipeline-num-layers 8 {CHUNKS} 2", "stage 1 has no layer", "PP170"),
         ("--global-batch-size 9 --micro-batch-size 2", "does not divide by 2 sequences", "PP171"),
-        ("--num-layers 999999999999", "more than a plan has", "PP170"),
+        ("--num-layers 999999999999", "more than a plan can have", "PP170"),
         ("--pipeline-model-parallel-size 999999999", "which a plan does not have", "PP170"),
         ("--num-layers eight", "needs an integer of at least 1, found `eight`", "PP170"),
-        ("--tensor-model-parallel-size $1", "set; say it", "PP170"),
+        ("--tensor-model-parallel-size $1", "set; give it", "PP170"),
         ("--hidden-size", "--hidden-size has no value", "PP170"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, flags, message, code):
     finding = refusal(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flags}", world_size=2)
     assert finding.code == code
-    if "say it" in message:
-        assert finding.help == "say it with `--set topology.tp=N`"
+    if "give it" in message:
+        assert finding.help == "give it with `--set topology.tp=N`"
         assert "`$1`, which the script does not set" in finding.message
     else:
         assert message in finding.message

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.interop.megatron.layout import LETTERS, LayoutError, check_layout, parse_layout
+from pipeproof.interop.importers.megatron.layout_string import LETTERS, LayoutError, check_layout, parse_layout
 
 
 def letters(text):
@@ -54,9 +54,9 @@ def test_layouts_mean_what_the_replacements_make(text):
         ("Et|xL", 3, 3, "`x` is none of"),
         ("Et|(tt|*2L", 3, 3, "opens here is not closed"),
         ("Et|)tL", 3, 3, "`)` is none of"),
-        ("E((t)*2)*2L", 2, 2, "parentheses stand in parentheses"),
-        ("E(tt)L", 1, 4, "without `*n`"),
-        ("E()*2L", 1, 2, "nothing stands"),
+        ("E((t)*2)*2L", 2, 2, "nested parentheses"),
+        ("E(tt)L", 1, 4, "without a following `*n`"),
+        ("E()*2L", 1, 2, "are empty"),
         ("Et*|L", 2, 2, "a number must follow"),
         ("Et*2*3L", 4, 4, "a second `*`"),
         ("*2EtL", 0, 0, "`*` is none of"),
@@ -83,15 +83,15 @@ def test_a_letter_in_the_wrong_case_is_asked_about():
     [
         ("tEt|tL", {}, "the layout begins with `t`", 0),
         ("Et|tLt", {}, "the layout ends with `t`", 5),
-        ("Et|tE|L", {}, "`E` stands 2 times", 4),
-        ("Et|tt", {}, "`L` stands 0 times", 4),
+        ("Et|tE|L", {}, "`E` appears 2 times", 4),
+        ("Et|tt", {}, "`L` appears 0 times", 4),
         ("Et|ttL", {}, "has 3 `t`, and --num-layers is 2", 0),
         ("Et|tmL", {}, "has 1 `m`, and --mtp-num-layers is 0", 0),
         ("Et|t|L", {}, "3 stages, which do not divide", 0),
-        ("Em|tt|L|", {"num_mtp": 1}, "behind a module", 3),
-        ("Etm|t|m|L", {"num_mtp": 2}, "behind a module", 4),
-        ("Et|mt|L|", {"num_mtp": 1}, "behind a module", 4),
-        ("Ett|m|m|L", {"num_mtp": 2}, "all modules `m` must stand in one stage", 4),
+        ("Em|tt|L|", {"num_mtp": 1}, "follows a module", 3),
+        ("Etm|t|m|L", {"num_mtp": 2}, "follows a module", 4),
+        ("Et|mt|L|", {"num_mtp": 1}, "follows a module", 4),
+        ("Ett|m|m|L", {"num_mtp": 2}, "all modules `m` must be in one stage", 4),
         ("Ett|m||L", {"num_mtp": 1}, "in the last chunk", 4),
         ("E|tt||L", {}, "stage 2 has no layer", 4),
     ],

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.interop.megatron.shell_script import read_script
-from pipeproof.interop.megatron.shell_words import ShellTextError
+from pipeproof.interop.importers.megatron.shell_script import read_script
+from pipeproof.interop.importers.megatron.shell_words import ShellTextError
 
 SNIPPETS = (
     "run --a 1 --b 'two words' \"three $((1+2))\" \\\n  --c",

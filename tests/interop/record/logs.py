@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from pipeproof.interop.record.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 
 
 class Rank:

@@ -8,7 +8,7 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 
-from pipeproof.interop.record import record_paddle
+from pipeproof.interop.traces import record_paddle
 
 name, rank, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[4])
 peer = 1 - rank

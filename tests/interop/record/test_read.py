@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pipeproof.interop.record.read import read_logs
-from pipeproof.specs.load import PlanFileError
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.traces.trace_log import read_logs
 from tests.interop.record.logs import Rank, ranks
 
 
@@ -20,7 +20,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     (log,) = read_logs(tmp_path)
     assert not log.ended
     assert log.done == {0}
-    assert log.held_by == ()
+    assert log.waiting_for == ()
 
 
 def lines(*events):
@@ -33,31 +33,31 @@ CALL = {"event": "call", "seq": 0, "op": "send", "group": "0", "peer": 1}
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "line"),
+    ("text", "fragment", "line"),
     [
         ("", "this log is empty", 1),
-        (lines(GROUP), "`start` is the first line", 1),
-        (lines(START, START), "`start` is the first line", 2),
+        (lines(GROUP), "`start`", 1),
+        (lines(START, START), "`start`", 2),
         (lines({**START, "version": 2}), "it has version 2 of the format; 1 is read", 1),
-        (lines({**START, "rank": 1}), "it is of rank 1, and the file's name says 0", 1),
+        (lines({**START, "rank": 1}), "rank 1, and the file's name has 0", 1),
         (lines(START) + "{]\n", "Expecting property name", 2),
         (lines(START, [1]), "list indices", 2),
         (lines(START, {"time": 1}), "it lacks 'event'", 2),
-        (lines(START, {"event": "sing"}), "no event is called 'sing'", 2),
-        (lines(START, CALL), "no group '0' was told of before", 2),
-        (lines(START, GROUP, {**CALL, "op": "shout"}), "no operation is called 'shout'", 3),
+        (lines(START, {"event": "sing"}), "'sing'", 2),
+        (lines(START, CALL), "group '0'", 2),
+        (lines(START, GROUP, {**CALL, "op": "shout"}), "'shout'", 3),
         (lines(START, GROUP, {**CALL, "peer": 7}), "rank 7 is not in group 0", 3),
-        (lines(START, GROUP, CALL, {"event": "wait", "of": [3]}), "no call before it has the number 3", 4),
-        (lines(START, {"event": "end"}, {"event": "end"}), "something follows `end`", 3),
+        (lines(START, GROUP, CALL, {"event": "wait", "of": [3]}), "number 3", 4),
+        (lines(START, {"event": "end"}, {"event": "end"}), "after `end`", 3),
     ],
 )
-def test_what_is_no_log_is_refused_with_its_line(tmp_path, text, words, line):
+def test_an_invalid_log_is_refused_with_its_line(tmp_path, text, fragment, line):
     (tmp_path / "rank_0.jsonl").write_text(text)
     with pytest.raises(PlanFileError) as caught:
         read_logs(tmp_path)
     (finding,) = caught.value.findings
     assert finding.code == "PP940"
-    assert words in finding.message
+    assert fragment in finding.message
     assert finding.location.line == line
 
 
@@ -70,7 +70,7 @@ def test_logs_of_two_jobs(tmp_path):
 
 def test_nothing_is_overwritten(tmp_path):
     ranks(tmp_path)[0].end()
-    with pytest.raises(ValueError, match=r"rank_0.jsonl is there already: name another directory, or remove it"):
+    with pytest.raises(ValueError, match=r"rank_0\.jsonl exists"):
         Rank(tmp_path, 0)
 
 

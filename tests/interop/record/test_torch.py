@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from pipeproof.interop.record.judge import judge_log
-from pipeproof.interop.record.read import read_logs
-from pipeproof.specs.finding import Severity
-from pipeproof.specs.load import load_plan
+from pipeproof.diagnostics.finding import Severity
+from pipeproof.interop.traces.check_traces import check_log
+from pipeproof.interop.traces.trace_log import read_logs
+from pipeproof.specs.load_plan import load_plan
 from tests.interop.record.processes import run_ranks
 
 pytestmark = pytest.mark.needs_torch
 
 
 def codes(directory, **options):
-    return [finding.code for finding in judge_log(directory, **options).findings]
+    return [finding.code for finding in check_log(directory, **options).findings]
 
 
 PLAN = """\
@@ -31,7 +31,7 @@ run: {backend: torch}
 
 def test_a_pipeline_of_pytorch_is_clean_and_does_as_the_plan_says(tmp_path):
     run_ranks("torch_programs.py", "plain", 3, tmp_path / "logs")
-    report = judge_log(tmp_path / "logs")
+    report = check_log(tmp_path / "logs")
     assert [(f.code, f.severity) for f in report.findings] == [("PP411", Severity.WARNING)]
     marked = [[call for call in log.calls if call.mark is not None] for log in read_logs(tmp_path / "logs")]
     assert [len(calls) for calls in marked] == [8, 16, 8]
@@ -45,7 +45,7 @@ def test_a_pipeline_of_pytorch_is_clean_and_does_as_the_plan_says(tmp_path):
 
 def test_micro_batches_that_are_crossed_in_a_pipeline_are_found(tmp_path):
     run_ranks("torch_programs.py", "crossed", 2, tmp_path / "logs")
-    findings = [f for f in judge_log(tmp_path / "logs").findings if f.code == "PP302"]
+    findings = [f for f in check_log(tmp_path / "logs").findings if f.code == "PP302"]
     assert len(findings) == 2
     assert "send 0->1 #4 (F 1 of stage 0) and means recv 1<-0 (F 1 of stage 1)" in findings[0].message
     assert "torch_programs.py:" in findings[0].message
@@ -57,7 +57,7 @@ def test_micro_batches_that_are_crossed_in_a_pipeline_are_found(tmp_path):
 def test_every_collective_is_recorded_what_is_written_under_a_send_is_found_and_all_is_put_back(tmp_path):
     asked = {"PIPEPROOF_RECORD": str(tmp_path / "asked")}
     run_ranks("torch_programs.py", "collectives", 2, tmp_path / "logs", environment=lambda rank: asked)
-    (written,) = judge_log(tmp_path / "asked").findings
+    (written,) = check_log(tmp_path / "asked").findings
     assert written.code == "PP501"
     assert "the tensor of send 0->1 of float32[4]" in written.message
     logs = read_logs(tmp_path / "logs")
@@ -84,7 +84,7 @@ def test_the_logs_of_a_run_that_hung_and_was_killed(tmp_path):
         return all(file.exists() and '"wait"' in file.read_text() for file in files)
 
     run_ranks("torch_programs.py", "hang", 2, logs, kill_when=both_wait)
-    report = judge_log(logs)
+    report = check_log(logs)
     assert [finding.code for finding in report.findings] == ["PP931", "PP941", "PP941"]
     cycle = report.findings[0]
     assert [op.op for op in cycle.witness.ops] == ["recv 0<-1 of float32[4]", "recv 1<-0 of float32[4]"]

@@ -1,23 +1,13 @@
 """Pages in a real Chromium. Without it these tests are skipped; ``make test-browser`` installs it and runs them."""
 
-import shutil
-
 import pytest
-from driver import BROWSER, Browser
+from driver import Browser
 
 from pipeproof.comm.lower import lower
-from pipeproof.sim.curves import memory_held
-from pipeproof.sim.html.page import write_html
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load import plan_from_dict
-
-
-def pytest_collection_modifyitems(items):
-    if shutil.which(BROWSER) is None:
-        skip = pytest.mark.skip(reason="Chromium is not installed; `make test-browser` installs it and runs this")
-        for item in items:
-            if item.get_closest_marker("needs_browser"):
-                item.add_marker(skip)
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.views.html.timeline_page import write_html
+from pipeproof.views.memory_curves import memory_held
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Rows of the arithmetic without communication, of what is computed again, of pieces of sequences, of dropout."""
+"""Table rows: arithmetic without communication, recomputation, sequence splits, dropout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import paddle
 
-from pipeproof.stages.common.context import SharedKeys
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.earlier import EarlierPieces
-from pipeproof.stages.common.latent import with_positions
-from pipeproof.stages.paddle.again import computed_again
+from pipeproof.stages.common.latent_attention import with_positions
+from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (
     causal_attention,
     clamped_swiglu,
@@ -20,7 +19,7 @@ from pipeproof.stages.paddle.functional import (
     rotate,
     swiglu,
 )
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.recompute import recompute_in_backward
 from tests.stages.adjoints.regions import MLA
 from tests.stages.adjoints.rows import fixed, per_layout, plain
 from tests.stages.adjoints.world import Case, Held, Rank
@@ -49,10 +48,15 @@ def functions() -> list[Case]:
             (2, 3, 5, 5),
             (2, 5, 4),
         ),
-        plain("computed again", "computed_again", lambda *x: computed_again(causal_attention, *x), *attention),
-        Case("pieces", ("EarlierPieces.join",), _pieces, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
-        Case("pieces again", ("EarlierPieces.join",), _pieces_again, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
-        Case("shared keys", ("SharedKeys.join",), _shared, (Held((2, 2, 3, 4)),) * 2, num_ranks=3),
+        plain(
+            "recomputed",
+            "recompute_in_backward",
+            lambda *x: recompute_in_backward(causal_attention, *x),
+            *attention,
+        ),
+        Case("splits", ("EarlierSplits.join",), _splits, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
+        Case("splits, recomputed", ("EarlierSplits.join",), _splits_again, (Held((2, 2, 3, 4)),) * 6, in_turn=True),
+        Case("shared keys", ("GatheredKeys.join",), _shared, (Held((2, 2, 3, 4)),) * 2, num_ranks=3),
         *_dropped(),
     ]
 
@@ -74,27 +78,29 @@ class _OverContext:
 
 def _shared(rank: Rank, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
     """Each of three ranks looks at the keys and values of the ranks up to it."""
-    keys, values = SharedKeys(OPS, 3, _OverContext(rank)).join(key, value, micro_batch=0, layer="x", piece=rank.number)
+    keys, values = GatheredKeys(OPS, 3, _OverContext(rank)).join(
+        key, value, micro_batch=0, layer="x", split=rank.number
+    )
     return paddle.tanh(keys) * values
 
 
-def _pieces(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
-    """Three pieces of a sequence: each looks at its own keys and values and at those before it."""
-    earlier = EarlierPieces(OPS, 3)
+def _splits(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
+    """Three splits of a sequence: each looks at its own keys and values and at those before it."""
+    earlier = EarlierSplits(OPS, 3)
     return [_piece(earlier, number, *tensors[2 * number : 2 * number + 2]) for number in range(3)]
 
 
-def _pieces_again(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
-    """The same, where each piece is computed once more on its way back."""
-    earlier = EarlierPieces(OPS, 3, comes_again=True)
+def _splits_again(rank: Rank, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
+    """The same, with each split recomputed in backward."""
+    earlier = EarlierSplits(OPS, 3, recomputes=True)
     return [
-        computed_again(lambda k, v, n=number: _piece(earlier, n, k, v), *tensors[2 * number : 2 * number + 2])
+        recompute_in_backward(lambda k, v, n=number: _piece(earlier, n, k, v), *tensors[2 * number : 2 * number + 2])
         for number in range(3)
     ]
 
 
-def _piece(earlier: EarlierPieces, number: int, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
-    keys, values = earlier.join(key, value, micro_batch=0, layer="x", piece=number)
+def _piece(earlier: EarlierSplits, number: int, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
+    keys, values = earlier.join(key, value, micro_batch=0, layer="x", split=number)
     return paddle.tanh(keys) * values
 
 

@@ -1,4 +1,4 @@
-"""Which public names of ``stages.common`` and ``stages.paddle`` are operations, and so need a row."""
+"""Public names of ``stages.common`` and ``stages.paddle`` that are operations and so need a row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "TensorParallelRegion.reduce": "autograd does not see it: enter and leave have rows",
         "RouterBalance.enter": "adds the gradient of losses that it does not return: a test of its own",
         "Balance.enter": "what RouterBalance.enter calls",
-        "Stage.forward": "a whole stage: its gradients are held against the slopes of the loss",
+        "Stage.forward": "a whole stage: its gradients are compared with the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
         "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
-        "OwnStage.buffers": "what is saved of own layers; no gradient flows through it",
+        "CustomStage.buffers": "what is saved of custom layers; no gradient flows through it",
         "StageOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
         "ShardedOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
     }

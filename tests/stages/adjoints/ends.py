@@ -1,16 +1,15 @@
-"""Rows of embedding and head as a stage has them, on two lanes."""
+"""Table rows: embedding and head on two MTP streams."""
 
 from __future__ import annotations
 
 import paddle
 
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.ends import Ends
-from pipeproof.stages.common.lanes import split_lanes
-from pipeproof.stages.common.units import Lane
-from pipeproof.stages.describe.ahead import ahead
+from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
+from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
+from pipeproof.stages.describe.mtp_streams import shifted_batch
 from pipeproof.stages.describe.synthetic import micro_batch
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
@@ -19,40 +18,47 @@ from tests.stages.staged_run import make_plan
 PLAN = make_plan(
     model={"hidden_size": 16, "vocab_size": 12, "seq_length": 4, "mtp": {"num_modules": 1}}, run={"dtype": "float64"}
 )
-BATCHES = [ahead(micro_batch(PLAN, 0, 2), distance) for distance in (0, 1)]
-LANES = [Lane(*(paddle.to_tensor(words.T.copy()) for words in (one.tokens, one.labels))) for one in BATCHES]
+BATCHES = [shifted_batch(micro_batch(PLAN, 0, 2), distance) for distance in (0, 1)]
+STREAMS = [MtpStream(*(paddle.to_tensor(words.T.copy()) for words in (one.tokens, one.labels))) for one in BATCHES]
 
 
 def ends() -> list[Case]:
-    """What is looked up, once for all lanes and again, and the losses."""
+    """What is looked up, once for all streams and again, and the losses."""
     cases = []
     for place, (words, positions) in enumerate(((12, 4), (6, 4), (6, 2))):  # of a rank: one, two, sequences cut
-        table, lanes, head = ((words, 16), "own"), ((positions, 4, 16), "between"), ((16, words), "own")
+        table, streams, head = ((words, 16), "own"), ((positions, 4, 16), "between"), ((16, words), "own")
         of_layouts = (
-            per_layout("ends: embedding", "Ends.embed", _embedded, table, output="between"),
-            per_layout("ends: again", "Ends.embed_again", _embedded_again, table, output="between"),
-            per_layout("ends: losses", "Ends.losses PaddleVocabulary.losses", _losses, lanes, head, output="alike"),
+            per_layout("ends: embedding", "EmbeddingAndHead.embed", _embedded, table, output="between"),
+            per_layout("ends: again", "EmbeddingAndHead.embed_for_module", _embedded_again, table, output="between"),
+            per_layout(
+                "ends: losses",
+                "EmbeddingAndHead.losses PaddleVocabulary.losses",
+                _losses,
+                streams,
+                head,
+                output="alike",
+            ),
         )
         cases += [rows[place] for rows in of_layouts]
     return cases
 
 
-def _of(rank: Rank, weight: paddle.Tensor) -> tuple[Ends, Dropouts]:
+def _of(rank: Rank, weight: paddle.Tensor) -> tuple[EmbeddingAndHead, Dropouts]:
     dropouts = Dropouts(OPS, PLAN, 0, 0, 0, rank.region)
     vocabulary = PaddleVocabulary(rank.weights, tied=False)
-    return Ends(OPS, PLAN, rank.region, lambda layer, name: weight, vocabulary), dropouts
+    return EmbeddingAndHead(OPS, PLAN, rank.region, lambda layer, name: weight, vocabulary), dropouts
 
 
 def _embedded(rank: Rank, weight: paddle.Tensor) -> list[paddle.Tensor]:
     own, dropouts = _of(rank, weight)
-    return own.embed(LANES, dropouts)
+    return own.embed(STREAMS, dropouts)
 
 
 def _embedded_again(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
     own, dropouts = _of(rank, weight)
-    return own.embed_again("mtp.0", LANES[1], dropouts)
+    return own.embed_for_module("mtp.0", STREAMS[1], dropouts)
 
 
 def _losses(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> list[paddle.Tensor]:
     own, _ = _of(rank, weight)
-    return own.losses(split_lanes(OPS, x, 2, 1), LANES)
+    return own.losses(split_mtp_streams(OPS, x, 2, 1), STREAMS)

@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to experts and back, and of the experts themselves."""
+"""Table rows: exchange of tokens with experts, and the experts themselves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import paddle
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.paddle.balance import Balance
-from pipeproof.stages.paddle.expert_exchange import fork, reorder, visits, weighted
-from pipeproof.stages.paddle.experts import Experts, choose
-from pipeproof.stages.paddle.functional import gated
+from pipeproof.stages.paddle.experts import Experts, choose, reorder, visits, weighted
+from pipeproof.stages.paddle.functional import fork, gated
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan
@@ -51,7 +50,7 @@ def _experts(num_ranks: int, limit: float | None) -> Case:
 
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
-        router = Balance(make_plan(), (), puts_in_losses=False).of("mlp", 0, 0)
+        router = Balance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
         return Experts(MOE, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(limit)).forward(x, router)
 
     inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))

@@ -1,4 +1,4 @@
-"""Rows of the ways into and out of what tensor-parallel ranks compute, and of what they compute there."""
+"""Table rows: operators into and out of the tensor-parallel region, and operations inside it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model_parts import MlaSpec
-from pipeproof.stages.common.latent import latent_heads
+from pipeproof.stages.common.latent_attention import latent_heads
+from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rms_norm
-from pipeproof.stages.paddle.ops import OPS
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary, summed_cross_entropies, token_losses
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
@@ -66,14 +66,14 @@ def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:
 
 
 def _embedded(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:
-    """Two lanes of tokens."""
+    """Two streams of tokens."""
     words = np.random.default_rng(3).integers(0, weight.shape[0] * rank.region.num_ranks, (2, 5, 2))
     vocabulary = PaddleVocabulary(rank.weights, tied=False)
-    return vocabulary.rows([paddle.to_tensor(lane) for lane in words], weight, rank.region, 1)
+    return vocabulary.rows([paddle.to_tensor(stream) for stream in words], weight, rank.region, 1)
 
 
 def _losses(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two lanes of logits, each rank with its part of the vocabulary."""
+    """Of two streams of logits, each rank with its part of the vocabulary."""
 
     def losses(rank: Rank, *logits: paddle.Tensor) -> list[paddle.Tensor]:
         labels = [paddle.to_tensor(LABELS), paddle.to_tensor(LABELS[::-1].copy())]

@@ -1,4 +1,4 @@
-"""How a row of the table is written."""
+"""Constructors of table rows."""
 
 from __future__ import annotations
 

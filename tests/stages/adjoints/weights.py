@@ -1,4 +1,4 @@
-"""Rows of the ways in which a layer meets a weight: the gradients of both are computed apart."""
+"""Table rows: uses of weights, whose input and weight gradients are computed separately."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import paddle
 
-from pipeproof.stages.common.lanes import join_lanes, split_lanes, whole_loss
-from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
-from pipeproof.stages.describe.streams import BlockStreams
-from pipeproof.stages.paddle.gathered import GatheredInput, source_of
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams, training_loss
+from pipeproof.stages.describe.residual_streams import BlockStreams
+from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.recompute import GatheredInput, source_of
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan
@@ -38,10 +38,10 @@ def weights() -> list[Case]:
            lambda r, x, y, w: r.weights.product_each([x, y], w), (2, 3, 4), (3, 4), (4, 5)),
         of("scaled of each", "SplitWeights.scaled_each used_on_each copies",
            lambda r, x, y, w: r.weights.scaled_each([x, y], w), (2, 3, 4), (3, 4), (4,)),
-        Case("product, gathered again", ("GatheredInput.forgotten",), _gathered, (Held((2, 2, 4)), Held((4, 5))),
-             num_ranks=2, sequence_dim=0, gathers_again=True),
-        Case("products of parts, gathered again", ("PartOfGathered.forgotten",), _gathered_parts,
-             (Held((2, 2, 4)), Held((4, 5))), num_ranks=2, sequence_dim=0, gathers_again=True),
+        Case("product, gathered again", ("GatheredInput.without_keeping",), _gathered, (Held((2, 2, 4)), Held((4, 5))),
+             num_ranks=2, sequence_dim=0, regathers=True),
+        Case("products of parts, gathered again", ("PartOfGathered.without_keeping",), _gathered_parts,
+             (Held((2, 2, 4)), Held((4, 5))), num_ranks=2, sequence_dim=0, regathers=True),
     ]  # fmt: skip
 
 
@@ -64,16 +64,25 @@ def lanes_and_streams() -> list[Case]:
     """What multi-token prediction and hyper-connections make of one tensor, or several."""
     modules = make_plan(model={"mtp": {"num_modules": 2, "loss_weight": 0.3}})
     return [
-        plain("lanes", "split_lanes", lambda x: split_lanes(OPS, x, 3, 1), (2, 6, 4)),
-        plain("joined lanes", "join_lanes", lambda x, y: join_lanes(OPS, [x, y], 1), (2, 3, 4), (2, 3, 4)),
-        plain("whole loss", "whole_loss", lambda *losses: whole_loss(modules, losses), (1,), (1,), (1,)),
-        plain("opened", "opened", lambda x: opened(OPS, x, 3), (2, 4)),
-        plain("closed", "closed", lambda x: closed(OPS, x, 3), (2, 12)),
+        plain("streams", "split_mtp_streams", lambda x: split_mtp_streams(OPS, x, 3, 1), (2, 6, 4)),
+        plain(
+            "joined streams", "join_mtp_streams", lambda x, y: join_mtp_streams(OPS, [x, y], 1), (2, 3, 4), (2, 3, 4)
+        ),
+        plain("whole loss", "training_loss", lambda *losses: training_loss(modules, losses), (1,), (1,), (1,)),
+        plain("expand_streams", "expand_streams", lambda x: expand_streams(OPS, x, 3), (2, 4)),
+        plain("contract_streams", "contract_streams", lambda x: contract_streams(OPS, x, 3), (2, 12)),
         plain("Sinkhorn", "sinkhorn", lambda x: sinkhorn(OPS, x, 4), (2, 3, 3)),
-        Case("streams around a layer", ("around",), _around, tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,))))),
+        Case(
+            "streams with_streams a layer",
+            ("with_streams",),
+            _around,
+            tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,)))),
+        ),
     ]
 
 
 def _around(rank: Rank, x: paddle.Tensor, *own: paddle.Tensor) -> paddle.Tensor:
     streams = BlockStreams(count=3, iterations=4, expands=False, contracts=False)
-    return around(OPS, x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True)))
+    return with_streams(
+        OPS, x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True))
+    )

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from pipeproof.stages.common.collectives import TensorParallelRegion
-from pipeproof.stages.paddle.expert_exchange import ExpertRegion
-from pipeproof.stages.paddle.ops import OPS
+from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
+from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.experts import ExpertRegion
 from pipeproof.stages.paddle.weights import SplitWeights
 from tests.stages.tensor_parallel import InMemoryRank, InMemoryWorld, Issued
 
@@ -49,7 +49,7 @@ class Case:
 
     ``covers`` are the public names that it goes through. With ``in_turn`` each
     output has a backward of its own, from the last to the first; otherwise
-    there is one for all. ``gathers_again`` is of the tensor-parallel region.
+    there is one for all. ``regathers`` is of the tensor-parallel region.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Case:
     sequence_dim: int | None = None
     outputs_alike: bool = False
     in_turn: bool = False
-    gathers_again: bool = False
+    regathers: bool = False
 
 
 class Exchanges:
@@ -88,9 +88,7 @@ def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[
         collectives: InMemoryRank = world.ranks[number]
         rank = Rank(
             number,
-            TensorParallelRegion(
-                OPS, number, case.num_ranks, case.sequence_dim, collectives, gathers_again=case.gathers_again
-            ),
+            TensorParallelRegion(OPS, number, case.num_ranks, case.sequence_dim, collectives, regathers=case.regathers),
             ExpertRegion(number, case.num_ranks, Exchanges(world, number)),
             SplitWeights(),
         )

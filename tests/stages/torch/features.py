@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}

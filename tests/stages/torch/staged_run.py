@@ -5,10 +5,9 @@ import itertools
 import torch
 
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.reference.result import StepResult
+from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.torch.batches import StepBatches
-from pipeproof.stages.torch.clip import GradientClip
-from pipeproof.stages.torch.optimizer import make_optimizer
+from pipeproof.stages.torch.optimizer import GradientClip, make_optimizer
 from pipeproof.stages.torch.stage import TorchStage
 from tests.stages.torch.world import World
 
@@ -23,7 +22,7 @@ def array_of(tensor):
 class StagedRun:
     """``cut`` lists where stages begin, besides at layer 0.
 
-    With ``delayed`` the gradients of weights of all units of work come after all backwards, in their order.
+    With ``delayed`` the gradients of weights of all work items come after all backwards, in their order.
     """
 
     def __init__(self, plan, cut=(), *, delayed=False, watch=None):
@@ -35,7 +34,7 @@ class StagedRun:
         self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
         self.optimizers = [make_optimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
         self.issued = []
-        """Of each unit of work and rank: what it issued forward, backward and for gradients of weights."""
+        """Of each work_item of work and rank: what it issued forward, backward and for gradients of weights."""
 
     def _stage(self, layers, rank):
         at = rank.coords["tp"], rank, rank.coords["ep"], rank
@@ -64,7 +63,7 @@ class StagedRun:
                 optimizer.step()
 
     def _rank(self, place, step):
-        """All units of work of the rank, of all dp ranks; its losses, where it is the first of the TP ranks."""
+        """All work items of the rank, of all dp ranks; its losses, where it is the first of the TP ranks."""
         coords, stages = self.world.ranks[place].coords, self.stages[place]
         schedule, topology = self.plan.schedule, self.plan.topology
         losses, later = [], []
@@ -73,8 +72,10 @@ class StagedRun:
             batches = StepBatches(self.plan, first, CPU)
             batches.load(step)
             for index in range(first, first + schedule.num_micro_batches):
-                pieces = range(schedule.num_sequence_splits) if topology.cp == 1 else [coords["cp"]]
-                forwards = [self._forward(stages, batches.unit(index, piece), step, index, piece) for piece in pieces]
+                splits = range(schedule.num_sequence_splits) if topology.cp == 1 else [coords["cp"]]
+                forwards = [
+                    self._forward(stages, batches.work_item(index, split), step, index, split) for split in splits
+                ]
                 losses += [stages_losses for *_, stages_losses in forwards]
                 issued = [self._take_issued(place)]
                 for inputs, outputs, _ in reversed(forwards):
@@ -88,16 +89,16 @@ class StagedRun:
         for gradients in later:
             gradients.accumulate()
         for stage in stages:
-            stage.give_back()
+            stage.return_gradients()
         return losses if coords["tp"] == 0 else []
 
-    def _forward(self, stages, unit, step, index, piece):
+    def _forward(self, stages, work_item, step, index, split):
         inputs, outputs, activation = [], [], None
         for stage in stages:
             if activation is not None:
                 activation = activation.detach().requires_grad_()
             inputs.append(activation)
-            activation = stage.forward(activation, unit, step=step, index=index, piece=piece, watch=self.watch)
+            activation = stage.forward(activation, work_item, step=step, index=index, split=split, watch=self.watch)
             outputs.append(activation)
         return inputs, outputs, stages[-1].losses
 
@@ -189,5 +190,5 @@ class StagedRun:
                 for name, load in loads.items():
                     stage.balance.set_load(name, sum(load.values()))
                 stage.balance.move_biases()
-                shown |= stage.balance.shown()
+                shown |= stage.balance.values()
         return shown

@@ -1,12 +1,12 @@
-"""Products of all experts in one kernel: those of a loop over experts, without asking how many rows each has."""
+"""Products of all experts in one kernel equal a loop over experts, without the host reading group sizes."""
 
 import pytest
 import torch
 
-from pipeproof.stages.reference.torch_uncut import run_uncut
-from pipeproof.stages.torch import grouped
-from pipeproof.stages.torch.expert_exchange import inverse, reorder, visits
-from pipeproof.stages.torch.grouped import Groups, grouped_product, is_one_kernel
+from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
+from pipeproof.stages.torch import functional as grouped
+from pipeproof.stages.torch.experts import inverse, reorder, visits
+from pipeproof.stages.torch.functional import Groups, grouped_product, is_one_kernel
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MOE
 from tests.stages.torch.staged_run import StagedRun
@@ -55,9 +55,9 @@ def test_wider_types_are_multiplied_one_by_one(dtype):
     assert not is_one_kernel(rows, matrices)
 
 
-def test_the_bits_of_16_bits_are_those_of_the_uncut_model():
+def test_the_bits_of_16_bits_are_those_of_the_unpartitioned_model():
     plan = plan_in("bfloat16", moe=WHOLE)
-    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_unpartitioned(plan), strict=True):
         assert_same_bits(ours, reference)
 
 

@@ -1,4 +1,4 @@
-"""What a block dispatches: that of a plain module, but for rotations and weights' gradients, in fewer passes."""
+"""Operations that a block dispatches: those of a plain module, with fewer passes for rotations and weight gradients."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate
 from pipeproof.stages.torch.stage import TorchStage
@@ -93,8 +93,8 @@ def test_a_block_dispatches_what_a_plain_one_does():
     theirs, forward = counted(lambda: plain(x.requires_grad_()))
     _, backward = counted(lambda: theirs.backward(given))
     ours, our_forward = counted(lambda: stage.forward(x.detach().requires_grad_(), None, step=0, index=0))
-    put_off, our_input = counted(lambda: stage.backward_input(ours, given))
-    _, our_weight = counted(put_off.accumulate)
+    defer, our_input = counted(lambda: stage.backward_input(ours, given))
+    _, our_weight = counted(defer.accumulate)
     assert our_forward == changed(forward, {"roll": -1, "add": -1, "mul": 1, "add_": 1, "clone": 1})
     assert our_weight == {"addmm_": 5, "add_": 2}
     joined = {"roll": -1, "add": -1, "cat": -1, "clone": -1, "mul": 1, "add_": 1, "copy_": 1}

@@ -1,10 +1,9 @@
-"""Heads that are turned in few passes: the bits of slices, rotations and joins under plain autograd."""
+"""Heads rotated in few passes have the bits of slices, rotations and joins under plain autograd."""
 
 import pytest
 import torch
 
-from pipeproof.stages.torch.functional import rotary_tables, rotate
-from pipeproof.stages.torch.rotary import turned_heads
+from pipeproof.stages.torch.functional import rotary_tables, rotate, rotated_heads
 
 pytestmark = pytest.mark.needs_torch
 
@@ -33,7 +32,7 @@ def computed(function, fused, group, order):
 def test_bits_are_those_of_plain_autograd(dtype, num_kv_heads, group, order):
     fused = torch.randn(5, 2, num_kv_heads * (group + 2) * SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected, of_plain = computed(plainly, fused, group, order)
-    made, gradient = computed(turned_heads, fused, group, order)
+    made, gradient = computed(rotated_heads, fused, group, order)
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
     assert [one.stride() for one in made[:2]] == [one.stride() for one in expected[:2]]
     assert made[2].is_contiguous(), "a part of what it is cut from would keep all of that for backward"

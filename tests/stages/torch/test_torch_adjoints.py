@@ -1,6 +1,6 @@
 """Every operation with a backward of its own, and what is built of them: slopes in float64, with generic values.
 
-What a backward says of inputs and weights is held against central differences along random directions.
+What a backward says of inputs and weights is compared with central differences along random directions.
 """
 
 from functools import partial
@@ -9,20 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.common.collectives import TensorParallelRegion
-from pipeproof.stages.common.context import SharedKeys
-from pipeproof.stages.common.earlier import EarlierPieces
-from pipeproof.stages.common.latent import with_positions
-from pipeproof.stages.common.streams import around, closed, opened, sinkhorn
+from pipeproof.stages.common.latent_attention import with_positions
+from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
+from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.balance import loss_weights
-from pipeproof.stages.describe.streams import ENDS, BlockStreams
-from pipeproof.stages.torch.again import computed_again
+from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams
+from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.expert_exchange import ExpertRegion, inverse, reorder, visits
-from pipeproof.stages.torch.functional import causal_attention, clamped_swiglu, fork, rms_norm, rotate, swiglu
-from pipeproof.stages.torch.grouped import Groups
-from pipeproof.stages.torch.ops import OPS
-from pipeproof.stages.torch.rotary import turned_heads
+from pipeproof.stages.torch.experts import ExpertRegion, inverse, reorder, visits
+from pipeproof.stages.torch.functional import (
+    Groups,
+    causal_attention,
+    clamped_swiglu,
+    fork,
+    rms_norm,
+    rotate,
+    rotated_heads,
+    swiglu,
+)
+from pipeproof.stages.torch.recompute import recompute_in_backward
 from pipeproof.stages.torch.vocabulary import summed_cross_entropies
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MLA, MOE, make_plan
@@ -80,12 +86,12 @@ ORDER = torch.tensor([2, 0, 3, 1])
 FACTORS = (draws_of(2)(2, 2, 3, 4, 6) > 0).double() * 1.5
 PLAIN = {
     "rotary": (lambda x: rotate(x, tables(5, 6), draws_of(3)(5, 6)), (2, 3, 5, 6)),
-    "heads turned": (lambda x: turned_heads(x, tables(5, 6), draws_of(3)(5, 6)), (2, 3, 4, 5, 6)),
+    "heads turned": (lambda x: rotated_heads(x, tables(5, 6), draws_of(3)(5, 6)), (2, 3, 4, 5, 6)),
     "norm": (rms_norm, (3, 4, 8)),
     "swiglu": (swiglu, (3, 8), (3, 8)),
     "clamped": (lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
     "attention": (causal_attention, (2, 2, 3, 4, 6), (2, 2, 4, 6), (2, 2, 4, 3)),
-    "attention of a later piece": (causal_attention, (2, 2, 3, 4, 6), (2, 2, 6, 6), (2, 2, 6, 3)),
+    "attention of a later split": (causal_attention, (2, 2, 3, 4, 6), (2, 2, 6, 6), (2, 2, 6, 3)),
     "attention with dropout": (
         partial(causal_attention, factors=FACTORS), (2, 2, 3, 4, 5), (2, 2, 6, 5), (2, 2, 6, 3),
     ),
@@ -96,9 +102,9 @@ PLAIN = {
     "fork": (lambda x: [one * (place + 1) for place, one in enumerate(fork(x, 3))], (3, 4)),
     "rows moved": (lambda x: reorder(x, ORDER, inverse(ORDER)).tanh(), (4, 3)),
     "rows visited": (lambda x: visits(x, ORDER, inverse(ORDER)).tanh(), (2, 3)),
-    "computed again": (lambda *x: computed_again(lambda a, b: a.tanh() * b, *x), (3, 4), (3, 4)),
-    "streams opened": (lambda x: opened(OPS, x, 3).tanh(), (2, 2, 4)),
-    "streams closed": (lambda x: closed(OPS, x, 3).tanh(), (2, 2, 12)),
+    "recomputed": (lambda *x: recompute_in_backward(lambda a, b: a.tanh() * b, *x), (3, 4), (3, 4)),
+    "streams expand_streams": (lambda x: expand_streams(OPS, x, 3).tanh(), (2, 2, 4)),
+    "streams contract_streams": (lambda x: contract_streams(OPS, x, 3).tanh(), (2, 2, 12)),
     "Sinkhorn": (lambda x: sinkhorn(OPS, x, 3), (2, 2, 3, 3)),
 }  # fmt: skip
 
@@ -127,8 +133,8 @@ WITH_WEIGHTS = {
     "groups of rows": (lambda s, x, w: s.grouped(x, w, Groups(torch.tensor([2, 0, 3]))).tanh(), [(5, 4)], [(3, 4, 2)]),
     "rows": (lambda s, w: s.rows(PLACES, w).tanh(), [], [(4, 3)]),
     "one weight twice": (lambda s, x, w: s.product(s.product(x, w).tanh(), w), [(3, 4)], [(4, 4)]),
-    "streams around a sub-layer": (
-        lambda s, x, *own: around(
+    "streams with_streams a sub-layer": (
+        lambda s, x, *own: with_streams(
             OPS, x, torch.tanh, BlockStreams(2, 2, False, False), s, dict(zip(ENDS, own, strict=True))
         ),
         [(3, 2, 8)], [(8, 8), (3,), (8,)],
@@ -154,36 +160,36 @@ def test_losses_of_routers_add_their_gradient(score):
     """The choice is a constant: no direction here changes it."""
     plan = make_plan("plain", model={"moe": {**MOE, **EVEN, "score": score}})
     scale = loss_weights(plan)
-    balance = Balance(plan, (), CPU, puts_in_losses=True)
+    balance = Balance(plan, (), CPU, adds_losses=True)
     router = balance.of("layer.1.mlp", 0, 0)
     logits, back, direction = (draws_of(seed)(7, MOE["num_experts"]) for seed in range(3))
 
     def losses(x):
         balance.begin()
         router.enter(x)
-        return sum(value for value in balance.shown().values())
+        return sum(value for value in balance.values().values())
 
     leaf = logits.clone().requires_grad_()
     router.enter(leaf).backward(back)
     slope = (losses(logits + STEP * direction) - losses(logits - STEP * direction)) / (2 * STEP)
     assert ((leaf.grad - back) * direction).sum().item() == pytest.approx(slope, rel=1e-6)
-    assert set(balance.shown()) == {f"{name}/layer.1.mlp/0/0" for name in scale}
+    assert set(balance.values()) == {f"{name}/layer.1.mlp/0/0" for name in scale}
 
 
-@pytest.mark.parametrize("comes_again", [False, True])
-def test_pieces_of_a_sequence(comes_again):
-    """Later pieces look at the keys and values of those before; backwards come from the last to the first."""
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_splits_of_a_sequence(recomputes):
+    """Later splits look at the keys and values of those before; backwards come from the last to the first."""
     draw = draws_of(0)
     own = [(draw(2, 2, 3, 4).requires_grad_(), draw(2, 2, 3, 4).requires_grad_()) for _ in range(3)]
     back = [draw(2, 2, 3 * (number + 1), 4) for number in range(3)]
-    earlier = EarlierPieces(OPS, 3, comes_again=comes_again)
+    earlier = EarlierSplits(OPS, 3, recomputes=recomputes)
 
-    def piece(number, key, value):
-        keys, values = earlier.join(key, value, micro_batch=0, layer="x", piece=number)
+    def split(number, key, value):
+        keys, values = earlier.join(key, value, micro_batch=0, layer="x", split=number)
         return keys.tanh() * values
 
     made = [
-        computed_again(partial(piece, number), *tensors) if comes_again else piece(number, *tensors)
+        recompute_in_backward(partial(split, number), *tensors) if recomputes else split(number, *tensors)
         for number, tensors in enumerate(own)
     ]
     for output, gradient in reversed([*zip(made, back, strict=True)]):
@@ -209,7 +215,7 @@ def on_ranks(world, work, inputs, back):
 
 
 def shared_keys(rank, key, value):
-    keys, values = SharedKeys(OPS, 3, rank).join(key, value, micro_batch=0, layer="x", piece=rank.coords["cp"])
+    keys, values = GatheredKeys(OPS, 3, rank).join(key, value, micro_batch=0, layer="x", split=rank.coords["cp"])
     return keys.tanh() * values
 
 

@@ -1,9 +1,9 @@
-"""Every feature on PyTorch: near what Paddle made of it, and its stages have the bits of the uncut model."""
+"""Every feature on PyTorch: near Paddle's results, and stages with the bits of the unpartitioned model."""
 
 import numpy as np
 import pytest
 
-from pipeproof.stages.reference.torch_uncut import run_uncut, uncut_step
+from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
 from tests.stages.torch.features import EVEN, FEATURES, MLA, MOE, TWO_AHEAD, assert_kept, golden_of, kept_of, make_plan
 from tests.stages.torch.staged_run import StagedRun
 
@@ -16,9 +16,9 @@ def golden(feature):
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_uncut_model_is_paddle_s(feature):
+def test_the_unpartitioned_model_is_near_paddles(feature):
     """To 1e-12 of each gradient's norm, in float64, after a step of 0.5 that moves all of them."""
-    assert_kept(kept_of(run_uncut(make_plan(feature))), golden(feature))
+    assert_kept(kept_of(run_unpartitioned(make_plan(feature))), golden(feature))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -42,10 +42,10 @@ FAST = {"dtype": "float32", "optimizer": "adamw", "learning_rate": 0.01}
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("data ranks", "ranks of experts")])
-def test_stages_have_the_bits_of_the_uncut_model(feature):
+def test_stages_have_the_bits_of_the_unpartitioned_model(feature):
     """Gradients of weights at once, and after all backwards."""
     plan = make_plan(feature, run={**FAST, "steps": 3})
-    reference = list(run_uncut(plan))
+    reference = list(run_unpartitioned(plan))
     assert not any(np.array_equal(reference[0].gradients[n], g) for n, g in reference[1].gradients.items() if g.any())
     # Where both modules and the head borrow the embedding, a stage that has them all makes one addend of theirs.
     cut = () if feature == "ahead, embedded again, tied" else (1, 2, 3)
@@ -62,10 +62,10 @@ TWENTY = {
 
 
 @pytest.mark.parametrize("name", TWENTY)
-def test_twenty_steps_of_adamw_have_the_bits_of_the_uncut_model(name):
+def test_twenty_steps_of_adamw_have_the_bits_of_the_unpartitioned_model(name):
     plan = make_plan("plain", model=TWENTY[name], run={**FAST, "steps": 20}, schedule={"num_micro_batches": 2})
     first = None
-    for ours, reference in zip(StagedRun(plan, cut=(2, 3)).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut=(2, 3)).steps(), run_unpartitioned(plan), strict=True):
         assert_same_bits(ours, reference)
         first = first or ours
     assert all(np.abs(ours.weights[name] - weight).max() > 0.01 for name, weight in first.weights.items())
@@ -73,20 +73,21 @@ def test_twenty_steps_of_adamw_have_the_bits_of_the_uncut_model(name):
 
 def test_one_step_from_given_weights_is_that_of_the_run():
     plan = make_plan("even experts", run={"steps": 3})
-    *_, last = run_uncut(plan)
-    alone = uncut_step(plan, last.weights, 2)
+    *_, last = run_unpartitioned(plan)
+    alone = unpartitioned_step(plan, last.weights, 2)
     assert alone.loss == last.loss
     assert {n: g.tobytes() for n, g in alone.gradients.items()} == {n: g.tobytes() for n, g in last.gradients.items()}
     assert {k: v.tobytes() for k, v in alone.routers.items()} == {k: v.tobytes() for k, v in last.routers.items()}
 
 
 SP = {"tp": 2, "sequence_parallel": True}
-PIECES = {"kind": "seq1f1b", "num_sequence_splits": 2}
+REGATHER = {"memory": {"sequence_parallel_activations": "regather"}}
+SPLITS = {"kind": "seq1f1b", "num_sequence_splits": 2}
 MESHES = {
     "tp": ({"tp": 2}, {}, {"tied_embedding": True, "num_kv_heads": 2}),
     "sp": (SP, {}, {"activation_order": "bsh"}),
-    "sp, gathered again": (SP, {"memory": {"gathered": "again"}}, {"moe": {**MOE, **EVEN}, **TWO_AHEAD}),
-    "sp, latent, gathered again": (SP, {"memory": {"gathered": "again"}}, {"mla": {**MLA, "q_rank": 6}}),
+    "sp, gathered again": (SP, REGATHER, {"moe": {**MOE, **EVEN}, **TWO_AHEAD}),
+    "sp, latent, gathered again": (SP, REGATHER, {"mla": {**MLA, "q_rank": 6}}),
     "sp, ahead, dropout": (SP, {}, {**TWO_AHEAD, "dropout": 0.2}),
     "sp, embedded again": (SP, {}, {"mtp": {"num_modules": 2, "magic_send": True}}),
     "sp, streams": (SP, {}, {"hyper_connections": {"streams": 2}}),
@@ -101,20 +102,20 @@ MESHES = {
         {}, {"memory": {"recompute": "full"}}, {"mtp": {"num_modules": 1, "magic_send": True}, "tied_embedding": True},
     ),
     "core again": ({"tp": 2}, {"memory": {"recompute": "selective"}}, {"dropout": 0.1}),
-    "pieces": (SP, {"schedule": PIECES}, {"moe": {**MOE, **EVEN}, "dropout": 0.1}),
-    "pieces, again": ({}, {"schedule": PIECES, "memory": {"recompute": "full"}}, {"mla": MLA}),
+    "splits": (SP, {"schedule": SPLITS}, {"moe": {**MOE, **EVEN}, "dropout": 0.1}),
+    "splits, recomputed": ({}, {"schedule": SPLITS, "memory": {"recompute": "full"}}, {"mla": MLA}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_has_the_sums_of_the_uncut_model(name):
+def test_a_mesh_has_the_sums_of_the_unpartitioned_model(name):
     topology, sections, model = MESHES[name]
     plan = make_plan("plain", topology=topology, model=model, run={"steps": 2}, **sections)
-    assert_kept(kept_of(StagedRun(plan, cut=(2,)).steps()), kept_of(run_uncut(plan)))
+    assert_kept(kept_of(StagedRun(plan, cut=(2,)).steps()), kept_of(run_unpartitioned(plan)))
 
 
 @pytest.mark.parametrize("memory", [{"recompute": "full"}, {"recompute": "selective"}])
 def test_what_is_computed_again_has_the_same_bits(memory):
     plan = make_plan("even experts", model={"dropout": 0.1}, memory=memory, run=FAST)
-    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_unpartitioned(plan), strict=True):
         assert_same_bits(ours, reference)

@@ -1,12 +1,10 @@
-"""What ends a step: the optimizers, shares of their work, and the clip."""
+"""The end of a step: optimizers, optimizer shards, and the clip."""
 
 import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.torch.clip import GradientClip
-from pipeproof.stages.torch.optimizer import make_optimizer
-from pipeproof.stages.torch.sharded import ShardedOptimizer
+from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, make_optimizer
 from pipeproof.stages.torch.weights import Weight
 from tests.stages.torch.features import make_plan
 
@@ -75,16 +73,16 @@ def test_a_stage_without_weights_has_an_optimizer():
 
 
 @pytest.mark.parametrize("value", [None, torch.bfloat16])
-@pytest.mark.parametrize("num_shares", [2, 3, 7])
+@pytest.mark.parametrize("num_shards", [2, 3, 7])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_shares_together_are_the_whole_update(optimizer, num_shares, value):
+def test_shares_together_are_the_whole_update(optimizer, num_shards, value):
     """Bit for bit, with shapes that do not divide, and one weight with fewer elements than shares."""
     run = make_plan("plain", run={"optimizer": optimizer, "learning_rate": 0.1}).run
     shapes = (3, 5), (2,), (17, 9)
     whole = weights_of(*shapes, dtype=torch.float32, value=value)
-    ranks = [weights_of(*shapes, dtype=torch.float32, value=value) for _ in range(num_shares)]
+    ranks = [weights_of(*shapes, dtype=torch.float32, value=value) for _ in range(num_shards)]
     update = make_optimizer(run, whole)
-    shares = [ShardedOptimizer(run, weights, num_shares, place) for place, weights in enumerate(ranks)]
+    shares = [ShardedOptimizer(run, weights, num_shards, place) for place, weights in enumerate(ranks)]
     for step in range(3):
         for one in (update, *shares):
             one.zero_grad()
@@ -94,7 +92,7 @@ def test_shares_together_are_the_whole_update(optimizer, num_shares, value):
         update.step()
         for name in whole:
             for place, one in enumerate(shares):
-                one.put_sum(name, one.to_scatter(name).chunk(num_shares)[place])
+                one.put_sum(name, one.to_scatter(name).chunk(num_shards)[place])
         for one in shares:
             one.step()
         for name, weight in whole.items():

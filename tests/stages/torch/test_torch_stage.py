@@ -1,18 +1,17 @@
-"""A stage's surface: what it refuses, which collectives it issues, what it shows, and what it takes from batches."""
+"""The interface of a stage: refusals, collectives, recorded tensors, and batches."""
 
 import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.common.collectives import TensorParallelRegion
+from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.layers import backward_calls, weight_calls
 from pipeproof.stages.describe.synthetic import IGNORED, micro_batch
-from pipeproof.stages.describe.watch import LayerWatch
-from pipeproof.stages.reference.torch_uncut import run_uncut
-from pipeproof.stages.torch.batches import StepBatches
-from pipeproof.stages.torch.members import put_into, taken_from
-from pipeproof.stages.torch.ops import OPS
+from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
+from pipeproof.stages.torch.backend_ops import OPS
+from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
 from pipeproof.stages.torch.runtime import require_kernels, start_torch
 from pipeproof.stages.torch.stage import TorchStage
 from tests.plans import subject
@@ -27,8 +26,12 @@ LATENT = {**MLA, "q_rank": 6}
 ISSUING = {
     "tp": ({"tp": 2}, {}, {}),
     "sp, tied": (SP, {}, {"tied_embedding": True}),
-    "sp, gathered again": (SP, {"memory": {"gathered": "again"}}, {"moe": MOE}),
-    "sp, latent, gathered again": (SP, {"memory": {"gathered": "again"}}, {"mla": LATENT, **TWO_AHEAD}),
+    "sp, gathered again": (SP, {"memory": {"sequence_parallel_activations": "regather"}}, {"moe": MOE}),
+    "sp, latent, gathered again": (
+        SP,
+        {"memory": {"sequence_parallel_activations": "regather"}},
+        {"mla": LATENT, **TWO_AHEAD},
+    ),
     "sp, again": (SP, {"memory": {"recompute": "full"}}, {"mla": LATENT}),
     "sp, embedded again": (SP, {}, {"mtp": {"num_modules": 2, "magic_send": True}}),
     "ep, sp": ({**SP, "ep": 2}, {}, {"moe": {**MOE, **EVEN}}),
@@ -70,10 +73,10 @@ def test_an_activation_is_taken_exactly_where_the_model_does_not_begin():
     layers = describe_gpt(plan)
     batches = StepBatches(plan, 0, CPU)
     batches.load(0)
-    with pytest.raises(ValueError, match=r"exactly where the first layer is not 'embed', got Tensor"):
-        TorchStage(plan, layers, CPU).forward(torch.zeros(8, 2, 16), batches.unit(0), step=0, index=0)
+    with pytest.raises(ValueError, match=r"'embed', got Tensor"):
+        TorchStage(plan, layers, CPU).forward(torch.zeros(8, 2, 16), batches.work_item(0), step=0, index=0)
     with pytest.raises(ValueError, match=r"stage of \['norm', 'head'\].* got NoneType"):
-        TorchStage(plan, layers[-2:], CPU).forward(None, batches.unit(0), step=0, index=0)
+        TorchStage(plan, layers[-2:], CPU).forward(None, batches.work_item(0), step=0, index=0)
 
 
 def test_a_stage_has_different_layers():
@@ -122,7 +125,7 @@ def test_a_stage_that_only_hands_on_gives_memory_of_its_own():
     batches = StepBatches(plan, 0, CPU)
     batches.load(0)
     given = torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
-    output = stage.forward(given, batches.unit(0), step=0, index=0)
+    output = stage.forward(given, batches.work_item(0), step=0, index=0)
     assert torch.equal(output, given)
     assert output.data_ptr() != given.data_ptr()
     gradient = torch.randn_like(given)
@@ -131,11 +134,11 @@ def test_a_stage_that_only_hands_on_gives_memory_of_its_own():
 
 
 @pytest.mark.parametrize("model", [{}, {**TWO_AHEAD, "moe": MOE}])
-def test_what_is_shown_at_borders_has_the_bits_of_the_uncut_model(model):
+def test_recorded_tensors_have_the_bits_of_the_unpartitioned_model(model):
     plan = make_plan("plain", model=model, run={"dtype": "float32", "steps": 1})
     ours, reference = LayerWatch(), LayerWatch()
     list(StagedRun(plan, cut=(2, 3), watch=ours).steps())
-    list(run_uncut(plan, reference))
+    list(run_unpartitioned(plan, reference))
     seen, expected = ours.take(), reference.take()
     assert set(seen) == set(expected)
     assert [key for key, array in seen.items() if array.tobytes() != expected[key].tobytes()] == []
@@ -156,15 +159,15 @@ def test_batches_of_later_steps_are_in_the_memory_of_the_first():
     plan = make_plan("ahead")
     batches = StepBatches(plan, 0, CPU)
     batches.load(0)
-    unit = batches.unit(1)
-    memory = [lane.tokens.data_ptr() for lane in unit.lanes]
-    before = unit.tokens.clone()
+    work_item = batches.work_item(1)
+    memory = [stream.tokens.data_ptr() for stream in work_item.streams]
+    before = work_item.tokens.clone()
     batches.load(1)
-    later = batches.unit(1)
-    assert [lane.tokens.data_ptr() for lane in later.lanes] == memory
+    later = batches.work_item(1)
+    assert [stream.tokens.data_ptr() for stream in later.streams] == memory
     assert not torch.equal(later.tokens, before)
     assert later.tokens.numpy().tobytes() == micro_batch(plan, 1, 1).tokens.T.tobytes()
-    assert [lane.labels[0, 0].item() for lane in later.lanes[1:]] == later.labels[1:3, 0].tolist()
+    assert [stream.labels[0, 0].item() for stream in later.streams[1:]] == later.labels[1:3, 0].tolist()
 
 
 MEMBERS = [
@@ -182,19 +185,19 @@ def test_words_that_cross_a_boundary_take_the_place_of_the_unit_s_own(order):
     members = {member.member: member for member in plan.edges[0].variants[0]}
     batches = StepBatches(plan.spec, 0, CPU)
     batches.load(0)
-    own, other = batches.unit(0), batches.unit(1)
+    own, other = batches.work_item(0), batches.work_item(1)
     batch_first = order == "bsh"
-    sent = {name: taken_from(other, members[name], batch_first=batch_first) for name in ("tokens", "labels", "mask")}
+    sent = {name: member_values(other, members[name], batch_first=batch_first) for name in ("tokens", "labels", "mask")}
     for name, member in members.items():
         if name in sent:
             assert (tuple(sent[name].shape), sent[name].dtype) == (member.shape, getattr(torch, member.dtype))
-    labels = put_into(own, members["labels"], sent["labels"], batch_first=batch_first)
+    labels = with_member(own, members["labels"], sent["labels"], batch_first=batch_first)
     assert torch.equal(labels.labels, other.labels)
     assert torch.equal(labels.tokens, own.tokens)
-    mask = put_into(labels, members["mask"], torch.zeros_like(sent["mask"]), batch_first=batch_first)
+    mask = with_member(labels, members["mask"], torch.zeros_like(sent["mask"]), batch_first=batch_first)
     assert (mask.labels == IGNORED).all()
-    assert torch.equal(put_into(labels, members["mask"], sent["mask"], batch_first=batch_first).labels, other.labels)
-    tokens = put_into(own, members["tokens"], sent["tokens"], batch_first=batch_first)
+    assert torch.equal(with_member(labels, members["mask"], sent["mask"], batch_first=batch_first).labels, other.labels)
+    tokens = with_member(own, members["tokens"], sent["tokens"], batch_first=batch_first)
     assert torch.equal(tokens.tokens, other.tokens)
     dim = 1 if batch_first else 0
     counted = own.labels.narrow(dim, 0, 7) != IGNORED

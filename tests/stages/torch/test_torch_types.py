@@ -1,10 +1,10 @@
-"""Types: gradients that add up in a wider one than layers compute in, and 16 bits, which stay near float32."""
+"""Types: gradient sums in a wider type than the layers, and 16-bit types near float32."""
 
 import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.reference.torch_uncut import run_uncut
+from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 from pipeproof.stages.torch.weights import Weight, add_product
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO_AHEAD, make_plan
 from tests.stages.torch.staged_run import StagedRun
@@ -29,9 +29,9 @@ def plan_in(dtype, main=None, **model):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "main"), [("float32", "float64"), *((dtype, "float32") for dtype in SIXTEEN)])
-def test_wider_gradients_have_the_bits_of_the_uncut_model(dtype, main, name):
+def test_wider_gradients_have_the_bits_of_the_unpartitioned_model(dtype, main, name):
     plan = plan_in(dtype, main, **MODELS[name])
-    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_uncut(plan), strict=True):
+    for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_unpartitioned(plan), strict=True):
         assert_same_bits(ours, reference)
         assert {gradient.dtype.name for gradient in ours.gradients.values()} == {main}
         assert {weight.dtype.name for weight in ours.weights.values()} == {main}
@@ -72,7 +72,7 @@ def test_a_weight_that_is_lent_has_the_same_values_and_a_gradient_of_its_own():
 
 
 def test_narrow_factors_are_summed_in_the_type_of_the_buffer():
-    """4096 + 1 is no bfloat16, and 2^-9 is lost beside 1 in it."""
+    """4096 + 1 is no bfloat16, and 1 + 2^-9 is rounded to 1."""
     buffer = torch.tensor([[4096.0]])
     add_product(buffer, torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16))
     assert buffer.item() == 4097.0 + 2.0**-9

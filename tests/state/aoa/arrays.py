@@ -1,12 +1,12 @@
-"""Maps carried out on arrays of distinct numbers: ours, and Paddle's own engine's."""
+"""Maps applied on arrays of distinct numbers: ours, and Paddle's own engine's."""
 
 import contextlib
 import io
 
 import numpy as np
 
-from pipeproof.state.aoa.meta import TensorMeta
-from pipeproof.state.aoa.read import read_statements
+from pipeproof.state.aoa.read_statements import read_statements
+from pipeproof.state.aoa.tensor_families import TensorMeta
 
 
 def program(*lines):
@@ -18,7 +18,7 @@ def meta(*shape, dtype="float32", shards=1):
 
 
 def numbers(metas):
-    """Arrays of these shapes in which no number stands twice."""
+    """Arrays of these shapes in which no number occurs twice."""
     found, start = {}, 1
     for name, one in metas.items():
         size = int(np.prod(one.shape))
@@ -27,21 +27,21 @@ def numbers(metas):
     return found
 
 
-def carried_out(state_map, arrays):
-    """By name the target's arrays (0 where nothing is), and of each element the casts that it goes through."""
+def apply_map(state_map, arrays):
+    """Return the target's arrays by name (0 where nothing is written), and the casts of each element."""
     made, casts = {}, {}
     for name, tensor in state_map.tensors.items():
         values, through = np.full(tensor.shape, -1), np.full(tensor.shape, None, dtype=object)
-        for slab in tensor.slabs:
-            place = _index(zip(slab.box.offsets, slab.box.stops, strict=True))
-            assert (values[place] == -1).all()
+        for copy in tensor.copies:
+            location = _index(zip(copy.region.offsets, copy.region.stops, strict=True))
+            assert (values[location] == -1).all()
             content = 0
-            if slab.source is not None:
-                box = slab.source_box
-                content = arrays[slab.source][_index(zip(box.offsets, box.stops, strict=True))]
-                content = content if slab.permutation is None else content.transpose(slab.permutation)
-            values[place] = content
-            through[place].fill(slab.casts) if isinstance(through[place], np.ndarray) else None
+            if copy.source is not None:
+                region = copy.source_region
+                content = arrays[copy.source][_index(zip(region.offsets, region.stops, strict=True))]
+                content = content if copy.permutation is None else content.transpose(copy.permutation)
+            values[location] = content
+            through[location].fill(copy.casts) if isinstance(through[location], np.ndarray) else None
         assert (values >= 0).all()
         made[name], casts[name] = values, through
     return made, casts
@@ -80,8 +80,8 @@ def shard_infos(metas):
     return found
 
 
-def carried_out_by_paddle(made_by, arrays, names=None):
-    """The same as ``carried_out``, from the slices that Paddle's engine answers."""
+def apply_map_with_paddle(made_by, arrays, names=None):
+    """The same as ``apply_map``, from the slices that Paddle's engine answers."""
     made, casts = {}, {}
     for name in made_by.output_vars if names is None else names:
         tensor = made_by.output_vars[name]

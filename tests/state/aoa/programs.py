@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from pipeproof.state.aoa.meta import TensorMeta
+from pipeproof.state.aoa.tensor_families import TensorMeta
 from tests.state.aoa.arrays import numbers
 
 

@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from pipeproof.cli import main
-from pipeproof.state.aoa import read
-from pipeproof.state.aoa.engine import map_of
-from pipeproof.state.aoa.meta import metas_of_plan
-from pipeproof.state.aoa.read import read_file, read_statements
-from pipeproof.state.names.statements import statements_between
+from pipeproof.cli.main import main
+from pipeproof.state.aoa import read_statements as read
+from pipeproof.state.aoa.aoa_engine import program_map
+from pipeproof.state.aoa.read_statements import read_file, read_statements
+from pipeproof.state.aoa.tensor_families import metas_of_plan
+from pipeproof.state.names.convention_statements import statements_between
 from tests.state.runs import plan_of
 from tests.state.tiny import write_state
 
@@ -40,43 +40,43 @@ def test_statements_without_patterns_make_the_same():
     assert len(plain.splitlines()) == 20
     metas = _metas()
     program = read_statements(plain, "plain.aoa")
-    assert map_of(program, metas, None) == map_of(read_file(Path(FILE)), metas, None)
+    assert program_map(program, metas, None) == program_map(read_file(Path(FILE)), metas, None)
 
 
 def test_the_inverse_can_be_written_to_a_file_and_used(tmp_path):
     for options in ((), ("--expand",)):
         back = aoa(FILE, "--source", PLAN, "--inverse", *options).stdout
-        made = made_metas(map_of(read_file(Path(FILE)), _metas(), None).tensors)
-        assert set(map_of(read_statements(back, "back.aoa"), made, _metas()).tensors) == set(_metas())
+        made = made_metas(program_map(read_file(Path(FILE)), _metas(), None).tensors)
+        assert set(program_map(read_statements(back, "back.aoa"), made, _metas()).tensors) == set(_metas())
 
 
 def made_metas(tensors):
-    from pipeproof.state.aoa.meta import TensorMeta
+    from pipeproof.state.aoa.tensor_families import TensorMeta
 
     return {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _metas():
-    from pipeproof.comm.loaded import lower_loaded
-    from pipeproof.specs.load import load_plan
+    from pipeproof.comm.lower import lower_loaded
+    from pipeproof.specs.load_plan import load_plan
 
     return metas_of_plan(lower_loaded(load_plan(PLAN)))
 
 
-def test_json_has_every_slab():
+def test_json_has_every_region_copy():
     shown = json.loads(aoa(FILE, "--source", PLAN, "--format", "json").stdout)
     query = shown["tensors"]["model.layers.3.self_attn.q_proj.weight"]
-    assert [slab["source_offsets"] for slab in query["slabs"]] == [[0, 0], [0, 48], [0, 96], [0, 144]]
+    assert [copy["source_offsets"] for copy in query["slabs"]] == [[0, 0], [0, 48], [0, 96], [0, 144]]
     assert query["slabs"][0]["permutation"] == [1, 0]
     assert json.loads(aoa(FILE, "--source", PLAN, "--format", "json", "--inverse").stdout).keys() == {"aoa_statements"}
 
 
-def test_what_is_wrong_is_shown_in_its_line(tmp_path):
+def test_mistakes_is_shown_in_its_line(tmp_path):
     file = tmp_path / "map.aoa"
     file.write_text("# names\nlayer.$LAYER_ID.attn.qvk.weight -> a.$LAYER_ID\n")
     refused = aoa(file, "--source", PLAN)
     assert refused.exit_code == 2
-    assert "error[PP181]: `layer.$LAYER_ID.attn.qvk.weight` fits no tensor of the source" in refused.stderr
+    assert "error[PP181]: `layer.$LAYER_ID.attn.qvk.weight` matches no tensor of the source" in refused.stderr
     assert "2 | layer.$LAYER_ID.attn.qvk.weight -> a.$LAYER_ID" in refused.stderr
     assert "did you mean `layer.0.attn.qkv.weight`?" in refused.stderr
     findings = json.loads(aoa(file, "--source", PLAN, "--format", "json").stdout)["findings"]
@@ -91,7 +91,7 @@ def test_a_source_that_is_no_checkpoint_is_bad_input(tmp_path):
 
 
 def test_statements_between_two_conventions_are_written(tmp_path):
-    from pipeproof.specs.load import load_plan
+    from pipeproof.specs.load_plan import load_plan
 
     text = statements_between("huggingface", "paddleformers", load_plan(PLAN).spec.model)
     words = (PLAN, "--from", "huggingface", "--to", "paddleformers")
@@ -104,19 +104,19 @@ def test_statements_between_two_conventions_are_written(tmp_path):
 
 def test_what_cannot_be_written_between_conventions_is_refused(tmp_path):
     save_file({"a": np.zeros(2)}, tmp_path / "bare.safetensors")
-    for place, code, why in (
-        (PLAN, "PP928", "no convention of names `gguf`"),
-        (tmp_path / "bare.safetensors", "PP924", "name the plan of the model in its place"),
+    for location, code, why in (
+        (PLAN, "PP928", "no naming convention `gguf`"),
+        (tmp_path / "bare.safetensors", "PP924", "name the plan of the model"),
         (tmp_path / "none.yaml", "PP100", "none.yaml"),
         (tmp_path, "PP920", str(tmp_path)),
     ):
-        refused = aoa(place, "--from", "gguf", "--to", "pipeproof")
+        refused = aoa(location, "--from", "gguf", "--to", "pipeproof")
         assert refused.exit_code == 2
         assert f"error[{code}" in refused.stderr
         assert why in refused.stderr
     for words in ((PLAN, "--from", "huggingface"), (PLAN, "--from", "huggingface", "--to", "pipeproof", "--inverse"),
                   (PLAN, "--from", "huggingface", "--to", "pipeproof", "--source", PLAN)):  # fmt: skip
-        assert "--from CONVENTION goes with --to CONVENTION" in aoa(*words).stderr
+        assert "--from CONVENTION" in aoa(*words).stderr
     assert "--source PLACE is missing" in aoa(FILE).stderr
 
 
@@ -128,10 +128,10 @@ def test_a_file_without_statements_is_a_mistake(tmp_path, text):
     assert refused.exit_code == 2
     said = " ".join(refused.stderr.split())
     assert "map.aoa has no statement" in said
-    assert "`aoa_statements: []` says that every tensor stays as it is" in said
+    assert "`aoa_statements: []` keeps every tensor unchanged" in said
 
 
-def test_one_of_anything_is_said_as_one(tmp_path):
+def test_one_of_anything_is_reported_as_one(tmp_path):
     file = tmp_path / "map.aoa"
     file.write_text("aoa_statements: []\n")
     assert aoa(file, "--source", PLAN).stdout.startswith(

@@ -1,4 +1,4 @@
-"""Where Paddle's engine passes over a mistake, or is mistaken: what it does, and what is said here (docs/aoa.md)."""
+"""Mistakes that Paddle's engine ignores or gets wrong: its result, and the finding here (docs/aoa.md)."""
 
 import re
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeproof.state.aoa.codes import AoaError
-from pipeproof.state.aoa.engine import map_of
+from pipeproof.state.aoa.aoa_codes import AoaError
+from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.inverse import inverse
-from tests.state.aoa.arrays import carried_out, carried_out_by_paddle, engine, meta, numbers, program
+from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, meta, numbers, program
 
 pytestmark = pytest.mark.needs_paddle
 PAGE = Path(__file__).parents[3] / "docs" / "aoa.md"
@@ -19,17 +19,17 @@ EXPERTS = {f"layers.0.experts.{number}.w": meta(2, 4) for number in range(12)}
 
 
 def theirs(lines, source, target=None, **config):
-    """What Paddle's engine makes, by name."""
-    return carried_out_by_paddle(engine(lines, source, target, **config), numbers(source))[0]
+    """Return the results of Paddle's engine by name."""
+    return apply_map_with_paddle(engine(lines, source, target, **config), numbers(source))[0]
 
 
 def ours(lines, source, target=None):
-    return carried_out(map_of(program(*lines), source, target), numbers(source))[0]
+    return apply_map(program_map(program(*lines), source, target), numbers(source))[0]
 
 
 def refused(code, lines, source, target=None):
     with pytest.raises(AoaError) as error:
-        map_of(program(*lines), source, target)
+        program_map(program(*lines), source, target)
     assert {finding.code for finding in error.value.findings} == {code}
     return error.value.findings[0].message
 
@@ -37,17 +37,17 @@ def refused(code, lines, source, target=None):
 def a_pattern_that_fits_nothing():
     lines = ["layer.$LAYER_ID.w -> blocks.$LAYER_ID.w"]
     assert set(theirs(lines, LAYERS)) == set(LAYERS)  # dropped without a word
-    assert "fits no tensor of the source" in refused("PP181", lines, LAYERS)
+    assert "matches no tensor of the source" in refused("PP181", lines, LAYERS)
 
 
-def a_star_beside_an_id():
+def a_star_next_to_an_id():
     lines = ["layers.$LAYER_ID.experts.*.w -> layers.$LAYER_ID.fused, axis=0"]
     assert set(theirs(lines, EXPERTS)) == set(EXPERTS)
     made = ours(lines, EXPERTS)["layers.0.fused"]
     assert (made == np.arange(1, 97).reshape(24, 4)).all()  # by number: 10 comes after 9
 
 
-def an_array_beside_an_id():
+def an_array_next_to_an_id():
     source = {"layers.0.v_0": meta(4), "layers.0.v_1": meta(4)}
     lines = ["layers.$LAYER_ID.v[0:2] -> layers.$LAYER_ID.v, axis=0"]
     assert set(theirs(lines, source)) == set(source)
@@ -91,7 +91,7 @@ def an_id_with_nothing():
     lines = ["layers.$LAYER_ID.w -> _"]
     with pytest.raises(AssertionError, match="must contain all of the following keys"):
         theirs(lines, LAYERS)
-    state_map = map_of(program(*lines), {**LAYERS, "head": meta(2)}, None)
+    state_map = program_map(program(*lines), {**LAYERS, "head": meta(2)}, None)
     assert (set(state_map.tensors), state_map.removed) == ({"head"}, set(LAYERS))
 
 
@@ -99,7 +99,7 @@ def a_gap_between_experts():
     source = {name: one for name, one in EXPERTS.items() if ".7." not in name}
     lines = ["layers.0.experts.*.w -> fused, axis=0"]
     assert theirs(lines, source)["fused"].shape == (22, 4)  # expert 8 stands where 7 should
-    assert "and 7 is not there" in refused("PP181", lines, source)
+    assert "and 7 is missing" in refused("PP181", lines, source)
 
 
 def numbers_with_zeros_before_them():
@@ -110,18 +110,18 @@ def numbers_with_zeros_before_them():
     refused("PP181", lines, source)
 
 
-def a_merge_of_tensors_that_differ_beside_the_axis():
+def a_merge_of_tensors_that_differ_in_another_dim():
     source = {"a": meta(4, 2), "b": meta(5, 2)}
     lines = ["a, b -> c, axis=1"]
     tensor = engine(lines, source, None).output_vars["c"]
     assert tuple(tensor.shape) == (4, 4)  # of 18 elements
-    assert "they differ beside axis 1" in refused("PP182", lines, source)
+    assert "they differ outside axis 1" in refused("PP182", lines, source)
 
 
 def a_merge_of_types_that_a_cast_made_differ():
     source = {"a": meta(2), "b": meta(2)}
     lines = ['a -> t, dtype="bfloat16"', "t, b -> c, axis=0"]
-    casts = carried_out_by_paddle(engine(lines, source, {"c": meta(4)}), numbers(source))[1]["c"]
+    casts = apply_map_with_paddle(engine(lines, source, {"c": meta(4)}), numbers(source))[1]["c"]
     assert list(casts) == [("bfloat16",), ("bfloat16",), (), ()]  # half of a float32 tensor is rounded
     refused("PP182", lines, source, {"c": meta(4)})
 
@@ -130,7 +130,7 @@ def a_gate_and_an_up_projection_of_two_sizes():
     source = {"gate": meta(2), "up": meta(4)}
     lines = ["gate, up -> ffn, fused_ffn, axis=0"]
     assert theirs(lines, source)["ffn"].tolist() == [1, 2, 3, 4, 5, 6]  # the halves are 1, 2, 3 and 4, 5, 6
-    assert "parts are of different sizes" in refused("PP182", lines, source)
+    assert "shards differ in size" in refused("PP182", lines, source)
 
 
 def a_fused_form_with_a_name_too_many():
@@ -169,7 +169,7 @@ def heads_that_do_not_divide_into_the_parts():
         theirs(lines, source, target)
     lines = [line.replace("groups=2", "groups=6") for line in lines]
     assert "Q_2" not in str(engine(lines, source, target).statements)  # heads 2 and 5 are in no part
-    assert "do not divide into the 4 parts" in refused("PP182", lines, source, target)
+    assert "do not divide into its 4 shards" in refused("PP182", lines, source, target)
 
 
 def attributes_in_another_order():
@@ -232,7 +232,7 @@ def a_cast_of_a_weight_and_its_moments():
     lines = ['a -> b, dtype="bfloat16"']
     (entry,) = engine(lines, source, target).find_shard_sources(_desc("b.moment1_0", target["b.moment1_0"]))
     assert entry.postprocess_list == ["bfloat16"]  # the moment goes through 16 bits
-    assert map_of(program(*lines), source, target).tensors["b.moment1_0"].slabs[0].casts == ()
+    assert program_map(program(*lines), source, target).tensors["b.moment1_0"].copies[0].casts == ()
 
 
 def _desc(name, one):
@@ -263,7 +263,7 @@ def a_name_of_the_source_that_is_covered_without_a_target():
 def a_name_that_is_assigned_twice():
     source, lines = {"a": meta(1), "b": meta(1)}, ["a -> c", "b -> c"]
     assert theirs(lines, source, {"c": meta(1)})["c"].tolist() == [2]
-    assert "`c` is assigned here, and was in line 1" in refused("PP184", lines, source, {"c": meta(1)})
+    assert "`c` is assigned here, and was assigned before in line 1" in refused("PP184", lines, source, {"c": meta(1)})
 
 
 def a_result_that_nobody_reads():
@@ -291,7 +291,7 @@ def an_added_tensor_that_the_target_has_not():
 def a_rename_with_an_axis():
     source = {"a": meta(2)}
     assert set(theirs(["a -> b, axis=0"], source)) == {"a"}  # without a target, the rename is lost
-    assert "`axis` is of a merge" in refused_text(["a -> b, axis=0"])
+    assert "`axis` belongs to a merge" in refused_text(["a -> b, axis=0"])
 
 
 def an_attribute_that_a_form_does_not_have():
@@ -334,7 +334,7 @@ def a_reverse_of_a_merge_of_two_sizes():
 
 
 def inverse_of(lines, source, target):
-    from pipeproof.state.aoa.write import write_statements
+    from pipeproof.state.aoa.statements import write_statements
 
     return write_statements(inverse(program(*lines), source, target)).splitlines()
 
@@ -347,12 +347,11 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_what_paddles_engine_passes_over(name):
+def test_what_paddles_engine_ignores(name):
     DIFFERENCES[name]()
 
 
 def test_the_page_has_a_row_for_each_difference():
-    rows = re.findall(
-        r"^\| ([a-z][^|]+?) \| [^|]+ \| [^|]+ \|$", PAGE.read_text().partition("## What is refused")[2], re.MULTILINE
-    )
+    section = PAGE.read_text().partition("## Differences from Paddle's engine")[2]
+    rows = re.findall(r"^\| ([a-z][^|]+?) \| [^|]+ \| [^|]+ \|$", section, re.MULTILINE)
     assert sorted(rows[1:]) == sorted(name.replace("_", " ") for name in DIFFERENCES)

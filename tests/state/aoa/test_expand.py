@@ -2,16 +2,16 @@
 
 import pytest
 
-from pipeproof.state.aoa.codes import AoaError
+from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.expand import expand
-from pipeproof.state.aoa.write import written
+from pipeproof.state.aoa.statements import statement_text
 from tests.state.aoa.arrays import program
 
 EXPERTS = {f"layers.{layer}.experts.{expert}.up" for layer in (1, 10) for expert in range(12)}
 
 
 def expanded(lines, source, target=None):
-    return [written(one) for one in expand(program(*lines), set(source), target and set(target)).statements]
+    return [statement_text(one) for one in expand(program(*lines), set(source), target and set(target)).statements]
 
 
 def refusal(lines, source, target=None):
@@ -29,7 +29,7 @@ def test_ids_go_by_number_and_only_where_both_are_there():
     ]
 
 
-def test_a_dot_stands_for_a_dot_alone():
+def test_a_dot_is_for_a_dot_alone():
     assert expanded(["l.$LAYER_ID.w -> m.$LAYER_ID"], {"l.1.w", "l.1xw", "lx2.w"}) == ["l.1.w -> m.1"]
 
 
@@ -38,7 +38,7 @@ def test_an_offset_is_one_less_to_the_right():
     assert expanded(lines, {"a.10.w", "b.10.w", "a.2.w", "b.2.w"})[1] == "a.10.w, b.10.w -> c.9.w, axis=0"
     ((code, message, _),) = refusal(lines, {"a.0.w", "b.0.w"})
     assert code == "PP181"
-    assert "no layer before it" in message
+    assert "no previous layer" in message
 
 
 def test_a_star_is_all_numbers_in_their_order_on_either_side():
@@ -47,8 +47,8 @@ def test_a_star_is_all_numbers_in_their_order_on_either_side():
     assert names == [f"layers.1.experts.{expert}.up" for expert in range(12)]
     back = ["stack.$LAYER_ID -> layers.$LAYER_ID.experts.*.up, axis=0"]
     assert expanded(back, {"stack.1", "stack.10"}, EXPERTS)[1].split(" -> ")[1].startswith("layers.10.experts.0.up, l")
-    ((code, _, mend),) = refusal(back, {"stack.1"})
-    assert (code, mend) == ("PP181", "say what the target is: `--to`")
+    ((code, _, fix),) = refusal(back, {"stack.1"})
+    assert (code, fix) == ("PP181", "give the target: `--to`")
     assert other.endswith("-> stack.10, axis=0")
 
 
@@ -59,21 +59,21 @@ def test_a_star_that_finds_one_is_a_merge_of_one():
 def test_the_other_names_must_be_there_for_the_same_numbers():
     lines = ["up.$LAYER_ID, gate.$LAYER_ID -> ffn.$LAYER_ID, fused_ffn"]
     ((_, message, _),) = refusal(lines, {"up.0", "up.1", "gate.0"})
-    assert message == "`up.$LAYER_ID` is there for $LAYER_ID=1, and `gate.$LAYER_ID` is not"
+    assert message == "`up.$LAYER_ID` exists for $LAYER_ID=1, and `gate.$LAYER_ID` does not"
     ((_, message, _),) = refusal(lines, {"up.0", "gate.10", "gate.0"})
-    assert message == "`gate.$LAYER_ID` is there for $LAYER_ID=10, and `up.$LAYER_ID` is not"
+    assert message == "`gate.$LAYER_ID` exists for $LAYER_ID=10, and `up.$LAYER_ID` does not"
 
 
-def test_the_name_that_was_meant_is_told():
-    ((code, message, mend),) = refusal(["layers.10.expert.3.up -> a"], EXPERTS)
+def test_the_name_that_was_meant_is_reported():
+    ((code, message, fix),) = refusal(["layers.10.expert.3.up -> a"], EXPERTS)
     assert code == "PP181"
     assert "there is no `layers.10.expert.3.up`" in message
-    assert mend == "did you mean `layers.10.experts.3.up`?"
+    assert fix == "did you mean `layers.10.experts.3.up`?"
 
 
-def test_what_fits_nothing_is_said_once_for_a_statement():
+def test_what_fits_nothing_is_reported_once_for_a_statement():
     ((code, message, _),) = refusal(["layers.$LAYER_ID.experts.$EXPERT_ID.down -> d.$LAYER_ID.$EXPERT_ID"], EXPERTS)
-    assert (code, message) == ("PP181", "`layers.$LAYER_ID.experts.$EXPERT_ID.down` fits no tensor of the source")
+    assert (code, message) == ("PP181", "`layers.$LAYER_ID.experts.$EXPERT_ID.down` matches no tensor of the source")
 
 
 def test_many_to_many_is_refused_once_names_are_known():
@@ -88,19 +88,19 @@ def test_a_name_may_be_assigned_again_from_itself_alone():
 
 def test_names_can_be_exchanged_through_a_third():
     made = expand(program("a -> t", "b -> a", "t -> b"), {"a", "b"}, {"a", "b"})
-    assert made.made == ("a", "b")
+    assert made.result_names == ("a", "b")
 
 
-def test_what_is_left_out_is_neither_read_nor_made():
-    assert refusal(["a -> _", "a -> b"], {"a"})[0][:2] == ("PP184", "`a` was left out before")
+def test_what_is_removed_is_neither_read_nor_made():
+    assert refusal(["a -> _", "a -> b"], {"a"})[0][:2] == ("PP184", "`a` was removed before")
     assert refusal(["a -> b", "a -> _"], {"a"})[0][0] == "PP184"
-    assert "left out by a statement" in refusal(["a -> _"], {"a"}, {"a"})[0][1]
+    assert "removed by a statement" in refusal(["a -> _"], {"a"}, {"a"})[0][1]
     made = expand(program("a, b -> c, axis=0", "c -> d, e, axis=0", "e -> _"), {"a", "b"}, {"d"})
-    assert made.made == ("d",)
+    assert made.result_names == ("d",)
     assert expand(program("a -> _", "b -> a"), {"a", "b"}, {"a"}).removed == {"a"}
 
 
-def test_every_tensor_of_the_target_is_made_and_alike_ones_are_said_together():
+def test_every_tensor_of_the_target_is_made_and_alike_ones_are_reported_together():
     target = {f"m.{layer}.w" for layer in range(40)} | {"head"}
     found = refusal(["a -> head"], {"a", "n.0.w"}, target)
     assert [code for code, *_ in found] == ["PP181"]
@@ -109,7 +109,7 @@ def test_every_tensor_of_the_target_is_made_and_alike_ones_are_said_together():
 
 def test_added_tensors_are_of_the_target_and_ids_are_its():
     assert expanded(["_ -> bias.$LAYER_ID"], {"a"}, {"bias.0", "bias.10", "a"}) == ["_ -> bias.0", "_ -> bias.10"]
-    assert refusal(["_ -> bias"], {"a"})[0][2] == "say what the target is: `--to`"
+    assert refusal(["_ -> bias"], {"a"})[0][2] == "give the target: `--to`"
 
 
 def test_work_grows_with_the_number_of_names():

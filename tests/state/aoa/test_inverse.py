@@ -1,23 +1,23 @@
-"""Statements turned round: as people would write them, and what cannot be."""
+"""Statements inverted: as people would write them, and what cannot be."""
 
 import pytest
 
-from pipeproof.state.aoa.codes import AoaError
-from pipeproof.state.aoa.engine import map_of
+from pipeproof.state.aoa.aoa_codes import AoaError
+from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.inverse import inverse
-from pipeproof.state.aoa.write import write_statements
-from tests.state.aoa.arrays import carried_out, meta, numbers, program, same
+from pipeproof.state.aoa.statements import write_statements
+from tests.state.aoa.arrays import apply_map, meta, numbers, program, same
 
 LAYERS = {f"l.{layer}.{name}": meta(4, width) for layer in (2, 10) for name, width in (("q", 8), ("k", 4))}
 EXPERTS = {f"l.{layer}.e.{expert}": meta(2, 4) for layer in (2, 10) for expert in range(11)}
 
 
-def turned(lines, source, target=None):
+def inverse_statements(lines, source, target=None):
     back = inverse(program(*lines), source, target)
-    forward = map_of(program(*lines), source, target)
-    after, _ = carried_out(forward, numbers(source))
+    forward = program_map(program(*lines), source, target)
+    after, _ = apply_map(forward, numbers(source))
     made = target or {name: meta(*one.shape, dtype=one.dtype) for name, one in forward.tensors.items()}
-    before, _ = carried_out(map_of(back, made, source), after)
+    before, _ = apply_map(program_map(back, made, source), after)
     assert same(before, numbers(source))
     return write_statements(back).splitlines()
 
@@ -62,35 +62,35 @@ def turned(lines, source, target=None):
     ],
 )  # fmt: skip
 def test_the_inverse_is_what_a_person_would_write(lines, source, expected):
-    assert turned(lines, source) == expected
+    assert inverse_statements(lines, source) == expected
 
 
-def test_fused_forms_are_turned_round_with_the_parts_of_both_sides():
+def test_fused_forms_are_inverted_with_the_shards_of_both_sides():
     source, target = {"ffn": meta(2, 16, shards=2)}, {"out": meta(2, 16, shards=4)}
-    assert turned(["ffn -> out, fused_ffn"], source, target) == ["out -> ffn, fused_ffn"]
+    assert inverse_statements(["ffn -> out, fused_ffn"], source, target) == ["out -> ffn, fused_ffn"]
     heads = "num_heads=4, num_key_value_groups=2"
     source, target = {"q": meta(2, 8), "k": meta(2, 4), "v": meta(2, 4)}, {"qkv": meta(2, 16, shards=2)}
     lines = [f"q, k, v -> qkv, fused_qkv_old, {heads}"]
-    assert turned(lines, source, target) == [f"qkv -> q, k, v, fused_qkv_old, {heads}"]
+    assert inverse_statements(lines, source, target) == [f"qkv -> q, k, v, fused_qkv_old, {heads}"]
 
 
-def test_an_added_tensor_is_left_out_on_the_way_back():
+def test_an_added_tensor_is_removed_on_the_way_back():
     source, target = {"a": meta(2)}, {"a": meta(2), "z": meta(3)}
-    assert turned(["_ -> z"], source, target) == ["z -> _"]
+    assert inverse_statements(["_ -> z"], source, target) == ["z -> _"]
 
 
-def test_a_copy_beside_the_tensor_itself_is_left_out():
+def test_a_copy_next_to_the_tensor_itself_is_removed():
     source, target = {"a": meta(2)}, {"a": meta(2), "b": meta(2)}
-    assert turned(["a -> b"], source, target) == ["b -> _"]
+    assert inverse_statements(["a -> b"], source, target) == ["b -> _"]
 
 
 @pytest.mark.parametrize(
     ("lines", "source", "target", "said"),
     [
-        (["a -> b", "c -> _"], {"a": meta(2), "c": meta(2)}, None, "`c` is left out"),
+        (["a -> b", "c -> _"], {"a": meta(2), "c": meta(2)}, None, "`c` is removed"),
         (['a -> b, dtype="bfloat16"'], {"a": meta(2)}, None, "the cast from float32 to bfloat16 loses bits"),
         (['a -> b, dtype="float16"'], {"a": meta(2, dtype="bfloat16")}, None, "loses bits"),
-        (["a -> b, c, axis=0", "c -> _"], {"a": meta(2)}, None, "`c` is left out"),
+        (["a -> b, c, axis=0", "c -> _"], {"a": meta(2)}, None, "`c` is removed"),
         (["a -> b"], {"a": meta(2), "c": meta(2)}, {"b": meta(2)}, "the target has nothing of the source's `c`"),
     ],
 )

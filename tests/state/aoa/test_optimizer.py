@@ -1,12 +1,12 @@
-"""Moments go where weights go, counters beside them, in our names and in Paddle's; they keep their types."""
+"""Moments go where weights go, counters next to them, in our names and in Paddle's; they keep their types."""
 
 import pytest
 
-from pipeproof.state.aoa.codes import AoaError
-from pipeproof.state.aoa.engine import map_of
-from tests.state.aoa.arrays import carried_out, meta, numbers, program
+from pipeproof.state.aoa.aoa_codes import AoaError
+from pipeproof.state.aoa.aoa_engine import program_map
+from tests.state.aoa.arrays import apply_map, meta, numbers, program
 
-OURS = ("optimizer/moment1/{}", "optimizer/moment2/{}")
+OWN_NAMES = ("optimizer/moment1/{}", "optimizer/moment2/{}")
 THEIRS = ("{}.w_0", "{}.moment1_0", "{}.moment2_0")
 
 
@@ -18,7 +18,7 @@ def state_of(forms, counters, weight="float32", **shapes):
 
 @pytest.mark.parametrize(
     ("forms", "counters"),
-    [(OURS, {"optimizer/beta1_power/{}": ()}), (THEIRS, {"{}.beta1_pow_acc_0": (1,)})],
+    [(OWN_NAMES, {"optimizer/beta1_power/{}": ()}), (THEIRS, {"{}.beta1_pow_acc_0": (1,)})],
     ids=["ours", "Paddle's"],
 )
 @pytest.mark.parametrize("with_target", [True, False])
@@ -27,8 +27,8 @@ def test_states_go_as_their_weights_do(forms, counters, with_target):
     target = state_of(forms, counters, merged=(8, 2), half=(2, 2), other=(2, 2)) if with_target else None
     lines = ["a^T, b^T -> merged, axis=0", "c -> half, other, axis=0"]
     arrays = numbers(source)
-    state_map = map_of(program(*lines), source, target)
-    made, _ = carried_out(state_map, arrays)
+    state_map = program_map(program(*lines), source, target)
+    made, _ = apply_map(state_map, arrays)
     assert set(made) == set(state_of(forms, counters, merged=(8, 2), half=(2, 2), other=(2, 2)))
     for form in (*forms, "{}"):
         merged = [*arrays[form.format("a")].T.tolist(), *arrays[form.format("b")].T.tolist()]
@@ -42,27 +42,27 @@ def test_states_go_as_their_weights_do(forms, counters, with_target):
 
 def test_a_cast_is_of_the_weight_alone():
     source = state_of(THEIRS, {}, weight="bfloat16", a=(2, 3))
-    state_map = map_of(program('a -> b, dtype="float32"'), source, None)
-    casts = {name: tensor.slabs[0].casts for name, tensor in state_map.tensors.items()}
+    state_map = program_map(program('a -> b, dtype="float32"'), source, None)
+    casts = {name: tensor.copies[0].casts for name, tensor in state_map.tensors.items()}
     assert casts == {"b": ("float32",), **{form.format("b"): () for form in THEIRS}}
     assert {tensor.dtype for tensor in state_map.tensors.values()} == {"float32"}
 
 
-def test_what_is_left_out_goes_with_its_states():
-    source = state_of(OURS, {"optimizer/step/{}": ()}, a=(2,), b=(2,))
-    state_map = map_of(program("a -> _"), source, None)
+def test_what_is_removed_goes_with_its_states():
+    source = state_of(OWN_NAMES, {"optimizer/step/{}": ()}, a=(2,), b=(2,))
+    state_map = program_map(program("a -> _"), source, None)
     assert len(state_map.removed) == 4
     assert all(name.endswith("a") for name in state_map.removed)
     assert "optimizer/step/b" in state_map.tensors
 
 
 def test_weights_alone_may_be_the_target():
-    source = state_of(OURS, {}, a=(2,))
-    assert set(map_of(program("a -> b"), source, {"b": meta(2)}).tensors) == {"b"}
+    source = state_of(OWN_NAMES, {}, a=(2,))
+    assert set(program_map(program("a -> b"), source, {"b": meta(2)}).tensors) == {"b"}
 
 
 def test_states_alone_go_by_the_weights_name():
-    state_map = map_of(program("a -> b"), {"a.w_0": meta(2), "a.moment1_0": meta(2)}, None)
+    state_map = program_map(program("a -> b"), {"a.w_0": meta(2), "a.moment1_0": meta(2)}, None)
     assert set(state_map.tensors) == {"b.w_0", "b.moment1_0"}
 
 
@@ -80,16 +80,18 @@ def test_states_alone_go_by_the_weights_name():
 )
 def test_states_that_cannot_be_made_are_named(source, target, code, said):
     with pytest.raises(AoaError) as error:
-        map_of(program("a -> b"), source, target)
+        program_map(program("a -> b"), source, target)
     assert error.value.findings[0].code == code
     assert said in error.value.findings[0].message
 
 
 def test_a_counter_of_an_added_tensor_begins_at_zero_or_is_refused():
-    source = state_of(OURS, {"optimizer/step/{}": ()}, a=(2,))
-    target = state_of(OURS, {"optimizer/step/{}": ()}, a=(2,), z=(3,))
-    state_map = map_of(program("_ -> z"), source, target)
-    assert all(state_map.tensors[name].slabs[0].source is None for name in target if name.endswith("z"))
-    source, target = (state_of(OURS, {"optimizer/beta1_power/{}": ()}, **one) for one in ({"a": (2,)}, {"z": (2,)}))
+    source = state_of(OWN_NAMES, {"optimizer/step/{}": ()}, a=(2,))
+    target = state_of(OWN_NAMES, {"optimizer/step/{}": ()}, a=(2,), z=(3,))
+    state_map = program_map(program("_ -> z"), source, target)
+    assert all(state_map.tensors[name].copies[0].source is None for name in target if name.endswith("z"))
+    source, target = (
+        state_of(OWN_NAMES, {"optimizer/beta1_power/{}": ()}, **one) for one in ({"a": (2,)}, {"z": (2,)})
+    )
     with pytest.raises(AoaError, match="does not begin at zero"):
-        map_of(program("a -> _", "_ -> z"), source, target)
+        program_map(program("a -> _", "_ -> z"), source, target)

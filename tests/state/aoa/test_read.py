@@ -1,4 +1,4 @@
-"""What is read, what is not and where it stands; what is written is read back."""
+"""Reading statements: valid ones, mistakes with locations, and statements that were written."""
 
 import json
 
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.state.aoa.codes import AoaError
-from pipeproof.state.aoa.read import read_file, read_statements
-from pipeproof.state.aoa.syntax import CAST_TYPES, Cast, Fused, Name, Program, Statement
-from pipeproof.state.aoa.write import write_statements
+from pipeproof.state.aoa.aoa_codes import AoaError
+from pipeproof.state.aoa.read_statements import read_file, read_statements
+from pipeproof.state.aoa.statements import CAST_TYPES, Cast, Fused, Name, Program, Statement, write_statements
 
 
 def refusal(text):
@@ -43,11 +42,11 @@ def test_all_of_the_language_is_read():
     assert program.statements[3].permutation == ()
     assert program.statements[8].fused == Fused("fused_qkv_old", 8, 2)
     assert program.statements[10].left == (Name("a", numbers=(0, 3)),)
-    assert program.statements[2].place.line == 6
+    assert program.statements[2].location.line == 6
 
 
 @pytest.mark.parametrize(
-    ("line", "place", "said"),
+    ("line", "location", "said"),
     [
         ("a b", "1:3-3", "`->` is missing here, found `b`"),
         ("a -> b c", "1:8-8", "unexpected `c`"),
@@ -56,39 +55,39 @@ def test_all_of_the_language_is_read():
         ("a -", "1:3-3", "unexpected '-'"),
         ("a.wé -> b", "1:4-4", "unexpected 'é'"),
         ("0.w -> b", "1:1-1", "unexpected '0'"),
-        ("a.$LAYERS.w -> b", "1:3-9", "`$LAYERS` stands for nothing"),
+        ("a.$LAYERS.w -> b", "1:3-9", "`$LAYERS` is no placeholder"),
         ("a -> b^T", "1:6-8", "is a view"),
         ("a^Tb -> c", "1:2-2", "unexpected '^'"),
         ("a, b -> c", "1:1-9", "needs `axis`"),
         ("a, b -> c, axis=-1", "1:17-18", "a number from 0 on"),
         ("a, b -> c, axis='0'", "1:17-19", "a number from 0 on"),
-        ("a, b -> c, axis=0, axis=1", "1:20-23", "stands here again"),
-        ("a, b -> c, axis=0, d", "1:20-20", "stands after attributes"),
+        ("a, b -> c, axis=0, axis=1", "1:20-23", "is repeated"),
+        ("a, b -> c, axis=0, d", "1:20-20", "comes after attributes"),
         ("a, b -> c, d, axis=0", "1:1-20", "2 names to the left and 2 to the right"),
         ("a, b -> c, axes=0", "1:12-15", "unknown attribute `axes`"),
         ("a -> b, dtype='int8'", "1:15-20", "one of float16, float32 or bfloat16"),
         ("a -> b, dtype='float32', permute='[]'", "1:1-37", "permute and a cast in one statement"),
         ("a -> b, src_dtype='float32'", "1:9-17", "`src_dtype` and `dst_dtype`"),
         ("a -> b, permute='1,0'", "1:17-21", "each dim once"),
-        ("a -> b, axis=1", "1:1-14", "`axis` is of a merge"),
+        ("a -> b, axis=1", "1:1-14", "`axis` belongs to a merge"),
         ("a -> b, num_heads=4", "1:9-17", "is of fused_qkv"),
         ("a -> b, c, d, fused_qkv, num_heads=4", "1:15-23", "needs `num_key_value_groups`"),
         ("a -> b, c, d, fused_qkv, num_heads=4, num_key_value_groups=3", "1:39-58", "do not divide into 3 groups"),
         ("a -> b, fused_ffn, fused_qkv", "1:20-28", "in one statement"),
         ("a, b, c -> d, fused_ffn", "1:1-23", "3 names to the left"),
-        ("_ -> _", "1:1-6", "stands alone on its side"),
+        ("_ -> _", "1:1-6", "alone on its side"),
         ("a -> _, axis=0", "1:1-14", "has no attributes"),
         ("a.*.b.* -> c, axis=0", "1:1-7", "two `*`"),
         ("a.$LAYER_ID -> b", "1:16-16", "has no `$LAYER_ID`"),
         ("a.$LAYER_ID.$LAYER_ID -> b.$LAYER_ID", "1:1-21", "`$LAYER_ID` twice"),
-        ("a[2:2] -> b, axis=0", "1:1-1", "stands for no names"),
+        ("a[2:2] -> b, axis=0", "1:1-1", "matches no names"),
         ("axis -> b", "1:1-4", "is an attribute"),
     ],
 )
-def test_what_cannot_be_meant_is_said_with_its_place(line, place, said):
+def test_what_cannot_be_meant_is_reported_with_its_place(line, location, said):
     (finding,) = refusal(line)
     at = finding.location
-    assert f"{at.line}:{at.column}-{at.end_column}" == place
+    assert f"{at.line}:{at.column}-{at.end_column}" == location
     assert said in finding.message
 
 
@@ -98,15 +97,15 @@ def test_every_line_is_read_and_every_mistake_told():
 
 def test_the_list_of_yaml_and_json_is_read_with_places():
     lines = ["a -> b", 'b -> c, dtype="float32"']
-    written = [
+    statement_text = [
         f"# Paddle's\naoa_statements:\n  - {lines[0]}\n  - '{lines[1]}'\n",
         json.dumps({"aoa_statements": lines}),
         f"aoa_statements: [{lines[0]}, '{lines[1]}']",
     ]
-    programs = [read_statements(text, "map.yaml") for text in written]
+    programs = [read_statements(text, "map.yaml") for text in statement_text]
     assert programs == [read_statements("\n".join(lines), "map.aoa")] * 3
-    place = programs[0].statements[0].left[0].place
-    assert (place.line, place.column, place.end_column) == (3, 5, 5)
+    location = programs[0].statements[0].left[0].location
+    assert (location.line, location.column, location.end_column) == (3, 5, 5)
     (finding,) = refusal("aoa_statements:\n  - 'a -> b, fast=1'")
     assert (finding.location.line, finding.location.column) == (2, 14)
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.cli import main
-from tests.state.damage.judges import JUDGES, opened_or_refused, refusal_of
+from pipeproof.cli.main import main
+from tests.state.damage.readers import READERS, opened_or_refused, refusal_of
 from tests.state.runs import MOE, plan_of
 from tests.state.tiny import values, write_state
 
@@ -39,9 +39,9 @@ def fresh(made):
 def require_refused(made, *names):
     """By every judge, and by one of the names in the message."""
     at, _, whole, bad = made
-    for judge in JUDGES:
-        findings = refusal_of(judge, at, bad, whole, 2)
-        assert findings, judge
+    for reader in READERS:
+        findings = refusal_of(reader, at, bad, whole, 2)
+        assert findings, reader
         assert any(name in finding.message for finding in findings for name in names), findings
     opened_or_refused(bad)
 
@@ -49,7 +49,7 @@ def require_refused(made, *names):
 def test_a_state_that_nothing_was_done_to_is_taken_by_all(made):
     at, _, whole, _ = made
     bad = fresh(made)
-    assert [refusal_of(judge, at, bad, whole, 2) for judge in JUDGES] == [()] * len(JUDGES)
+    assert [refusal_of(reader, at, bad, whole, 2) for reader in READERS] == [()] * len(READERS)
 
 
 @settings(deadline=None, max_examples=25)
@@ -74,7 +74,7 @@ def test_a_file_that_was_cut_or_has_more_is_found(made, name, part, more):
 
 @pytest.mark.parametrize("instead", ["nothing", "directory", "pipe", "loop", "dangling", "zeros", "endless", "other"])
 @pytest.mark.parametrize("name", [FILES[1], "index.json"])
-def test_what_stands_in_the_place_of_a_file_is_no_state(made, name, instead):
+def test_what_is_in_the_place_of_a_file_is_no_state(made, name, instead):
     file = fresh(made) / name
     size = file.stat().st_size
     file.unlink()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.state.index import StateIndex, index_text
-from tests.state.damage.judges import JUDGES, OtherValuesError, opened_or_refused, refusal_of
+from pipeproof.state.state_index import StateIndex, index_text
+from tests.state.damage.readers import READERS, OtherValuesError, opened_or_refused, refusal_of
 from tests.state.runs import plan_of
 from tests.state.tiny import values, write_state
 
@@ -84,7 +84,7 @@ def judged(made, text):
     else:
         (bad / "index.json").write_bytes(text)
     opened_or_refused(bad)
-    return [refusal_of(judge, at, bad, whole, 2) for judge in JUDGES]
+    return [refusal_of(reader, at, bad, whole, 2) for reader in READERS]
 
 
 def good_text(made):
@@ -111,15 +111,15 @@ def test_a_flipped_bit_of_the_index_is_refused_or_says_the_same(made, place, bit
 
 @settings(deadline=None, max_examples=25)
 @given(part=st.floats(0, 1, exclude_max=True))
-def test_a_part_of_an_index_is_none(made, part):
+def test_a_shard_of_an_index_is_none(made, part):
     text = good_text(made)
     assert all(judged(made, text[: int(part * (len(text) - 1))]))
 
 
 @settings(deadline=None, max_examples=90)
 @given(data=st.data())
-def test_an_index_with_a_digest_made_anew_is_refused_or_taken_and_nothing_else(made, data):
-    """Who forges it may say anything, and so values may be others; there is no crash, and no part twice or missing."""
+def test_an_index_with_a_digest_recomputed_is_refused_or_taken_and_nothing_else(made, data):
+    """Who forges it may say anything, and so values may be others; there is no crash, and no shard twice or missing."""
     edited = mutated(json.loads(good_text(made)), data)
     edited.pop("sha256", None)
     try:

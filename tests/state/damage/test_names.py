@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.codes import StateError
-from pipeproof.state.files import ByteArray, write_file
-from pipeproof.state.index import parse_index
+from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import parse_index
 
 ODD = ["a\x1b[2J", "a\nb", "a\x07", "a\u202eb"]
 

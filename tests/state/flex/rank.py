@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeproof.stages.paddle.runtime import start_paddle
-from tests.state.flex.ranks import here, moe_plan, part_of, values_of
+from tests.state.flex.ranks import here, moe_plan, shard_of, values_of
 
 
 def save(root, topology):
@@ -21,24 +21,24 @@ def save(root, topology):
     import paddle
     import paddle.distributed as dist
 
-    from pipeproof.exec.paddle.flex import write_flex_part
-    from pipeproof.state.flex.save import require_all_written
-    from pipeproof.state.layout import pieces_of
-    from pipeproof.state.save import finish_state, part_directory
-    from pipeproof.verify.certificate import plan_digest
+    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.state.flex.flex_output import require_all_written
+    from pipeproof.state.state_layout import shards_of_rank
+    from pipeproof.state.write_state import finish_state, partial_directory
+    from pipeproof.verify.certificate import graph_digest
 
     at, root = moe_plan(**topology), Path(root)
     values = values_of(at.plan)
     held = {
-        (piece.weight, piece.slot): paddle.to_tensor(part_of(values[piece.shard.tensor], piece.shard))
-        for piece in pieces_of(at.plan, here())
+        (piece.weight, piece.slot): paddle.to_tensor(shard_of(values[piece.shard.tensor], piece.shard))
+        for piece in shards_of_rank(at.plan, here())
     }
-    directory = part_directory(root, 2, "job")
+    directory = partial_directory(root, 2, "job")
     write_flex_part(directory, at.plan, here(), held)
     dist.barrier()
     if here() == 0:
         require_all_written(directory, at.plan)
-        finish_state(root, 2, "job", at.plan, plan_digest(at), "3.3.1")
+        finish_state(root, 2, "job", at.plan, graph_digest(at), "3.3.1")
     dist.barrier()
 
 
@@ -47,11 +47,11 @@ def load(directory, topology):
     import paddle
     from paddle.distributed import load_state_dict
 
-    from pipeproof.exec.paddle.flex import sharded
-    from pipeproof.state.layout import pieces_of
+    from pipeproof.exec.rank.paddle.flex_writer import sharded
+    from pipeproof.state.state_layout import shards_of_rank
 
     at = moe_plan(**topology)
-    values, pieces = values_of(at.plan), list(pieces_of(at.plan, here()))
+    values, pieces = values_of(at.plan), list(shards_of_rank(at.plan, here()))
     targets = {}
     for piece in pieces:
         empty = paddle.full(piece.shape, -1.0, dtype=piece.tensor.dtype)
@@ -62,12 +62,12 @@ def load(directory, topology):
     return [
         piece.shard.tensor
         for piece, one in zip(pieces, targets.values(), strict=True)
-        if one.local_tensor.numpy().ravel().tobytes() != part_of(values[piece.shard.tensor], piece.shard).tobytes()
+        if one.local_tensor.numpy().ravel().tobytes() != shard_of(values[piece.shard.tensor], piece.shard).tobytes()
     ]
 
 
 def load_without_gpu(root):
-    """What Paddle's own loading says where a rank needs what another one reads, on CPUs."""
+    """Return Paddle's error on CPUs where a rank needs a tensor that another rank reads."""
     import paddle
     import paddle.distributed as dist
     from paddle.distributed import ShardedWeight, load_state_dict, save_state_dict
@@ -101,7 +101,7 @@ def flattened(root, shape, cut):
 
 
 def leave_early(root):
-    """Whether rank 0 comes back from saving before the file of rank 1 is there."""
+    """Return True if rank 0 returns from saving before the file of rank 1 exists."""
     import paddle
     import paddle.distributed as dist
     from paddle.distributed import ShardedWeight, save_state_dict
@@ -109,7 +109,7 @@ def leave_early(root):
     write, is_back = paddle.save, Path(root) / "is_back"
 
     def when_rank_0_is_back(*given, **more):
-        patience = time.monotonic() + 20
+        patience = time.monotonic() + 60
         while here() and not is_back.exists() and time.monotonic() < patience:
             time.sleep(0.01)
         write(*given, **more)

@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from pipeproof.exec.rendezvous import rank_environment, reserved_ports
-from pipeproof.state.layout import whole_state
+from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.state.state_layout import whole_state
 from tests.state.runs import plan_of
 
 PATIENCE_S = 120.0
@@ -33,15 +33,15 @@ def values_of(plan):
     return values
 
 
-def part_of(value, shard):
-    """A part of a whole tensor."""
-    box = tuple(slice(start, start + length) for start, length in zip(shard.offsets, shard.extents, strict=True))
-    part = value[box]
+def shard_of(value, shard):
+    """A shard of a whole tensor."""
+    region = tuple(slice(start, start + length) for start, length in zip(shard.offsets, shard.extents, strict=True))
+    part = value[region]
     return part if shard.flat is None else part.ravel()[slice(*shard.flat)]
 
 
 def in_ranks(num_ranks, *tasks):
-    """What each rank made of the tasks: ``tests.state.flex.rank`` has them; a list of results by rank."""
+    """Run tasks of ``tests.state.flex.rank`` in ranks; a list of results by rank."""
     command = [sys.executable, "-m", "tests.state.flex.rank", json.dumps(tasks)]
     with reserved_ports(num_ranks + 1) as ports:
         started = [

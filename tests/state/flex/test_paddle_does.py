@@ -1,6 +1,6 @@
-"""What Paddle's own engine does with checkpoints that are not right, in one process; docs/flex.md has the table.
+"""Paddle's own engine with wrong checkpoints, in one process; docs/flex.md has the table.
 
-A test that fails here says that Paddle has changed, and that the table is to be mended.
+A test that fails here says that Paddle has changed, and that the table needs a fix.
 """
 
 import os
@@ -9,9 +9,9 @@ import pickle
 import numpy as np
 import pytest
 
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.codes import StateError
-from tests.state.flex.made import require_equal, whole_tensors, write_checkpoint, written_parts
+from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.state_codes import StateError
+from tests.state.flex.paddle_checkpoints import require_equal, whole_tensors, write_checkpoint, written_shards
 from tests.state.flex.ranks import moe_plan, values_of
 
 pytestmark = pytest.mark.needs_paddle
@@ -49,7 +49,7 @@ def save(paddle, place, **arrays):
 
 
 def load(paddle, place, **targets):
-    """What stands in the targets afterwards; they begin as -1."""
+    """Return the targets after loading; they begin as -1."""
     weights = {key: whole(paddle, key, np.full(shape, -1, dtype)) for key, (shape, dtype) in targets.items()}
     paddle.distributed.load_state_dict(weights, str(place), safetensors=True)
     return {key: one.local_tensor.numpy() for key, one in weights.items()}
@@ -63,9 +63,9 @@ def refused(place):
 
 def test_it_reads_metadata_that_was_written_without_it(paddle, tmp_path):
     plan = moe_plan().plan
-    place = write_checkpoint(tmp_path / "c", *written_parts(plan))
+    place = write_checkpoint(tmp_path / "c", *written_shards(plan))
     loaded = paddle.distributed.load_merged_state_dict(str(place), safetensors=True)
-    names = {part.key: name for name, parts in open_checkpoint(place).parts.items() for part in parts}
+    names = {part.key: name for name, shards in open_checkpoint(place).shards.items() for part in shards}
     values = values_of(plan)
     assert loaded.keys() == names.keys()
     for key, tensor in loaded.items():
@@ -80,7 +80,7 @@ def test_what_it_writes_is_opened(paddle, tmp_path, safetensors):
     require_equal(whole_tensors(open_checkpoint(tmp_path)), values)
 
 
-def test_a_part_that_is_missing_leaves_the_old_values_without_a_word(paddle, tmp_path):
+def test_a_shard_that_is_missing_leaves_the_old_values_silently(paddle, tmp_path):
     from paddle.distributed import ShardedWeight
 
     half = ShardedWeight("w", paddle.to_tensor(NUMBERS[:2]), (2, 6), (4, 6), (0, 0))
@@ -88,7 +88,7 @@ def test_a_part_that_is_missing_leaves_the_old_values_without_a_word(paddle, tmp
     (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float32)).values()
     assert (loaded[:2] == NUMBERS[:2]).all()
     assert (loaded[2:] == -1).all()
-    from pipeproof.state.stream import require_tiled
+    from pipeproof.state.checkpoint import require_tiled
 
     with pytest.raises(StateError, match="w"):
         require_tiled(open_checkpoint(tmp_path), "w")
@@ -159,17 +159,17 @@ def test_a_second_save_into_a_directory_keeps_the_metadata_of_the_first(paddle, 
     assert {path.name for path in tmp_path.iterdir()} == {"0.metadata", "0_0.safetensors"}
     (loaded,) = load(paddle, tmp_path, w=((4, 6), np.float32)).values()
     assert not (loaded == NUMBERS).any()
-    assert "0_0.safetensors has w as float32 [2, 3], and the metadata says float32 [4, 6]" in refused(tmp_path)
+    assert "0_0.safetensors has w as float32 [2, 3], and the metadata lists float32 [4, 6]" in refused(tmp_path)
 
 
-def test_metadata_that_asks_for_a_call_is_obeyed(paddle, tmp_path):
+def test_metadata_that_asks_for_a_call_is_executed(paddle, tmp_path):
     class Asks:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "made"),)
 
     save(paddle, tmp_path / "c", w=NUMBERS)
     (tmp_path / "c" / "0.metadata").write_bytes(pickle.dumps(Asks(), protocol=4))
-    assert "asks for posix.mkdir" in refused(tmp_path / "c")
+    assert "names posix.mkdir" in refused(tmp_path / "c")
     assert not (tmp_path / "made").exists()
     with pytest.raises(AttributeError):
         load(paddle, tmp_path / "c", w=((4, 6), np.float32))

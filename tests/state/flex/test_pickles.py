@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.state.flex import pickles
-from pipeproof.state.flex.codes import FlexError
-from pipeproof.state.flex.pickles import Made, Name, Span, read_pickle
-from pipeproof.state.flex.pickling import pickled
+from pipeproof.state.flex.flex_codes import FlexError
+from pipeproof.state.flex.pickles import ByteRange, GlobalName, PickledObject, read_pickle, to_pickle
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=300)
 KEYS = st.text(max_size=3) | st.integers(0, 9) | st.tuples(st.integers(0, 3), st.text(max_size=2))
@@ -37,20 +36,20 @@ def test_plain_values_are_those_of_pythons_reader(file, value, protocol):
 
 @given(value=VALUES)
 def test_what_is_written_is_read_by_python(value):
-    assert pickle.loads(pickled(value)) == value
+    assert pickle.loads(to_pickle(value)) == value
 
 
 @given(content=st.binary(min_size=1, max_size=70_000))
 def test_bytes_are_found_and_not_read(file, content):
     file.write_bytes(pickle.dumps({"a": 1, "b": content}, protocol=4))
     span = read_pickle(file)["b"]
-    assert isinstance(span, Span)
+    assert isinstance(span, ByteRange)
     assert file.read_bytes()[span.start : span.start + span.length] == content
 
 
 class Asks:
-    def __init__(self, *what):
-        self._what = what
+    def __init__(self, *global_name):
+        self._what = global_name
 
     def __reduce__(self):
         return self._what
@@ -61,8 +60,8 @@ def test_what_a_pickle_asks_for_is_named_and_not_run(tmp_path, protocol):
     file, made = tmp_path / "0.metadata", tmp_path / "made"
     file.write_bytes(pickle.dumps(Asks(os.mkdir, (str(made),)), protocol=protocol))
     asked = read_pickle(file)
-    assert isinstance(asked, Made)
-    assert (asked.what.name, asked.arguments) == ("mkdir", (str(made),))
+    assert isinstance(asked, PickledObject)
+    assert (asked.global_name.name, asked.arguments) == ("mkdir", (str(made),))
     assert not made.exists()
 
 
@@ -116,4 +115,4 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
 def test_an_instance_is_its_class_and_its_fields(tmp_path):
     (tmp_path / "x").write_bytes(pickle.dumps(collections.Counter("aab"), protocol=4))
     asked = read_pickle(tmp_path / "x")
-    assert (asked.what, asked.arguments) == (Name("collections", "Counter"), ({"a": 2, "b": 1},))
+    assert (asked.global_name, asked.arguments) == (GlobalName("collections", "Counter"), ({"a": 2, "b": 1},))

@@ -4,13 +4,12 @@ import hashlib
 
 import pytest
 
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.flex.checkpoint import open_flex
-from pipeproof.state.layout import pieces_of, whole_state
-from pipeproof.state.load import find_state, read_whole
-from pipeproof.state.parts import read_part
-from tests.state.flex.made import require_equal, whole_tensors
-from tests.state.flex.ranks import in_ranks, moe_plan, part_of, values_of
+from pipeproof.state.flex.flex_checkpoint import open_flex
+from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.read_state import find_state, read_rank_state, read_whole
+from pipeproof.state.state_layout import shards_of_rank, whole_state
+from tests.state.flex.paddle_checkpoints import require_equal, whole_tensors
+from tests.state.flex.ranks import in_ranks, moe_plan, shard_of, values_of
 
 pytestmark = pytest.mark.needs_paddle
 FOUR, SHARES, TWO = {"pp": 2, "dp": 2}, {"dp": 4}, {"dp": 2}
@@ -19,7 +18,7 @@ STEP = "step-00000002"
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """What four ranks did: saved a state, and loaded it with Paddle on another topology; the same of shares of four."""
+    """Results of four ranks that saved a state, and loaded it with Paddle on another topology; and for shares."""
     root = tmp_path_factory.mktemp("four")
     found = in_ranks(
         4,
@@ -47,6 +46,7 @@ def two(tmp_path_factory, four):
     )
 
 
+@pytest.mark.slow(but=["two"])
 @pytest.mark.parametrize("ranks", ["four", "two"])
 def test_what_ranks_save_is_whole_for_us_with_our_index_and_with_paddles_metadata_alone(request, ranks):
     directory, _ = request.getfixturevalue(ranks)
@@ -58,10 +58,10 @@ def test_what_ranks_save_is_whole_for_us_with_our_index_and_with_paddles_metadat
     assert found == {name: value.tobytes() for name, value in values.items()}
 
 
-def test_the_parts_in_the_index_are_those_of_the_plan_each_in_one_file(four):
+def test_the_shards_in_the_index_are_those_of_the_plan_each_in_one_file(four):
     index = find_state(four[0]).index
     plan = moe_plan(**FOUR).plan
-    wanted = {piece.shard for rank in range(4) for piece in pieces_of(plan, rank)}
+    wanted = {piece.shard for rank in range(4) for piece in shards_of_rank(plan, rank)}
     held = [shard for file in index.files for shard in file.shards]
     assert len(held) == len(wanted)
     assert set(held) == wanted
@@ -70,10 +70,11 @@ def test_the_parts_in_the_index_are_those_of_the_plan_each_in_one_file(four):
     assert not list(four[0].parent.glob(".step*"))
 
 
+@pytest.mark.slow
 def test_paddle_merges_it_to_the_tensors_that_we_open(two):
     from paddle.distributed import load_merged_state_dict
 
-    keys = {parts[0].key: name for name, parts in open_flex(two[0]).parts.items()}
+    keys = {shards[0].key: name for name, shards in open_flex(two[0]).shards.items()}
     merged = load_merged_state_dict(str(two[0]), safetensors=True)
     values = values_of(moe_plan(**TWO).plan)
     assert {keys[key]: tensor._md5sum() for key, tensor in merged.items()} == {
@@ -97,13 +98,13 @@ def test_paddle_mixes_up_moments_of_experts_where_a_share_begins_and_ends_in_row
     assert min(of_experts) > 0
 
 
-def test_what_each_rank_of_another_topology_reads_is_its_part(four):
+def test_what_each_rank_of_another_topology_reads_is_its_shard(four):
     at = moe_plan(tp=2, dp=2)
     values = values_of(at.plan)
     for rank in range(4):
-        found = read_part(find_state(four[0]), at.plan, rank)
-        for piece in pieces_of(at.plan, rank):
-            expected = part_of(values[piece.shard.tensor], piece.shard)
+        found = read_rank_state(find_state(four[0]), at.plan, rank)
+        for piece in shards_of_rank(at.plan, rank):
+            expected = shard_of(values[piece.shard.tensor], piece.shard)
             assert found[piece.weight, piece.slot].content.tobytes() == expected.tobytes()
 
 

@@ -1,4 +1,4 @@
-"""A state that is saved or resharded as Paddle's checkpoint: whole or not at all, readable by both, gone on with."""
+"""A state that is saved or resharded as Paddle's checkpoint: whole or not at all, readable by both, resumed."""
 
 import json
 
@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.cli import main
-from pipeproof.exec.kept import KeptState, prepared
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.codes import StateError
-from pipeproof.state.files import ByteArray
-from pipeproof.state.flex.checkpoint import open_flex
-from pipeproof.state.index import ShardFile
-from pipeproof.state.layout import pieces_of
-from pipeproof.state.load import find_state, read_whole
-from pipeproof.state.save import finish_state, part_directory, remove_parts, write_part
-from pipeproof.verify.certificate import plan_digest
+from pipeproof.cli.main import main
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.launch.job_files import CheckpointOptions
+from pipeproof.exec.rank.checkpointing import prepare_checkpoint
+from pipeproof.state.array_files import ByteArray
+from pipeproof.state.flex.flex_checkpoint import open_flex
+from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.read_state import find_state, read_whole
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import ShardFile
+from pipeproof.state.state_layout import shards_of_rank
+from pipeproof.state.write_state import finish_state, partial_directory, remove_partial_states, write_rank_state
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import plan_dict, subject
-from tests.state.flex.made import require_equal, whole_tensors
-from tests.state.flex.ranks import MOE, SIZES, moe_plan, part_of, values_of
+from tests.state.flex.paddle_checkpoints import require_equal, whole_tensors
+from tests.state.flex.ranks import MOE, SIZES, moe_plan, shard_of, values_of
 
 
 def saved(root, at):
@@ -28,11 +29,11 @@ def saved(root, at):
     values = values_of(at.plan)
     for rank in range(at.plan.mesh.num_ranks):
         held = {}
-        for piece in pieces_of(at.plan, rank):
-            content = np.frombuffer(part_of(values[piece.shard.tensor], piece.shard).tobytes(), np.uint8)
+        for piece in shards_of_rank(at.plan, rank):
+            content = np.frombuffer(shard_of(values[piece.shard.tensor], piece.shard).tobytes(), np.uint8)
             held[piece.weight, piece.slot] = ByteArray(piece.tensor.dtype, piece.shape, content)
-        write_part(root, 2, "job", at.plan, rank, held)
-    return finish_state(root, 2, "job", at.plan, plan_digest(at), "3.3.1")
+        write_rank_state(root, 2, "job", at.plan, rank, held)
+    return finish_state(root, 2, "job", at.plan, graph_digest(at), "3.3.1")
 
 
 def plan_file(path, backend="paddle", **topology):
@@ -76,7 +77,7 @@ def test_paddle_merges_a_resharded_state_to_the_same_bits(tmp_path):
     from paddle.distributed import load_merged_state_dict
 
     assert resharded(tmp_path, "--save-format", "flex").exit_code == 0
-    names = {parts[0].key: name for name, parts in open_flex(tmp_path / "out").parts.items()}
+    names = {shards[0].key: name for name, shards in open_flex(tmp_path / "out").shards.items()}
     values = values_of(moe_plan().plan)
     merged = load_merged_state_dict(str(tmp_path / "out"), safetensors=True)
     assert {names[key] for key in merged} == values.keys()
@@ -110,7 +111,7 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
     assert (result.exit_code, "PP927" in result.output) == (2, True)
     at = subject(run={"backend": "torch"})
     with pytest.raises(PipeproofError) as caught:
-        prepared(KeptState(tmp_path / "s", by_paddle=True), at, plan_digest(at))
+        prepare_checkpoint(CheckpointOptions(tmp_path / "s", by_paddle=True), at, graph_digest(at))
     assert caught.value.findings[0].code == "PP927"
     assert not (tmp_path / "s").exists()
 
@@ -131,15 +132,17 @@ def begun(tmp_path):
 
     at = moe_plan()
     values = values_of(at.plan)
-    held = {(piece.weight, piece.slot): paddle.to_tensor(values[piece.shard.tensor]) for piece in pieces_of(at.plan, 0)}
-    return at, held, part_directory(tmp_path, 2, "job")
+    held = {
+        (piece.weight, piece.slot): paddle.to_tensor(values[piece.shard.tensor]) for piece in shards_of_rank(at.plan, 0)
+    }
+    return at, held, partial_directory(tmp_path, 2, "job")
 
 
 @pytest.mark.needs_paddle
 def test_a_save_by_paddle_that_dies_leaves_no_state(begun, tmp_path, monkeypatch):
     import paddle
 
-    from pipeproof.exec.paddle.flex import write_flex_part
+    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
 
     at, held, directory = begun
 
@@ -152,14 +155,14 @@ def test_a_save_by_paddle_that_dies_leaves_no_state(begun, tmp_path, monkeypatch
         write_flex_part(directory, at.plan, 0, held)
     with pytest.raises(StateError):
         find_state(tmp_path)
-    remove_parts(tmp_path, "job")
+    remove_partial_states(tmp_path, "job")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.needs_paddle
 def test_what_paddle_did_not_write_gets_no_name(begun):
-    from pipeproof.exec.paddle.flex import write_flex_part
-    from pipeproof.state.flex.save import require_all_written
+    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.state.flex.flex_output import require_all_written
 
     at, held, directory = begun
     write_flex_part(directory, at.plan, 0, held)

@@ -1,9 +1,8 @@
-"""What must hold of a directory of states after whatever happened to who wrote there."""
+"""What must hold of a directory of states after any happened to who wrote there."""
 
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.codes import StateError
-from pipeproof.state.faults import faults_of
-from pipeproof.state.load import find_state
+from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from pipeproof.state.read_state import find_state
+from pipeproof.state.state_codes import StateError
 from tests.state.tiny import files_below
 
 
@@ -17,7 +16,7 @@ def require_old_or_new(root, old, new, name):
     there = (root / name).exists()
     if there:
         assert files_below(root / name) == new
-        assert not faults_of(root / name)
+        assert not file_findings(root / name)
     finished = {path.split("/")[0] for path in old} | ({name} if there else set())
     for path in root.iterdir():
         if path.name not in finished:

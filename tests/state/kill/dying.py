@@ -1,6 +1,6 @@
 """Every change of files that a process makes, counted and recorded; it kills itself at one of them.
 
-What is counted stands below, by name: a change that a process makes in another
+What is counted is stored below, by name: a change that a process makes in another
 way would be missed, so tests hold the bytes recorded against the files.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import serialize
 
-from pipeproof.state import files as state_files
+from pipeproof.state import array_files as state_files
 
 _WRITES = ("write", "pwrite", "writev", "pwritev")
 _BY_HANDLE = ("fsync", "fdatasync", "ftruncate", "posix_fallocate")
@@ -35,7 +35,7 @@ class Operation:
 
 @dataclass
 class Death:
-    """At which operation (counted from 0; None: never) the process ends, having written which part of its bytes."""
+    """At which operation (counted from 0; None: never) the process ends, having written which shard of its bytes."""
 
     at: int | None = None
     fraction: float = 0.0
@@ -59,7 +59,7 @@ class Death:
         return self
 
     def step(self, operation, partly=lambda num_bytes: None):
-        """Count one; at the fatal one carry out a part of it, and end as a machine that is switched off ends."""
+        """Count one; at the fatal one carry out a shard of it, and end as a machine that is switched off ends."""
         with self._lock:
             self.log.append(operation)
             if self.at == len(self.log) - 1:
@@ -72,12 +72,12 @@ class Death:
 
         def write(handle, content, *place):
             blocks = content if name.endswith("v") else [content]
-            joined = b"".join(bytes(block) for block in blocks)
+            compose = b"".join(bytes(block) for block in blocks)
             first = place[:1] if positioned else ()
             part = os_pwrite if positioned else os_write
             self.step(
-                Operation(name, _path_of(handle), len(joined)),
-                lambda num_bytes: part(handle, joined[:num_bytes], *first),
+                Operation(name, _path_of(handle), len(compose)),
+                lambda num_bytes: part(handle, compose[:num_bytes], *first),
             )
             return real(handle, content, *place)
 
@@ -119,7 +119,7 @@ class Death:
         return _Written(self._open(file, mode, *more, **options), path, self)
 
     def _serialize_file(self, specs, path, *more):
-        """The library writes by itself: its bytes, by what it gives to those who ask for bytes, in two pieces."""
+        """The library writes by itself: its bytes, by what it gives to those who ask for bytes, in two shards."""
         content = serialize(specs, *more)
         with self._opened(path, "wb") as stream:
             half = len(content) // 2

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.kept import go_on
-from pipeproof.state.codes import StateError
-from pipeproof.state.load import find_state, read_whole
+from pipeproof.exec.rank.checkpointing import restore_state
+from pipeproof.state.read_state import find_state, read_whole
+from pipeproof.state.state_codes import StateError
 from tests.state.kill.work import PLANS, save_all
 from tests.state.runs import plan_of
 from tests.state.tiny import files_below, part_of_rank, values
@@ -32,7 +32,7 @@ class Rank:
     def __init__(self):
         self.held = None
 
-    def put_state(self, state):
+    def restore_state(self, state):
         self.held = dict(state)
 
 
@@ -115,7 +115,7 @@ def test_a_load_that_fails_anywhere_sets_nothing_and_says_the_file(saved, plan):
                 held, disk = Rank(), BadDisk(at, ends)
                 with pytest.MonkeyPatch.context() as patch:
                     disk.install(patch)
-                    refusal = refusal_of(go_on, held, Arrays(), plan, rank, saved.directory)
+                    refusal = refusal_of(restore_state, held, Arrays(), plan, rank, saved.directory)
                 came = refusal is None
                 assert came == (disk.num_reads <= at)
                 assert held.held == (right if came else None)
@@ -140,7 +140,7 @@ def test_whole_tensors_come_all_or_none(saved, at, ends):
 
 
 @pytest.mark.parametrize("gone", ["one file", "the directory", "the index"])
-def test_a_state_that_is_removed_while_ranks_begin_is_not_loaded_in_part(saved, tmp_path, gone):
+def test_a_state_that_is_removed_while_ranks_begin_is_not_loaded_in_shard(saved, tmp_path, gone):
     at = tmp_path / "step-00000002"
     shutil.copytree(saved.directory, at)
     match gone:
@@ -153,7 +153,7 @@ def test_a_state_that_is_removed_while_ranks_begin_is_not_loaded_in_part(saved, 
     plan, failed = PLANS["sharded"].plan, 0
     for number in range(plan.mesh.num_ranks):
         rank = Rank()
-        refusal = refusal_of(go_on, rank, Arrays(), plan, number, at)
+        refusal = refusal_of(restore_state, rank, Arrays(), plan, number, at)
         failed += refusal is not None
         assert (rank.held is None) == (refusal is not None)
     assert failed >= 1

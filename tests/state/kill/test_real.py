@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.compare import compare_checkpoints
-from pipeproof.state.faults import faults_of
-from pipeproof.state.load import find_state
+from pipeproof.state.compare_checkpoints import compare_checkpoints
+from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from pipeproof.state.read_state import find_state
 from tests.exec.processes import Run
 from tests.plans import plan_dict
 from tests.state.runs import plan_of
@@ -53,10 +52,11 @@ def killed_while_it_saves(tmp_path, plan, states, *options, launcher_alone):
     assert len(left - before) >= 2
     assert left >= before
     for state in left:
-        assert not faults_of(state)
+        assert not file_findings(state)
     return files_below(states)
 
 
+@pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_runs_that_are_killed_while_they_save_can_be_resumed(tmp_path):
     states = tmp_path / "states"
@@ -76,6 +76,7 @@ def test_runs_that_are_killed_while_they_save_can_be_resumed(tmp_path):
     assert find_state(states).steps_done == newest.steps_done + 2
 
 
+@pytest.mark.slow
 def test_a_reshard_command_that_is_killed_again_and_again_ends_right(tmp_path):
     sizes = {"hidden_size": 256, "ffn_size": 1024, "vocab_size": 2048, "num_layers": 2}
     at = plan_of(steps=9, topology={"pp": 1, "dp": 2}, memory={"shard_optimizer": "dp"}, model=sizes)
@@ -117,6 +118,6 @@ def test_a_reshard_command_that_is_killed_again_and_again_ends_right(tmp_path):
     if not out.exists():
         subprocess.run(words, env=environment, check=True, capture_output=True)
     assert files_below(tmp_path / "states") == before
-    assert not faults_of(out)
+    assert not file_findings(out)
     assert compare_checkpoints(open_checkpoint(source), open_checkpoint(out)).equal
     shutil.rmtree(out)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.state.save import remove_parts
+from pipeproof.state.write_state import remove_partial_states
 from tests.state.kill.after import require_old_or_new
 from tests.state.kill.dying import require_all_bytes_counted, require_renamed_after_sync
 from tests.state.kill.processes import Victim, barrier
@@ -58,7 +58,7 @@ def test_a_save_that_is_killed_leaves_the_old_state_or_the_new_one_and_can_be_ma
         return
     job = data.draw(st.sampled_from(["job", "another"]), label="the next run's name")
     if data.draw(st.booleans(), label="the launcher lives and tidies up"):
-        remove_parts(at, "job")
+        remove_partial_states(at, "job")
         assert files_below(at) == old
     Victim(save_all, name, at, 2, job).wait()
     assert require_old_or_new(at, old, new, NEW)
@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_while_all_save_leaves_the_old_state_or_the_new_on
     for rank in ranks[:victim] + ranks[victim + 1 :]:
         rank.wait_for_end()
     require_old_or_new(at, old, new, NEW)
-    remove_parts(at, "job")
+    remove_partial_states(at, "job")
     shutil.rmtree(at / NEW, ignore_errors=True)
     Victim(save_all, name, at, 2, "another").wait()
     assert require_old_or_new(at, old, new, NEW)

@@ -7,10 +7,13 @@ from types import MappingProxyType
 
 import rich.console
 
-from pipeproof.cli import main
-from pipeproof.specs.render import render_text
-from pipeproof.state.reshard import carry, goals, naming, proof
-from pipeproof.state.save import write_part
+from pipeproof.cli.main import main
+from pipeproof.diagnostics.text_output import render_text
+from pipeproof.state.reshard import execute_reshard as carry
+from pipeproof.state.reshard import map_options as naming
+from pipeproof.state.reshard import reshard_proof as proof
+from pipeproof.state.reshard import reshard_targets as goals
+from pipeproof.state.write_state import write_rank_state
 from tests.plans import plan_dict
 from tests.state.runs import MOE, plan_of
 from tests.state.tiny import finish, part_of_rank, values
@@ -54,7 +57,7 @@ def save_all(name, root, steps_done, job):
 
 
 def save_rank(name, root, rank, steps_done, barrier):
-    """One of the ranks that save together: as ``leave_state`` of a run."""
+    """One of the ranks that save together: as ``save_state`` of a run."""
     _write(name, root, rank, steps_done, "job")
     barrier.wait()
     if rank == 0:
@@ -62,7 +65,7 @@ def save_rank(name, root, rank, steps_done, barrier):
 
 
 def _write(name, root, rank, steps_done, job):
-    write_part(root, steps_done, job, PLANS[name].plan, rank, _PARTS[name, steps_done, rank])
+    write_rank_state(root, steps_done, job, PLANS[name].plan, rank, _PARTS[name, steps_done, rank])
 
 
 def write_target(path):

@@ -1,6 +1,6 @@
 """Small models of every family that has names elsewhere; no two sizes are alike, and experts are more than ten."""
 
-from pipeproof.specs.load import plan_from_dict
+from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict
 
 MLA = {"kv_rank": 10, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 5}

@@ -293,8 +293,8 @@ class PaddleFormersUnfused(HuggingFace):
 
     def router(self, x, name):
         """A Linear in Qwen3MoE and DeepSeek-V3, [in, out]; a parameter [experts, in] in GLM, of sigmoids."""
-        turned = self.model["moe"]["score"] == "sigmoid" and not self.is_deepseek()
-        return (linear if turned else paddle_linear)(x, self.get(name))
+        transposed = self.model["moe"]["score"] == "sigmoid" and not self.is_deepseek()
+        return (linear if transposed else paddle_linear)(x, self.get(name))
 
 
 class PaddleFormers(PaddleFormersUnfused):
@@ -306,8 +306,8 @@ class PaddleFormers(PaddleFormersUnfused):
         per_group = self.model["num_heads"] // groups
         mixed = paddle_linear(x, self.get(f"{name}.self_attn.qkv_proj.weight"))
         mixed = mixed.reshape(*x.shape[:2], groups, (per_group + 2) * size)
-        parts = np.split(mixed, [per_group * size, (per_group + 1) * size], axis=-1)
-        q, k, v = (heads(part.reshape(*x.shape[:2], -1), size) for part in parts)
+        shards = np.split(mixed, [per_group * size, (per_group + 1) * size], axis=-1)
+        q, k, v = (heads(part.reshape(*x.shape[:2], -1), size) for part in shards)
         return paddle_linear(attention(rope(q), rope(k), v), self.get(f"{name}.self_attn.o_proj.weight"))
 
     def mlp(self, x, at):
@@ -316,7 +316,7 @@ class PaddleFormers(PaddleFormersUnfused):
 
 
 class PaddleFleet(PaddleFormers):
-    """A router is [experts, in] whatever its scores; a head that is tied is there, and read."""
+    """A router is [experts, in] any its scores; a head that is tied is there, and read."""
 
     EMBED, HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
 

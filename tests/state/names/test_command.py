@@ -1,4 +1,4 @@
-"""``pipeproof reshard --names``: weights out to the open format and in again, for whatever topology."""
+"""``pipeproof reshard --names``: weights out to the open format and in again, for any topology."""
 
 import json
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pipeproof.state.names.convention import CONVENTIONS, names_of
-from pipeproof.state.names.statements import statements_between
+from pipeproof.state.names.convention_maps import map_from_own_names
+from pipeproof.state.names.convention_statements import statements_between
+from pipeproof.state.names.convention_tables import CONVENTIONS
+from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MODELS
-from tests.state.names.moved import carried_out
 from tests.state.reshard.plans import files_of, reshard, state_of, subject_of, write_plan
 
 SIZES = {"num_layers": 4, "hidden_size": 8, "num_heads": 4, "ffn_size": 16, "vocab_size": 16}
@@ -30,7 +31,7 @@ def test_weights_go_out_by_their_names_there_and_come_in_for_another_topology(tm
     reshard(source, "--weights-only", "-o", tmp_path / "own.safetensors")
     ours = load_file(tmp_path / "own.safetensors")
     spec = subject_of(a).plan.spec
-    expected = carried_out(names_of(convention, spec.model, spec.run.dtype), ours)
+    expected = apply_map(map_from_own_names(convention, spec.model, spec.run.dtype), ours)
     theirs = load_file(out)
     assert theirs.keys() == expected.keys()
     assert all(np.array_equal(theirs[name], array) for name, array in expected.items())
@@ -85,7 +86,7 @@ def test_a_model_without_names_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("one", ["huggingface", "megatron"])
-def test_statements_between_two_conventions_are_held_against_them(tmp_path, one):
+def test_statements_between_two_conventions_are_compared_with_them(tmp_path, one):
     model = SIZES | {"num_kv_heads": 2}
     a, file = write_plan(tmp_path / "a.yaml", "tp2", model), tmp_path / "statements.aoa"
     source = state_of(a, tmp_path / "of_a")

@@ -1,14 +1,14 @@
-"""The configuration beside Hugging Face's names says of what sizes the model is, and which class computes it."""
+"""The configuration next to Hugging Face's names says of what sizes the model is, and which class computes it."""
 
 import json
 
 import pytest
 
-from pipeproof.interop.draft import Draft
-from pipeproof.interop.imported import Flags
-from pipeproof.interop.model_sizes import read_model_config
-from pipeproof.state.names.config import config_of
-from pipeproof.state.names.convention import names_of
+from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.state.names.convention_maps import map_from_own_names
+from pipeproof.state.names.hf_config import config_of
 from tests.state.names.models import MODELS, plan_of
 
 CLASSES = {
@@ -54,7 +54,7 @@ def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_shapes_of_tensors_follow_from_it(kind):
     model = plan_of(**MODELS[kind], unpadded_vocab_size=29).model
-    config, theirs = config_of(model, "float64"), names_of("huggingface", model, "float64").tensors
+    config, theirs = config_of(model, "float64"), map_from_own_names("huggingface", model, "float64").tensors
     assert theirs["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
     mlp = theirs.get("model.layers.0.mlp.gate_proj.weight", None)
     assert mlp is None or mlp.shape == (config["intermediate_size"], config["hidden_size"])

@@ -5,14 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.state.boxes import tiling_fault
-from pipeproof.state.mapping import differences, identity_map, joined, turned_round
-from pipeproof.state.names.codes import NoNamesError
-from pipeproof.state.names.convention import CONVENTIONS, copies_of, model_of, names_of, written_names
-from pipeproof.state.names.parts import weights_of
-from pipeproof.state.save import values_of
+from pipeproof.state.names.convention_maps import (
+    map_from_own_names,
+    map_to_convention,
+    model_of,
+    tied_copies,
+)
+from pipeproof.state.names.convention_tables import CONVENTIONS
+from pipeproof.state.names.convention_tensors import weights_of
+from pipeproof.state.names.name_codes import NoNamesError
+from pipeproof.state.regions import tiling_fault
+from pipeproof.state.tensor_map import compose, identity_map, invert, map_differences
+from pipeproof.state.write_state import values_of
+from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MLA, MODELS, MOE, SIGMOID, plan_of
-from tests.state.names.moved import carried_out
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_heads": 4, "ffn_size": 6, "vocab_size": 9}
 
@@ -32,29 +38,29 @@ def numbered(model):
 def test_the_map_back_after_the_map_is_the_identity(kind, convention):
     model = plan_of(**MODELS[kind]).model
     ours = weights_of(model, "float32")
-    there = names_of(convention, model, "float32")
+    there = map_from_own_names(convention, model, "float32")
     for tensor in there.tensors.values():
-        assert tiling_fault(tensor.shape, [slab.box for slab in tensor.slabs]) is None
-    back = joined(there, turned_round(there, ours))
-    assert not list(differences(back, identity_map(ours)))
+        assert tiling_fault(tensor.shape, [copy.region for copy in tensor.copies]) is None
+    back = compose(there, invert(there, ours))
+    assert not list(map_differences(back, identity_map(ours)))
     assert back.tensors.keys() == ours.keys()
     arrays = numbered(model)
-    returned = carried_out(turned_round(there, ours), carried_out(there, arrays))
+    returned = apply_map(invert(there, ours), apply_map(there, arrays))
     assert all((returned[name] == arrays[name]).all() for name in arrays)
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_copies_are_equal_and_nothing_else_stands_twice(kind, convention):
+def test_copies_are_equal_and_nothing_else_is_twice(kind, convention):
     model = plan_of(**MODELS[kind]).model
-    there = names_of(convention, model, "float32")
-    made = carried_out(there, numbered(model))
-    copies = copies_of(convention, model)
+    there = map_from_own_names(convention, model, "float32")
+    made = apply_map(there, numbered(model))
+    copies = tied_copies(convention, model)
     for copy, original in copies.items():
         assert copy not in made or (made[copy] == made[original]).all()
     once = np.concatenate([array.reshape(-1) for name, array in made.items() if name not in copies])
     assert len(np.unique(once)) == len(once) == sum(array.size for array in numbered(model).values())
-    assert there.copied == {there.tensors[name].slabs[0].source for name in copies if name in made}
+    assert there.duplicated == {there.tensors[name].copies[0].source for name in copies if name in made}
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,8 +82,8 @@ def test_of_any_model_the_way_there_and_back_keeps_all_but_the_padding(model, co
         model = {key: value for key, value in model.items() if key not in ("num_kv_heads", "head_size")}
     model = plan_of(**SIZES | model).model
     arrays, ours = numbered(model), weights_of(model, "float32")
-    there = names_of(convention, model, "float32")
-    returned = carried_out(turned_round(there, ours), carried_out(there, arrays))
+    there = map_from_own_names(convention, model, "float32")
+    returned = apply_map(invert(there, ours), apply_map(there, arrays))
     ids = model.vocab_size if convention in ("megatron", "pipeproof") else model.num_token_ids
     if "head.weight" in arrays:
         arrays["head.weight"][:, ids:] = 0
@@ -87,7 +93,7 @@ def test_of_any_model_the_way_there_and_back_keeps_all_but_the_padding(model, co
 
 def test_experts_are_named_by_number_and_not_in_the_order_of_strings():
     model = plan_of(moe=MOE).model
-    made = carried_out(names_of("huggingface", model, "float32"), numbered(model))
+    made = apply_map(map_from_own_names("huggingface", model, "float32"), numbered(model))
     gate = numbered(model)["layer.1.mlp.experts.gate.weight"]
     for expert in (2, 10, 11):
         name = f"model.layers.1.block_sparse_moe.experts.{expert}.w1.weight"
@@ -98,7 +104,7 @@ def test_gate_and_up_of_each_of_several_ranks_follow_one_another_where_paddle_fu
     model = plan_of().model
     arrays = numbered(model)
     name = "model.layers.1.mlp.up_gate_proj.weight"
-    made = carried_out(names_of("paddleformers", model, "float32", {name: 2}), arrays)
+    made = apply_map(map_from_own_names("paddleformers", model, "float32", {name: 2}), arrays)
     gates, ups = (np.split(arrays[f"layer.1.mlp.{part}.weight"], 2, axis=1) for part in ("gate", "up"))
     assert (made[name] == np.concatenate([gates[0], ups[0], gates[1], ups[1]], axis=1)).all()
     other = "model.layers.0.mlp.up_gate_proj.weight"
@@ -119,14 +125,14 @@ def test_gate_and_up_of_each_of_several_ranks_follow_one_another_where_paddle_fu
 )
 def test_what_a_convention_has_no_names_for_is_refused_with_the_reason(model, convention, reason):
     with pytest.raises(NoNamesError) as error:
-        names_of(convention, plan_of(**model).model, "float32")
+        map_from_own_names(convention, plan_of(**model).model, "float32")
     (finding,) = error.value.findings
     assert finding.code == "PP928"
     assert reason in finding.message + (finding.help or "")
 
 
 def test_a_clamped_swiglu_has_megatrons_names_for_it_is_a_setting_there():
-    assert names_of("megatron", plan_of(swiglu_limit=7.0).model, "float32").tensors
+    assert map_from_own_names("megatron", plan_of(swiglu_limit=7.0).model, "float32").tensors
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -135,10 +141,10 @@ def test_the_model_of_a_state_is_that_of_its_plan(kind):
     assert model_of(values_of(plan)) == plan.model
 
 
-def test_what_the_optimizer_keeps_is_left_out_on_purpose():
+def test_what_the_optimizer_keeps_is_removed_on_purpose():
     model = plan_of().model
     tensors = weights_of(model, "float32")
     moment = tensors["norm.weight"].model_copy(update={"kind": "moment", "weight": "norm.weight"})
-    named = written_names("huggingface", tensors | {"optimizer/moment1/norm.weight": moment}, model, "float32")
+    named = map_to_convention("huggingface", tensors | {"optimizer/moment1/norm.weight": moment}, model, "float32")
     assert named.removed == {"optimizer/moment1/norm.weight"}
-    assert named.tensors == names_of("huggingface", model, "float32").tensors
+    assert named.tensors == map_from_own_names("huggingface", model, "float32").tensors

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeproof.state.aoa.engine import map_of
-from pipeproof.state.aoa.meta import TensorMeta
-from pipeproof.state.aoa.read import read_statements
-from pipeproof.state.mapping import joined, turned_round
-from pipeproof.state.names.convention import copies_of, names_of
-from pipeproof.state.names.parts import weights_of
-from tests.state.aoa.arrays import carried_out, carried_out_by_paddle, engine, numbers, same
+from pipeproof.state.aoa.aoa_engine import program_map
+from pipeproof.state.aoa.read_statements import read_statements
+from pipeproof.state.aoa.tensor_families import TensorMeta
+from pipeproof.state.names.convention_maps import map_from_own_names, tied_copies
+from pipeproof.state.names.convention_tensors import weights_of
+from pipeproof.state.tensor_map import compose, invert
+from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, numbers, same
+from tests.state.names.apply_map import apply_map as moved
 from tests.state.names.models import MODELS, MOE, plan_of
-from tests.state.names.moved import carried_out as moved
 
 FILES = Path(__file__).parent / "fleet"
 ARCHITECTURES = {
@@ -43,8 +43,8 @@ def statements(architecture):
 
 def source_of(architecture, model):
     """A file of the architecture: shapes of its tensors, in bfloat16, and their elements."""
-    copies = copies_of("huggingface", model)
-    named = names_of("huggingface", model, "bfloat16").tensors
+    copies = tied_copies("huggingface", model)
+    named = map_from_own_names("huggingface", model, "bfloat16").tensors
     # Embedding and head of a module are in the file, too, but no statement speaks of them.
     shapes = {name: one.shape for name, one in named.items() if name not in copies or name.endswith("norm.weight")}
     size = model.size_of_head
@@ -67,9 +67,9 @@ def source_of(architecture, model):
 def named_by_us(model, arrays):
     """The tensors of ``paddlefleet``, made of Hugging Face's by way of pipeproof's own."""
     arrays = {name.replace("shared_expert.", "shared_experts."): array for name, array in arrays.items()}
-    arrays |= {name: arrays[of] for name, of in copies_of("huggingface", model).items() if name not in arrays}
-    ours = turned_round(names_of("huggingface", model, "bfloat16"), weights_of(model, "bfloat16"))
-    return carried_out(joined(ours, names_of("paddlefleet", model, "bfloat16")), arrays)[0]
+    arrays |= {name: arrays[of] for name, of in tied_copies("huggingface", model).items() if name not in arrays}
+    ours = invert(map_from_own_names("huggingface", model, "bfloat16"), weights_of(model, "bfloat16"))
+    return apply_map(compose(ours, map_from_own_names("paddlefleet", model, "bfloat16")), arrays)[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -77,7 +77,7 @@ def test_they_make_the_tensors_of_the_convention_and_what_a_class_has_besides(ar
     model = plan_of(**ARCHITECTURES[architecture]).model
     metas, arrays = source_of(architecture, model)
     program = read_statements("\n".join(statements(architecture)), architecture)
-    made, _ = carried_out(map_of(program, metas, None), arrays)
+    made, _ = apply_map(program_map(program, metas, None), arrays)
     expected = named_by_us(model, arrays)
     besides = {f"model.layers.{number}.{name}" for number in (0, 1) for name in BESIDES.get(architecture, ())}
     assert made.keys() - expected.keys() == besides
@@ -89,7 +89,7 @@ def test_they_make_the_tensors_of_the_convention_and_what_a_class_has_besides(ar
 def test_paddles_engine_makes_the_same_of_all_of_them(architecture):
     model = plan_of(**ARCHITECTURES[architecture]).model
     metas, arrays = source_of(architecture, model)
-    made, _ = carried_out_by_paddle(engine(statements(architecture), metas, None), arrays)
+    made, _ = apply_map_with_paddle(engine(statements(architecture), metas, None), arrays)
     expected = named_by_us(model, arrays)
     assert same({name: made[name] for name in expected}, expected)
 
@@ -101,7 +101,7 @@ def test_ranks_fuse_their_own_gate_and_up_of_a_block_but_not_of_experts():
     dense, shared, expert = (
         f"model.layers.{place}.up_gate_proj.weight" for place in ("0.mlp", "1.mlp.shared_experts", "1.mlp.experts.11")
     )
-    there = names_of("paddlefleet", model, "float32", {dense: 2, shared: 2, expert: 2})
+    there = map_from_own_names("paddlefleet", model, "float32", {dense: 2, shared: 2, expert: 2})
     made = moved(there, arrays)
     for name, ours in ((dense, "layer.0.mlp"), (shared, "layer.1.mlp.shared")):
         gates, ups = (np.split(arrays[f"{ours}.{part}.weight"], 2, axis=1) for part in ("gate", "up"))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pipeproof.state.names.convention import names_of
-from pipeproof.state.names.parts import weights_of
+from pipeproof.state.names.convention_maps import map_from_own_names
+from pipeproof.state.names.convention_tensors import weights_of
+from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MODELS, plan_of
-from tests.state.names.moved import carried_out
 from tests.state.names.open_models import OPEN_MODELS
 
 pytestmark = pytest.mark.needs_paddle
@@ -20,13 +20,13 @@ def random_weights(model):
 
 def reference_losses(plan, weights, batch):
     from pipeproof.stages.describe.balance import bias_key
-    from pipeproof.stages.reference.uncut import UncutModel
+    from pipeproof.stages.reference.unpartitioned import UnpartitionedModel
 
     biases = {name: array for name, array in weights.items() if name.endswith("router.bias")}
     named = {bias_key(name.removesuffix(".router.bias")): array for name, array in biases.items()}
-    model = UncutModel(plan, {name: array for name, array in weights.items() if name not in biases} | named)
-    model.chance.turn_to(0, 0)
-    model.routers.turn_to(0)
+    model = UnpartitionedModel(plan, {name: array for name, array in weights.items() if name not in biases} | named)
+    model.dropout_rng.select(0, 0)
+    model.routers.select(0)
     return [float(loss) for loss in model.losses(batch)]
 
 
@@ -41,14 +41,16 @@ def cross_entropy(logits, labels):
 @pytest.mark.parametrize("convention", OPEN_MODELS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_another_tools_forward_pass_with_its_names_has_the_references_losses(kind, convention):
-    from pipeproof.stages.describe.ahead import ahead
+    from pipeproof.stages.describe.mtp_streams import shifted_batch
     from pipeproof.stages.describe.synthetic import micro_batch
 
     plan = plan_of(**MODELS[kind])
     weights = random_weights(plan.model)
-    theirs = carried_out(names_of(convention, plan.model, "float64"), weights)
+    theirs = apply_map(map_from_own_names(convention, plan.model, "float64"), weights)
     batch = micro_batch(plan, 0, 0)
-    lanes = [ahead(batch, distance) for distance in range(1 + (plan.model.mtp.num_modules if plan.model.mtp else 0))]
+    lanes = [
+        shifted_batch(batch, distance) for distance in range(1 + (plan.model.mtp.num_modules if plan.model.mtp else 0))
+    ]
     other = OPEN_MODELS[convention](theirs, plan.model.model_dump())
     logits = other.logits([lane.tokens for lane in lanes])
     losses = [cross_entropy(found, lane.labels) for found, lane in zip(logits, lanes, strict=True)]

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.state.checkpoint import open_checkpoint
-from pipeproof.state.names.codes import CopiesDifferError, NoNamesError
-from pipeproof.state.names.convention import names_of
-from pipeproof.state.names.parts import weights_of
-from pipeproof.state.names.read import read_names
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.state.names.convention_maps import map_from_convention, map_from_own_names
+from pipeproof.state.names.convention_tensors import weights_of
+from pipeproof.state.names.name_codes import CopiesDifferError, NoNamesError
+from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.plans import plan_dict
+from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MODELS, plan_of
-from tests.state.names.moved import carried_out
 
 COPIED = MODELS["tied with modules"]
 
@@ -22,7 +21,7 @@ COPIED = MODELS["tied with modules"]
 def theirs_of(plan, convention="huggingface"):
     draw = np.random.default_rng(3)
     ours = {name: draw.normal(size=entry.shape) for name, entry in weights_of(plan.model, "float64").items()}
-    made = carried_out(names_of(convention, plan.model, "float64"), ours)
+    made = apply_map(map_from_own_names(convention, plan.model, "float64"), ours)
     return ours, {name: np.ascontiguousarray(array) for name, array in made.items()}
 
 
@@ -43,11 +42,11 @@ def opened(tmp_path, arrays, files=1):
 def test_what_went_out_comes_in(tmp_path, kind, files):
     plan = plan_of(**MODELS[kind])
     ours, theirs = theirs_of(plan)
-    state_map = read_names("huggingface", opened(tmp_path, theirs, files), plan)
-    returned = carried_out(state_map, theirs)
+    state_map = map_from_convention("huggingface", opened(tmp_path, theirs, files), plan)
+    returned = apply_map(state_map, theirs)
     assert returned.keys() == ours.keys()
     assert all((returned[name] == ours[name]).all() for name in ours)
-    read = {slab.source for tensor in state_map.tensors.values() for slab in tensor.slabs}
+    read = {copy.source for tensor in state_map.tensors.values() for copy in tensor.copies}
     assert read | state_map.removed == theirs.keys()
     assert not read & state_map.removed
 
@@ -56,30 +55,30 @@ def test_another_type_is_cast_once(tmp_path):
     plan = plan_of()
     _, theirs = theirs_of(plan)
     theirs = {name: array.astype(np.float16) for name, array in theirs.items()}
-    state_map = read_names("huggingface", opened(tmp_path, theirs), plan)
-    assert {slab.casts for tensor in state_map.tensors.values() for slab in tensor.slabs} == {("float64",)}
+    state_map = map_from_convention("huggingface", opened(tmp_path, theirs), plan)
+    assert {copy.casts for tensor in state_map.tensors.values() for copy in tensor.copies} == {("float64",)}
     assert {tensor.dtype for tensor in state_map.tensors.values()} == {"float64"}
 
 
-def test_frequencies_that_old_files_have_are_left_out(tmp_path):
+def test_frequencies_that_old_files_have_are_removed(tmp_path):
     plan = plan_of()
     _, theirs = theirs_of(plan)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    state_map = read_names("huggingface", opened(tmp_path, theirs | {name: np.ones(2)}), plan)
+    state_map = map_from_convention("huggingface", opened(tmp_path, theirs | {name: np.ones(2)}), plan)
     assert state_map.removed == {name}
 
 
-def test_a_tied_head_that_is_there_and_equal_is_left_out(tmp_path):
+def test_a_tied_head_that_is_there_and_equal_is_removed(tmp_path):
     plan = plan_of(tied_embedding=True)
     _, theirs = theirs_of(plan)
     assert "lm_head.weight" not in theirs
     theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
-    assert read_names("huggingface", opened(tmp_path, theirs), plan).removed == {"lm_head.weight"}
+    assert map_from_convention("huggingface", opened(tmp_path, theirs), plan).removed == {"lm_head.weight"}
 
 
 def refused(tmp_path, theirs, plan):
     with pytest.raises(CopiesDifferError) as error:
-        read_names("huggingface", opened(tmp_path, theirs), plan)
+        map_from_convention("huggingface", opened(tmp_path, theirs), plan)
     (finding,) = error.value.findings
     assert finding.code == "PP929"
     return f"{finding.message} | {finding.help}"
@@ -92,7 +91,7 @@ def test_a_tied_head_that_differs_is_named_with_the_first_range(tmp_path, first,
     head = theirs["model.embed_tokens.weight"].copy()
     head.reshape(-1)[first : last + 1] += 1.0
     text = refused(tmp_path, theirs | {"lm_head.weight": head}, plan)
-    assert "lm_head.weight is to be model.embed_tokens.weight once more" in text
+    assert "lm_head.weight must be a copy of model.embed_tokens.weight" in text
     assert f"first in elements {first} to {last + 1}, from row {first // 24}, column {first % 24}, on" in text
     assert "tied_embedding: false" in text
 
@@ -122,21 +121,21 @@ def test_a_copy_of_another_shape_or_type_is_no_copy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("end", "mend"),
+    ("end", "fix"),
     [("embed_tokens", "share embedding"), ("shared_head.norm", "norm of their own"), ("shared_head.head", "share")],
 )
-def test_copies_in_each_module_are_compared(tmp_path, end, mend):
+def test_copies_in_each_module_are_compared(tmp_path, end, fix):
     plan = plan_of(**COPIED)
     _, theirs = theirs_of(plan)
     theirs[f"model.layers.3.{end}.weight"] = theirs[f"model.layers.3.{end}.weight"] + 1e-9
-    assert mend in refused(tmp_path, theirs, plan)
+    assert fix in refused(tmp_path, theirs, plan)
 
 
 def test_copies_that_are_not_there_are_not_needed(tmp_path):
     plan = plan_of(**COPIED)
     ours, theirs = theirs_of(plan)
     kept = {name: array for name, array in theirs.items() if "shared_head" not in name}
-    returned = carried_out(read_names("huggingface", opened(tmp_path, kept), plan), kept)
+    returned = apply_map(map_from_convention("huggingface", opened(tmp_path, kept), plan), kept)
     assert all((returned[name] == ours[name]).all() for name in ours)
 
 
@@ -145,5 +144,5 @@ def test_own_layers_have_no_names_elsewhere(tmp_path):
     loss = {"normalization": "mean_of_micro_batches"}
     own = plan_from_dict(plan_dict(topology={"pp": 1}, loss=loss) | {"model": model}).spec
     _, theirs = theirs_of(plan_of())
-    with pytest.raises(NoNamesError, match="own layers"):
-        read_names("huggingface", opened(tmp_path, theirs), own)
+    with pytest.raises(NoNamesError, match="custom layers"):
+        map_from_convention("huggingface", opened(tmp_path, theirs), own)

@@ -2,15 +2,16 @@
 
 import pytest
 
-from pipeproof.state.aoa.engine import map_of
-from pipeproof.state.aoa.meta import TensorMeta
-from pipeproof.state.aoa.read import read_statements
-from pipeproof.state.mapping import differences, joined, turned_round
-from pipeproof.state.names.codes import NoNamesError
-from pipeproof.state.names.convention import CONVENTIONS, copies_of, names_of
-from pipeproof.state.names.parts import weights_of
-from pipeproof.state.names.statements import statements_between
-from tests.state.aoa.arrays import carried_out, carried_out_by_paddle, engine, numbers, same
+from pipeproof.state.aoa.aoa_engine import program_map
+from pipeproof.state.aoa.read_statements import read_statements
+from pipeproof.state.aoa.tensor_families import TensorMeta
+from pipeproof.state.names.convention_maps import map_from_own_names, tied_copies
+from pipeproof.state.names.convention_statements import statements_between
+from pipeproof.state.names.convention_tables import CONVENTIONS
+from pipeproof.state.names.convention_tensors import weights_of
+from pipeproof.state.names.name_codes import NoNamesError
+from pipeproof.state.tensor_map import compose, invert, map_differences
+from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, numbers, same
 from tests.state.names.models import MODELS, plan_of
 
 FAR_APART = {frozenset({"paddlefleet", other}) for other in ("pipeproof", "paddleformers-unfused")}
@@ -24,35 +25,35 @@ PAIRS = [
 
 
 def metas(convention, model):
-    named = names_of(convention, model, "bfloat16").tensors
+    named = map_from_own_names(convention, model, "bfloat16").tensors
     return {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in named.items()}
 
 
 def between(one, other, model):
-    return joined(
-        turned_round(names_of(one, model, "bfloat16"), weights_of(model, "bfloat16")),
-        names_of(other, model, "bfloat16"),
+    return compose(
+        invert(map_from_own_names(one, model, "bfloat16"), weights_of(model, "bfloat16")),
+        map_from_own_names(other, model, "bfloat16"),
     )
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_joined(kind, one, other):
+def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_composed(kind, one, other):
     model = plan_of(**MODELS[kind]).model
     if "pipeproof" in (one, other) and (model.moe or model.mla):
         with pytest.raises(NoNamesError, match="takes"):
             statements_between(one, other, model)
         return
     program = read_statements(statements_between(one, other, model), "statements.aoa")
-    said = map_of(program, metas(one, model), metas(other, model))
+    said = program_map(program, metas(one, model), metas(other, model))
     right = between(one, other, model)
     assert said.tensors.keys() == right.tensors.keys()
     assert {name: tensor.shape for name, tensor in said.tensors.items()} == {
         name: tensor.shape for name, tensor in right.tensors.items()
     }
     # A copy may be made of another copy: what both are is the same element of pipeproof's own.
-    ours = names_of(one, model, "bfloat16")
-    assert not list(differences(joined(ours, said), joined(ours, right)))
+    ours = map_from_own_names(one, model, "bfloat16")
+    assert not list(map_differences(compose(ours, said), compose(ours, right)))
 
 
 def test_layers_that_are_alike_share_statements_and_experts_too():
@@ -70,7 +71,7 @@ def test_layers_that_are_alike_share_statements_and_experts_too():
     ]
 
 
-def test_layers_of_two_kinds_are_told_apart_where_one_name_stands_for_both():
+def test_layers_of_two_kinds_are_reported_apart_where_one_name_is_for_both():
     model = plan_of(num_layers=3, moe=MODELS["experts, some shared"]["moe"]).model
     norms = [line for line in statements_between("huggingface", "megatron", model).splitlines() if "post_" in line]
     assert norms == [
@@ -95,7 +96,7 @@ def test_paddles_own_engine_makes_the_same_of_them(kind, other):
     source, target = metas("huggingface", model), metas(other, model)
     lines = statements_between("huggingface", other, model).splitlines()
     arrays = numbers(source)
-    arrays |= {copy: arrays[of] for copy, of in copies_of("huggingface", model).items() if copy in arrays}
-    made, _ = carried_out_by_paddle(engine(lines, source, target), arrays, target)
-    expected, _ = carried_out(between("huggingface", other, model), arrays)
+    arrays |= {copy: arrays[of] for copy, of in tied_copies("huggingface", model).items() if copy in arrays}
+    made, _ = apply_map_with_paddle(engine(lines, source, target), arrays, target)
+    expected, _ = apply_map(between("huggingface", other, model), arrays)
     assert same({name: made[name] for name in target}, expected)

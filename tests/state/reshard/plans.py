@@ -5,8 +5,8 @@ from pathlib import Path
 import yaml
 from click.testing import CliRunner
 
-from pipeproof.cli import main
-from pipeproof.specs.load import load_plan
+from pipeproof.cli.main import main
+from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 from tests.state.tiny import write_state

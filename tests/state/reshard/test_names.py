@@ -3,7 +3,7 @@
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from pipeproof.state.load import find_state, read_whole
+from pipeproof.state.read_state import find_state, read_whole
 from tests.state.reshard.plans import DENSE, reshard, state_of, write_plan
 
 
@@ -70,10 +70,10 @@ def test_a_bare_file_has_no_model_to_name_tensors_by(tmp_path):
     save_file({"a": np.zeros(2)}, tmp_path / "bare.safetensors")
     said = reshard(tmp_path / "bare.safetensors", "--names", "huggingface", "-o", tmp_path / "x.safetensors", status=2)
     assert "PP924" in said
-    assert "does not say of which model it is" in said
+    assert "does not record its model" in said
 
 
-def test_statements_are_held_against_what_names_mean(tmp_path):
+def test_statements_are_compared_with_what_names_mean(tmp_path):
     plan = write_plan(tmp_path / "a.yaml", "tp2", DENSE)
     source = state_of(plan, tmp_path / "of_a")
     weights = {name: one for name, one in whole(source).items() if "/" not in name}

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.boxes import Box
-from pipeproof.state.mapping import Slab, StateMap, TensorMap
-from pipeproof.state.reshard.flows import ZEROS, flows_of
-from pipeproof.state.reshard.padding import padded_map
-from pipeproof.state.reshard.picture import page
-from pipeproof.state.reshard.picture.cells import _rectangles
-from pipeproof.state.reshard.picture.marks import LETTER, shortened
-from pipeproof.state.reshard.sides import side_of_plan
-from pipeproof.state.save import values_of
+from pipeproof.state.regions import Region
+from pipeproof.state.reshard import flow_picture as page
+from pipeproof.state.reshard.flow_picture import LETTER, _rectangles, shortened
+from pipeproof.state.reshard.flows import ZEROS, flows_between
+from pipeproof.state.reshard.padding import padding_map
+from pipeproof.state.reshard.shard_layout import layout_of_plan
+from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
+from pipeproof.state.write_state import values_of
 from tests.state.reshard.plans import DENSE, WITH_ALL, reshard, state_of, subject_of, write_plan
 
 PAIRS = [("tp2_pp2", "ep2_tp2", WITH_ALL), ("sd4", "tp2", DENSE), ("ep2_pp2", "sd4", WITH_ALL)]
@@ -29,9 +28,9 @@ PAIRS = [("tp2_pp2", "ep2_tp2", WITH_ALL), ("sd4", "tp2", DENSE), ("ep2_pp2", "s
 def owners(side, name, shape):
     """For each element of a tensor the number of its holder."""
     found = np.full(shape, -1)
-    for part in side.parts[name]:
-        for _, box in part.shard.boxes():
-            found[tuple(map(slice, box.offsets, box.stops))] = part.rank
+    for part in side.shards[name]:
+        for _, region in part.shard.regions():
+            found[tuple(map(slice, region.offsets, region.stops))] = part.rank
     assert (found >= 0).all()
     return found
 
@@ -39,50 +38,50 @@ def owners(side, name, shape):
 @pytest.mark.parametrize(("one", "other", "model"), PAIRS)
 def test_bands_are_as_wide_as_the_elements_that_go_there(tmp_path, one, other, model):
     a, b = (subject_of(write_plan(tmp_path / f"{name}.yaml", name, model)).plan for name in (one, other))
-    source, target = side_of_plan(a, "a"), side_of_plan(b, "b")
-    flows = flows_of(source, padded_map(source.tensors, values_of(a.spec), b.spec.model), target)
+    source, target = layout_of_plan(a, "a"), layout_of_plan(b, "b")
+    flows = flows_between(source, padding_map(source.tensors, values_of(a.spec), b.spec.model), target)
     expected, num_whole = Counter(), 0
     for name, entry in target.tensors.items():
         pairs = list(zip(owners(source, name, entry.shape).flat, owners(target, name, entry.shape).flat, strict=True))
         num_whole += len(set(pairs)) == 1
-        for giver, taker in pairs:
-            expected[f"rank {giver}", f"rank {taker}"] += dtype_bytes(entry.dtype)
+        for sender, receiver in pairs:
+            expected[f"rank {sender}", f"rank {receiver}"] += dtype_bytes(entry.dtype)
     assert flows.num_bytes == expected
     assert flows.num_whole == num_whole
-    assert flows.givers == tuple(sorted({giver for giver, _ in expected}))
+    assert flows.senders == tuple(sorted({sender for sender, _ in expected}))
 
 
 def test_a_turned_and_padded_tensor_has_its_givers_where_their_elements_come_to_lie(tmp_path):
     """Of a [2, 3] tensor, cut by columns in two, the transpose with a row of zeros behind."""
     plan = subject_of(write_plan(tmp_path / "a.yaml", "tp2", {**DENSE, "hidden_size": 8})).plan
-    side = side_of_plan(plan, "a")
+    side = layout_of_plan(plan, "a")
     name = "head.weight"
     rows, columns = side.tensors[name].shape
-    whole = Box((0, 0), (columns, rows))
-    zeros = Box((columns, 0), (1, rows))
-    made = TensorMap("float32", (columns + 1, rows), (Slab(whole, name, Box((0, 0), (rows, columns)), (1, 0)),
-                                                     Slab(zeros, None, zeros)))  # fmt: skip
+    whole = Region((0, 0), (columns, rows))
+    zeros = Region((columns, 0), (1, rows))
+    made = TensorMap("float32", (columns + 1, rows), (RegionCopy(whole, name, Region((0, 0), (rows, columns)), (1, 0)),
+                                                     RegionCopy(zeros, None, zeros)))  # fmt: skip
     entry = side.tensors[name].model_copy(update={"shape": (columns + 1, rows)})
-    shard = side.parts[name][0].shard.model_copy(update={"offsets": (0, 0), "extents": (columns + 1, rows)})
-    taken = side.parts[name][0].__class__(shard, None, "model.safetensors")
+    shard = side.shards[name][0].shard.model_copy(update={"offsets": (0, 0), "extents": (columns + 1, rows)})
+    taken = side.shards[name][0].__class__(shard, None, "model.safetensors")
     target = side.__class__("b", {name: entry}, {name: (taken,)})
-    flows = flows_of(side, StateMap({name: made}), target)
+    flows = flows_between(side, StateMap({name: made}), target)
     half = columns // 2
-    assert [(flow.box, flow.giver) for flow in flows.recut[0].flows] == [
-        (Box((0, 0), (half, rows)), "rank 0"), (Box((half, 0), (half, rows)), "rank 1"), (zeros, ZEROS),
+    assert [(flow.region, flow.sender) for flow in flows.resharded[0].flows] == [
+        (Region((0, 0), (half, rows)), "rank 0"), (Region((half, 0), (half, rows)), "rank 1"), (zeros, ZEROS),
     ]  # fmt: skip
-    assert flows.givers == ("rank 0", "rank 1", ZEROS)
+    assert flows.senders == ("rank 0", "rank 1", ZEROS)
 
 
 @given(st.data())
-def test_a_box_is_drawn_as_its_rows(data):
+def test_a_region_is_drawn_as_its_rows(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     extents = tuple(data.draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
     held = np.zeros(shape, bool)
     held[tuple(slice(start, start + extent) for start, extent in zip(offsets, extents, strict=True))] = True
     rows = np.flatnonzero(held.reshape(-1, shape[-1]).any(axis=1))
-    runs = list(_rectangles(Box(offsets, extents), shape))
+    runs = list(_rectangles(Region(offsets, extents), shape))
     assert [row for first, num in runs for row in range(first, first + num)] == rows.tolist()
     assert all(one + num < other for (one, num), (other, _) in pairwise(runs))
 
@@ -117,10 +116,10 @@ def test_a_picture_that_cannot_be_made_is_refused_before_anything_moves(there, m
     state_of(there / "a.yaml", there / "states")
     for file, said in (("moves.png", "ends with .svg"), ("no/moves.svg", "there is no directory"), (".", "directory")):
         assert said in reshard("states", "b.yaml", "-o", "made", "--picture", file, status=2)
-    monkeypatch.setattr(page, "MOST_HOLDERS", 3)
+    monkeypatch.setattr(page, "MAX_HOLDERS", 3)
     said = reshard("states", "b.yaml", "-o", "made", "--picture", "moves.svg", status=2)
-    assert "4 ranks or files that hold parts, and a picture shows 3" in " ".join(said.split())
-    assert "leave --picture out" in said
+    assert "4 ranks or files that hold shards, and a picture shows 3" in " ".join(said.split())
+    assert "omit --picture" in said
     assert not (there / "made").exists()
 
 

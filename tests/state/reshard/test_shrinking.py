@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.state.reshard import carry
+from pipeproof.state.reshard import execute_reshard as carry
 from tests.state.reshard.plans import DENSE, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
@@ -42,7 +42,7 @@ def there(made, tmp_path, monkeypatch):
 
 
 def ended(source):
-    """What is said where the source is no longer what it was; there is no output."""
+    """Return the message for a changed source; there is no output."""
     names = ("--names", "huggingface") if source == "theirs.safetensors" else ()
     said = " ".join(reshard(source, "--to", "other.yaml", "-o", "made", "--jobs", "1", *names, status=2).split())
     assert "error[PP920]" in said
@@ -54,13 +54,13 @@ def ended(source):
 @pytest.mark.parametrize("source", SOURCES)
 def test_between_the_headers_and_the_bytes(there, monkeypatch, source):
     file = max((path for path in there.rglob("*.safetensors") if source in str(path)), key=lambda p: p.stat().st_size)
-    begin = carry.move
+    begin = carry.write_target
 
     def cut_first(*arguments):
         os.truncate(file, file.stat().st_size // 2)
         return begin(*arguments)
 
-    monkeypatch.setattr(carry, "move", cut_first)
+    monkeypatch.setattr(carry, "write_target", cut_first)
     assert file.name in ended(source)
 
 
@@ -90,11 +90,11 @@ def test_in_the_middle_of_a_file(there, monkeypatch, source, fails):
 
 def test_a_file_that_is_gone_when_work_begins(there, monkeypatch):
     gone = next(there.glob("states/*/rank1.safetensors"))
-    begin = carry.require_place
+    begin = carry.require_output_path
 
     def removed(*arguments):
         gone.unlink(missing_ok=True)
         return begin(*arguments)
 
-    monkeypatch.setattr(carry, "require_place", removed)
+    monkeypatch.setattr(carry, "require_output_path", removed)
     assert f"{gone.relative_to(there)} cannot be read: No such file or directory" in ended("states")

@@ -1,8 +1,8 @@
 """Small plans, and what their ranks write, for the proof."""
 
 from pipeproof.comm.lower import lower
-from pipeproof.specs.load import plan_from_dict
-from pipeproof.state.reshard.sides import side_of_plan
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.state.reshard.shard_layout import layout_of_plan
 from tests.plans import plan_dict
 
 DENSE = {"num_layers": 2, "num_kv_heads": 2, "vocab_size": 24, "tied_embedding": True}
@@ -24,6 +24,6 @@ def lowered(topology, model=None, *, sharded=True, **sections):
     return lower(plan_from_dict(plan).spec)
 
 
-def side(topology, model=None, name="plan", **sections):
-    """What the ranks of such a plan write."""
-    return side_of_plan(lowered(topology, model, **sections), name)
+def layout(topology, model=None, name="plan", **sections):
+    """Return the layout that the ranks of such a plan write."""
+    return layout_of_plan(lowered(topology, model, **sections), name)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from pipeproof.specs.finding import PipeproofError
-from pipeproof.specs.load import PlanFileError
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.stages.describe.synthetic import micro_batch
-from pipeproof.state.boxes import Box
-from pipeproof.state.mapping import Slab, differences, joined, turned_round
-from pipeproof.state.reshard.padding import as_if_padded, padded_map
-from pipeproof.state.reshard.proof import prove
-from pipeproof.state.reshard.sides import side_of_plan
-from pipeproof.state.save import values_of
+from pipeproof.state.regions import Region
+from pipeproof.state.reshard.padding import padding_map, with_vocabulary_of
+from pipeproof.state.reshard.reshard_proof import prove
+from pipeproof.state.reshard.shard_layout import layout_of_plan
+from pipeproof.state.tensor_map import RegionCopy, compose, invert, map_differences
+from pipeproof.state.write_state import values_of
 from tests.state.reshard_proof.plans import lowered
 
 UNTIED = {"num_layers": 1, "tied_embedding": False}
@@ -23,8 +23,8 @@ def padded(tp, size, ids=19):
 
 
 def map_between(one, other):
-    source = side_of_plan(one, "a")
-    return source, padded_map(source.tensors, values_of(one.spec), other.spec.model), side_of_plan(other, "b")
+    source = layout_of_plan(one, "a")
+    return source, padding_map(source.tensors, values_of(one.spec), other.spec.model), layout_of_plan(other, "b")
 
 
 @pytest.mark.parametrize(("sizes"), [(20, 24), (24, 20), (19, 24), (24, 19), (20, 20)])
@@ -35,22 +35,22 @@ def test_the_proof_holds_between_all_paddings_of_the_same_ids(sizes):
 
 def test_ids_go_over_one_to_one_and_padding_is_zeros_of_weights_and_moments():
     _, found, _ = map_between(padded(2, 20), padded(4, 24))
-    ids, padding = Box((0, 0), (19, 16)), Box((19, 0), (5, 16))
+    ids, padding = Region((0, 0), (19, 16)), Region((19, 0), (5, 16))
     for name in ("embed.weight", "optimizer/moment1/embed.weight"):
-        assert found.tensors[name].slabs == (Slab(ids, name, ids), Slab(padding, None, padding))
-        assert found.dropped[name] == (Box((19, 0), (1, 16)),)
+        assert found.tensors[name].copies == (RegionCopy(ids, name, ids), RegionCopy(padding, None, padding))
+        assert found.dropped[name] == (Region((19, 0), (1, 16)),)
     for name in ("head.weight", "optimizer/moment2/head.weight"):
         assert found.tensors[name].shape == (16, 24)
-        assert found.tensors[name].slabs[1] == Slab(Box((0, 19), (16, 5)), None, Box((0, 19), (16, 5)))
+        assert found.tensors[name].copies[1] == RegionCopy(Region((0, 19), (16, 5)), None, Region((0, 19), (16, 5)))
     assert found.tensors["optimizer/step/head.weight"].shape == ()
 
 
-def test_there_and_back_again_is_the_identity_but_for_padding():
+def test_forward_and_back_is_the_identity_but_for_padding():
     source, there, _ = map_between(padded(2, 20), padded(4, 24))
-    back = turned_round(there, source.tensors)
-    differ = list(differences(joined(there, back), padded_map(source.tensors, {}, padded(2, 20).spec.model)))
-    assert {at.box for at in differ} == {Box((19, 0), (1, 16)), Box((0, 19), (16, 1))}
-    assert all(at.one.source is None for at in differ)
+    back = invert(there, source.tensors)
+    differ = list(map_differences(compose(there, back), padding_map(source.tensors, {}, padded(2, 20).spec.model)))
+    assert {at.region for at in differ} == {Region((19, 0), (1, 16)), Region((0, 19), (16, 1))}
+    assert all(at.first.source is None for at in differ)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_other_sizes_are_refused_where_ids_are_not_said_to_be_the_same(ids, said
 
 def test_the_values_of_a_state_are_those_of_a_plan_that_pads_otherwise():
     values, model = values_of(padded(2, 20).spec), padded(4, 24).spec.model
-    assert as_if_padded(values, model)["model.vocab_size"] == 24
-    assert as_if_padded(values_of(padded(2, 20, 18).spec), model)["model.vocab_size"] == 20
+    assert with_vocabulary_of(values, model)["model.vocab_size"] == 24
+    assert with_vocabulary_of(values_of(padded(2, 20, 18).spec), model)["model.vocab_size"] == 20
 
 
 def test_no_token_is_of_the_padding_and_without_the_key_draws_are_those_of_ever():

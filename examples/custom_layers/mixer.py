@@ -1,0 +1,48 @@
+"""An MLP mixer (arXiv:2105.01601) on noise: six blocks that mix patches and channels alternately, with dropout."""
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+PATCHES, CHANNELS, CLASSES, ROWS = 6, 8, 5, 2
+
+
+class Mix(nn.Layer):
+    """A norm, an MLP over patches or over channels, and the residual around both."""
+
+    def __init__(self, over_patches):
+        super().__init__()
+        size = PATCHES if over_patches else CHANNELS
+        self.over_patches = over_patches
+        self.norm = nn.LayerNorm(CHANNELS)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.norm(x)
+        y = y.transpose([0, 2, 1]) if self.over_patches else y
+        y = self.down(self.drop(F.gelu(self.up(y))))
+        return x + (y.transpose([0, 2, 1]) if self.over_patches else y)
+
+
+class Head(nn.Layer):
+    """The mean over patches, and the logits of the classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.classify = nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, x):
+        return self.classify(x.mean(axis=1))
+
+
+def data(step, index, rng):
+    """Return micro-batch ``index`` of a step: inputs and labels."""
+    inputs = rng.standard_normal((ROWS, PATCHES, 3)).astype(paddle.get_default_dtype())
+    return inputs, rng.integers(0, CLASSES, ROWS)
+
+
+def build():
+    """Return the layers in order, the loss of one micro-batch, and the data."""
+    layers = [nn.Linear(3, CHANNELS), *(Mix(number % 2 == 0) for number in range(6)), Head()]
+    return layers, F.cross_entropy, data

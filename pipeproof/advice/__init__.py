@@ -1,1 +1,0 @@
-"""What would make a plan's step shorter, by how much, and why: candidate schedules, timed and verified."""

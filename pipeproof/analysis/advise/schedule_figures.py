@@ -1,0 +1,169 @@
+"""Costs of a schedule for a plan, in units that allow schedules to be compared.
+
+The sizes of chunks and micro-batches differ between schedules. Activations are
+therefore counted in those of one transformer block for one sequence, from the
+start of F to the end of B or W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+
+from pipeproof.analysis.advise.critical_path import CriticalPath, critical_path
+from pipeproof.analysis.advise.recut import num_blocks
+from pipeproof.comm.generated_schedule import stage_costs
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.schedule.asap import StageCosts, Timed, asap
+from pipeproof.schedule.formats.op_text import kinds_of
+from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
+from pipeproof.schedule.programs import Schedule
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.partition import stage_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Time and memory of a step.
+
+    ``work_us`` is the mean computation time of a rank, ``most_work_us`` that of
+    ``busiest``, the first of the ranks that compute longest. ``peak`` is the
+    largest number of activations, on ``peak_rank``, in those of a block for a
+    sequence.
+    """
+
+    makespan_us: Fraction
+    work_us: Fraction
+    most_work_us: Fraction
+    busiest: int
+    peak: Fraction
+    peak_rank: int
+
+    @property
+    def idle_us(self) -> Fraction:
+        """Mean idle time of a rank."""
+        return self.makespan_us - self.work_us
+
+    @property
+    def idle_ratio(self) -> Fraction:
+        """The part of the ranks' time in which they do not compute."""
+        return self.idle_us / self.makespan_us
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When each computation of a plan runs, in ticks of ``1 / ticks_per_us`` microseconds."""
+
+    timed: Timed
+    latency: int
+    ticks_per_us: int
+
+    def path(self) -> CriticalPath:
+        """Parts of the makespan, in microseconds."""
+        return critical_path(self.timed, self.latency).scaled(Fraction(1, self.ticks_per_us))
+
+
+def block_sequences(spec: PlanSpec) -> tuple[Fraction, ...]:
+    """Size of one activation of each stage: its blocks times the sequences of a work item.
+
+    A stage without a block counts as one: it has an input activation, too.
+    """
+    schedule = spec.schedule
+    sequences = Fraction(schedule.micro_batch_size, schedule.num_sequence_splits)
+    return tuple(max(1, num_blocks(names)) * sequences for names in stage_layers(spec))
+
+
+def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
+    """When a schedule's computations run where no message waits for another.
+
+    Raises:
+        ValueError: it cannot finish.
+    """
+    costs = stage_costs(spec)
+    rows = [costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped or (), (costs.latency,)]
+    ticks_per_us = lcm(*(Fraction(time).denominator for row in rows for time in row))
+    forward, backward_input, backward_weight, overlapped, (latency,) = (
+        [int(time * ticks_per_us) for time in row] for row in rows
+    )
+    in_ticks = StageCosts(forward, backward_input, backward_weight, latency, overlapped or None)
+    return Clock(asap(schedule, in_ticks), latency, ticks_per_us)
+
+
+def clock_of(lowered: LoweredPlan) -> Clock:
+    """When a plan's computations run, under the ``cost.p2p`` that it has and with what early receives slow down.
+
+    Raises:
+        SimulationError: it cannot finish.
+        ValueError: likewise.
+    """
+    slows = bool(lowered.spec.cost.recv_slowdown) and any(lowered.receives)
+    if lowered.spec.cost.p2p == "async" and not slows:
+        return asap_clock(lowered.schedule, lowered.spec)
+    return simulated_clock(lowered)
+
+
+def simulated_clock(lowered: LoweredPlan) -> Clock:
+    """When a lowered plan's computations run as the reference model has it, with what its messages wait for.
+
+    As in ``asap_clock``, every message takes what the slowest does, and no
+    links are shared: candidates are compared by one measure.
+
+    Raises:
+        SimulationError: it cannot finish.
+        BadPlanError: the backend is not simulated.
+    """
+    timeline = simulate(replace(lowered, links=None)).timeline
+    latency = lowered.spec.cost.p2p_latency_us
+    computations = [
+        (span.rank, timeline.us(span.start), timeline.us(span.end))
+        for span, op_kind in zip(timeline.spans, kinds_of(span.op for span in timeline.spans), strict=True)
+        if op_kind in COMPUTE_KINDS
+    ]
+    denominators = {time.denominator for _, *times in computations for time in times}
+    ticks_per_us = lcm(latency.denominator, *denominators)
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for rank, start, end in computations:
+        by_rank.setdefault(rank, []).append((int(start * ticks_per_us), int(end * ticks_per_us)))
+    first = {coords["pp"]: rank for rank, coords in reversed([*enumerate(timeline.ranks)])}
+    mine = [by_rank.get(first[pp], []) for pp in range(len(lowered.programs))]
+    timed = Timed(
+        lowered.programs,
+        tuple(tuple(start for start, _ in spans) for spans in mine),
+        tuple(tuple(end for _, end in spans) for spans in mine),
+    )
+    return Clock(timed, int(latency * ticks_per_us), ticks_per_us)
+
+
+def figures_of(clock: Clock, activations: Sequence[Fraction]) -> Figures:
+    """The figures of one step; ``activations`` is what one of each stage counts."""
+    timed, ranks = clock.timed, range(len(clock.timed.programs))
+    busy = [Fraction(timed.busy(rank)) / clock.ticks_per_us for rank in ranks]
+    unit = lcm(*(size.denominator for size in activations))
+    sizes = [int(size * unit) for size in activations]
+    peaks = [_peak(timed, rank, sizes) for rank in ranks]
+    return Figures(
+        makespan_us=Fraction(timed.makespan) / clock.ticks_per_us,
+        work_us=sum(busy, Fraction(0)) / len(ranks),
+        most_work_us=max(busy),
+        busiest=busy.index(max(busy)),
+        peak=Fraction(max(peaks), unit),
+        peak_rank=peaks.index(max(peaks)),
+    )
+
+
+def _peak(timed: Timed, rank: int, sizes: Sequence[int]) -> int:
+    """Most that a rank holds at once; what is released at a time makes room for what is acquired then."""
+    changes = []
+    for op, start, end in zip(timed.programs[rank], timed.starts[rank], timed.ends[rank], strict=True):
+        if op.kind is OpKind.FORWARD:
+            changes.append((start, sizes[op.stage]))
+        elif op.kind is not OpKind.BACKWARD_INPUT:
+            changes.append((end, -sizes[op.stage]))
+    held = peak = 0
+    for _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak

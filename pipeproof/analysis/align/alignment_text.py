@@ -1,0 +1,208 @@
+"""An alignment as a person, or a program, reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from pipeproof.analysis.align.array_digests import FAR
+from pipeproof.analysis.align.compare_records import Alignment
+from pipeproof.analysis.align.first_difference import TensorAlignment, TensorDifference
+from pipeproof.analysis.align.loss_pairs import LossDifference, Matches
+from pipeproof.analysis.align.record_format import Recorded
+from pipeproof.analysis.align.training_logs import Observed
+
+
+def render_alignment(found: Alignment, console: Console) -> None:
+    """Print the counts, the first difference of each kind, and the verdict."""
+    for line in _lines(found):
+        console.print(line, markup=False, soft_wrap=True)
+    asked = _asked(found)
+    if found.equal:
+        console.print(f"[bold green]equal[/]{asked}")
+    else:
+        console.print(f"[bold red]different[/]{asked}")
+
+
+def _asked(found: Alignment) -> str:
+    if found.tolerance.bitwise:
+        exact = "in every printed digit" if found.losses.by_value else "bit for bit"
+        return f": {exact}" if found.equal else ""
+    return f" within {found.tolerance.ulps} ulps or {found.tolerance.relative:g} of the largest element"
+
+
+def _lines(found: Alignment) -> Iterator[str]:
+    losses = found.losses
+    counts = [_count("main", losses.main)]
+    if losses.mtp.steps:
+        counts.append(_count("mtp", losses.mtp))
+    if losses.routers.steps:
+        counts.append(_count("router", losses.routers))
+    yield ", ".join(counts)
+    for name, matches in (("main", losses.main), ("mtp", losses.mtp), ("router", losses.routers)):
+        if matches.first is not None:
+            yield f"first_{name}_diff: {_loss(matches.first)}"
+    for side, number, example in zip("AB", losses.unpaired, losses.examples, strict=True):
+        if example is not None:
+            yield f"{number} losses of {side} have no partner, such as {_where(example)}"
+    if found.tensors is not None:
+        yield from _tensors(found.tensors)
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def _count(name: str, matches: Matches) -> str:
+    return f"{name}_matches={matches.num_equal}/{len(matches.steps)}"
+
+
+def _loss(difference: LossDifference) -> str:
+    values = f"A {_shown(difference.a)}, B {_shown(difference.b)}"
+    factor = "" if difference.factor is None else f"; A is {difference.factor} of B"
+    return f"{_where(difference.a)}: {values}; {_far(difference.ulps, difference.relative)}{factor}"
+
+
+def _shown(observed: Observed) -> str:
+    return " ".join(word for word in (observed.value, observed.md5 and f"md5 {observed.md5}") if word)
+
+
+def _where(observed: Observed) -> str:
+    rank = "" if observed.rank is None else f", rank {observed.rank}"
+    place = "" if observed.micro_batch is None else f", micro-batch {observed.micro_batch}"
+    return f"step {observed.step}, {observed.loss}{rank}{place} ({observed.what})"
+
+
+def _tensors(tensors: TensorAlignment) -> Iterator[str]:
+    equal = tensors.num_compared - tensors.num_differing
+    yield f"tensor_matches={equal}/{tensors.num_compared}"
+    if tensors.example:
+        number = tensors.only_a + tensors.only_b
+        yield f"{number} tensors have no partner: {tensors.example}"
+    first = tensors.first
+    if first is None:
+        return
+    yield f"first tensor that differs, in execution order: step {first.a.step}, {first.a.title}{_on(first)}"
+    yield f"  A md5 {first.a.md5} norm {first.a.norm:.9g}"
+    yield f"  B md5 {first.b.md5} norm {first.b.norm:.9g}"
+    if first.ulps is not None:
+        place = "" if first.place is None else f", farthest at {list(first.place)}"
+        yield f"  {_far(first.ulps, first.relative)}{place}"
+    yield f"  cause, a guess: {first.cause.family}: {first.cause.evidence}"
+    before = "nothing recorded" if tensors.before is None else tensors.before.title
+    handed = "; it is the same tensor before it was handed on: no layer computes between" if first.handed_on else ""
+    yield f"  last equal before it: {before}{handed}"
+    if first.weights.are_conclusive:
+        named = {
+            word: ", ".join(name.removeprefix(f"{first.a.layer}.").removesuffix(".weight") for name in names)
+            for word, names in (("differ", first.weights.different), ("are equal", first.weights.equal))
+        }
+        yield f"  of its weights' gradients {'; '.join(f'{word}: {names}' for word, names in named.items())}"
+    yield (
+        f"  in that step {tensors.num_in_first_step} of {tensors.compared_in_first_step} tensors differ; "
+        f"steps in which one does: {tensors.differing_steps}"
+    )
+
+
+def _on(difference: TensorDifference) -> str:
+    if not difference.ranks:
+        return ""
+    held = {shard.rank for shard in difference.a.shards}
+    number = "rank" if len(difference.ranks) == 1 else "ranks"
+    of = "" if len(difference.ranks) == len(held) else f", of {len(held)} that hold it"
+    return f", {number} {', '.join(map(str, difference.ranks))}{of}"
+
+
+def _far(ulps: int | None, relative: float | None) -> str:
+    if ulps is None or relative is None:
+        return "distance unknown without values"
+    return f"{'not in' if ulps == FAR else ulps} ulps, relative {relative:.3g}"
+
+
+def alignment_to_json(found: Alignment) -> dict[str, Any]:
+    """The form of ``align --format json``; see ``docs/schemas/align.schema.json``."""
+    losses, tensors = found.losses, found.tensors
+    return {
+        "equal": found.equal,
+        "asked": {"ulps": found.tolerance.ulps, "relative": found.tolerance.relative},
+        "main": _matches_json(losses.main),
+        "mtp": _matches_json(losses.mtp) if losses.mtp.steps else None,
+        "routers": _matches_json(losses.routers) if losses.routers.steps else None,
+        "unpaired_losses": {"a": losses.unpaired[0], "b": losses.unpaired[1]},
+        "tensors": None if tensors is None else _tensors_json(tensors),
+        "notes": list(found.notes),
+    }
+
+
+def _matches_json(matches: Matches) -> dict[str, Any]:
+    first = matches.first
+    return {
+        "steps": len(matches.steps),
+        "equal": matches.num_equal,
+        "first_difference": None
+        if first is None
+        else {
+            "step": first.a.step,
+            "loss": first.a.loss,
+            "what": first.a.what,
+            "rank": first.a.rank,
+            "micro_batch": first.a.micro_batch,
+            "a": {"value": first.a.value, "md5": first.a.md5},
+            "b": {"value": first.b.value, "md5": first.b.md5},
+            **_far_json(first.ulps, first.relative),
+            "factor": None if first.factor is None else str(first.factor),
+        },
+    }
+
+
+def _tensors_json(tensors: TensorAlignment) -> dict[str, Any]:
+    return {
+        "compared": tensors.num_compared,
+        "equal": tensors.num_compared - tensors.num_differing,
+        "differing_steps": tensors.differing_steps,
+        "only_a": tensors.only_a,
+        "only_b": tensors.only_b,
+        "first_difference": None if tensors.first is None else _difference_json(tensors.first),
+        "last_equal_before": None if tensors.before is None else _name_json(tensors.before),
+    }
+
+
+def _difference_json(difference: TensorDifference) -> dict[str, Any]:
+    return {
+        "step": difference.a.step,
+        "tensor": _name_json(difference.a),
+        "ranks": list(difference.ranks),
+        "a": _content_json(difference.a),
+        "b": _content_json(difference.b),
+        **_far_json(difference.ulps, difference.relative),
+        "place": None if difference.place is None else list(difference.place),
+        "handed_on": difference.handed_on,
+        "weights": {"equal": list(difference.weights.equal), "different": list(difference.weights.different)},
+        "cause": {"family": difference.cause.family.value, "evidence": difference.cause.evidence},
+    }
+
+
+def _name_json(tensor: Recorded) -> dict[str, Any]:
+    if tensor.parameter:
+        return {"kind": "gradient", "layer": tensor.layer, "parameter": tensor.parameter}
+    return {
+        "kind": "tensor",
+        "layer": tensor.layer,
+        "direction": tensor.direction,
+        "side": tensor.side,
+        "micro_batch": tensor.micro_batch,
+        "piece": tensor.piece,
+    }
+
+
+def _content_json(tensor: Recorded) -> dict[str, Any]:
+    norm = tensor.norm if math.isfinite(tensor.norm) else None
+    return {"md5": tensor.md5, "norm": norm, "shape": list(tensor.shape), "dtype": tensor.dtype}
+
+
+def _far_json(ulps: int | None, relative: float | None) -> dict[str, Any]:
+    """Null for infinity, which JSON does not have."""
+    return {
+        "ulps": None if ulps == FAR else ulps,
+        "relative": None if relative is None or not math.isfinite(relative) else relative,
+    }

@@ -1,0 +1,160 @@
+"""Comparison of two records, or of two logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeproof.analysis.align.align_errors import AlignmentError
+from pipeproof.analysis.align.first_difference import TensorAlignment, TensorComparison, paired_steps
+from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance, align_losses
+from pipeproof.analysis.align.read_record import RecordFile
+from pipeproof.analysis.align.record_format import RECORD_FILE, RecordedStep
+from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The result. ``tensors`` is None for logs; ``notes`` list everything that could not be compared."""
+
+    losses: LossAlignment
+    tensors: TensorAlignment | None
+    tolerance: Tolerance
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """True if everything compared is equal within the tolerance, and nothing lacks a partner."""
+        return self.losses.equal and (self.tensors is None or self.tensors.equal)
+
+
+def align(
+    a: Path,
+    b: Path,
+    tolerance: Tolerance,
+    forms: tuple[LogForm, LogForm] = (LogForm(), LogForm()),
+    report_step: Callable[[int], None] = lambda _: None,
+) -> Alignment:
+    """Hold ``a`` against ``b``: two records, or two text logs, which ``forms`` describe.
+
+    ``report_step`` is called with the number of each step that is reached.
+
+    Raises:
+        AlignmentError: a side cannot be read, the two are of different kinds, or they have nothing in common.
+    """
+    records = [_record(path) for path in (a, b)]
+    if records[0] is not None and records[1] is not None:
+        return _align_records(records[0], records[1], tolerance, report_step)
+    if records[0] is not None or records[1] is not None:
+        record, log = (a, b) if records[0] is not None else (b, a)
+        raise AlignmentError(f"{record} is a record and {log} is none: compare two records, or two text logs")
+    losses = align_losses(
+        _reporting(read_log(a, forms[0]), report_step), _reporting(read_log(b, forms[1]), report_step), tolerance
+    )
+    _require_common(losses, a, b)
+    notes = ("where a log prints no MD5, the printed decimals were compared",) if losses.by_value else ()
+    return Alignment(losses, None, tolerance, notes)
+
+
+def _record(path: Path) -> RecordFile | None:
+    """The record at a path; None where a log is."""
+    if path.is_dir():
+        if not (path / RECORD_FILE).exists():
+            inner = sorted(one.parent.name for one in path.glob(f"*/{RECORD_FILE}"))
+            hint = f"name {' or '.join(str(path / one) for one in inner)}" if inner else "name a record or one log file"
+            raise AlignmentError(f"{path} is a directory without {RECORD_FILE}: {hint}")
+        return RecordFile(path)
+    try:
+        with path.open("rb") as stream:
+            beginning = stream.read(1)
+    except OSError as error:
+        raise AlignmentError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix == ".jsonl" or beginning == b"{":
+        return RecordFile(path)
+    return None
+
+
+def _reporting(observations: Iterator[Observed], report_step: Callable[[int], None]) -> Iterator[Observed]:
+    last = -1
+    for observed in observations:
+        if observed.step != last:
+            last = observed.step
+            report_step(last)
+        yield observed
+
+
+def _align_records(a: RecordFile, b: RecordFile, tolerance: Tolerance, report_step: Callable[[int], None]) -> Alignment:
+    losses = LossAlignment()
+    tensors = TensorComparison(a, b, tolerance)
+    for step_a, step_b in paired_steps(a, b, report_step):
+        if step_a is not None and step_b is not None:
+            _put_losses(losses, step_a, step_b, tolerance, a.header.dtype)
+            tensors.put(step_a, step_b)
+        elif step_a is not None:
+            losses.miss(0, _loss(step_a))
+        elif step_b is not None:
+            losses.miss(1, _loss(step_b))
+    if not losses.main.steps:
+        counted = " and ".join(
+            f"{side} {'none' if one is None else f'{number} from step {one.step} on'}"
+            for side, number, one in zip("AB", losses.unpaired, losses.examples, strict=True)
+        )
+        raise AlignmentError(f"{a.file} and {b.file} have no finished step in common: {counted}")
+    if tensors.found.num_compared == 0:
+        raise AlignmentError(f"{a.file} and {b.file} have no tensor in common: they are records of different models")
+    return Alignment(losses, tensors.found, tolerance, tuple(_notes(a, b)))
+
+
+def _put_losses(losses: LossAlignment, a: RecordedStep, b: RecordedStep, tolerance: Tolerance, dtype: str) -> None:
+    """The main loss and the other losses of a step, paired by name."""
+    losses.put(_loss(a), _loss(b), tolerance, dtype)
+    others_a, others_b = ({one.name: one for one in step.others} for step in (a, b))
+    for name in dict.fromkeys((*others_a, *others_b)):
+        seen = [
+            None if one is None else Observed(a.step, one.name, "loss", None, None, one.loss, one.md5)
+            for one in (others_a.get(name), others_b.get(name))
+        ]
+        if seen[0] is not None and seen[1] is not None:
+            losses.put(seen[0], seen[1], tolerance, dtype)
+        elif seen[0] is not None:
+            losses.miss(0, seen[0])
+        elif seen[1] is not None:
+            losses.miss(1, seen[1])
+
+
+def _loss(step: RecordedStep) -> Observed:
+    return Observed(step.step, "main", "loss", None, None, step.loss, step.loss_md5)
+
+
+def _require_common(losses: LossAlignment, a: Path, b: Path) -> None:
+    if losses.main.steps or losses.mtp.steps:
+        return
+    if not any(losses.unpaired):
+        raise AlignmentError(
+            f"neither {a} nor {b} shows a loss: known are lines with `loss:` and `global_step:`, and the anchors "
+            "`final_loss:`, `per_token_loss:` and `[MTP_LOSS_PATH_MD5]`"
+        )
+    shown = " and ".join(
+        f"{side} has {'none' if one is None else _described(one)}"
+        for side, one in zip("AB", losses.examples, strict=True)
+    )
+    raise AlignmentError(f"{a} and {b} have no loss in common: {shown}; see --rank-a, --rank-b, --order-a, --order-b")
+
+
+def _described(observed: Observed) -> str:
+    rank = "" if observed.rank is None else f" on rank {observed.rank}"
+    return f"`{observed.what}` ({observed.loss}) of step {observed.step}{rank}"
+
+
+def _notes(a: RecordFile, b: RecordFile) -> Iterator[str]:
+    first, second = a.header, b.header
+    if first.dtype != second.dtype:
+        yield f"A computed in {first.dtype}, B in {second.dtype}"
+    if first.digest != second.digest:
+        yield f"the plans differ: digests {first.digest[:12]} and {second.digest[:12]}"
+    for side, record, other in (("A", a, b), ("B", b, a)):
+        if other.header.layers and not record.header.layers:
+            yield f"{side} has no tensors of layers (`run --record-layers`): gradients of weights were compared"
+        if not record.header.values:
+            yield f"{side} has no values (`run --record-values`): only MD5s and norms were compared"

@@ -1,0 +1,178 @@
+"""Losses of two sides, paired as they come and counted by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import zip_longest
+from typing import TypeAlias
+
+import numpy as np
+
+from pipeproof.analysis.align.array_digests import FAR, max_relative, max_ulps
+from pipeproof.analysis.align.training_logs import Observed
+
+Key: TypeAlias = tuple[int, str, str, int, int]
+
+_LARGEST_TERM = 16
+"""Of numerator and denominator of a factor between losses."""
+_ROUNDING = 5e-7
+"""Relative: four roundoffs of float32."""
+
+WINDOW = 100_000
+"""Most losses of one side that wait for the other's: beyond, the oldest counts as having no partner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Tolerance of equality: either one is enough; without both, bits must be equal."""
+
+    ulps: int = 0
+    relative: float = 0.0
+
+    @property
+    def bitwise(self) -> bool:
+        """True if bits must be equal."""
+        return self.ulps == 0 and self.relative == 0.0
+
+    def allows(self, ulps: int, relative: float) -> bool:
+        """True if a distance is within the tolerance; ``FAR`` ulps never are."""
+        return ulps != FAR and (ulps <= self.ulps or relative <= self.relative)
+
+
+@dataclass(frozen=True, slots=True)
+class LossDifference:
+    """The two sides of one loss, and how far apart they are in ``dtype``; None without values.
+
+    ``factor`` is what A is of B, where that is one rational number of small
+    terms to within rounding, such as 2 or 1/4.
+    """
+
+    a: Observed
+    b: Observed
+    ulps: int | None
+    relative: float | None
+    factor: Fraction | None = None
+
+
+@dataclass(slots=True)
+class Matches:
+    """Steps of one kind of loss: how many both sides have, in which something differs, and the first difference."""
+
+    steps: set[int] = field(default_factory=set)
+    differing: set[int] = field(default_factory=set)
+    first: LossDifference | None = None
+
+    @property
+    def num_equal(self) -> int:
+        """Steps in which every loss of this kind is equal."""
+        return len(self.steps) - len(self.differing)
+
+
+@dataclass(slots=True)
+class LossAlignment:
+    """All losses of two sides; ``routers`` has their losses, and their biases after each step.
+
+    ``unpaired`` counts, of A and of B, losses without a partner, with one of
+    them as an example. ``by_value`` is true if for some of them only printed
+    values were there to compare.
+    """
+
+    main: Matches = field(default_factory=Matches)
+    mtp: Matches = field(default_factory=Matches)
+    routers: Matches = field(default_factory=Matches)
+    unpaired: list[int] = field(default_factory=lambda: [0, 0])
+    examples: list[Observed | None] = field(default_factory=lambda: [None, None])
+    by_value: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """True if every loss has a partner, and they are equal."""
+        return not (self.main.differing or self.mtp.differing or self.routers.differing or any(self.unpaired))
+
+    def put(self, a: Observed, b: Observed, tolerance: Tolerance, dtype: str) -> None:
+        """Compare one pair."""
+        matches = self._of(a.loss)
+        matches.steps.add(a.step)
+        if a.md5 is not None and b.md5 is not None:
+            equal = a.md5 == b.md5
+        elif a.value is not None and b.value is not None:
+            self.by_value = True
+            equal = float(a.value) == float(b.value) or (math.isnan(float(a.value)) and math.isnan(float(b.value)))
+        else:
+            self.miss(0, a)
+            self.miss(1, b)
+            return
+        if equal:
+            return
+        ulps, relative = _distance(a, b, dtype)
+        if ulps is not None and relative is not None and not tolerance.bitwise and tolerance.allows(ulps, relative):
+            return
+        matches.differing.add(a.step)
+        if matches.first is None or a.key < matches.first.a.key:
+            matches.first = LossDifference(a, b, ulps, relative, _factor(a, b))
+
+    def _of(self, loss: str) -> Matches:
+        """The losses of one kind; what is neither of MTP nor the main loss is of routers."""
+        if loss.startswith("mtp"):
+            return self.mtp
+        return self.main if loss == "main" else self.routers
+
+    def miss(self, side: int, observed: Observed) -> None:
+        """Count a loss without a partner."""
+        self.unpaired[side] += 1
+        self.examples[side] = self.examples[side] or observed
+
+
+def align_losses(
+    a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolerance, dtype: str = "float32"
+) -> LossAlignment:
+    """Pair the losses of two streams by kind and position, in any order of the streams.
+
+    Raises:
+        AlignmentError: a stream cannot be read on.
+    """
+    found = LossAlignment()
+    waiting: tuple[dict[Key, Observed], dict[Key, Observed]] = ({}, {})
+    for pair in zip_longest(a, b):
+        for side, observed in enumerate(pair):
+            if observed is None:
+                continue
+            partner = waiting[1 - side].pop(observed.key, None)
+            if partner is None:
+                if (replaced := waiting[side].pop(observed.key, None)) is not None:
+                    found.miss(side, replaced)
+                waiting[side][observed.key] = observed
+            else:
+                first, second = (observed, partner) if side == 0 else (partner, observed)
+                found.put(first, second, tolerance, dtype)
+            if len(waiting[side]) > WINDOW:
+                found.miss(side, waiting[side].pop(next(iter(waiting[side]))))
+    for side, left in enumerate(waiting):
+        for observed in left.values():
+            found.miss(side, observed)
+    return found
+
+
+def _factor(a: Observed, b: Observed) -> Fraction | None:
+    """One rational number that A is of B; two losses of one kind rarely come so near to one by chance."""
+    if a.value is None or b.value is None:
+        return None
+    x, y = float(a.value), float(b.value)
+    if not (math.isfinite(x) and math.isfinite(y)) or y == 0.0:
+        return None
+    factor = Fraction(x / y).limit_denominator(_LARGEST_TERM)
+    if factor in (0, 1) or abs(factor.numerator) > _LARGEST_TERM:
+        return None
+    return factor if abs(x / y / float(factor) - 1.0) <= _ROUNDING else None
+
+
+def _distance(a: Observed, b: Observed, dtype: str) -> tuple[int | None, float | None]:
+    """In ulps of ``dtype``, and, in the digits that were printed, relative to B."""
+    if a.value is None or b.value is None:
+        return None, None
+    with np.errstate(over="ignore"):
+        x, y = (np.asarray([float(value)]) for value in (a.value, b.value))
+        return max_ulps(x.astype(dtype), y.astype(dtype)), max_relative(x, y)

@@ -1,0 +1,176 @@
+"""A comparison of two timelines for people and, as JSON, for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from pipeproof.analysis.compare.compare_timelines import Comparison, PairedOp, Parting, StepTimes
+from pipeproof.analysis.compare.timeline_files import TimelineFile
+from pipeproof.schedule.ops import OpKind
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run", "table": "CSV table"}
+
+
+def render_comparison(comparison: Comparison, console: Console, *, worst: int) -> None:
+    """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations."""
+    from rich.table import Table
+
+    def table(*heads: str, texts: int = 1) -> Table:
+        made = Table()
+        for index, head in enumerate(heads):
+            made.add_column(head, justify="left" if index < texts else "right")
+        return made
+
+    for name, file in (("A", comparison.a), ("B", comparison.b)):
+        clock = "measured" if file.measured else "simulated"
+        about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
+        console.print(f"{name}  {file.file}: {about}, {len(file.ops)} operations", soft_wrap=True, markup=False)
+    clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
+    console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)
+
+    totals = table("step of A", "of B", "makespan A", "B", "B / A", "computing A", "B", "B / A", texts=2)
+    for step in comparison.steps:
+        totals.add_row(
+            str(step.step_a), str(step.step_b), _us(step.makespan_a), _us(step.makespan_b),
+            _ratio(_quotient(step.makespan_b, step.makespan_a)), _us(step.compute_a), _us(step.compute_b),
+            _ratio(_quotient(step.compute_b, step.compute_a)),
+        )  # fmt: skip
+    console.print(totals)
+    kinds = table(
+        "kind", "number", "median B / A", "median error", "farthest", "start: median",
+        "farthest",
+    )  # fmt: skip
+    for kind in comparison.kinds:
+        kinds.add_row(
+            str(kind.kind), str(kind.count), _ratio(kind.median_ratio), _signed(kind.median_error),
+            _signed(kind.max_error), _signed(kind.median_start_error), _signed(kind.max_start_error),
+        )  # fmt: skip
+    if comparison.kinds:
+        console.print("operations that both have:")
+        console.print(kinds)
+    else:
+        console.print("no operation is in both")
+    for name, only in (("A", comparison.only_a), ("B", comparison.only_b)):
+        if only:
+            text = ", ".join(f"{number} {kind}" for kind, number in only.items())
+            console.print(f"only in {name}: {text}", soft_wrap=True)
+    console.print(_parting_text(comparison.parting), soft_wrap=True)
+    listed = comparison.worst(worst)
+    if listed:
+        ops = table("op", "rank", "step", "A", "B", "error", "start")
+        for pair in listed:
+            ops.add_row(
+                str(pair.a.op), str(pair.a.rank), _steps(pair), _us(pair.a.duration), _us(pair.b.duration),
+                _signed(pair.duration_error), _signed(pair.start_error),
+            )  # fmt: skip
+        console.print("farthest apart in length:")
+        console.print(ops)
+
+
+def _parting_text(parting: Parting | None) -> str:
+    if parting is None:
+        return "the order of computations and transfers is the same on every queue"
+    a, b = (op or "nothing more" for op in (parting.op_a, parting.op_b))
+    return (
+        f"the order parts first on rank {parting.rank}, queue {parting.queue}, place {parting.place} "
+        f"(step {parting.step_a} of A, {parting.step_b} of B): A has {a}, B has {b}"
+    )
+
+
+def _steps(pair: PairedOp) -> str:
+    return str(pair.a.step) if pair.a.step == pair.b.step else f"{pair.a.step}, {pair.b.step}"
+
+
+def _us(time: Fraction) -> str:
+    return str(time.numerator) if time.denominator == 1 else f"{float(time):.{0 if abs(time) >= 10_000 else 1}f}"
+
+
+def _signed(time: Fraction) -> str:
+    return f"{'+' if time > 0 else ''}{_us(time)}"
+
+
+def _quotient(b: Fraction, a: Fraction) -> Fraction | None:
+    return b / a if a else None
+
+
+def _ratio(ratio: Fraction | None) -> str:
+    return "-" if ratio is None else f"{float(ratio):.3f}"
+
+
+def comparison_to_json(comparison: Comparison, *, worst: int) -> dict[str, Any]:
+    """The form of ``compare --format json``; see ``docs/schemas/compare.schema.json``."""
+    parting = comparison.parting
+    return {
+        "unit": "us",
+        "a": _file_to_json(comparison.a),
+        "b": _file_to_json(comparison.b),
+        "clocks": "per_rank" if comparison.per_rank_clocks else "common",
+        "steps": [_step_to_json(step) for step in comparison.steps],
+        "kinds": [
+            {
+                "kind": str(kind.kind),
+                "count": kind.count,
+                "total_a": float(kind.total_a),
+                "total_b": float(kind.total_b),
+                "median_ratio": None if kind.median_ratio is None else float(kind.median_ratio),
+                "median_error": float(kind.median_error),
+                "max_error": float(kind.max_error),
+                "median_start_error": float(kind.median_start_error),
+                "max_start_error": float(kind.max_start_error),
+            }
+            for kind in comparison.kinds
+        ],
+        "only_a": _counts(comparison.only_a),
+        "only_b": _counts(comparison.only_b),
+        "parting": None
+        if parting is None
+        else {
+            "rank": parting.rank,
+            "queue": parting.queue,
+            "step_a": parting.step_a,
+            "step_b": parting.step_b,
+            "place": parting.place,
+            "op_a": parting.op_a,
+            "op_b": parting.op_b,
+        },
+        "worst": [
+            {
+                "rank": pair.a.rank,
+                "op": str(pair.a.op),
+                "step_a": pair.a.step,
+                "step_b": pair.b.step,
+                "duration_a": float(pair.a.duration),
+                "duration_b": float(pair.b.duration),
+                "error": float(pair.duration_error),
+                "start_error": float(pair.start_error),
+            }
+            for pair in comparison.worst(worst)
+        ],
+    }
+
+
+def _file_to_json(file: TimelineFile) -> dict[str, Any]:
+    return {"file": file.file, "source": file.source, "measured": file.measured, "num_ops": len(file.ops)}
+
+
+def _step_to_json(step: StepTimes) -> dict[str, Any]:
+    makespan, compute = _quotient(step.makespan_b, step.makespan_a), _quotient(step.compute_b, step.compute_a)
+    return {
+        "step_a": step.step_a,
+        "step_b": step.step_b,
+        "makespan_a": float(step.makespan_a),
+        "makespan_b": float(step.makespan_b),
+        "makespan_ratio": None if makespan is None else float(makespan),
+        "compute_a": float(step.compute_a),
+        "compute_b": float(step.compute_b),
+        "compute_ratio": None if compute is None else float(compute),
+    }
+
+
+def _counts(only: Mapping[OpKind, int]) -> dict[str, int]:
+    return {str(kind): number for kind, number in only.items()}

@@ -1,0 +1,198 @@
+"""Timelines of an operation each, from what the commands write and from plans, for comparing them.
+
+A trace has whole nanoseconds and leaves out what takes no time (except
+computations and transfers); a run report has measured microseconds; a CSV
+table has all operations, exactly or to nine digits.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeproof.comm.lower import blaming_plan, lower_loaded
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.ops import Op, parse_op
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.views.chrome_trace import ARRIVAL
+from pipeproof.views.timeline_csv import COLUMNS
+
+Source = Literal["plan", "trace", "report", "table"]
+
+
+class TimelineFileError(ValueError):
+    """A file that is no timeline; the message has its name, the place in it, and what would be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOp:
+    """One operation as it ran; times in exact microseconds of its timeline's clock.
+
+    ``order`` breaks ties of time as the rank's program does.
+    """
+
+    rank: int
+    step: int
+    queue: str
+    op: Op
+    start: Fraction
+    end: Fraction
+    order: int
+
+    @property
+    def duration(self) -> Fraction:
+        """From start to end, in microseconds."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class TimelineFile:
+    """The operations of a file and its kind; ``measured`` is true for measured times.
+
+    ``graph`` is that of a plan; other files have none.
+    """
+
+    file: str
+    source: Source
+    measured: bool
+    ops: tuple[TimedOp, ...]
+    graph: OpGraph | None = field(default=None, repr=False, compare=False)
+
+
+def read_timeline(path: Path) -> TimelineFile:
+    """Read a trace, a run report or a CSV table, or simulate a plan; the content decides.
+
+    Raises:
+        TimelineFileError: it is JSON of another kind, or an event or row is no operation.
+        BadPlanError: as a plan, it cannot be read, lowered or simulated.
+        SimulationError: the plan comes to no end.
+    """
+    if _is_table(path):
+        return _of_table(path)
+    content = _json_object(path)
+    if content is None or "pipeproof" in content:
+        return _simulated(path)
+    name = str(path)
+    if isinstance(content.get("traceEvents"), list):
+        return _of_trace(name, content)
+    if isinstance(content.get("timeline"), list):
+        ops = tuple(_each(name, "timeline entry", content["timeline"], _of_entry))
+        return TimelineFile(name, "report", measured=True, ops=_some(name, ops))
+    fix = "a plan, a trace or CSV table (`simulate -o`, `run -o`) and a report (`run --report`) have one"
+    if "makespan" in content and "ranks" in content:
+        fix = "these are the figures of a simulation; `simulate -o` writes its timeline"
+    raise TimelineFileError(f"{name}: it has no timeline; {fix}")
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """The file's content if it is a JSON object; the plan reader reports anything else."""
+    try:
+        with path.open("rb") as stream:
+            if not stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+                return None
+            stream.seek(0)
+            content = json.loads(stream.read())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _simulated(path: Path) -> TimelineFile:
+    loaded = load_plan(path)
+    with blaming_plan(loaded):
+        lowered = lower_loaded(loaded)
+        timeline = simulate(lowered).timeline
+    ops = (
+        TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
+        for s in timeline.spans
+    )
+    return TimelineFile(str(path), "plan", measured=False, ops=tuple(ops), graph=lowered.graph)
+
+
+def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
+    events = [event for event in content["traceEvents"] if isinstance(event, dict)]
+    queues = {
+        (event.get("pid"), event.get("tid")): str(event.get("args", {}).get("name"))
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "thread_name"
+    }
+
+    def of_slice(event: Mapping[str, Any], _: int) -> TimedOp:
+        start, about = _exact(event["ts"]), event["args"]
+        rank, queue = int(event["pid"]), queues[event["pid"], event["tid"]]
+        end = start + _exact(event["dur"])
+        return TimedOp(
+            rank, int(about["step"]), queue, parse_op(event["name"]), start, end, int(about["op_id"])
+        )  # fmt: skip
+
+    shown = [event for event in events if event.get("ph") == "X" and event.get("cat") != ARRIVAL]
+    ops = tuple(_each(name, "slice", shown, of_slice))
+    other = content.get("otherData")
+    measured = isinstance(other, dict) and other.get("clock") == "measured"
+    return TimelineFile(name, "trace", measured, _some(name, ops))
+
+
+def _is_table(path: Path) -> bool:
+    """True if it begins as our tables do; the plan reader reports files that cannot be read."""
+    heading = ",".join(COLUMNS).encode()
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(heading)) == heading
+    except OSError:
+        return False
+
+
+def _of_table(path: Path) -> TimelineFile:
+    name = str(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TimelineFileError(f"{name}: it begins as a CSV table, but is none: {error}") from error
+    ops = tuple(_each(name, "row", rows, _of_row))
+    return TimelineFile(name, "table", rows[0]["clock"] == "measured" if rows else False, _some(name, ops))
+
+
+def _of_row(row: Mapping[str, Any], _: int) -> TimedOp:
+    return TimedOp(
+        int(row["rank"]), int(row["step"]), row["queue"], parse_op(row["op"]), Fraction(row["start_us"]),
+        Fraction(row["end_us"]), int(row["op_id"]),
+    )  # fmt: skip
+
+
+def _of_entry(entry: Mapping[str, Any], index: int) -> TimedOp:
+    return TimedOp(
+        int(entry["rank"]), int(entry["step"]), str(entry["queue"]), parse_op(entry["op"]),
+        _exact(entry["start_us"]), _exact(entry["end_us"]), index,
+    )  # fmt: skip
+
+
+def _each(
+    name: str, what: str, items: list[Any], read: Callable[[Mapping[str, Any], int], TimedOp]
+) -> Iterator[TimedOp]:
+    for index, item in enumerate(items):
+        try:
+            yield read(item, index)
+        except KeyError as error:
+            raise TimelineFileError(
+                f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
+            ) from error
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise TimelineFileError(f"{name}: {what} {index} is no operation: {error}") from error
+
+
+def _some(name: str, ops: tuple[TimedOp, ...]) -> tuple[TimedOp, ...]:
+    if not ops:
+        raise TimelineFileError(f"{name}: its timeline is empty")
+    return ops
+
+
+def _exact(us: Any) -> Fraction:
+    """Microseconds as written, in whole picoseconds: the last digits of a sum of floats are noise."""
+    return Fraction(round(us * 10**6), 10**6)

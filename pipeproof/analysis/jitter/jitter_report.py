@@ -1,0 +1,178 @@
+"""The runs of a step with noise, for people and as JSON."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from pipeproof.analysis.jitter.delays import Delay, Delays, costliest
+from pipeproof.analysis.jitter.histogram import histogram
+from pipeproof.analysis.jitter.noise import Noise
+from pipeproof.analysis.jitter.noisy_runs import JitterRuns
+from pipeproof.analysis.jitter.quantiles import CONFIDENCE, Estimate
+from pipeproof.sim.figures import number_to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_MOST_ROWS = 16
+"""Ranks and channels that are listed each."""
+_BAR = 40
+_BINS = 12
+
+
+def noise_text(noise: Noise) -> str:
+    """Description of the noise of the runs."""
+    parts = []
+    for what, cv in (("each computation", noise.compute_cv), ("each message and collective", noise.network_cv)):
+        if cv:
+            parts.append(f"{what} {noise.distribution} with cv {cv:.3g}")
+    parts += [f"rank {rank} takes {factor:.3g} times as long" for rank, factor in sorted(noise.slow.items())]
+    if noise.straggler_probability:
+        parts.append(
+            f"each rank takes {noise.straggler_factor:.3g} times as long in a run "
+            f"with probability {noise.straggler_probability:.3g}"
+        )
+    return "; ".join(parts) or "nothing is disturbed"
+
+
+def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console) -> None:
+    """Print the quantiles, the histogram and what delays cost."""
+    from rich.text import Text
+
+    many = "runs" if len(runs.makespans) > 1 else "run"
+    engines = " and ".join(sorted(runs.engines))
+    console.print(
+        Text(f"{len(runs.makespans)} {many}, seed {runs.noise.seed}: {noise_text(runs.noise)}"), soft_wrap=True
+    )
+    console.print(Text(f"engine {engines}; times in us"))
+    if runs.replicas > 1:
+        note = f"note: each rank stands for {runs.replicas} replicas, disturbed alike: noise of their own"
+        note += " would make steps longer, slow ranks that are not all of one replica shorter"
+        console.print(Text(note), soft_wrap=True)
+    console.print()
+    console.print(_quantile_table(runs))
+    console.print()
+    bins = histogram(runs.ordered, _BINS)
+    most = max(count for _, _, count in bins)
+    for start, stop, count in bins:
+        bar = "█" * round(_BAR * count / most)
+        console.print(Text(f"{_us(start):>12} .. {_us(stop):>12}  {count:>6}  {bar}"), soft_wrap=True)
+    if delays is not None:
+        _render_delays(delays, console)
+
+
+def _quantile_table(runs: JitterRuns) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("makespan", no_wrap=True)
+    table.add_column("us", justify="right")
+    table.add_column("over undisturbed", justify="right")
+    table.add_column(f"between, at {CONFIDENCE * 100:.0f} %", justify="right")
+
+    def over(value: Fraction) -> str:
+        return f"{float(100 * (value / runs.undisturbed - 1)):+.2f} %" if runs.undisturbed else "-"
+
+    table.add_row("undisturbed", _us(runs.undisturbed), "", "")
+    table.add_row("mean", _us(runs.mean.value), over(runs.mean.value), _bounds(runs.mean))
+    for share, estimate in runs.quantiles.items():
+        name = f"{int(share * 100)} % of runs within"
+        table.add_row(name, _us(estimate.value), over(estimate.value), _bounds(estimate))
+    table.add_row("longest", _us(runs.longest), over(runs.longest), "")
+    return table
+
+
+def _render_delays(delays: Delays, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    about = (
+        ("rank", "whose computations take 1 % longer", delays.ranks),
+        ("channel", "whose messages take longer by 1 % of a mean computation", delays.channels),
+    )
+    for name, how, listed in about:
+        if not listed:
+            continue
+        console.print()
+        table = Table(box=None, pad_edge=False)
+        table.add_column(name, no_wrap=True)
+        for heading in ("adds us", "step longer by us", "sensitivity"):
+            table.add_column(heading, justify="right")
+        costly = sorted(listed, key=lambda one: -one.step_us)[:_MOST_ROWS]
+        for one in (one for one in listed if one in costly):
+            table.add_row(one.where, _us(one.added_us), _us(one.step_us), f"{float(100 * one.sensitivity):.1f} %")
+        console.print(Text(f"a {name} {how}:"))
+        console.print(table)
+        if len(listed) > _MOST_ROWS:
+            console.print(Text(f"the {_MOST_ROWS} that cost most of {len(listed)}"))
+        console.print(Text(_verdict(name, costliest(listed))), soft_wrap=True)
+
+
+def _verdict(name: str, worst: tuple[Delay, ...]) -> str:
+    if not worst:
+        return f"the step waits for no {name} that is late by so little"
+    others = f", as much as {len(worst) - 1} others" if len(worst) > 1 else ""
+    return f"largest sensitivity: {name} {worst[0].where}{others}"
+
+
+def _us(value: Fraction) -> str:
+    """To the nanosecond below a tenth of a second, else to the microsecond."""
+    return f"{float(value):.3f}" if value < 100_000 else f"{float(value):.0f}"
+
+
+def _bounds(estimate: Estimate) -> str:
+    low = "-" if estimate.low is None else _us(estimate.low)
+    high = "-" if estimate.high is None else _us(estimate.high)
+    return f"{low} .. {high}"
+
+
+def jitter_to_json(runs: JitterRuns, delays: Delays | None) -> dict[str, Any]:
+    """The form of ``jitter --format json``; see ``docs/schemas/jitter.schema.json``."""
+    noise = runs.noise
+    content: dict[str, Any] = {
+        "unit": "us",
+        "noise": {
+            "seed": noise.seed,
+            "distribution": noise.distribution,
+            "compute_cv": noise.compute_cv,
+            "network_cv": noise.network_cv,
+            "slow": {str(rank): factor for rank, factor in sorted(noise.slow.items())},
+            "straggler_probability": noise.straggler_probability,
+            "straggler_factor": noise.straggler_factor,
+        },
+        "engines": sorted(runs.engines),
+        "replicas": runs.replicas,
+        **number_to_json("undisturbed", runs.undisturbed),
+        "confidence": CONFIDENCE,
+        "mean": _estimate_to_json(runs.mean),
+        "quantiles": [
+            {"share": float(share), **_estimate_to_json(estimate)} for share, estimate in runs.quantiles.items()
+        ],
+        **number_to_json("longest", runs.longest),
+        "makespans": [float(makespan) for makespan in runs.makespans],
+    }
+    if delays is not None:
+        content["delays"] = {
+            "ranks": [_delay_to_json(delay) for delay in delays.ranks],
+            "channels": [_delay_to_json(delay) for delay in delays.channels],
+        }
+    return content
+
+
+def _estimate_to_json(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "value": float(estimate.value),
+        "low": None if estimate.low is None else float(estimate.low),
+        "high": None if estimate.high is None else float(estimate.high),
+    }
+
+
+def _delay_to_json(delay: Delay) -> dict[str, Any]:
+    return {
+        "where": delay.where,
+        **number_to_json("added", delay.added_us),
+        **number_to_json("step_longer", delay.step_us),
+        **number_to_json("felt", delay.sensitivity),
+    }

@@ -1,0 +1,138 @@
+"""One point of a sweep: checked, simulated, and what came of it.
+
+This runs in worker processes: what goes in and comes out can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, Self
+
+from pipeproof.analysis.sweep.sweep_points import Point, Settings
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.source import SourceMap
+from pipeproof.sim.figures import number_to_json
+from pipeproof.sim.simulate import Simulation, simulate
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.check_plan import check
+
+
+class Status(StrEnum):
+    """Status of a point."""
+
+    OK = "ok"
+    """It passed its check and was simulated."""
+    REFUSED = "refused"
+    """It is no plan, or not a right one; the result has the code and the message."""
+    FAILED = "failed"
+    """Its worker died, twice, or something broke that is not the plan's fault."""
+
+
+_EXACT = ("makespan", "sequence", "idle_ratio", "most_idle_ratio")
+"""Exact numbers of a result, by their keys in JSON."""
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """Result of one point; it has figures if and only if ``status`` is ok.
+
+    Times are exact microseconds: ``makespan`` of a step, ``sequence`` the same per sequence of the step's batch, over
+    all data-parallel ranks. ``idle_ratio`` is the part of all ranks' time within the makespan in which they do not
+    compute, ``most_idle_ratio`` that of the rank with most; ``peak_activations`` the most chunk activations of a
+    micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check.
+    """
+
+    id: str
+    settings: Settings
+    status: Status
+    makespan: Fraction | None = None
+    sequence: Fraction | None = None
+    idle_ratio: Fraction | None = None
+    most_idle_ratio: Fraction | None = None
+    peak_activations: int | None = None
+    warnings: tuple[str, ...] = ()
+    code: str | None = None
+    message: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of a results file; ``from_json`` reads it back."""
+        result: dict[str, Any] = {"id": self.id, "set": dict(self.settings), "status": str(self.status)}
+        if self.status is Status.OK:
+            for key in _EXACT:
+                result |= number_to_json(key, getattr(self, key))
+            return {**result, "peak_activations": self.peak_activations, "warnings": list(self.warnings)}
+        return {**result, "code": self.code, "message": self.message}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        name, settings, status = str(data["id"]), dict(data["set"]), Status(data["status"])
+        if status is not Status.OK:
+            return cls(name, settings, status, code=data["code"], message=str(data["message"]))
+        exact = {key: Fraction(data.get(f"{key}_exact", data[key])) for key in _EXACT}
+        return cls(
+            name,
+            settings,
+            status,
+            makespan=exact["makespan"],
+            sequence=exact["sequence"],
+            idle_ratio=exact["idle_ratio"],
+            most_idle_ratio=exact["most_idle_ratio"],
+            peak_activations=int(data["peak_activations"]),
+            warnings=tuple(map(str, data["warnings"])),
+        )
+
+
+def evaluate(point: Point, plan_file: str) -> PointResult:
+    """Check and simulate one point; schedule files that its plan names are relative to ``plan_file``.
+
+    An error of the plan is a result, not an exception.
+    """
+    try:
+        spec = plan_from_dict(point.plan).spec
+        report = check(LoadedPlan(spec, SourceMap(plan_file, ())))
+        if report.errors:
+            return _refused(point, report.errors)
+        assert report.subject.lowered is not None
+        simulation = simulate(report.subject.lowered)
+    except PipeproofError as error:
+        return _refused(point, error.findings)
+    warned = {finding.code for finding in report.findings if finding.severity is Severity.WARNING}
+    return _simulated(point, spec, simulation, tuple(sorted(warned)))
+
+
+def _refused(point: Point, findings: Sequence[Finding]) -> PointResult:
+    first, more = findings[0], len(findings) - 1
+    message = f"{first.message} (and {more} more)" if more else first.message
+    return PointResult(point.id, point.settings, Status.REFUSED, code=first.code, message=message)
+
+
+def _simulated(point: Point, spec: PlanSpec, simulation: Simulation, warnings: tuple[str, ...]) -> PointResult:
+    figures = simulation.figures
+    idle = [rank.bubble_makespan_ratio for rank in figures]
+    return PointResult(
+        point.id,
+        point.settings,
+        Status.OK,
+        makespan=simulation.makespan,
+        sequence=simulation.makespan / num_sequences(spec),
+        idle_ratio=sum(idle, Fraction(0)) / len(idle),
+        most_idle_ratio=max(idle),
+        peak_activations=max(rank.peak_activations for rank in figures),
+        warnings=warnings,
+    )
+
+
+def num_sequences(spec: PlanSpec) -> int:
+    """Sequences of a step, over all data-parallel ranks."""
+    schedule = spec.schedule
+    last = schedule.last_micro_batch_size or schedule.micro_batch_size
+    return ((schedule.num_micro_batches - 1) * schedule.micro_batch_size + last) * spec.topology.dp

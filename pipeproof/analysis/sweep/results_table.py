@@ -1,0 +1,154 @@
+"""The results of a sweep for people, as a table, and for programs, as JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
+from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.views.timeline_text import format_us
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of figures: its value where there is one, by which results are sorted, and how people read it."""
+
+    title: str
+    value: Callable[[PointResult], Fraction | int | None]
+    text: Callable[[Fraction], str]
+
+
+def _percent(ratio: Fraction) -> str:
+    return f"{float(ratio):.1%}"
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {
+        "makespan": Figure("makespan us", lambda result: result.makespan, format_us),
+        "sequence": Figure("us/sequence", lambda result: result.sequence, format_us),
+        "idle": Figure("idle", lambda result: result.idle_ratio, _percent),
+        "most_idle": Figure("most idle", lambda result: result.most_idle_ratio, _percent),
+        "peak": Figure("peak", lambda result: result.peak_activations, str),
+    }
+)
+"""The columns of figures by the names that options have for them; all are the better the smaller."""
+
+DEFAULT_FIGURES = ("makespan", "sequence", "idle", "peak")
+_MOST_REFUSALS = 8
+
+
+def best_first(results: Sequence[PointResult], by: str) -> list[PointResult]:
+    """The results that have figures, by one of these; equal ones stay in order."""
+    value = FIGURES[by].value
+    keyed = [(number, result) for result in results if (number := value(result)) is not None]
+    return [result for _, result in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def render_table(
+    sweep: Sweep, results: Sequence[PointResult], console: Console, *, columns: Sequence[str], sort: str, top: int
+) -> None:
+    """Print the best points, then why others have no figures.
+
+    ``columns`` are keys that points set and names of ``FIGURES``.
+    """
+    from rich.table import Table
+
+    ranked = best_first(results, sort)
+    table = Table()
+    for column in columns:
+        figure = FIGURES.get(column)
+        title = _short(column, sweep.keys) if figure is None else figure.title
+        table.add_column(title, justify="left" if figure is None else "right", overflow="fold")
+    for result in ranked[:top]:
+        table.add_row(*(_cell(result, column) for column in columns))
+    if ranked:
+        console.print(f"best by {sort}: {min(top, len(ranked))} of {len(results)} points", soft_wrap=True)
+        console.print(table)
+    warned = Counter(code for result in ranked for code in result.warnings)
+    for code, number in sorted(warned.items()):
+        console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof explain {code}`", soft_wrap=True)
+    _render_refusals([result for result in results if result.status is not Status.OK], console)
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last part of a key, where no other key of the sweep ends with it."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _cell(result: PointResult, column: str) -> str:
+    figure = FIGURES.get(column)
+    if figure is None:
+        return setting_text(result.settings[column]) if column in result.settings else "-"
+    value = figure.value(result)
+    assert value is not None  # it is ranked
+    return figure.text(Fraction(value))
+
+
+def setting_text(value: Any) -> str:
+    """A value of a plan key in few characters."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {setting_text(inner)}" for key, inner in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def settings_text(result: PointResult) -> str:
+    """Values that a point sets, on one line."""
+    return ", ".join(f"{key}={setting_text(value)}" for key, value in result.settings.items())
+
+
+def _render_refusals(refused: Sequence[PointResult], console: Console) -> None:
+    """A line for each code or kind of failure, with the first point that has it."""
+    groups: dict[tuple[Status, str], list[PointResult]] = {}
+    for result in refused:
+        groups.setdefault((result.status, result.code or ""), []).append(result)
+    for (status, code), group in list(groups.items())[:_MOST_REFUSALS]:
+        first = group[0]
+        line = f"{status} {code}".rstrip() + f": {len(group)}; first {settings_text(first)}: {first.message}"
+        console.print(line, soft_wrap=True, markup=False)
+    if len(groups) > _MOST_REFUSALS:
+        console.print(f"and {len(groups) - _MOST_REFUSALS} more kinds; `--format json` has them all")
+
+
+def sweep_to_json(sweep: Sweep, results: Sequence[PointResult]) -> dict[str, Any]:
+    """The form of ``sweep --format json``; see ``docs/schemas/sweep.schema.json``. Points are in the sweep's order."""
+    return {
+        "digest": sweep.digest,
+        "unit": "us",
+        "keys": list(sweep.keys),
+        "num_points": len(sweep.points),
+        "points": [result.to_json() for result in results],
+    }
+
+
+def sweep_to_csv(sweep: Sweep, results: Sequence[PointResult]) -> str:
+    """A row for each point in the sweep's order: its settings as JSON, its figures as numbers, and what went wrong."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*sweep.keys, "status", *FIGURES, "warnings", "code", "message"])
+    for result in results:
+        settings = [_plain(result.settings[key]) if key in result.settings else "" for key in sweep.keys]
+        values = [figure.value(result) for figure in FIGURES.values()]
+        numbers = ["" if value is None else _number(Fraction(value)) for value in values]
+        row = [result.status, *numbers, " ".join(result.warnings), result.code or "", result.message or ""]
+        writer.writerow([*settings, *row])
+    return text.getvalue()
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else repr(float(value))

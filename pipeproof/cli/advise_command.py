@@ -1,0 +1,72 @@
+"""``pipeproof advise``: schedules, chunks and micro-batches that make a plan's step shorter, with reasons.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.analysis.advise.search import Progress
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.option("--memory-limit", type=click.IntRange(1, 10**9),
+              help="Most activations of the largest stage that a rank may hold; overrides the plan's.")  # fmt: skip
+@click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True,
+              help="Number of listed candidates of each group.")  # fmt: skip
+@click.option("--all", "everything", is_flag=True,
+              help="Also list candidates over the memory limit, and why schedules were left out.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def advise(plan: Path, memory_limit: int | None, top: int, everything: bool, form: Literal["text", "json"]) -> None:
+    """List better schedules, chunk counts and micro-batch counts for a plan, with reasons.
+
+    Every listed candidate has passed the whole check. The exit status is 0 with or without candidates.
+    """
+    with refusing_bad_plans(form, plan):
+        from pipeproof.analysis.advise.search import NoTrainingError
+        from pipeproof.analysis.advise.search import advise as find_advice
+        from pipeproof.specs.load_plan import load_plan
+
+        loaded = load_plan(plan)
+        try:
+            with _showing_progress() as on_progress:
+                advice = find_advice(loaded, memory_limit, top=top, with_over_limit=everything, on_progress=on_progress)
+        except NoTrainingError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(ExitStatus.BAD_INPUT)
+    if form == "json":
+        from pipeproof.analysis.advise.advice_report import advice_to_json
+
+        click.echo(json.dumps(advice_to_json(advice), indent=2))
+        return
+    from pipeproof.analysis.advise.advice_text import render_advice
+
+    render_advice(advice, console_for(), all_reasons=everything)
+
+
+@contextmanager
+def _showing_progress() -> Iterator[Progress | None]:
+    """Show the progress on a line of standard error; yields None if that is not a terminal."""
+    console = console_for(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress as Bars
+
+    with Bars(console=console, transient=True) as bars:
+        task = bars.add_task("checking the plan", total=None)
+        yield lambda text, done, total: bars.update(task, description=text, completed=done, total=total)

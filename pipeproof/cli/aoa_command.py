@@ -1,0 +1,165 @@
+"""``pipeproof aoa``: the effect of AOA statements on a checkpoint, their expansion and inverse, and writing them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.cli.completion import PLACE, is_plan
+from pipeproof.cli.console import refusing_bad_plans
+from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+
+if TYPE_CHECKING:
+    from pipeproof.cli.check_report import Form
+    from pipeproof.specs.model import ModelSpec
+    from pipeproof.state.aoa.aoa_engine import AppliedProgram
+    from pipeproof.state.aoa.statements import Program
+    from pipeproof.state.aoa.tensor_families import TensorMeta
+
+
+@click.command()
+@click.argument("file", metavar="FILE", type=PLACE)
+@click.option("--source", type=PLACE, metavar="PLACE",
+              help="The checkpoint that statements read, or a plan whose runs save it.")  # fmt: skip
+@click.option("--to", "target", type=PLACE, metavar="PLACE",
+              help="The checkpoint or plan whose tensors they make; without it, all that they make. With --from, the "
+              "other convention.")  # fmt: skip
+@click.option("--from", "convention", metavar="CONVENTION",
+              help="Write the statements from this convention of names to another, --to.")  # fmt: skip
+@click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
+@click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def aoa(
+    file: Path, *, source: Path | None, target: Path | None, convention: str | None, expand: bool, inverted: bool,
+    form: Form,
+) -> None:  # fmt: skip
+    """Read AOA statements strictly, and show the source of each tensor; or write them between conventions.
+
+    FILE has one statement per line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config. No tensor
+    is read: headers of checkpoints, and plans, are sufficient. With --from CONVENTION --to CONVENTION, FILE is the plan
+    of a model, or a state, and statements for its tensors are written.
+    """
+    if convention is not None:
+        if target is None or source is not None or expand or inverted:
+            raise click.UsageError("--from CONVENTION needs --to CONVENTION and a plan, and allows only --format")
+        _write_between(convention, str(target), file, form)
+        return
+    if source is None:
+        raise click.UsageError("--source PLACE is missing: the checkpoint that statements read, or a plan")
+    with refusing_bad_plans(form, file):
+        from pipeproof.state.aoa.aoa_engine import apply_program
+        from pipeproof.state.aoa.read_statements import read_file
+        from pipeproof.state.aoa.statements import write_statements
+
+        program = read_file(file)
+        try:
+            before, after = _metas(source), None if target is None else _metas(target)
+        except BadPlanError:
+            raise
+        except PipeproofError as error:  # a checkpoint that cannot be opened is bad input
+            raise BadPlanError(*error.findings) from error
+        result = apply_program(program, before, after)
+        shown = program
+        if inverted:
+            shown = _inverse_of(program, before, after, result, expand=expand)
+        elif expand:
+            shown = _without_patterns(result)
+    if form == "json":
+        from pipeproof.state.aoa.map_text import map_to_json
+
+        lines = write_statements(shown).splitlines()
+        content = {"aoa_statements": lines} | ({} if inverted or expand else map_to_json(result.state_map))
+        click.echo(json.dumps(content, indent=2))
+    elif inverted or expand:
+        click.echo(write_statements(shown), nl=False)
+    else:
+        _show(program, before, result)
+
+
+def _write_between(source: str, target: str, path: Path, form: Form) -> None:
+    with refusing_bad_plans(form, path):
+        from pipeproof.state.names.convention_statements import statements_between
+
+        try:
+            statements = statements_between(source, target, _model(path))
+        except PipeproofError as error:
+            raise BadPlanError(*error.findings) from error
+    if not statements:
+        click.echo(
+            f"`{source}` and `{target}` have the same names and layouts for this model: no statement is needed",
+            err=True,
+        )
+    as_json = form == "json"
+    content = {"aoa_statements": statements.splitlines()}
+    click.echo(json.dumps(content, indent=2) if as_json else statements, nl=as_json)
+
+
+def _model(place: Path) -> ModelSpec:
+    """Return the model of a plan, or of the plan that saved a state."""
+    if is_plan(place):
+        from pipeproof.specs.load_plan import load_plan
+
+        return load_plan(place).spec.model
+    from pipeproof.state.names.convention_maps import model_of
+    from pipeproof.state.open_checkpoint import open_checkpoint
+    from pipeproof.state.reshard.reshard_targets import require_index
+
+    fix = "name the plan of the model instead"
+    return model_of(require_index(open_checkpoint(place), "names are given by the model", fix).values)
+
+
+def _show(program: Program, before: dict[str, TensorMeta], result: AppliedProgram) -> None:
+    from pipeproof.state.aoa.map_text import map_lines
+    from pipeproof.state.region_text import counted
+
+    statements, num_plain = counted(len(program.statements), "statement"), len(result.expanded.statements)
+    they_make = f"{'it makes' if len(program.statements) == 1 else 'they make'} {len(result.state_map.tensors):,}"
+    click.echo(f"{statements}, {num_plain:,} without patterns; of {counted(len(before), 'tensor')} {they_make}")
+    for line in map_lines(result.state_map, {name: meta.shape for name, meta in before.items()}):
+        click.echo(line)
+
+
+def _inverse_of(
+    program: Program,
+    before: dict[str, TensorMeta],
+    after: dict[str, TensorMeta] | None,
+    result: AppliedProgram,
+    *,
+    expand: bool,
+) -> Program:
+    from pipeproof.state.aoa.aoa_engine import apply_program
+    from pipeproof.state.aoa.inverse import inverse
+    from pipeproof.state.aoa.tensor_families import TensorMeta
+
+    back = inverse(program, before, after)
+    if not expand:
+        return back
+    outputs = {name: TensorMeta(tensor.dtype, tensor.shape) for name, tensor in result.state_map.tensors.items()}
+    weights = {name: meta for name, meta in before.items() if name not in result.state_map.removed}
+    return _without_patterns(apply_program(back, after or outputs, weights))
+
+
+def _without_patterns(result: AppliedProgram) -> Program:
+    from pipeproof.state.aoa.statements import Program
+
+    return Program(result.expanded.statements)
+
+
+def _metas(place: Path) -> dict[str, TensorMeta]:
+    """Return the tensors of a checkpoint, or of the states that runs of a plan save."""
+    from pipeproof.state.aoa.tensor_families import metas_of_checkpoint, metas_of_plan
+
+    if is_plan(place):
+        from pipeproof.comm.lower import lower_loaded
+        from pipeproof.specs.load_plan import load_plan
+        from pipeproof.state.reshard.reshard_targets import require_unique_buffers
+
+        plan = lower_loaded(load_plan(place))
+        require_unique_buffers(plan)
+        return metas_of_plan(plan)
+    from pipeproof.state.open_checkpoint import open_checkpoint
+
+    return metas_of_checkpoint(open_checkpoint(place))

@@ -1,0 +1,205 @@
+"""``pipeproof check``: plans, files of other tools, programs and logs, compared with a baseline if there is one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from pipeproof.cli.completion import PlanFile, complete_importer
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.import_command import KindName, import_from, import_options
+from pipeproof.comm.backend_rows import Queue
+
+if TYPE_CHECKING:
+    from pipeproof.cli.check_report import CheckTask, Form
+    from pipeproof.diagnostics.baseline import LoadedBaseline
+    from pipeproof.diagnostics.problems import KeyPath
+    from pipeproof.interop.importers.imported import Flags
+    from pipeproof.verify.check_plan import Report
+    from pipeproof.verify.selection import Selection
+
+
+def _baseline_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--baseline``, ``--write-baseline`` (as ``new_baseline``) and ``--reason``."""
+
+    @click.option("--baseline", type=click.Path(path_type=Path), metavar="FILE",
+                  help="A file of known findings: these are shown, and do not fail the check.")  # fmt: skip
+    @click.option("--write-baseline", "new_baseline", type=click.Path(path_type=Path, dir_okay=False),
+                  callback=writable, metavar="FILE",
+                  help="Write all findings to this file; its reasons are kept.")  # fmt: skip
+    @click.option("--reason", metavar="TEXT", help="Why the findings that --write-baseline adds are accepted.")
+    @functools.wraps(command)
+    def wrapped(*, baseline: Path | None, new_baseline: Path | None, reason: str | None, **others: Any) -> None:
+        if baseline is not None and new_baseline is not None:
+            raise click.UsageError("give one of --baseline and --write-baseline")
+        if reason is not None and (new_baseline is None or not reason.strip()):
+            raise click.UsageError("--reason is for --write-baseline FILE: a text on why its findings are accepted")
+        command(baseline=baseline, new_baseline=new_baseline, reason=reason, **others)
+
+    return wrapped
+
+
+def _log_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``--log``, ``--plan`` (as ``log_plan``) and ``--channels``."""
+    for option in (
+        click.option("--channels", type=click.Choice(get_args(Queue)),
+                     help="With --log: messages of a rank that wait for each other, if not those of its backend."),
+        click.option("--plan", "log_plan", metavar="PLAN", type=click.Path(path_type=Path),
+                     help="With --log: compare the messages with those of this plan."),
+        click.option("--log", metavar="DIR", type=click.Path(path_type=Path),
+                     help="Check the logs of a recorded program; `docs/recording.md` describes recording."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _log_codes() -> list[str]:
+    """Return the codes besides rules that a check of logs may report."""
+    from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
+    from pipeproof.interop.traces.trace_codes import RECORD_CODES
+
+    return [doc.code for doc in (*RECORD_CODES, HANG_CYCLE, NEVER_ISSUED)]
+
+
+def _check_log(directory: Path, plan: Path | None, channels: Queue | None, selection: Selection) -> Report:
+    """Check the logs in a directory.
+
+    Raises:
+        PlanFileError: a log, or the plan, cannot be read.
+    """
+    from pipeproof.interop.traces.check_traces import check_log
+    from pipeproof.specs.load_plan import load_plan
+
+    return check_log(directory, plan=None if plan is None else load_plan(plan), channels=channels, selection=selection)
+
+
+@click.command()
+@click.argument("files", metavar="[PLAN]...", type=PlanFile(), nargs=-1)
+@click.option(
+    "--from",
+    "kind",
+    type=KindName(),
+    shell_complete=complete_importer,
+    help="Check files of another tool; `docs/importing.md` has the kinds.",
+)
+@import_options
+@click.option("--program", type=click.Path(path_type=Path),
+              help="Check this program text, without a plan.")  # fmt: skip
+@click.option("--backend", metavar="NAME", help="The backend whose guarantees hold for --program, such as paddle-gloo.")
+@_log_options
+@click.option("--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True)
+@click.option("--select", multiple=True, metavar="CODES",
+              help="Run only these rules: codes or their beginnings, such as PP401,3xx.")  # fmt: skip
+@click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; there is no certificate then.")
+@click.option("--strict", is_flag=True, help="Let warnings fail the check, too.")
+@_baseline_options
+@click.option("--all", "everything", is_flag=True, help="Show all findings of each code, and all of each finding.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
+              help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
+def check(
+    files: tuple[Path, ...],
+    kind: str | None,
+    settings: dict[KeyPath, object],
+    model_config: Path | None,
+    world_size: int | None,
+    program: Path | None,
+    backend: str | None,
+    log: Path | None,
+    log_plan: Path | None,
+    channels: Queue | None,
+    form: Form,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    strict: bool,
+    baseline: Path | None,
+    new_baseline: Path | None,
+    reason: str | None,
+    everything: bool,
+    color: str,
+) -> None:
+    """Prove that a plan's communication is correct, or report where it is wrong."""
+    if bool(files) + (program is not None) + (log is not None) != 1 or (kind is not None and not files):
+        raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
+    if log is None and (log_plan is not None or channels is not None):
+        raise click.UsageError("--plan and --channels go with --log DIR")
+    if kind is None and (settings or model_config is not None or world_size is not None):
+        raise click.UsageError("--set, --model-config and --world-size go with --from KIND")
+    file = files[0] if files else log or program or Path()
+    if backend is not None and program is None:
+        raise click.BadParameter("a plan gives its backend in `run`", param_hint="--backend")
+    from pipeproof.cli.check_report import compare_all, run_checks, selection_of, show_all, write_baseline
+    from pipeproof.interop.importers.import_codes import IMPORT_CODES
+    from pipeproof.interop.importers.imported import Flags
+
+    others = [doc.code for doc in IMPORT_CODES] if kind is not None else _log_codes() if log is not None else []
+    selection = selection_of(select, ignore, others)
+    tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, selection)) for plan in files]
+    if kind is not None:
+        flags = Flags(settings, model_config, world_size)
+        tasks = [(files, partial(_check_files, kind, files, flags, selection))]
+    elif program is not None:
+        tasks = [((program,), partial(_check_program, program, backend, selection))]
+    elif log is not None:
+        tasks = [((log,), partial(_check_log, log, log_plan, channels, selection))]
+    known = None if baseline is None else _load_baseline(baseline, form, color)
+    with refusing_bad_plans(form, file, color), _without_garbage_collection():
+        results = run_checks(tasks)
+    if new_baseline is not None:
+        with refusing_bad_plans(form, new_baseline, color):
+            known = write_baseline(new_baseline, results, selection, reason)
+    if known is not None:
+        results = compare_all(known, results, selection)
+    sys.exit(show_all(results, form, partial(console_for, color=color), strict=strict, everything=everything))
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Switch garbage collection off: building the plan's models triggers it many times without effect."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.freeze()  # loaded modules stay: they need no collection
+            gc.enable()
+
+
+def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
+    from pipeproof.diagnostics.baseline import load_baseline
+
+    with refusing_bad_plans(form, file, color):
+        return load_baseline(file)
+
+
+def _check_file(plan: Path, selection: Selection) -> Report:
+    from pipeproof.specs.load_plan import load_plan
+    from pipeproof.verify.check_plan import check as check_plan
+
+    return check_plan(load_plan(plan), selection)
+
+
+def _check_files(kind: str, files: tuple[Path, ...], flags: Flags, selection: Selection) -> Report:
+    from pipeproof.interop.importers.check_imported import check_imported
+
+    return check_imported(import_from(kind, files, flags), selection)
+
+
+def _check_program(file: Path, backend: str | None, selection: Selection) -> Report:
+    from pipeproof.comm.backends import table_named
+    from pipeproof.verify.check_plan import check_subject
+    from pipeproof.verify.subject import load_program
+
+    try:
+        table = None if backend is None else table_named(backend)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--backend") from error
+    return check_subject(load_program(file, backend=table), selection)

@@ -1,0 +1,59 @@
+"""The documentation of all codes, which ``pipeproof explain`` prints."""
+
+from __future__ import annotations
+
+from pipeproof.comm.lower import LOWERING_CODES
+from pipeproof.diagnostics.baseline import BASELINE_CODES
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.exec.run_codes import FLEET_CODES, REHEARSAL_CODES, RUN_CODES
+from pipeproof.interop.hang.hang_codes import HANG_CODES
+from pipeproof.interop.importers.import_codes import IMPORT_CODES
+from pipeproof.interop.traces.trace_codes import RECORD_CODES
+from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
+from pipeproof.schedule.generators.solve import SOLVER_MISSING
+from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED
+from pipeproof.specs.plan_codes import PLAN_FILE_CODES
+from pipeproof.specs.profile_file import PROFILE_CODES
+from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
+from pipeproof.stages.custom.custom_codes import CUSTOM_CODES
+from pipeproof.stages.describe.partition import PARTITION_CODES
+from pipeproof.state.aoa.aoa_codes import AOA_CODES
+from pipeproof.state.flex.flex_codes import FLEX_CODES
+from pipeproof.state.names.name_codes import NAMES_CODES
+from pipeproof.state.reshard.reshard_codes import PROOF_CODES, REFUSED_CODES
+from pipeproof.state.state_codes import STATE_CODES
+from pipeproof.verify.registry import RULES
+from pipeproof.verify.selection import SUPPRESSION_CODES
+
+
+def all_docs() -> tuple[RuleDoc, ...]:
+    """Return the documentation of every code that a command can report, in the order of the codes."""
+    docs = (
+        *PLAN_FILE_CODES,
+        *SCHEDULE_FILE_CODES,
+        *PROFILE_CODES,
+        *PARTITION_CODES,
+        *LOWERING_CODES,
+        INEXPRESSIBLE,
+        SOLVER_MISSING,
+        *(rule.doc for rule in RULES),
+        *SUPPRESSION_CODES,
+        *BASELINE_CODES,
+        NOT_FAST,
+        NO_ROOM,
+        UNFINISHED,
+        *RUN_CODES,
+        *REHEARSAL_CODES,
+        *FLEET_CODES,
+        *CUSTOM_CODES,
+        *IMPORT_CODES,
+        *HANG_CODES,
+        *RECORD_CODES,
+        *STATE_CODES,
+        *PROOF_CODES,
+        *AOA_CODES,
+        *NAMES_CODES,
+        *REFUSED_CODES,
+        *FLEX_CODES,
+    )
+    return tuple(sorted(docs, key=lambda doc: doc.code))

@@ -1,0 +1,70 @@
+"""``pipeproof compare``: two timelines side by side, such as predicted and measured.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+
+if TYPE_CHECKING:
+    from pipeproof.analysis.compare.timeline_files import TimelineFile
+
+
+def _page(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a file that is not a page, or cannot be written, before any work is done."""
+    if value is not None and value.suffix.lower() != ".html":
+        raise click.BadParameter(f"{str(value)!r} does not end in .html: two timelines are written as a page")
+    return writable(context, parameter, value)
+
+
+@click.command()
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Only this step of files with several steps.")
+@click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
+              help="Number of listed operations with the largest differences of length.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_page,
+              help="Write one page for a browser (.html): --step, or the last step, of A above that of B.")  # fmt: skip
+def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"], output: Path | None) -> None:
+    """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
+
+    Each of A and B is a plan, which is simulated, a trace that `simulate -o` or `run -o` wrote, or a report of
+    `run --report`. The exit status is 0 for any differences.
+    """
+    first, second = _read("A", a), _read("B", b)
+    from pipeproof.analysis.compare.compare_text import comparison_to_json, render_comparison
+    from pipeproof.analysis.compare.compare_timelines import compare_timelines
+
+    try:
+        comparison = compare_timelines(first, second, step)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if output is not None:
+        with refusing_bad_plans("text", a):
+            from pipeproof.analysis.compare.compare_page import comparison_html
+
+            output.write_text(comparison_html(first, second, step), encoding="utf-8", newline="\n")
+    if form == "json":
+        click.echo(json.dumps(comparison_to_json(comparison, worst=worst), indent=2))
+    else:
+        render_comparison(comparison, console_for(), worst=worst)
+        if output is not None:
+            console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
+
+
+def _read(name: str, path: Path) -> TimelineFile:
+    with refusing_bad_plans("text", path):
+        from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline
+
+        try:
+            return read_timeline(path)
+        except TimelineFileError as error:
+            raise click.BadParameter(str(error), param_hint=name) from error

@@ -1,0 +1,99 @@
+"""Shared parts of commands: consoles, checks of output files, and the output of refused inputs."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeproof.cli.check_report import Form
+
+
+_PICTURES = (".png", ".svg", ".pdf")
+_FIXES = MappingProxyType(
+    {
+        errno.ENOSPC: "make room on that disk, or name another",
+        errno.ENAMETOOLONG: "use a shorter name",
+        errno.EACCES: "give this user permission, or name another path",
+        errno.EROFS: "name a path on a writable disk",
+    }
+)
+"""Suggested fixes by the number of the system's error."""
+
+
+def writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse an output that cannot be written before any work is done; the callback of such an option."""
+    if value is None:
+        return None
+    existing = next(path for path in (value, *value.absolute().parents) if path.exists())
+    is_directory = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
+    may_be_made = is_directory or existing in (value, value.absolute().parent)
+    if existing != value and not (may_be_made and existing.is_dir()):
+        raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
+    if not os.access(existing, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
+    return value
+
+
+def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
+    """Return the console of standard output or error; ``color`` is ``auto``, ``always`` or ``never``."""
+    from rich.console import Console
+
+    if color == "always":  # the option overrides NO_COLOR and a terminal without colours
+        return Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
+    return Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
+
+
+@contextmanager
+def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
+    """Print the findings of a refused plan, not a traceback, and exit with its status."""
+    try:
+        yield
+    except PipeproofError as error:
+        from pipeproof.cli.check_report import show_refusal
+
+        status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
+        show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
+        sys.exit(status)
+    except BrokenPipeError:
+        raise  # the reader of our output has closed it: click exits quietly
+    except OSError as error:
+        refused_by_system(error)
+
+
+def refused_by_system(error: OSError) -> NoReturn:
+    """Print an error of the system, and exit as for bad input."""
+    click.echo(f"error: {_error_text(error)}", err=True)
+    sys.exit(ExitStatus.BAD_INPUT)
+
+
+def _error_text(error: OSError) -> str:
+    """The error and its path, with a suggested fix if one is known; without the number of the error."""
+    if error.strerror is None:
+        return str(error)
+    path = "" if error.filename is None else f"`{error.filename}`: "
+    fix = _FIXES.get(error.errno or 0)
+    return f"{path}{error.strerror}" + (f"\n  = help: {fix}" if fix else "")
+
+
+def picture_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a picture that cannot be made before any work is done."""
+    if value is not None and value.suffix.lower() not in _PICTURES:
+        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
+    if value is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
+    return writable(context, parameter, value)

@@ -1,0 +1,30 @@
+"""``pipeproof doctor``: versions, backend behaviour and message times on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Literal
+
+import click
+
+from pipeproof.cli.console import console_for
+
+
+@click.command()
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--backend", type=click.Choice(["paddle", "torch"]), default="paddle", show_default=True,
+              help="The framework whose transports are probed.")  # fmt: skip
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+              help="gloo on the CPU, or NCCL on one or two GPUs.")  # fmt: skip
+def doctor(form: Literal["text", "json"], backend: str, device: str) -> None:
+    """Show versions, compare the behaviour of a backend on this machine with our table, and measure messages."""
+    from pipeproof.exec.measure.doctor import run_doctor
+    from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
+
+    report = run_doctor(backend=backend, device=device)
+    if form == "json":
+        click.echo(json.dumps(doctor_to_json(report), indent=2))
+    else:
+        render_doctor(report, console_for())
+    sys.exit(report.exit_status)

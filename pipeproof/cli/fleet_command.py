@@ -1,0 +1,36 @@
+"""``pipeproof fleet``: a plan's layers trained by Fleet's own pipeline and by ours.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.rank_options import logs, timeout
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("--record", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+              help="Record the communication of each of Fleet's ranks here, for `check --log`.")  # fmt: skip
+@timeout
+@logs
+def fleet(plan: Path, report_file: Path | None, record_to: Path | None, timeout_s: float, logs: Path | None) -> None:
+    """Run a plan's layers with Fleet's own pipeline and with ours, and compare losses, gradients and messages."""
+    if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
+        raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--record")
+    from pipeproof.exec.fleet.fleet_console import FleetOptions, fleet_command
+    from pipeproof.specs.load_plan import load_plan
+    from pipeproof.verify.check_plan import check
+
+    with refusing_bad_plans("text", plan):
+        report = check(load_plan(plan))
+        status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
+    sys.exit(status)

@@ -1,0 +1,76 @@
+"""The ``pipeproof`` command. Each subcommand imports what it needs when it runs, so that ``check`` starts fast."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import click
+
+from pipeproof import __version__
+from pipeproof.cli.advise_command import advise
+from pipeproof.cli.align_command import align
+from pipeproof.cli.aoa_command import aoa
+from pipeproof.cli.check_command import check
+from pipeproof.cli.compare_command import compare
+from pipeproof.cli.completion import completion
+from pipeproof.cli.console import refused_by_system
+from pipeproof.cli.convert_command import convert
+from pipeproof.cli.describe_command import describe
+from pipeproof.cli.doctor_command import doctor
+from pipeproof.cli.explain_command import explain
+from pipeproof.cli.fleet_command import fleet
+from pipeproof.cli.hang_command import hang
+from pipeproof.cli.help_sections import SectionedGroup
+from pipeproof.cli.import_command import import_plan
+from pipeproof.cli.jitter_command import jitter
+from pipeproof.cli.rehearse_command import rehearse
+from pipeproof.cli.reshard_command import reshard
+from pipeproof.cli.run_command import run
+from pipeproof.cli.schedule_command import schedule
+from pipeproof.cli.schema_command import schema
+from pipeproof.cli.show_command import show
+from pipeproof.cli.simulate_command import simulate
+from pipeproof.cli.state_command import state
+from pipeproof.cli.sweep_command import sweep
+from pipeproof.exit_status import ExitStatus
+
+
+class _Commands(SectionedGroup):
+    """The group of commands, with our own exit status after an interrupt or an error of the system."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be text, as on standard error
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # the reader of our output has closed it: click exits quietly
+        except OSError as error:  # such as a path that is too long, before a command has begun
+            refused_by_system(error)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(ExitStatus.INTERRUPTED)
+        finally:
+            # CPython ends `python -m` by SIGINT, with any status, if an interrupt was ever raised in code that was
+            # executed from a string (dataclasses are made so), caught or not; executing another one resets that
+            # (pythonrun.c, run_eval_code_obj).
+            exec("")  # noqa: S102 - nothing
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pipeproof")
+def main() -> None:
+    """Prove, time and run a pipeline-parallel training plan.
+
+    Exit status: 0 clean, 1 errors found or a run that does not match, 2 bad input or a missing backend,
+    3 a worker died or hung, 130 interrupted, 143 terminated.
+    """
+
+
+for _command in (
+    check, run, schedule, convert, advise, describe, sweep, compare, align, jitter, rehearse, fleet, import_plan, hang,
+    reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
+):  # fmt: skip
+    main.add_command(_command)

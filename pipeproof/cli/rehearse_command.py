@@ -1,0 +1,70 @@
+"""``pipeproof rehearse``: only the communication of a plan, on real processes.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.rank_options import rank_options
+
+if TYPE_CHECKING:
+    from pipeproof.exec.launch.job_files import Fault
+
+
+def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
+    try:
+        scale = Fraction(value)
+    except (ValueError, ZeroDivisionError):
+        raise click.BadParameter(f"{value!r} is not a number such as 1/8") from None
+    if not 0 < scale <= 1 or scale.denominator > 2**16:
+        raise click.BadParameter(f"{value!r} is not between 0 and 1, with a denominator up to 65536")
+    return scale
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
+@click.option("--scale", default="1", show_default=True, callback=_scale, metavar="FRACTION",
+              help="Divide sequences, or the hidden size, to scale tensors by this factor: 1/8.")  # fmt: skip
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("-o", "--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write latency and bandwidth of every edge, and `cost.network` for the simulator.")  # fmt: skip
+@rank_options("Rehearse")
+def rehearse(
+    plan: Path,
+    backend: str | None,
+    device: str | None,
+    scale: Fraction,
+    report_file: Path | None,
+    profile_file: Path | None,
+    unsafe: bool,
+    timeout_s: float,
+    logs: Path | None,
+    fault: Fault | None,
+    share_gpus: bool,
+) -> None:
+    """Execute only the communication of a plan, on real processes, and check every element on arrival."""
+    if share_gpus and profile_file is not None:
+        raise click.UsageError("--profile: ranks that share a GPU communicate by sockets")
+    from pipeproof.exec.rehearse.rehearsal_console import rehearse_command
+    from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
+    from pipeproof.exec.rehearse.rehearse_plan import RehearsalOptions
+    from pipeproof.specs.load_plan import load_plan
+    from pipeproof.verify.check_plan import check
+
+    with refusing_bad_plans("text", plan):
+        report = check(rehearsed_plan(load_plan(plan), backend, device, scale))
+        options = RehearsalOptions(timeout_s, logs, fault, unsafe, scale, share_gpus)
+        status = rehearse_command(report, options, console_for(), report_file, profile_file)
+    sys.exit(status)

@@ -1,0 +1,307 @@
+"""``pipeproof reshard``: a checkpoint for another topology, as one file, or with other names, after a proof."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
+from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
+from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.cli.check_report import Form
+    from pipeproof.comm.lowered_plan import LoweredPlan
+    from pipeproof.state.checkpoint import Checkpoint
+    from pipeproof.state.reshard.reshard_targets import ReshardTask
+    from pipeproof.state.reshard.shard_layout import ShardLayout
+    from pipeproof.state.tensor_map import StateMap
+
+
+FILE = ".safetensors"
+_WITH_CONFIG = "huggingface"
+"""The convention whose directories have a configuration with the weights."""
+
+
+@dataclass(frozen=True)
+class ReshardOptions:
+    """Options of one call."""
+
+    source: Path
+    plan: Path | None
+    out: Path | None
+    aoa: Path | None
+    names: str | None
+    weights_only: bool
+    by_paddle: bool
+    picture: Path | None
+    jobs: int
+    as_json: bool
+
+
+def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
+    """Refuse options that are contradictory or missing.
+
+    Raises:
+        click.UsageError: with the options to give.
+    """
+    if check == (options.out is not None):
+        raise click.UsageError("give -o OUT, the output, or --check to prove only")
+    if is_plan(options.source) and not check:
+        raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
+    if options.plan is not None and (options.plan.is_dir() or options.plan.suffix == FILE):
+        kind = "a directory" if options.plan.is_dir() else "a file of tensors"
+        raise click.UsageError(f"{options.plan} is {kind}: --to names the plan that resumes")
+    if options.by_paddle and (options.plan is None or options.out is None):
+        raise click.UsageError("--save-format is for the state of a plan: give --to PLAN and -o OUT")
+    if options.out is not None and options.picture is not None and options.out.absolute() == options.picture.absolute():
+        raise click.UsageError(f"-o and --picture name the same file, {options.out}: name another picture")
+    if options.out is None:
+        if options.plan is None and options.aoa is None and options.names is None:
+            raise click.UsageError("--check needs a target: a plan, --aoa or --names")
+        if is_plan(options.source) and options.plan is None:
+            raise click.UsageError("give the plan that resumes: --to PLAN")
+        if is_plan(options.source) and options.names is not None:
+            raise click.UsageError("SOURCE is a plan, whose states have pipeproof's own names: leave --names out")
+    elif (options.plan is None) != (options.out.suffix == FILE):
+        if options.plan is None and options.names != _WITH_CONFIG:
+            raise click.UsageError(f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}")
+        if options.plan is not None:
+            raise click.UsageError(f"the state of a plan is a directory: OUT may not end with {FILE}")
+
+
+_MOST_JOBS = 16
+
+
+def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a picture of another format, or one that cannot be written, before any work is done."""
+    if value is not None and value.suffix.lower() != ".svg":
+        raise click.BadParameter(f"{str(value)!r}: the picture is a file that ends with .svg")
+    return writable(context, parameter, value)
+
+
+@click.command()
+@click.argument("source", type=PLACE)
+@click.argument("target_plan", type=PlanFile(), required=False)
+@click.option("--to", "to_plan", type=PlanFile(), metavar="PLAN", help="The plan that resumes; same as TARGET_PLAN.")
+@click.option("--check", is_flag=True, help="Prove that nothing is lost or mixed, and write nothing.")
+@click.option("-o", "--output", "out", type=PLACE, metavar="OUT",
+              help="The output: a directory, or if it ends with .safetensors, one file with all tensors.")  # fmt: skip
+@click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
+              help="AOA statements that make the target's tensors from the source's.")  # fmt: skip
+@click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
+              help="Convention of the tensor names in the one file (huggingface, megatron, paddleformers, ..); with a "
+              "plan, of those in SOURCE.")  # fmt: skip
+@click.option("--weights-only", is_flag=True, help="Leave out the optimizer state: training begins at step 0.")
+@click.option("--save-format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof", show_default=True,
+              help="Format of the state of a plan; flex: Paddle's own checkpoint, with our index.")  # fmt: skip
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", callback=_svg_file,
+              help="Draw the flow of tensors between ranks or files.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
+              help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def reshard(
+    source: Path, target_plan: Path | None, to_plan: Path | None, check: bool, out: Path | None, aoa: Path | None,
+    names: str | None, weights_only: bool, save_format: str, picture: Path | None, jobs: int | None, form: Form,
+) -> None:  # fmt: skip
+    """Reshard a checkpoint for another plan, or merge it into one file, after a proof that nothing is lost.
+
+    SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
+    Hugging Face has it, or a checkpoint of Paddle's; with --check, also a plan. The output appears complete or not at
+    all. If the command is interrupted, run the same command again to resume.
+    """
+    if target_plan is not None and to_plan is not None:
+        raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
+    cores = len(os.sched_getaffinity(0))  # two jobs per core: one computes while the other waits for the disk
+    plan = to_plan if target_plan is None else target_plan
+    jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), save_format == "flex"
+    options = ReshardOptions(source, plan, out, aoa, names, weights_only, by_paddle, picture, jobs, form == "json")
+    _require_consistent(options, check=check)
+    with refusing_bad_plans(form, source if plan is None else plan):
+        try:
+            status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
+        except BadPlanError:
+            raise
+        except PipeproofError as error:  # a checkpoint that cannot be opened is bad input
+            raise BadPlanError(*error.findings) from error
+    sys.exit(status)
+
+
+def _check_plan(options: ReshardOptions) -> ExitStatus:
+    """Prove all states that runs of one plan save, and runs of the other resume from."""
+    from pipeproof.state.reshard.padding import padding_map
+    from pipeproof.state.reshard.reshard_targets import require_unique_buffers, training_faults, weights_of_layout
+    from pipeproof.state.reshard.shard_layout import layout_of_plan
+    from pipeproof.state.write_state import values_of
+
+    assert options.plan is not None
+    before, after = _lowered(options.source), _lowered(options.plan)
+    for plan in (before, after):
+        require_unique_buffers(plan)
+    source, target = layout_of_plan(before, str(options.source)), layout_of_plan(after, str(options.plan))
+    if options.weights_only:
+        source, target = weights_of_layout(source), weights_of_layout(target)
+    if options.aoa is None:
+        state_map = padding_map(source.tensors, values_of(before.spec), after.spec.model)
+    else:
+        from pipeproof.state.aoa.aoa_engine import program_map
+        from pipeproof.state.aoa.read_statements import read_file
+        from pipeproof.state.aoa.tensor_families import metas_of
+
+        metas = [
+            metas_of(layout.tensors, (part.shard for shards in layout.shards.values() for part in shards))
+            for layout in (source, target)
+        ]
+        state_map = program_map(read_file(options.aoa), *metas)
+    return _prove(
+        options, source, state_map, target, training_faults(before, after, weights_only=options.weights_only)
+    )[0]
+
+
+def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
+    from pipeproof.signals import TerminatedError, terminate_raises
+    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint
+    from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
+    from pipeproof.state.reshard.reshard_codes import require_not_state_file
+    from pipeproof.state.reshard.shard_layout import layout_of_checkpoint
+    from pipeproof.state.reshard.work_directory import work_directory_of
+
+    require_not_state_file(options.source)
+    source = open_checkpoint(options.source)
+    if options.out is not None:
+        require_output_path(source, options.out)
+    task, findings = _task_and_findings(source, options)
+    status, outcome = _prove(options, layout_of_checkpoint(source), task.state_map, task.target_layout, findings)
+    if status is not ExitStatus.OK or options.out is None:
+        return status
+    if num_checksummed(source) < len(source.files):
+        click.echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
+    started = time.monotonic()
+    resume = f"the written files stay in {work_directory_of(options.out)}: run the same command again to resume"
+    try:
+        with terminate_raises(), showing_progress(task.target.size_bytes) as (on_begin, on_progress):
+            result = execute_reshard(source, task, options.out, on_begin, on_progress, options.jobs)
+    except KeyboardInterrupt:
+        click.echo(resume, err=True)
+        raise
+    except TerminatedError as error:
+        click.echo(f"{error}: {resume}", err=True)
+        sys.exit(128 + error.signum)
+    try:
+        show_outcome(outcome, options.as_json, options.out, result, time.monotonic() - started, options.plan)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        click.echo(f"{options.out} is complete, but its report could not be written", err=True)
+        raise
+    return status
+
+
+def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[ReshardTask, tuple[Finding, ...]]:
+    """Return the task, and findings of elements that statements map to elements of another meaning."""
+    from pipeproof.state.reshard.reshard_targets import has_training_steps
+
+    plan, digest = None, ""
+    if options.plan is not None:
+        plan, digest = _with_digest(options.plan)
+    weights_only = options.weights_only or (plan is not None and not has_training_steps(source))
+    if weights_only and not options.weights_only:
+        click.echo(
+            f"{source.path} has no step number: only its weights are used, and training begins at step 0",
+            err=True,
+        )
+    named: StateMap | None = None
+    if options.aoa is not None:
+        from pipeproof.state.reshard.map_options import map_of_statements
+
+        named = map_of_statements(options.aoa, source, plan, weights_only=weights_only)
+    elif options.names is not None:
+        from pipeproof.state.reshard.map_options import map_of_names, require_other_names
+
+        if plan is not None and source.index is not None:
+            require_other_names(options.names, source.path)
+        named = map_of_names(options.names, source, plan)
+        num_left_out = sum(entry.kind in ("moment", "counter") for entry in source.tensors.values())
+        if num_left_out and not options.weights_only:
+            click.echo(f"names are for weights: {num_left_out} tensors of the optimizer are left out", err=True)
+    task = _task_of(source, options, plan, digest, named, weights_only=weights_only)
+    if options.aoa is None or options.names is None or named is None:
+        return task, ()
+    from pipeproof.state.reshard.map_options import meaning_findings
+
+    return task, meaning_findings(options.names, named, source, plan, task.target_layout)
+
+
+def _task_of(
+    source: Checkpoint,
+    options: ReshardOptions,
+    plan: LoweredPlan | None,
+    digest: str,
+    named: StateMap | None,
+    *,
+    weights_only: bool,
+) -> ReshardTask:
+    """Return the task for a plan's state, one file, or a directory with a file and its configuration."""
+    from pipeproof.state.reshard.reshard_targets import task_for_file, task_for_plan
+
+    if plan is not None:
+        name = str(options.plan if options.out is None else options.out)
+        task = task_for_plan(source, plan, name, digest, named, weights_only=weights_only)
+        if options.by_paddle:
+            from pipeproof.state.flex.flex_output import as_flex
+
+            return as_flex(task)
+        return task
+    model = Path(f"model{FILE}")
+    if options.out is None or options.out.suffix == FILE:
+        return task_for_file(source, options.out or model, named, weights_only=weights_only)
+    from pipeproof.state.reshard.map_options import config_files
+
+    task = task_for_file(source, model, named, weights_only=weights_only)
+    return replace(task, one_file=None, extra_files=config_files(source))
+
+
+def _prove(
+    options: ReshardOptions,
+    source: ShardLayout,
+    state_map: StateMap,
+    target: ShardLayout,
+    more: tuple[Finding, ...] = (),
+) -> tuple[ExitStatus, Outcome]:
+    """Prove, show the findings and ``more``, and the outcome if nothing will be written."""
+    from pipeproof.state.reshard.reshard_proof import prove
+
+    findings = (*prove(source, state_map, target), *more)
+    failed = any(finding.severity is Severity.ERROR for finding in findings)
+    outcome = Outcome(source, target, findings, options.picture)
+    if not options.as_json:
+        show_findings(findings)
+    if options.picture is not None and not failed:
+        draw(options.picture, source, state_map, target)
+    if failed or options.out is None:
+        show_outcome(outcome, options.as_json)
+    return ExitStatus.FAILED if failed else ExitStatus.OK, outcome
+
+
+def _lowered(path: Path) -> LoweredPlan:
+    from pipeproof.comm.lower import lower_loaded
+    from pipeproof.specs.load_plan import load_plan
+
+    return lower_loaded(load_plan(path))
+
+
+def _with_digest(path: Path) -> tuple[LoweredPlan, str]:
+    from pipeproof.specs.load_plan import load_plan
+    from pipeproof.verify.certificate import graph_digest
+    from pipeproof.verify.subject import make_subject
+
+    subject = make_subject(load_plan(path))
+    return subject.plan, graph_digest(subject)

@@ -1,0 +1,118 @@
+"""``pipeproof run``: a verified plan on real processes, compared with its reference."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.rank_options import rank_options
+from pipeproof.cli.timeline_option import timeline_file, write_timeline
+
+if TYPE_CHECKING:
+    from pipeproof.exec.launch.job_files import CheckpointOptions, Fault
+
+
+def _state_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options ``--save*`` and ``--resume``, as one argument ``checkpoint``."""
+
+    @click.option("--save", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
+                  help="Save the state below DIR after the last step, for --resume.")  # fmt: skip
+    @click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="Also save after each N-th step.")
+    @click.option("--save-format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof", show_default=True,
+                  help="flex: Paddle's own checkpoint, written by Paddle, with our index.")  # fmt: skip
+    @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR",
+                  help="Resume from a saved state, or from the newest one below DIR.")  # fmt: skip
+    @functools.wraps(command)
+    def wrapped(
+        *, save: Path | None, save_every: int | None, save_format: str, resume: Path | None, **others: Any
+    ) -> None:
+        if save is None and save_every is not None:
+            raise click.UsageError("--save-every needs --save DIR")
+        if save is None and save_format != "pipeproof":
+            raise click.UsageError("--save-format needs --save DIR")
+        from pipeproof.exec.launch.job_files import CheckpointOptions
+
+        command(checkpoint=CheckpointOptions(save, save_every, resume, by_paddle=save_format == "flex"), **others)
+
+    return wrapped
+
+
+def _record_directory(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is None:
+        return None
+    from pipeproof.analysis.align.record_format import RECORD_FILE
+
+    for side in ("run", "reference"):
+        if (value / side / RECORD_FILE).exists():
+            raise click.BadParameter(f"{str(value)!r} holds a record already: name another directory, or remove it")
+    return writable(context, parameter, value)
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("-o", "--trace", "output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+              help="Write the measured timeline, in the forms of `simulate -o`.")  # fmt: skip
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write measured times, for `cost: {profile: FILE}`; the reference runs afterwards.")  # fmt: skip
+@click.option("--record", "record_directory", type=click.Path(path_type=Path, file_okay=False),
+              callback=_record_directory, metavar="DIR",
+              help="Record losses and gradients of the run and of the reference below DIR, for `align`.")  # fmt: skip
+@click.option("--record-layers", is_flag=True,
+              help="Record the inputs and outputs of each layer, forward and backward, too.")  # fmt: skip
+@click.option("--record-values", is_flag=True,
+              help="Keep the tensors, which are large, so that `align` can report distances.")  # fmt: skip
+@rank_options("Run")
+@_state_options
+def run(
+    plan: Path,
+    report_file: Path | None,
+    output: Path | None,
+    profile_file: Path | None,
+    record_directory: Path | None,
+    record_layers: bool,
+    record_values: bool,
+    unsafe: bool,
+    timeout_s: float,
+    logs: Path | None,
+    fault: Fault | None,
+    share_gpus: bool,
+    checkpoint: CheckpointOptions,
+) -> None:
+    """Run a verified plan on real processes and compare it with a single-process reference."""
+    if share_gpus and profile_file is not None:
+        raise click.UsageError("--profile: the times of ranks that share a GPU depend on each other")
+    if record_directory is None and (record_layers or record_values):
+        raise click.UsageError("--record-layers and --record-values need --record DIR")
+    from pipeproof.exec.compare.run_record import RecordOptions
+    from pipeproof.exec.run_console import run_command
+    from pipeproof.exec.run_plan import RunOptions
+    from pipeproof.specs.load_plan import load_plan
+    from pipeproof.verify.check_plan import check
+
+    with refusing_bad_plans("text", plan):
+        report = check(load_plan(plan))
+    record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
+    options = RunOptions(
+        timeout_s,
+        logs,
+        fault,
+        unsafe=unsafe,
+        profile=profile_file is not None,
+        record=record,
+        share_gpus=share_gpus,
+        checkpoint=checkpoint,
+    )
+    write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
+    with refusing_bad_plans("text", plan):
+        status = run_command(report, options, console_for(), report_file, profile_file, write)
+    sys.exit(status)

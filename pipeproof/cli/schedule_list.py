@@ -1,0 +1,111 @@
+"""``pipeproof schedule list``: every kind of schedule, with the sizes for which it exists."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from pipeproof.schedule.generators.sizes import sizes_of
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
+from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import Schedule
+
+_SAMPLE_RANKS, _SAMPLE_MICRO_BATCHES = 4, 8
+"""Sizes for which every kind exists: facts of a schedule are read from such a sample."""
+
+
+def show_kinds(form: str) -> None:
+    """Print all kinds as a table for people, or as JSON."""
+    if form == "json":
+        content = {"schedules": [_to_json(kind) for kind in SCHEDULE_KINDS.values()]}
+        click.echo(json.dumps(content, indent=2))
+    else:
+        _render()
+
+
+def _render() -> None:
+    """Print one line of facts for each kind, one for each further variant, and the title below."""
+    cells = [[*_HEADINGS]]
+    titles = [""]
+    for kind in SCHEDULE_KINDS.values():
+        sizes = _sizes_texts(kind)
+        facts = (kind.name, _chunks_text(kind), kind.placement.replace("_", " "), _backward_text(_sample(kind)))
+        cells += [[*facts, sizes[0]], *(["", "", "", "", text] for text in sizes[1:])]
+        titles += [""] * (len(sizes) - 1) + [kind.title]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, title in zip(cells, titles, strict=True):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if title:
+            click.echo(f"    {title}")
+    click.echo(_LEGEND)
+
+
+_HEADINGS = ("kind", "stages a rank", "placed", "backward", "exists for")
+_LEGEND = """
+p ranks, m micro-batches. B is a whole backward, I and W its parts for inputs
+and for weights, F+B a forward and a backward that run in parallel.
+`custom` and `file` are your own schedules."""
+
+
+def _sizes_texts(kind: ScheduleKind) -> list[str]:
+    """Return the condition of a kind, or of each of its variants."""
+    if not kind.variants:
+        return [sizes_of(kind.name)]
+    return [f"{variant}: {sizes_of(kind.name, variant)}" for variant in kind.variants]
+
+
+def _chunks_text(kind: ScheduleKind) -> str:
+    if kind.max_chunks is None:
+        return f"{kind.min_chunks} or more"
+    return str(kind.min_chunks) if kind.min_chunks == kind.max_chunks else f"{kind.min_chunks} to {kind.max_chunks}"
+
+
+def _sample(kind: ScheduleKind) -> Schedule:
+    """Return the schedule for few ranks and micro-batches, with two splits if it splits sequences."""
+    ranks = range(_SAMPLE_RANKS)
+    return kind.generate(
+        Request(
+            num_ranks=_SAMPLE_RANKS,
+            num_micro_batches=_SAMPLE_MICRO_BATCHES,
+            num_chunks=kind.min_chunks,
+            num_sequence_splits=2 if kind.splits_sequences else 1,
+            placement=tuple((rank,) for rank in ranks) if kind.placement is Placement.ANY else None,
+        )
+    )
+
+
+def _backward_text(schedule: Schedule) -> str:
+    """Return the backwards of a schedule: ``B``, ``I W`` or both, and pairs."""
+    kinds = _backward_kinds(schedule)
+    return " ".join([*kinds, "F+B"] if _overlaps(schedule) else kinds)
+
+
+def _backward_kinds(schedule: Schedule) -> list[str]:
+    kinds = {op.kind for program in schedule.programs for op in program} - {OpKind.FORWARD}
+    return sorted(kinds)
+
+
+def _overlaps(schedule: Schedule) -> bool:
+    return any(schedule.pairs)
+
+
+def _to_json(kind: ScheduleKind) -> dict[str, Any]:
+    """The form of ``--format json``; see ``docs/schemas/schedule_list.schema.json``."""
+    sample = _sample(kind)
+    return {
+        "name": kind.name,
+        "title": kind.title,
+        "source": kind.source,
+        "min_chunks": kind.min_chunks,
+        "max_chunks": kind.max_chunks,
+        "placement": kind.placement.value,
+        "backwards": _backward_kinds(sample),
+        "overlaps": _overlaps(sample),
+        "splits_sequences": kind.splits_sequences,
+        "variants": list(kind.variants),
+        "sizes": [
+            {"variant": variant, "condition": sizes_of(kind.name, variant)} for variant in kind.variants or [None]
+        ],
+    }

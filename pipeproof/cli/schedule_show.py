@@ -1,0 +1,247 @@
+"""``pipeproof schedule show``: one schedule as a timeline with figures, as JSON, or as a schedule file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from pipeproof.cli.console import console_for
+from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
+from pipeproof.comm.sample_plan import sample_plan
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.exit_status import ExitStatus
+from pipeproof.schedule.asap import StageCosts, Timed, asap
+from pipeproof.schedule.formats.inexpressible import InexpressibleError
+from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
+from pipeproof.schedule.programs import Schedule, stages_of
+from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
+from pipeproof.sim.timeline import timeline_of
+from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule
+from pipeproof.views.schedule_svg import schedule_svg
+from pipeproof.views.timeline_text import figures_table, format_us, render_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRequest:
+    """A requested schedule; ``cost`` has keys of a plan's cost section. None is the default of the schedule."""
+
+    kind: str
+    num_ranks: int
+    num_micro_batches: int
+    num_chunks: int | None
+    variant: str | None
+    num_sequence_splits: int
+    group_size: int | None
+    memory_limit: int | None
+    cost: Mapping[str, Fraction | tuple[Fraction, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A schedule with its plan, its times, and the verdict of the rules if they ran."""
+
+    plan: LoadedPlan
+    schedule: Schedule
+    costs: StageCosts
+    timed: Timed
+    verdict: ScheduleVerdict | None
+
+
+def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: str) -> None:
+    """Print a schedule in one of the forms of ``schedule_command.FORMATS``; exit 1 if the rules refuse it.
+
+    Raises:
+        click.UsageError: there is no such kind, it does not exist for these sizes, or the format cannot express it.
+    """
+    kind = _kind(request.kind)
+    with _with_option_names():
+        plan = _plan(request, kind, form)
+        schedule = plan_schedule(plan.spec)
+    if form in WRITTEN_FORMATS:
+        try:
+            click.echo(write_schedule(schedule, form), nl=False)
+        except InexpressibleError as error:
+            raise click.UsageError(f"--format {form}: {error}") from error
+        return
+    costs = stage_costs(plan.spec)
+    if form == "svg":
+        click.echo(schedule_svg(asap(schedule, costs), _title(plan)), nl=False)
+        return
+    verdict = check_schedule(plan) if verify else None
+    shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
+    if form == "json":
+        click.echo(json.dumps(_to_json(shown), indent=2))
+    else:
+        _render(shown, console_for(color=color))
+    if verdict is not None and verdict.outcome is Outcome.WRONG:
+        sys.exit(ExitStatus.FAILED)
+
+
+def _kind(name: str) -> ScheduleKind:
+    if name in SCHEDULE_KINDS:
+        return SCHEDULE_KINDS[name]
+    near = nearest_name(name, SCHEDULE_KINDS)
+    fix = f"did you mean {near}?" if near else "`pipeproof schedule list` has them all"
+    raise click.BadParameter(f"there is no schedule {name!r}; {fix}", param_hint="KIND")
+
+
+def _plan(request: ScheduleRequest, kind: ScheduleKind, form: str) -> LoadedPlan:
+    variant = request.variant
+    if variant is None and kind.variants:
+        variant = "fleet" if form == "fleet" and "fleet" in kind.variants else kind.variants[0]
+    return sample_plan(
+        request.kind,
+        request.num_ranks,
+        request.num_micro_batches,
+        num_chunks=kind.min_chunks if request.num_chunks is None else request.num_chunks,
+        cost=request.cost,
+        variant=variant,
+        num_sequence_splits=request.num_sequence_splits,
+        micro_batch_group_size=request.group_size,
+        memory_limit=request.memory_limit,
+    )
+
+
+_OPTION_OF_KEY = MappingProxyType(
+    {
+        "topology.pp": "-p",
+        "schedule.kind": "KIND",
+        "schedule.num_micro_batches": "-m",
+        "schedule.num_chunks": "-v",
+        "schedule.variant": "--variant",
+        "schedule.num_sequence_splits": "--splits",
+        "schedule.micro_batch_group_size": "--group-size",
+        "schedule.memory_limit": "--memory-limit",
+        "cost.forward_us": "--forward",
+        "cost.backward_input_us": "--backward-input",
+        "cost.backward_weight_us": "--backward-weight",
+        "cost.overlapped_us": "--overlapped",
+        "cost.p2p_latency_us": "--latency",
+    }
+)
+"""The options of this command by the plan keys in messages."""
+_KEY_OF_NAME = MappingProxyType(
+    {
+        key.split(".")[1]: key
+        for key in _OPTION_OF_KEY
+        if key not in ("topology.pp", "schedule.kind", "schedule.variant")
+    }
+)
+"""Keys that messages have without their section, except those that are English words."""
+_KEYS = re.compile(r"`?\b(?:" + "|".join(map(re.escape, _OPTION_OF_KEY)) + "|" + "|".join(_KEY_OF_NAME) + r")\b`?")
+
+
+@contextmanager
+def _with_option_names() -> Iterator[None]:
+    """Convert problems of the plan to a usage error that names options instead of keys."""
+    try:
+        yield
+    except BadPlanError as error:
+        lines = [f"{finding.message}\nhelp: {finding.help}" if finding.help else finding.message
+                 for finding in error.findings]  # fmt: skip
+        raise click.UsageError(_with_options("\n".join(lines))) from error
+
+
+def _with_options(text: str) -> str:
+    def option(match: re.Match[str]) -> str:
+        key = match[0].strip("`")
+        return _OPTION_OF_KEY[_KEY_OF_NAME.get(key, key)]
+
+    return _KEYS.sub(option, text)
+
+
+def _render(shown: _Shown, console: Console) -> None:
+    timeline = timeline_of(shown.timed)
+    render_timeline(timeline, console, _title(shown.plan), unit="")
+    console.print()
+    console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
+    console.print(figures_table((str(figures.rank), figures) for figures in figures_of(timeline)))
+    if shown.verdict is None:
+        return
+    style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[shown.verdict.outcome]
+    verdict = Text.assemble("deadlock: ", (shown.verdict.outcome, style), f": {shown.verdict.reason}")
+    console.print(verdict, soft_wrap=True)
+
+
+def _title(plan: LoadedPlan) -> str:
+    spec, schedule = plan.spec, plan.spec.schedule
+    parts = [schedule.kind if schedule.variant is None else f"{schedule.kind} ({schedule.variant})"]
+    counts = {"rank": spec.topology.pp, "micro-batch": schedule.num_micro_batches}
+    parts += [f"{count} {name}{'' if count == 1 else 'es' if name.endswith('h') else 's'}"
+              for name, count in counts.items()]  # fmt: skip
+    parts += [f"{schedule.num_chunks} stages a rank"] if schedule.num_chunks > 1 else []
+    parts += [f"{schedule.num_sequence_splits} splits"] if schedule.num_sequence_splits > 1 else []
+    return ", ".join(parts)
+
+
+def _costs_text(costs: StageCosts) -> str:
+    """The times of the picture; one if all stages have the same."""
+    named = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    if costs.overlapped is not None:
+        named["F + B in parallel"] = costs.overlapped
+    texts = []
+    for name, times in named.items():
+        shown = times[:1] if len(set(times)) == 1 else times
+        texts.append(f"{name} {','.join(str(time) for time in shown)}")
+    return f"times: {'; '.join(texts)}; B = I + W; latency {format_us(Fraction(costs.latency))}"
+
+
+def _to_json(shown: _Shown) -> dict[str, Any]:
+    """The form of ``--format json``; see ``docs/schemas/schedule.schema.json``."""
+    spec, schedule = shown.plan.spec, shown.plan.spec.schedule
+    stages = stages_of(shown.schedule.programs)
+    figures = figures_of(timeline_of(shown.timed))
+    return {
+        "kind": schedule.kind,
+        "variant": schedule.variant,
+        "num_ranks": spec.topology.pp,
+        "num_micro_batches": schedule.num_micro_batches,
+        "num_chunks": schedule.num_chunks,
+        "num_sequence_splits": schedule.num_sequence_splits,
+        **number_to_json("makespan", Fraction(shown.timed.makespan)),
+        "verdict": None if shown.verdict is None else _verdict_to_json(shown.verdict),
+        "ranks": [_rank_to_json(shown, own, stages[own.rank]) for own in figures],
+    }
+
+
+def _verdict_to_json(verdict: ScheduleVerdict) -> dict[str, Any]:
+    return {
+        "outcome": verdict.outcome.value,
+        "backend": verdict.backend,
+        "errors": [{"code": error.code, "message": error.message} for error in verdict.errors],
+        "failing_models": [str(model) for model in verdict.failing],
+    }
+
+
+def _rank_to_json(shown: _Shown, figures: RankFigures, stages: tuple[int, ...]) -> dict[str, Any]:
+    rank, timed = figures.rank, shown.timed
+    begins = shown.schedule.pairs_of(rank)
+    ops = zip(timed.programs[rank], timed.starts[rank], timed.ends[rank], strict=True)
+    return {
+        "rank": rank,
+        "stages": list(stages),
+        **figures_to_json(figures),
+        "ops": [
+            {
+                "op": str(op),
+                **number_to_json("start", Fraction(start)),
+                **number_to_json("end", Fraction(end)),
+                "overlaps": index in begins or index - 1 in begins,
+            }
+            for index, (op, start, end) in enumerate(ops)
+        ],
+    }

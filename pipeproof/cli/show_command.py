@@ -1,0 +1,84 @@
+"""``pipeproof show``: stages, groups, boundary layouts and programs of a plan, its computed costs, or its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, refusing_bad_plans
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.option("--rank", type=int, help="Also print the whole program of this global rank.")
+@click.option("--costs", is_flag=True,
+              help="Show instead the times of each stage by cost.analytic, and their bounds.")  # fmt: skip
+@click.option("--memory", is_flag=True, help="Show instead the memory of each stage, operation by operation.")
+def show(plan: Path, rank: int | None, costs: bool, memory: bool) -> None:
+    """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
+    if (rank is not None) + costs + memory > 1:
+        raise click.UsageError("give one of --rank, --costs and --memory")
+    if memory:
+        _show_memory(plan)
+    elif costs:
+        _show_costs(plan)
+    else:
+        _show_plan(plan, rank)
+
+
+def _show_plan(plan: Path, rank: int | None) -> None:
+    with refusing_bad_plans("text", plan):
+        from pipeproof.comm.lower import lower_loaded
+        from pipeproof.specs.load_plan import load_plan
+        from pipeproof.views.plan_tables import render_program, render_show
+
+        lowered = lower_loaded(load_plan(plan))
+    if rank is not None and not 0 <= rank < lowered.mesh.num_ranks:
+        raise click.BadParameter(f"{rank}: the plan has ranks 0..{lowered.mesh.num_ranks - 1}", param_hint="--rank")
+    render_show(lowered, console_for())
+    if rank is not None:
+        render_program(lowered, rank, console_for())
+
+
+def _show_memory(plan: Path) -> None:
+    with refusing_bad_plans("text", plan):
+        from pipeproof.comm.lower import blaming_plan, lower_loaded
+        from pipeproof.specs.load_plan import load_plan
+        from pipeproof.views.memory_table import render_stage_memory
+
+        loaded = load_plan(plan)
+        with blaming_plan(loaded):
+            lowered = lower_loaded(loaded)
+    render_stage_memory(lowered, console_for())
+
+
+def _show_costs(plan: Path) -> None:
+    """Print the computed costs of a plan.
+
+    Raises:
+        click.UsageError: the plan gives its times, or has layers whose times cannot be computed.
+    """
+    with refusing_bad_plans("text", plan):
+        from pipeproof.comm.lower import blaming_plan
+        from pipeproof.cost.analytic_times import AnalyticCosts
+        from pipeproof.specs.load_plan import load_plan
+        from pipeproof.views.cost_table import render_costs
+
+        loaded = load_plan(plan)
+        analytic = loaded.spec.cost.analytic
+        if loaded.spec.custom_layers is not None:
+            raise click.UsageError(
+                f"{plan} has custom layers, whose work is not known; `pipeproof run {plan} --profile FILE` measures "
+                "their times"
+            )
+        if analytic is None:
+            raise click.UsageError(
+                f"{plan} gives its times itself; --costs shows times computed for a device: write "
+                "`cost: {analytic: h200}` in the plan"
+            )
+        with blaming_plan(loaded):
+            costs = AnalyticCosts(loaded.spec, analytic)
+            costs.resolved(loaded.spec.cost.p2p)
+            render_costs(costs, console_for())

@@ -1,0 +1,51 @@
+"""``pipeproof simulate``: the predicted timeline of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.cli.timeline_option import timeline_file, write_timeline
+
+if TYPE_CHECKING:
+    from pipeproof.sim.simulate import Engine
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+              help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .pftrace (Perfetto), .csv, "
+                   "or a picture: .png, .svg, .pdf.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
+              help="Longest paths, the reference model, or the one that applies; the times are the same.")  # fmt: skip
+def simulate(plan: Path, output: Path | None, form: Literal["text", "json"], engine: Engine) -> None:
+    """Predict a plan's timeline, bubbles and activation peaks."""
+    with refusing_bad_plans(form, plan):
+        from pipeproof.comm.lower import blaming_plan, lower_loaded
+        from pipeproof.sim.simulate import simulate as run_simulation
+        from pipeproof.sim.simulate import simulation_to_json
+        from pipeproof.specs.load_plan import load_plan
+        from pipeproof.views.memory_table import render_memory
+        from pipeproof.views.timeline_text import render_figures, render_timeline
+
+        loaded = load_plan(plan)
+        with blaming_plan(loaded):
+            lowered = lower_loaded(loaded)
+            simulation = run_simulation(lowered, engine=engine)
+        if output is not None:
+            written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph, simulation.memory)
+    if form == "json":
+        click.echo(json.dumps(simulation_to_json(simulation), indent=2))
+        return
+    console = console_for()
+    render_timeline(simulation.timeline, console)
+    render_figures(simulation, console)
+    render_memory(simulation, lowered, console)
+    if output is not None:
+        console.print(written, soft_wrap=True)

@@ -1,0 +1,178 @@
+"""``pipeproof state``: contents of a checkpoint, MD5 of its tensors, verification, and comparison of two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeproof.cli.completion import PLACE, is_plan
+from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.cli.check_report import Form
+    from pipeproof.state.checkpoint import Checkpoint
+    from pipeproof.state.compare_checkpoints import StateComparison
+
+_MANY = 40
+"""Most tensors with one row each; of more, similar ones share a row."""
+_SHOWN = 20
+
+
+@click.command()
+@click.argument("path", type=PLACE)
+@click.argument("other", type=PLACE, required=False)
+@click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
+@click.option("--verify", is_flag=True, help="Check every file against the index, SHA-256 included; list all faults.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form) -> None:
+    """Show the contents of a checkpoint; with OTHER, the differences between the two.
+
+    A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
+    them, or one of Paddle's. The two may be of any topologies and kinds. An MD5 is that of a whole tensor's bytes,
+    for any sharding. The exit status is 1 where --verify finds a fault or the two differ.
+    """
+    for checkpoint in filter(None, (path, other)):
+        if is_plan(checkpoint) and checkpoint.is_file():
+            raise click.UsageError(f"{checkpoint} is a plan, which has no tensors: name a state that its runs saved")
+    if md5 and other is not None:
+        raise click.UsageError("two checkpoints are compared bit by bit; --md5 is for one")
+    as_json = form == "json"
+    with refusing_bad_plans(form, path), _as_bad_input():
+        if verify and not _verify([path] if other is None else [path, other], as_json=as_json):
+            sys.exit(ExitStatus.FAILED)
+        from pipeproof.state.open_checkpoint import open_checkpoint
+
+        opened = open_checkpoint(path)
+        if other is not None:
+            _compare(opened, open_checkpoint(other), as_json=as_json)
+        elif md5:
+            _show_md5(opened, as_json=as_json)
+        elif verify and not as_json:
+            _print_verified(opened)
+        else:
+            _show(opened, as_json=as_json)
+
+
+@contextmanager
+def _as_bad_input() -> Iterator[None]:
+    """Convert errors: a checkpoint that cannot be opened is bad input, as a plan that cannot be read."""
+    try:
+        yield
+    except PipeproofError as error:
+        raise BadPlanError(*error.findings) from error
+
+
+def _verify(places: Sequence[Path], *, as_json: bool) -> bool:
+    from pipeproof.diagnostics.text_output import finding_to_json, render_text
+    from pipeproof.state.open_checkpoint import file_findings
+
+    found = [(place, file_findings(place)) for place in places if place.exists()]  # opening reports others
+    if any(faults for _, faults in found):
+        if as_json:
+            _write({"faults": [finding_to_json(fault) for _, faults in found for fault in faults]})
+        for place, faults in found:
+            if faults and not as_json:
+                render_text(faults, None, console=console_for(stderr=True))
+                click.echo(f"{place}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
+        return False
+    return True
+
+
+def _print_verified(opened: Checkpoint) -> None:
+    from pipeproof.state.open_checkpoint import num_checksummed
+
+    num_files = len(opened.files)
+    bare = num_files - num_checksummed(opened)
+    if bare:
+        subject = "it" if num_files == 1 else f"{bare} of them"
+        result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
+    elif opened.checksums:
+        result = "matches its own SHA-256"
+    else:
+        result = "has the size, SHA-256 and tensors of the index"
+    files = "its file" if num_files == 1 else f"each of its {num_files} files"
+    click.echo(f"{opened.path}: {files} {result}; the shards cover every tensor")
+
+
+def _show(opened: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.checkpoint_text import checkpoint_to_json, summary_lines, tensor_rows, totals_by_kind
+
+    if as_json:
+        _write(checkpoint_to_json(opened))
+        return
+    for line in summary_lines(opened):
+        click.echo(line)
+    kinds = [(kind, dtype, *(f"{number:,}" for number in numbers)) for kind, dtype, *numbers in totals_by_kind(opened)]
+    _show_table(("kind", "type", "tensors", "elements", "bytes"), kinds, right=(2, 3, 4))
+    rows = [
+        (row.name, str(row.num), row.entry.dtype, " x ".join(map(str, row.entry.shape)) or "()", row.cut, row.states)
+        for row in tensor_rows(opened, fold=len(opened.tensors) > _MANY)
+    ]
+    _show_table(("tensor", "similar", "type", "shape", "sharding", "optimizer state"), rows, right=(1,))
+
+
+def _show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+    """Print columns without lines at full width: names are not shortened, and can be searched."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    click.echo()
+    for row in (heads, *rows):
+        texts = (
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join(texts).rstrip())
+
+
+def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.checkpoint import md5_lines, md5_of_all, tensor_md5s
+
+    digests = tensor_md5s(opened)
+    if as_json:
+        _write({"md5": md5_of_all(digests), "tensors": digests})
+        return
+    click.echo(f"{md5_lines(digests)}all {len(digests)} tensors  {md5_of_all(digests)}")
+
+
+def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> None:
+    from pipeproof.state.compare_checkpoints import compare_checkpoints, comparison_to_json
+
+    comparison = compare_checkpoints(first, second)
+    if as_json:
+        _write(comparison_to_json(comparison))
+    else:
+        _print_comparison(first, second, comparison)
+    sys.exit(ExitStatus.OK if comparison.equal else ExitStatus.FAILED)
+
+
+def _print_comparison(first: Checkpoint, second: Checkpoint, comparison: StateComparison) -> None:
+    from pipeproof.state.compare_checkpoints import difference_text
+    from pipeproof.state.region_text import counted
+
+    for checkpoint, names in ((first, comparison.only_first), (second, comparison.only_second)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            click.echo(f"{len(names)} only in {checkpoint.path}: {', '.join(names[:_SHOWN])}{more}")
+    for difference in comparison.differ[:_SHOWN]:
+        click.echo(f"{difference.name}: {difference_text(difference)}")
+    if len(comparison.differ) > _SHOWN:
+        click.echo(f"and {counted(len(comparison.differ) - _SHOWN, 'more tensor')}; `--format json` has them all")
+    if comparison.steps is not None and comparison.steps[0] != comparison.steps[1]:
+        one_step, other_step = comparison.steps
+        click.echo(f"one is the state after {counted(one_step, 'step')}, the other after {other_step:,}")
+    have = "has" if comparison.num_alike == 1 else "have"
+    alike = f"{counted(comparison.num_alike, 'tensor')} {have} the same type, shape and bits"
+    differ = f"{len(comparison.differ):,} {'differs' if len(comparison.differ) == 1 else 'differ'}"
+    whole = "" if comparison.num_alike == 1 else "all "
+    click.echo(f"{whole}{alike}" if comparison.equal else f"{alike}, {differ}")
+
+
+def _write(content: dict[str, Any]) -> None:
+    click.echo(json.dumps(content, indent=2))

@@ -1,0 +1,191 @@
+"""``pipeproof sweep``: a plan with many values for some of its keys, every point checked and simulated.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from pipeproof.cli.completion import PlanFile
+from pipeproof.cli.console import console_for, picture_file, refusing_bad_plans, writable
+from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.analysis.sweep.evaluate_point import PointResult
+    from pipeproof.analysis.sweep.sweep_file import Sweep
+
+
+def _scheduler(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a cluster without its package before any work is done."""
+    if value is not None and importlib.util.find_spec("distributed") is None:
+        raise click.BadParameter("a Dask cluster needs distributed: pip install 'pipeproof[cluster]'")
+    return value
+
+
+@click.command()
+@click.argument("sweep", metavar="SWEEP", type=PlanFile())
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
+                   "the suffix .results.jsonl.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
+@click.option("--scheduler", metavar="ADDRESS", callback=_scheduler,
+              help="Evaluate on the Dask cluster of this scheduler: tcp://HOST:8786 (extra cluster).")  # fmt: skip
+@click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
+              help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
+@click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
+@click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "csv"]), default="text", show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
+              help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
+def sweep(
+    sweep: Path,
+    output: Path | None,
+    workers: int | None,
+    scheduler: str | None,
+    sort: str,
+    columns: str | None,
+    top: int,
+    form: Literal["text", "json", "csv"],
+    plot: Path | None,
+) -> None:
+    """Check and simulate a plan with many values for some of its keys, and list the best.
+
+    A refused point is a result with its code. Ctrl-C keeps the results so far; the same command resumes.
+    """
+    if workers is not None and scheduler is not None:
+        raise click.UsageError("give one of --workers and --scheduler: a cluster has workers of its own")
+    with refusing_bad_plans("text", sweep):
+        from pipeproof.analysis.sweep.sweep_file import load_sweep
+
+        loaded = load_sweep(sweep)
+    shown = _columns(loaded, columns, sort)
+    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, scheduler)
+    with refusing_bad_plans("text", sweep):
+        _show(loaded, results, form, shown, sort, top)
+        if plot is not None:
+            _plot(loaded, results, plot, sort)
+    sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
+
+
+def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
+    """Return the columns of the table.
+
+    Raises:
+        click.BadParameter: a name is neither a key of the sweep nor a figure.
+    """
+    from pipeproof.analysis.sweep.results_table import DEFAULT_FIGURES, FIGURES
+    from pipeproof.diagnostics.problems import nearest_name
+
+    def require(name: str, known: tuple[str, ...], option: str) -> None:
+        if name not in known:
+            near = nearest_name(name, known)
+            fix = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
+            raise click.BadParameter(f"no column {name!r}; {fix}", param_hint=option)
+
+    require(sort, tuple(FIGURES), "--sort")
+    if columns is None:
+        return [*sweep.keys, *dict.fromkeys((sort, *DEFAULT_FIGURES))]
+    names = [name.strip() for name in columns.split(",")]
+    for name in names:
+        require(name, (*sweep.keys, *FIGURES), "--columns")
+    return names
+
+
+def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | None) -> tuple[PointResult, ...]:
+    """Return the results of all points: those of the results file, and the others, which are appended to it."""
+    from concurrent.futures import BrokenExecutor
+
+    from pipeproof.analysis.sweep.dask_cluster import ClusterError
+    from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
+    from pipeproof.analysis.sweep.run_sweep import run_sweep
+
+    so_far = f"results so far are in {output}; the same command resumes"
+    try:
+        with open_results(output, sweep) as file:
+            if file.note is not None:
+                click.echo(f"note: {file.note}", err=True)
+            if file.done:
+                click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
+            with _executor(scheduler) as cluster, _showing_progress(len(file.done), len(sweep.points)) as advance:
+
+                def keep(result: PointResult) -> None:
+                    file.append(result)
+                    advance()
+
+                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep, **cluster)
+    except ResultsFileError as error:
+        raise click.BadParameter(str(error), param_hint="--output") from error
+    except ClusterError as error:
+        raise click.BadParameter(str(error), param_hint="--scheduler") from error
+    except BrokenExecutor:
+        click.echo(f"error: the cluster broke off; {so_far}", err=True)
+        sys.exit(ExitStatus.WORKER_FAILED)
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted: {so_far}", err=True)
+        sys.exit(ExitStatus.INTERRUPTED)
+
+
+@contextmanager
+def _executor(scheduler: str | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the arguments of ``run_sweep`` for a cluster; none without one."""
+    if scheduler is None:
+        yield {}
+        return
+    from pipeproof.analysis.sweep.dask_cluster import cluster_executor
+
+    with cluster_executor(scheduler) as (executor, num_in_flight):
+        yield {"executor": executor, "num_in_flight": num_in_flight}
+
+
+@contextmanager
+def _showing_progress(done: int, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error if that is a terminal; yields a function that counts one more point."""
+    console = console_for(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as bars:
+        task = bars.add_task("points", total=total, completed=done)
+        yield lambda: bars.advance(task)
+
+
+def _show(
+    sweep: Sweep, results: tuple[PointResult, ...], form: Literal["text", "json", "csv"],
+    columns: list[str], sort: str, top: int,
+) -> None:  # fmt: skip
+    from pipeproof.analysis.sweep.results_table import render_table, sweep_to_csv, sweep_to_json
+
+    match form:
+        case "text":
+            render_table(sweep, results, console_for(), columns=columns, sort=sort, top=top)
+        case "json":
+            click.echo(json.dumps(sweep_to_json(sweep, results), indent=2))
+        case "csv":
+            click.echo(sweep_to_csv(sweep, results), nl=False)
+
+
+def _plot(sweep: Sweep, results: tuple[PointResult, ...], path: Path, sort: str) -> None:
+    from pipeproof.analysis.sweep.sweep_plot import NothingToPlotError, plot_sweep
+
+    try:
+        plot_sweep(sweep, results, path, sort)
+    except NothingToPlotError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.FAILED)
+    click.echo(f"plot written to {path}", err=True)

@@ -1,0 +1,90 @@
+"""The option ``-o`` of ``simulate`` and ``run``: a timeline in the format of the file's suffix."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.cli.console import writable
+
+if TYPE_CHECKING:
+    from pipeproof.schedule.op_table import OpGraph
+    from pipeproof.sim.memory_curve import MemoryCurve
+    from pipeproof.sim.timeline import Timeline
+
+FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        ".html": "a page for a browser",
+        ".json": "a Chrome trace",
+        ".pftrace": "a Perfetto trace",
+        ".csv": "a table",
+        ".png": "a picture",
+        ".svg": "a picture",
+        ".pdf": "a picture",
+    }
+)
+"""Formats by suffix."""
+_NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {".pftrace": ("perfetto", "trace"), **dict.fromkeys((".png", ".svg", ".pdf"), ("matplotlib", "plot"))}
+)
+"""The package that a format needs, and the extra that has it."""
+
+
+def timeline_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a file of another format, or one that cannot be written, before any work is done."""
+    if value is None:
+        return None
+    suffix = value.suffix.lower()
+    if suffix not in FORMS:
+        forms = ", ".join(f"{end} ({form})" for end, form in FORMS.items())
+        raise click.BadParameter(f"{str(value)!r} has another ending than {forms}")
+    package, extra = _NEEDS.get(suffix, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise click.BadParameter(f"{FORMS[suffix]} ({suffix}) needs {package}: pip install 'pipeproof[{extra}]'")
+    return writable(context, parameter, value)
+
+
+def write_timeline(
+    path: Path, title: str, timeline: Timeline, graph: OpGraph, memory: Sequence[MemoryCurve] = ()
+) -> str:
+    """Write the file in the format of its suffix, and return a message for the user.
+
+    ``memory`` has the curve of each rank, for pages, pictures and traces.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from pipeproof.views.memory_curves import memory_held
+
+    curves = (memory_held(timeline, memory),) if memory else ()
+    match path.suffix.lower():
+        case ".html":
+            from pipeproof.views.html.timeline_page import write_html
+
+            write_html([(title, timeline, graph, curves[0] if curves else None)], path)
+            return f"timeline written to {path}; open it in a browser"
+        case ".pftrace":
+            from pipeproof.views.perfetto_trace import write_perfetto
+
+            write_perfetto(timeline, path, graph, curves)
+            return f"trace written to {path}; open it in ui.perfetto.dev"
+        case ".csv":
+            from pipeproof.views.timeline_csv import write_csv
+
+            rounded = write_csv(timeline, path, graph)
+            note = f"; times of {rounded} are not finite decimals and are rounded to 9 digits" if rounded else ""
+            return f"{len(timeline.spans)} operations written to {path}{note}"
+        case ".json":
+            from pipeproof.views.chrome_trace import write_trace
+
+            write_trace(timeline, path, curves)
+            return f"trace written to {path}; open it in chrome://tracing or ui.perfetto.dev"
+    from pipeproof.views.timeline_picture import write_picture
+
+    write_picture(timeline, path, title, curves)
+    return f"picture written to {path}"

@@ -1,0 +1,147 @@
+"""The generated schedule of a plan, with its stages assigned to ranks by ``schedule.placement``."""
+
+from __future__ import annotations
+
+from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.problems import listed
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.asap import StageCosts
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
+from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.stage_placement import assigned, stages_of_ranks
+from pipeproof.specs.plan import PlanSpec
+
+UNFIT_SCHEDULE = RuleDoc(
+    code="PP140",
+    title="the schedule does not exist for these sizes",
+    severity="error",
+    explanation=(
+        "Each schedule has its own conditions: how many stages a rank holds, whether the ranks are even in number, how "
+        "many micro-batches there are, how stages are placed. `pipeproof schedule list` lists them; the message names "
+        "the nearest values that fit."
+    ),
+    wrong="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 3}",
+    right="topology: {pp: 2}\nschedule: {kind: interleaved, num_chunks: 2, num_micro_batches: 4}",
+)
+_VARIANT_OF_BACKEND = {"paddle": "fleet"}
+"""Default variant by backend; other backends have the first variant."""
+
+
+def plan_schedule(plan: PlanSpec) -> Schedule:
+    """The computations of the plan's schedule, by pipeline rank.
+
+    Raises:
+        BadPlanAtError: the schedule does not exist for these sizes.
+    """
+    schedule = plan.schedule
+    kind = SCHEDULE_KINDS[schedule.kind]
+    try:
+        _require_fit(plan, kind)
+        placement = schedule.placement if isinstance(schedule.placement, tuple) else None
+        request = Request(
+            num_ranks=plan.topology.pp,
+            num_micro_batches=schedule.num_micro_batches,
+            num_chunks=_num_chunks(plan, kind),
+            num_sequence_splits=schedule.num_sequence_splits,
+            variant=schedule.variant or default_variant(kind, plan.run.backend),
+            group_size=schedule.micro_batch_group_size,
+            costs=stage_costs(plan),
+            memory_limit=schedule.memory_limit,
+            placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
+        )
+        generated = kind.generate(request)
+        return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)
+    except UnfitSizesError as error:
+        finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
+        raise BadPlanAtError(finding, error.key) from error
+
+
+def default_variant(kind: ScheduleKind, backend: str) -> str | None:
+    """The variant of a plan that names none: the order of the backend's own tool."""
+    variant = _VARIANT_OF_BACKEND.get(backend)
+    return variant if variant in kind.variants else next(iter(kind.variants), None)
+
+
+def stage_costs(plan: PlanSpec) -> StageCosts:
+    """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch."""
+    cost, stages = resolved_cost(plan), range(plan.num_stages)
+    share = plan.schedule.num_sequence_splits
+    return StageCosts(
+        forward=tuple(cost.forward_of(stage) / share for stage in stages),
+        backward_input=tuple(cost.backward_input_of(stage) / share for stage in stages),
+        backward_weight=tuple(cost.backward_weight_of(stage) / share for stage in stages),
+        latency=cost.p2p_latency_us,
+        overlapped=None
+        if cost.overlapped_us is None
+        else tuple(cost.overlapped_of(stage, stage) / share for stage in stages),
+    )
+
+
+def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
+    """Raise UnfitSizesError for keys that do not go with the kind."""
+    schedule = plan.schedule
+    chunks, most = _num_chunks(plan, kind), kind.max_chunks
+    if chunks < kind.min_chunks or (most is not None and chunks > most):
+        few = "one stage" if kind.min_chunks == 1 else f"{kind.min_chunks} stages"
+        takes = few if most is not None else f"{kind.min_chunks} or more stages"
+        near = kind.min_chunks if most is None else min(max(chunks, kind.min_chunks), most)
+        listed_stages = isinstance(schedule.placement, tuple)
+        actual = f"schedule.placement lists {chunks}" if listed_stages else f"schedule.num_chunks is {chunks}"
+        raise UnfitSizesError(
+            f"{kind.name} has {takes} on each rank, and {actual}",
+            help=f"list {near} for each rank" if listed_stages else f"set num_chunks to {near}",
+            key=("schedule", "placement" if listed_stages else "num_chunks"),
+        )
+    if schedule.variant is not None and schedule.variant not in kind.variants:
+        has = f"has variants {listed(kind.variants, 'and')}" if kind.variants else "is the same in all tools"
+        raise UnfitSizesError(
+            f"{kind.name} {has}, and schedule.variant is {schedule.variant}",
+            help=f"use {listed(kind.variants)}" if kind.variants else "remove the key",
+            key=("schedule", "variant"),
+        )
+    if schedule.micro_batch_group_size is not None and schedule.variant != "megatron":
+        raise UnfitSizesError(
+            "schedule.micro_batch_group_size is Megatron's, and goes with variant megatron",
+            help="set kind to interleaved and variant to megatron, or remove the key",
+            key=("schedule", "micro_batch_group_size"),
+        )
+    if schedule.num_sequence_splits > 1 and not kind.splits_sequences:
+        raise UnfitSizesError(
+            f"{kind.name} works on whole sequences, and schedule.num_sequence_splits is {schedule.num_sequence_splits}",
+            help="use kind seq1f1b, or 1 split",
+            key=("schedule", "num_sequence_splits"),
+        )
+    placement = schedule.placement
+    if isinstance(placement, str) and kind.placement is not Placement.ANY and placement != str(kind.placement):
+        raise UnfitSizesError(
+            f"{kind.name} places its stages {kind.placement.text}, and schedule.placement is {placement}",
+            help="remove the key",
+            key=("schedule", "placement"),
+        )
+
+
+def _num_chunks(plan: PlanSpec, kind: ScheduleKind) -> int:
+    """Number of stages of each rank, copies counted once, from ``num_chunks`` or from the listed placement.
+
+    Raises:
+        UnfitSizesError: it lists copies, or ranks with more stages than others, for a schedule without them.
+    """
+    placement, num_ranks = plan.schedule.placement, plan.topology.pp
+    if not isinstance(placement, tuple):
+        return plan.schedule.num_chunks
+    key = ("schedule", "placement")
+    if sum(map(len, placement)) > plan.num_stages and kind.placement is not Placement.BOTH_WAYS:
+        raise UnfitSizesError(
+            f"{kind.name} has one copy of each stage, and schedule.placement lists several",
+            help="list each stage once, or use dualpipe or chimera",
+            key=key,
+        )
+    if plan.num_stages % num_ranks and kind.placement is not Placement.ANY:
+        raise UnfitSizesError(
+            f"{kind.name} has equally many stages on each rank, and schedule.placement lists "
+            f"{plan.num_stages} stages for {num_ranks} ranks",
+            help="assign equally many stages to each rank, or use looped_bfs or optimal",
+            key=key,
+        )
+    return max(1, plan.num_stages // num_ranks)

@@ -1,0 +1,137 @@
+"""The input of lowering: a plan with its mesh, layers, stages, boundaries and schedule, before any operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.shared_weights import SharedWeights, shared_weights
+from pipeproof.schedule.columns import NONE, IntColumn, work_item_of
+from pipeproof.schedule.formats.read_schedule import ForeignSchedule
+from pipeproof.schedule.ops import Op
+from pipeproof.schedule.programs import Programs, Schedule, stages_of
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, work_item_sizes
+from pipeproof.stages.describe.layers import Layer, Parameter
+
+if TYPE_CHECKING:  # most plans need none of what times links
+    from pipeproof.cost.transfer_times import LinkTimes
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """Everything that is derived from a plan except its op graph.
+
+    ``spec`` has given times: those of ``cost.analytic`` are computed.
+    ``boundary`` is the activation of the model; ``edges`` has the tensors
+    between each two stages. ``schedule`` has the computations of each
+    pipeline rank. ``foreign`` is the schedule where it was not generated.
+    ``receives`` lists by pipeline rank the inputs that are not received just
+    before their use; see ``receive_order``. ``links`` has the times of
+    messages and collectives; without, each message takes ``p2p_latency_us``
+    and collectives nothing.
+    """
+
+    spec: PlanSpec
+    mesh: Mesh
+    layers: tuple[Layer, ...]
+    stages: tuple[tuple[str, ...], ...]
+    boundary: Boundary
+    edges: tuple[Edge, ...]
+    schedule: Schedule
+    foreign: ForeignSchedule | None = None
+    receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
+    links: LinkTimes | None = None
+
+    @property
+    def programs(self) -> Programs:
+        """The computations of each pipeline rank, in order."""
+        return self.schedule.programs
+
+    @property
+    def num_splits(self) -> int:
+        """Number of sequence splits; 0 if sequences are not split."""
+        num_splits = self.spec.schedule.num_sequence_splits
+        return num_splits if num_splits > 1 else 0
+
+    @property
+    def num_work_items(self) -> int:
+        """Work items of a step: micro-batches, or their splits."""
+        return self.spec.schedule.num_micro_batches * self.spec.schedule.num_sequence_splits
+
+    @cached_property
+    def sizes(self) -> tuple[MicroBatchSize, ...]:
+        """The distinct sizes of work items."""
+        return work_item_sizes(self.spec)[0]
+
+    @cached_property
+    def size_of_work_item(self) -> tuple[int, ...]:
+        """Index into ``sizes`` of each work item; empty if all have one size."""
+        return work_item_sizes(self.spec)[1]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline ranks that hold each stage: one, or one for each copy."""
+        holders: list[list[int]] = [[] for _ in range(self.spec.num_stages)]
+        for rank, stages in enumerate(stages_of(self.programs)):
+            for stage in stages:
+                holders[stage].append(rank)
+        return tuple(map(tuple, holders))
+
+    @cached_property
+    def shared_weights(self) -> SharedWeights:
+        """The weights that several layers compute with, and who holds them."""
+        return shared_weights([self.layers_of(stage) for stage in range(len(self.stages))], self.holders)
+
+    def weights_of(self, stage: int, pp: int) -> tuple[Parameter, ...]:
+        """The weights that a pipeline rank holds, reduces and updates with a stage, in the model's order."""
+        return self.shared_weights.of_stage(stage, self.layers_of(stage), pp)
+
+    @property
+    def has_copies(self) -> bool:
+        """True if several pipeline ranks hold a copy of a stage; they share its work items."""
+        return any(len(ranks) > 1 for ranks in self.holders)
+
+    @cached_property
+    def owner(self) -> IntColumn:
+        """The pipeline rank that computes each work item of each stage, shape [stages, work items].
+
+        That is the first holder of the stage for a work_item that none computes.
+        """
+        owner = np.array([ranks[0] if ranks else NONE for ranks in self.holders], dtype=np.int64)
+        owner = np.repeat(owner[:, None], self.num_work_items, axis=1)
+        if self.has_copies:
+            for rank, program in reversed([*enumerate(self.programs)]):
+                for op in program:
+                    owner[op.stage, work_item_of(op, self.num_splits)] = rank
+        return owner
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages that a global rank computes, in order of their numbers."""
+        return stages_of(self.programs)[self.mesh.coords(rank)["pp"]]
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The global ranks that hold a stage, in order."""
+        return self._ranks_of(self.holders[stage])
+
+    def ranks_of_weight(self, stage: int, name: str) -> tuple[int, ...]:
+        """The global ranks that hold a weight of a stage, in order: other stages may use it, too."""
+        return self._ranks_of(self.shared_weights.places(stage, name))
+
+    def _ranks_of(self, pp_ranks: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks of some pipeline ranks, in order."""
+        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in pp_ranks)
+
+    @cached_property
+    def layer_by_name(self) -> Mapping[str, Layer]:
+        """The described layers by name."""
+        return {layer.name: layer for layer in self.layers}
+
+    def layers_of(self, stage: int) -> tuple[Layer, ...]:
+        """The described layers of one stage, in execution order."""
+        return tuple(self.layer_by_name[name] for name in self.stages[stage])

@@ -1,1 +1,0 @@
-"""Times of a plan from a run that was measured."""

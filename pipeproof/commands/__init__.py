@@ -1,1 +1,0 @@
-"""What the commands do, one file each; ``pipeproof.cli`` has those that need few lines."""

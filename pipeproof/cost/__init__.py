@@ -1,0 +1,1 @@
+"""Durations of operations: analytic model, measured profiles, links and networks."""

@@ -1,0 +1,137 @@
+"""Times of the messages and collectives of a plan's stages, on the slowest of their links, without contention.
+
+These are the times that a stage includes, and the latency that schedules are
+made for. ``network_times`` has the formulas, and the times of single places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+
+from pipeproof.cost.network_times import Network, Shape, shapes_of
+from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.topology import TopologySpec
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.edge_tensors import describe_boundaries
+from pipeproof.stages.describe.layers import Collective, CollectiveKind
+from pipeproof.stages.describe.transports import Transport, effective_transport
+
+
+def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> bool:
+    """Return True if a group of ``axis`` is on more than one node; node k has global ranks from k * ranks_per_node.
+
+    Groups of an axis lie inside blocks of (its size) x (the sizes before it in
+    ``order``) ranks, so they stay on a node just where blocks fill nodes.
+    """
+    before = topology.order[: topology.order.index(axis)]
+    block = prod(getattr(topology, name) for name in (*before, axis))
+    size: int = getattr(topology, axis)
+    return size > 1 and topology.num_ranks > ranks_per_node and ranks_per_node % block != 0
+
+
+def groups_of(topology: TopologySpec, axis: str) -> IntColumn:
+    """The global ranks of all groups of ``axis``, shape [groups, members]."""
+    stride = prod(getattr(topology, name) for name in topology.order[: topology.order.index(axis)])
+    size: int = getattr(topology, axis)
+    ranks = np.arange(topology.num_ranks).reshape(-1, size, stride)
+    return ranks.transpose(0, 2, 1).reshape(-1, size)
+
+
+OP_KIND = MappingProxyType(
+    {
+        CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
+        CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
+        CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+        CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
+    }
+)
+"""The operation that a layer's collective becomes."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links between the ranks of a plan; times are exact, in microseconds."""
+
+    plan: PlanSpec
+    network: Network
+    _shapes: dict[str, frozenset[Shape]] = field(default_factory=dict, repr=False, compare=False)
+
+    def crosses(self, axis: str) -> bool:
+        """Return True if groups of ``axis`` use the network."""
+        return crosses_nodes(self.plan.topology, axis, self.network.ranks_per_node)
+
+    def shapes(self, axis: str) -> frozenset[Shape]:
+        """Shapes of the groups of ``axis``."""
+        if axis not in self._shapes:
+            groups, network = groups_of(self.plan.topology, axis), self.network
+            self._shapes[axis] = shapes_of(groups, network.ranks_per_node, network.ranks_per_nic)
+        return self._shapes[axis]
+
+    def collective_bytes(self, collective: Collective, item_bytes: int) -> Fraction:
+        """Bytes that each rank sends to other ranks; node-limited routing changes the time alone."""
+        num_ranks: int = getattr(self.plan.topology, collective.axis)
+        whole = Fraction(collective.numel * collective.item_bytes(item_bytes))  # all enter with this, but into a gather
+        if collective.kind is CollectiveKind.ALL_GATHER:
+            whole *= num_ranks
+        rounds = 2 if collective.kind is CollectiveKind.ALL_REDUCE else 1
+        return rounds * whole * (num_ranks - 1) / num_ranks
+
+    def collective_us(self, collective: Collective, item_bytes: int) -> Fraction:
+        """Time of one collective that has its links to itself."""
+        num_bytes = Fraction(collective.numel * collective.item_bytes(item_bytes))
+        kind = OP_KIND[collective.kind]
+        return max(self.network.collective_us(kind, shape, num_bytes) for shape in self.shapes(collective.axis))
+
+    def message_us(self, boundaries: Iterable[Boundary], transport: str) -> Fraction:
+        """Time from a stage's ranks to those of the next: their tensors one after the other, gathers included."""
+        return sum((self._one_message_us(boundary, transport) for boundary in boundaries), Fraction(0))
+
+    def messages(self) -> tuple[Fraction, ...]:
+        """By edge, the time of its slower direction and largest message."""
+        transport = self.plan.transport
+        return tuple(
+            max(
+                self.message_us(members, name)
+                for members in edge.variants
+                for name in {transport.forward, transport.backward}
+            )
+            for edge in describe_boundaries(self.plan)
+        )
+
+    def _one_message_us(self, boundary: Boundary, transport: str) -> Fraction:
+        num_bytes = Fraction(message_bytes(boundary, transport))
+        time = self.network.slowest_message_us(num_bytes, crosses=self.crosses("pp"))
+        if _is_sliced(boundary, transport):
+            share = prod(boundary.local_shape) // boundary.num_tp_ranks
+            gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)
+            time += self.collective_us(gather, dtype_bytes(boundary.dtype))
+        return time
+
+
+def message_bytes(boundary: Boundary, transport: str) -> int:
+    """Bytes that each rank of a stage sends of one tensor: the most of any, where ranks differ."""
+    item_bytes = dtype_bytes(boundary.dtype)
+    if boundary.changes_layout:
+        by_sender = Counter[int]()
+        for message in boundary.reshard(gradient=False):
+            by_sender[message.sender] += message.length
+        return max(by_sender.values()) * item_bytes
+    num_slices = boundary.num_tp_ranks if _is_sliced(boundary, transport) else 1
+    return prod(boundary.local_shape) // num_slices * item_bytes
+
+
+def _is_sliced(boundary: Boundary, transport: str) -> bool:
+    """Return True if each rank sends its slice of the tensor, for the receivers to gather."""
+    numel = prod(boundary.local_shape)
+    is_partial = effective_transport(transport, numel, boundary.num_tp_ranks) is Transport.PARTIAL
+    return is_partial and not boundary.changes_layout

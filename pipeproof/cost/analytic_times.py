@@ -1,0 +1,270 @@
+"""Times of stages from ``cost.analytic``: a roofline of every operation, summed.
+
+An operation takes the longer of its FLOPs at the peak and its bytes at the
+memory's bandwidth, each with the efficiency that the plan assumes (Williams et
+al., Roofline: an insightful visual performance model, 2009). Operations follow
+one another, and so do the collectives inside layers: nothing overlaps. W has
+no collectives: what it needs was gathered for F.
+
+The arithmetic is exact; each time is rounded once, to ``GRID_US``, those of
+collectives up, before they are added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import chain
+
+from pipeproof.cost.analytic_links import Links
+from pipeproof.cost.devices import DEVICES, Device
+from pipeproof.cost.network_times import Network, exact
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.schedule.stage_placement import ends_share_ranks
+from pipeproof.specs.cost import AnalyticSpec, CostSpec
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gpt_work import layer_work
+from pipeproof.stages.describe.layers import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work
+from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
+
+_ZERO = Fraction(0)
+
+_OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
+"""Schedules in which a forward and a backward may run side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a stage or layer, for one micro-batch: its work, and where its time goes, in microseconds.
+
+    ``compute_us`` is of the operations that their FLOPs bound, ``memory_us``
+    of those that their bytes bound, ``links_us`` of collectives.
+    """
+
+    flops: Fraction = _ZERO
+    num_bytes: Fraction = _ZERO
+    link_bytes: Fraction = _ZERO
+    compute_us: Fraction = _ZERO
+    memory_us: Fraction = _ZERO
+    links_us: Fraction = _ZERO
+
+    @property
+    def us(self) -> Fraction:
+        """The whole time."""
+        return self.compute_us + self.memory_us + self.links_us
+
+    def __add__(self, other: PhaseTime) -> PhaseTime:
+        return PhaseTime(
+            self.flops + other.flops,
+            self.num_bytes + other.num_bytes,
+            self.link_bytes + other.link_bytes,
+            self.compute_us + other.compute_us,
+            self.memory_us + other.memory_us,
+            self.links_us + other.links_us,
+        )
+
+    def times(self, number: int) -> PhaseTime:
+        """The sum of ``number`` equal times."""
+        return PhaseTime(
+            number * self.flops,
+            number * self.num_bytes,
+            number * self.link_bytes,
+            number * self.compute_us,
+            number * self.memory_us,
+            number * self.links_us,
+        )
+
+
+class AnalyticCosts:
+    """Times of a plan's stages on the device that ``cost.analytic`` names.
+
+    Of micro-batches and splits of several sizes, the one with most tokens
+    counts. A split is the mean one: causal attention gives later ones more.
+    """
+
+    def __init__(self, plan: PlanSpec, analytic: AnalyticSpec) -> None:
+        self.analytic = analytic
+        self.device: Device = DEVICES[analytic.device]
+        self.dtype: str = analytic.dtype or plan.run.dtype
+        run = plan.run.model_copy(update={"dtype": self.dtype})
+        self._plan = plan.model_copy(update={"run": run})
+        network = Network.of_device(analytic, self.device, plan.cost.network)
+        self.links = Links(self._plan, network.routed(plan.model.moe))
+        self.size: MicroBatchSize = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
+        """The work item that counts: a micro-batch or a split of one."""
+        self.num_splits = plan.schedule.num_sequence_splits
+
+    @cached_property
+    def stages(self) -> tuple[Mapping[Phase, PhaseTime], ...]:
+        """By global stage, the time of each phase of a whole micro-batch, all its splits together."""
+        model = self._plan.model
+        kinds = {layer: layer_kind(model, layer) for names in stage_layers(self._plan) for layer in names}
+        described = {layer_kind(model, layer.name): layer for layer in describe_gpt(self._few_blocks(), self.size)}
+        by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
+        stages = []
+        for names in stage_layers(self._plan):
+            counts = Counter(kinds[name] for name in names)
+            stages.append(
+                {
+                    phase: sum((by_kind[kind][phase].times(n) for kind, n in counts.items()), PhaseTime())
+                    for phase in Phase
+                }
+            )
+        return tuple(stages)
+
+    def layer(self, layer: Layer) -> Mapping[Phase, PhaseTime]:
+        """Time of each phase of one layer for a whole micro-batch."""
+        item_bytes = dtype_bytes(self.dtype)
+        flash = self.analytic.attention == "flash"
+        works = layer_work(self._plan, layer.name, self.size, item_bytes, flash=flash)
+        collectives = {Phase.FORWARD: layer.forward_collectives, Phase.INPUT: layer.backward_collectives}
+        times = {}
+        for phase in Phase:
+            time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
+            for collective in collectives.get(phase, ()):
+                link_bytes = self.links.collective_bytes(collective, item_bytes)
+                links_us = rounded_up(self.links.collective_us(collective, item_bytes))  # as it is simulated
+                time += PhaseTime(link_bytes=link_bytes, links_us=links_us)
+            times[phase] = time.times(self.num_splits)
+        if is_block(layer.name):
+            times[Phase.INPUT] += self._recomputed(works, times[Phase.FORWARD])
+        times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
+        return times
+
+    def _recomputed(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
+        """Time of the recomputation before a block's backward: attention's core, or all of the forward."""
+        recompute = self._plan.memory.recompute
+        if recompute == "full":
+            return forward
+        if recompute == "none":
+            return PhaseTime()
+        core = [work for work in works if work.phase is Phase.FORWARD and work.name in ATTENTION_CORE]
+        return sum((self.work(work) for work in core), PhaseTime()).times(self.num_splits)
+
+    def _regathered(self, layer: Layer, item_bytes: int) -> PhaseTime:
+        """Time of the collectives that a layer repeats for the gradients of its weights."""
+        time = PhaseTime()
+        for call in weight_calls(self._plan, layer):
+            link_bytes, us = self.links.collective_bytes(call, item_bytes), self.links.collective_us(call, item_bytes)
+            time += PhaseTime(link_bytes=link_bytes, links_us=us)
+        return time.times(self.num_splits)
+
+    @cached_property
+    def updates(self) -> tuple[Fraction, ...]:
+        """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
+        layers = {layer.name: layer for layer in describe_gpt(self._plan)}
+        lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
+        bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
+        states = []
+        stages = stage_layers(self._plan)
+        for number, names in enumerate(stages):
+            described = [layers[name] for name in names]
+            is_lent = lends and number == len(stages) - 1
+            held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in described]
+            states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
+        return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
+
+    def work(self, work: Work) -> PhaseTime:
+        """One operation: bound by its FLOPs or by its bytes."""
+        compute = work.flops / self._flops_per_us(work.unit, narrow=work.narrow)
+        memory = work.num_bytes / (self.device.memory * 1000 * exact(self.analytic.memory_efficiency))
+        if compute >= memory:
+            return PhaseTime(work.flops, work.num_bytes, compute_us=compute)
+        return PhaseTime(work.flops, work.num_bytes, memory_us=memory)
+
+    @cached_property
+    def messages(self) -> tuple[Fraction, ...]:
+        """By edge, the microseconds of its slower direction and largest message, not rounded."""
+        return self.links.messages()
+
+    @cached_property
+    def overlapped(self) -> tuple[Fraction, ...] | None:
+        """By stage of the forward, a forward and a backward side by side, not rounded; None where none are.
+
+        They share the chip and the links, and each one's collectives hide
+        behind the other's computation, perfectly. The backward is that of the
+        stage opposite, as in DualPipe; in an order of one's own, of any stage.
+        """
+        kind, num_stages = self._plan.schedule.kind, len(self.stages)
+        if kind not in _OVERLAPPING:
+            return None
+        opposite = kind in ("dualpipe", "dualpipe_v")
+        return tuple(
+            max(
+                self._overlapped_us(stage, other)
+                for other in ((num_stages - 1 - stage,) if opposite else range(num_stages))
+            )
+            for stage in range(num_stages)
+        )
+
+    def _overlapped_us(self, forward: int, backward: int) -> Fraction:
+        first, second = self.stages[forward][Phase.FORWARD], self.stages[backward][Phase.INPUT]
+        second += self.stages[backward][Phase.WEIGHT]
+        links = first.links_us + second.links_us
+        return max(first.us + second.us - links, links, first.us, second.us)
+
+    def resolved(self, p2p: str) -> CostSpec:
+        """The same as given times; every edge has the latency of the slowest.
+
+        Raises:
+            BadPlanAtError: PP106, a time is longer than a plan may have.
+        """
+        phases = {phase: _rounded([stage[phase].us for stage in self.stages]) for phase in Phase}
+        forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
+        (latency,) = _rounded([max(self.messages, default=_ZERO)])
+        overlapped = None if self.overlapped is None else _rounded(self.overlapped)
+        updates = _rounded(self.updates)
+        if (
+            max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
+            > MAX_TIME_US
+        ):
+            message = f"`cost.analytic` comes to a time of more than {MAX_TIME_US} us"
+            finding = Finding("PP106", Severity.ERROR, message, help="use smaller micro-batches, or more stages")
+            raise BadPlanAtError(finding, ("cost", "analytic"))
+        return CostSpec.model_validate(
+            {
+                "forward_us": forward,
+                "backward_input_us": phases[Phase.INPUT],
+                "backward_weight_us": phases[Phase.WEIGHT],
+                "optimizer_us": updates,
+                "overlapped_us": overlapped,
+                "p2p_latency_us": latency,
+                "p2p": p2p,
+            }
+        )
+
+    def _flops_per_us(self, unit: ComputeUnit, *, narrow: bool = False) -> Fraction:
+        """FLOPs per microsecond: products at the peak of their type, all else at that of float32."""
+        tera = 10**6  # in a microsecond
+        if unit is ComputeUnit.VECTOR:
+            return exact(self.device.float32) * tera
+        spec = self.analytic
+        peak = self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
+        if narrow and spec.matmul_dtype is not None:
+            peak = self.device.peak(spec.matmul_dtype)
+        return (
+            exact(peak)
+            * tera
+            * exact(spec.matmul_efficiency if unit is ComputeUnit.MATMUL else spec.attention_efficiency)
+        )
+
+    def _few_blocks(self) -> PlanSpec:
+        """The plan with one block of each kind at least: those of a kind are alike."""
+        model = self._plan.model
+        if model.hyper_connections is not None:  # its ends are of kinds of their own
+            return self._plan
+        num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
+        return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
+
+
+def _rounded(times: Iterable[Fraction]) -> list[Fraction]:
+    return [round(time / GRID_US) * GRID_US for time in times]

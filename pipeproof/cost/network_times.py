@@ -1,0 +1,288 @@
+"""Times of messages and collectives on the links of nodes and between them, without contention.
+
+Everything takes ``launch_us``, a latency for each step, and its bytes at the
+bandwidth of the slowest link that it uses. n ranks, each of which puts in B
+bytes, take by this:
+
+- ring all-reduce: 2 (n - 1) steps, 2 B (n - 1) / n bytes through each rank;
+  reduce-scatter: half of both; all-gather: n - 1 steps, B (n - 1) bytes
+  (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+  workstations, 2009; Thakur, Rabenseifner and Gropp, Optimization of
+  collective communication operations in MPICH, 2005);
+- tree all-reduce: a chain inside each node and two binary trees between nodes,
+  each with half of the bytes (Sanders, Speck and Traeff, Two-tree algorithms
+  for full bandwidth broadcast, reduction and scan, 2009; NCCL since 2.4). Up
+  and down these are 2 log2(nodes) steps between nodes and 2 (ranks of a node
+  - 1) inside, and 2 B bytes through each rank. Two ranks go as a ring;
+- broadcast: a pipeline along the ring, n - 1 steps and B bytes;
+- all-to-all: each rank sends B / n straight to each other one, to those of its
+  node over the node's links and to the rest over its network card, all at
+  once. The slower of the two ways counts. Where a token goes once to each of
+  at most m nodes for its k experts, only m / k of these bytes cross the
+  network, and inside its node each rank hands on B / (ranks of the node) to
+  each other one, in a further step (arXiv:2412.19437, section 3.2.2);
+- barrier: an all-reduce of nothing.
+
+The steps of a ring go together, so that each takes as long as its slowest
+link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Self
+
+import numpy as np
+
+from pipeproof.cost.devices import Device
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.ops import GATHER_KINDS, OpKind
+from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec
+from pipeproof.specs.model_parts import MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``on_nodes`` are the members on each node that has some; ``on_cards`` for each card (its members, its node's)."""
+
+    num_ranks: int
+    on_nodes: tuple[int, ...]
+    on_cards: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, ranks: list[int], ranks_per_node: int, ranks_per_nic: int) -> Self:
+        """The shape of a group of global ranks. Node k has the ranks from k * ``ranks_per_node`` on; cards alike."""
+        nodes = Counter(rank // ranks_per_node for rank in ranks)
+        cards = Counter(rank // ranks_per_nic for rank in ranks)
+        on_cards = sorted((count, nodes[card * ranks_per_nic // ranks_per_node]) for card, count in cards.items())
+        return cls(len(ranks), tuple(sorted(nodes.values())), tuple(on_cards))
+
+    @property
+    def crosses(self) -> bool:
+        """True if the group is on several nodes."""
+        return len(self.on_nodes) > 1
+
+    @property
+    def has_neighbours(self) -> bool:
+        """True if some members share a node."""
+        return self.on_nodes[-1] > 1
+
+
+def shapes_of(groups: IntColumn, ranks_per_node: int, ranks_per_nic: int) -> frozenset[Shape]:
+    """The shapes among ``groups``, global ranks of shape [groups, members]; linear, but for sorting."""
+    places = np.concatenate([groups // ranks_per_node, groups // ranks_per_nic], axis=1)
+    members = groups.shape[1]
+    first = np.repeat(places[:, [0, members]], members, axis=1)
+    _, examples = np.unique(places - first, axis=0, return_index=True)
+    return frozenset(Shape.of(ranks, ranks_per_node, ranks_per_nic) for ranks in groups[examples].tolist())
+
+
+def exact(value: float) -> Fraction:
+    """The decimal that a number prints as: 0.7 is 7/10."""
+    return Fraction(repr(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One sort of link, in one direction."""
+
+    latency_us: Fraction
+    bytes_per_us: Fraction
+
+    @classmethod
+    def of(cls, spec: LinkSpec | EdgeSpec) -> Self:
+        """The link that a plan describes."""
+        return cls(spec.latency_us, exact(spec.bandwidth) * 1000)
+
+    def message_us(self, num_bytes: Fraction) -> Fraction:
+        """Time of one message that has the link to itself."""
+        return self.latency_us + num_bytes / self.bytes_per_us
+
+
+_RING: Mapping[OpKind, Callable[[int], tuple[int, Fraction]]] = MappingProxyType(
+    {
+        OpKind.ALL_REDUCE: lambda n: (2 * (n - 1), Fraction(2 * (n - 1), n)),
+        OpKind.BARRIER: lambda n: (2 * (n - 1), Fraction(2 * (n - 1), n)),
+        OpKind.REDUCE_SCATTER: lambda n: (n - 1, Fraction(n - 1, n)),
+        OpKind.ALL_GATHER: lambda n: (n - 1, Fraction(n - 1)),
+        OpKind.BROADCAST: lambda n: (n - 1, Fraction(1)),
+    }
+)
+"""Collectives that go around a ring of n ranks: (steps, bytes through each rank for a byte that each puts in)."""
+
+_REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.BARRIER})
+"""Collectives that may also use trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One algorithm of a collective: latencies in all, and bytes through each rank."""
+
+    latency_us: Fraction
+    num_bytes: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these."""
+
+    top_k: int
+    nodes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links inside nodes of ``ranks_per_node`` and between them; times are exact, in microseconds.
+
+    ``node`` is what a rank has to all others of its node together, ``peer``
+    what it has to one of them, ``between`` what a network card has, which
+    ``ranks_per_nic`` neighbours share. ``routing`` is for all-to-alls, if
+    anything keeps these from being even.
+    """
+
+    ranks_per_node: int
+    node: Link
+    peer: Link
+    between: Link
+    launch_us: Fraction = Fraction(0)
+    ranks_per_nic: int = 1
+    algorithm: Algorithm = "ring"
+    contention: bool = False
+    routing: Routing | None = None
+    edges: tuple[tuple[tuple[int, int], Link], ...] = ()
+    """By sender and receiver, what messages between them really take, all in all."""
+
+    @classmethod
+    def of_spec(cls, spec: NetworkSpec) -> Self:
+        """The network of a plan that describes it whole; what one node lacks between nodes is never used."""
+        assert spec.ranks_per_node is not None
+        assert spec.node is not None
+        node = Link.of(spec.node)
+        between = node if spec.between is None else Link.of(spec.between)
+        launch = spec.launch_us or Fraction(0)
+        return cls(
+            spec.ranks_per_node,
+            node,
+            node,
+            between,
+            launch,
+            spec.ranks_per_nic,
+            spec.algorithm,
+            spec.contention,
+            edges=_edges_of(spec),
+        )
+
+    @classmethod
+    def of_device(cls, analytic: AnalyticSpec, device: Device, spec: NetworkSpec | None = None) -> Self:
+        """The links of a data sheet, as far as the plan assumes they are reached; ``spec`` has what that lacks.
+
+        Raises:
+            BadPlanAtError: PP106, a network card would be of two nodes.
+        """
+        spec, ranks_per_node = spec or NetworkSpec(), analytic.ranks_per_node or device.ranks_per_node
+        if ranks_per_node % spec.ranks_per_nic:
+            per_nic = f"cost.network.ranks_per_nic {spec.ranks_per_nic}"
+            message = f"a node has {ranks_per_node} ranks, which {per_nic} does not divide"
+            fix = "a network card belongs to one node: choose a divisor"
+            finding = Finding("PP106", Severity.ERROR, message, help=fix)
+            raise BadPlanAtError(finding, ("cost", "network", "ranks_per_nic"))
+
+        def link(bandwidth: float, latency: float) -> Link:
+            return Link(exact(latency), exact(bandwidth) * 1000 * exact(analytic.link_efficiency))
+
+        return cls(
+            ranks_per_node,
+            link(device.link, analytic.node_step_us),
+            link(device.peer, analytic.node_step_us),
+            link(device.network, analytic.network_step_us),
+            exact(analytic.launch_us),
+            spec.ranks_per_nic,
+            spec.algorithm,
+            spec.contention,
+            edges=_edges_of(spec),
+        )
+
+    def routed(self, moe: MoeSpec | None) -> Self:
+        """The same links where tokens go to these experts."""
+        if moe is None or moe.nodes_per_token is None:
+            return self
+        return replace(self, routing=Routing(moe.top_k, moe.nodes_per_token))
+
+    def message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
+        """Time of one message, inside a node or between two."""
+        link = self.between if crosses else self.peer
+        return self.launch_us + link.message_us(num_bytes)
+
+    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
+        """The same for unknown ranks: no measured edge takes longer."""
+        measured = [link.message_us(num_bytes) for _, link in self.edges]
+        return max(self.message_us(num_bytes, crosses=crosses), *measured, Fraction(0))
+
+    def collective_us(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Fraction:
+        """Time of a collective into which each member puts ``num_bytes``; nothing for one rank alone.
+
+        Raises:
+            ValueError: ``kind`` is no collective.
+        """
+        if shape.num_ranks == 1:
+            return Fraction(0)
+        if kind is OpKind.ALL_TO_ALL:
+            return self._all_to_all_us(shape, num_bytes)
+        way = self.way(kind, shape, num_bytes)
+        return way.latency_us + way.num_bytes / self._slowest(shape).bytes_per_us
+
+    def way(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Way:
+        """Algorithm of a collective of several ranks that is no all-to-all: the faster one for ``algorithm: auto``.
+
+        Raises:
+            ValueError: ``kind`` is no collective, or an all-to-all.
+        """
+        kind = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
+        if kind not in _RING:
+            raise ValueError(f"{kind} goes around no ring")
+        slowest = self._slowest(shape)
+        steps, share = _RING[kind](shape.num_ranks)
+        ring = Way(self.launch_us + steps * slowest.latency_us, share * num_bytes)
+        if kind not in _REDUCTIONS or self.algorithm == "ring" or shape.num_ranks == 2:
+            return ring
+        levels = (len(shape.on_nodes) - 1).bit_length()
+        latency = 2 * (levels * self.between.latency_us + (shape.on_nodes[-1] - 1) * self.node.latency_us)
+        tree = Way(self.launch_us + latency, 2 * num_bytes)
+        if self.algorithm == "tree":
+            return tree
+        return min(ring, tree, key=lambda way: way.latency_us + way.num_bytes / slowest.bytes_per_us)
+
+    def _slowest(self, shape: Shape) -> Link:
+        """The latency and the bandwidth of the slowest of the links of a ring."""
+        used = [self.between] if shape.crosses else []
+        used += [self.node] if shape.has_neighbours else []
+        return Link(max(link.latency_us for link in used), min(link.bytes_per_us for link in used))
+
+    def _all_to_all_us(self, shape: Shape, num_bytes: Fraction) -> Fraction:
+        """By the rank that sends most inside its node, and by the network card that sends most."""
+        near, far = self.pieces(shape, shape.on_nodes[-1], num_bytes)
+        others = shape.on_nodes[-1] - 1
+        inside = near.latency_us + others * near.num_bytes / self.node.bytes_per_us
+        if not shape.crosses:
+            return self.launch_us + inside
+        pieces = max(on_card * (shape.num_ranks - on_node) for on_card, on_node in shape.on_cards)
+        across = far.latency_us + pieces * far.num_bytes / self.between.bytes_per_us
+        return self.launch_us + (max(inside, across) if shape.has_neighbours else across)
+
+    def pieces(self, shape: Shape, on_node: int, num_bytes: Fraction) -> tuple[Way, Way]:
+        """Messages of a rank of an all-to-all: to another of the ``on_node`` ranks of its node, and to another node."""
+        piece = num_bytes / shape.num_ranks
+        if self.routing is None or not shape.crosses:
+            return Way(self.node.latency_us, piece), Way(self.between.latency_us, piece)
+        nodes = min(self.routing.nodes_per_token, self.routing.top_k, len(shape.on_nodes))
+        latency = self.between.latency_us + (self.node.latency_us if shape.has_neighbours else 0)
+        return Way(latency, num_bytes / on_node), Way(latency, piece * nodes / self.routing.top_k)
+
+
+def _edges_of(spec: NetworkSpec) -> tuple[tuple[tuple[int, int], Link], ...]:
+    return tuple(((edge.source, edge.destination), Link.of(edge)) for edge in spec.edges)

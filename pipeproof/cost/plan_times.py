@@ -1,0 +1,89 @@
+"""Times of a plan as given ones. The modules that compute them are loaded only for plans that need them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from pipeproof.specs.cost import CostSpec, NetworkSpec
+from pipeproof.specs.exact_times import rounded_up
+from pipeproof.specs.plan import PlanSpec
+
+if TYPE_CHECKING:
+    from pipeproof.cost.transfer_times import LinkTimes
+
+
+def with_times(plan: PlanSpec) -> PlanSpec:
+    """The plan with given times in place of ``cost.analytic`` or ``cost.profile``; itself where it has given times.
+
+    Raises:
+        BadPlanAtError: the layers cannot be put onto the stages, a time is too long, or the profile is of another plan.
+        ProfileError: the profile cannot be read.
+    """
+    cost = resolved_cost(plan)
+    if cost is plan.cost:
+        return plan
+    from pipeproof.stages.describe.activation_memory import is_flash
+    from pipeproof.stages.describe.training_state import memory_dtype
+
+    memory = plan.memory.model_copy(
+        update={"dtype": memory_dtype(plan), "attention": "flash" if is_flash(plan) else "unfused"}
+    )  # the keys of ``analytic`` on memory are dropped with it
+    return plan.model_copy(update={"cost": cost, "memory": memory})
+
+
+def resolved_cost(plan: PlanSpec) -> CostSpec:
+    """The plan's times as ``with_times`` has them."""
+    if plan.cost.profile is not None:
+        from pipeproof.cost.measured_profile import ProfileTimes
+
+        return _slowed_down(ProfileTimes.of_plan(plan).resolved(plan), plan.cost.recv_slowdown)
+    analytic = plan.cost.analytic
+    if analytic is None:
+        return plan.cost if plan.cost.network is None else _by_network(plan, plan.cost.network)
+    from pipeproof.cost.analytic_times import AnalyticCosts
+
+    costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
+    return _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
+
+
+def link_times(plan: PlanSpec) -> LinkTimes | None:
+    """The times of a plan's messages and collectives; None if all take ``p2p_latency_us`` and nothing.
+
+    Raises:
+        BadPlanAtError: the profile is of another plan.
+        ProfileError: the profile cannot be read.
+    """
+    cost, run = plan.cost, plan.run
+    if cost.profile is not None:
+        from pipeproof.cost.measured_profile import ProfileTimes
+        from pipeproof.cost.transfer_times import MeasuredLinks
+
+        return MeasuredLinks(ProfileTimes.of_plan(plan), run.dtype, run.weight_dtype)
+    if cost.analytic is None and cost.network is None:
+        return None
+    from pipeproof.cost.network_times import Network
+    from pipeproof.cost.transfer_times import NetworkTimes
+
+    gradients = "float64" if run.dtype == "float64" else plan.gradient_dtype
+    if cost.analytic is None:
+        assert cost.network is not None
+        return NetworkTimes(Network.of_spec(cost.network).routed(plan.model.moe), run.dtype, gradients)
+    from pipeproof.cost.devices import DEVICES
+
+    network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network)
+    return NetworkTimes(network.routed(plan.model.moe), cost.analytic.dtype or run.dtype, gradients)
+
+
+def _by_network(plan: PlanSpec, network: NetworkSpec) -> CostSpec:
+    """Given times with the latency of the slowest edge, which is what schedules are made for."""
+    from pipeproof.cost.analytic_links import Links
+    from pipeproof.cost.network_times import Network
+
+    slowest = max(Links(plan, Network.of_spec(network)).messages(), default=Fraction(0))
+    return plan.cost.model_copy(update={"p2p_latency_us": rounded_up(slowest), "network": None})
+
+
+def _slowed_down(cost: CostSpec, recv_slowdown: Fraction | None) -> CostSpec:
+    """With what a receive that is under way costs the computations of its rank, which is none of the times."""
+    return cost if recv_slowdown is None else cost.model_copy(update={"recv_slowdown": recv_slowdown})

@@ -1,0 +1,117 @@
+"""Times of messages and collectives of a plan, from a network or from a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from pipeproof.cost.network_times import Link, Network, Shape, shapes_of
+from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.exact_times import GRID_US
+
+if TYPE_CHECKING:
+    from pipeproof.cost.measured_profile import ProfileTimes
+
+
+class LinkTimes(Protocol):
+    """Times of messages and collectives in exact microseconds, each with its links to itself.
+
+    A rank of a folded graph represents many: the slowest of all places counts.
+    """
+
+    @property
+    def dtype(self) -> str:
+        """Type of the activations that these times are of."""
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Type in which gradients of weights are reduced."""
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """Of these, every time is a sum of multiples once it is rounded up to ``GRID_US``."""
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """Of a message; ``pairs`` has the global ranks (sender, receiver) of every place, shape [places, 2]."""
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """Of a collective, from its last member's coming on; ``groups`` has global ranks, shape [places, members]."""
+
+
+@dataclass(frozen=True)
+class NetworkTimes:
+    """Times by the links of a network, cached."""
+
+    network: Network
+    dtype: str
+    gradient_dtype: str
+    _shapes: dict[tuple[int, bytes], frozenset[Shape]] = field(default_factory=dict, repr=False, compare=False)
+    _times: dict[tuple[OpKind, Shape, int], Fraction] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """``GRID_US``; where links are shared also the latencies, after which flows begin."""
+        network = self.network
+        shared = (network.launch_us, network.node.latency_us, network.between.latency_us) if network.contention else ()
+        return (GRID_US, *shared)
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], Link]:
+        return dict(self.network.edges)
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """Of the slowest of these messages."""
+        sender, receiver = (pairs // self.network.ranks_per_node).T
+        edges = [self._edges.get((a, b)) for a, b in pairs.tolist()] if self._edges else [None] * len(pairs)
+        ways = {edge or crosses for edge, crosses in zip(edges, (sender != receiver).tolist(), strict=True)}
+        size = Fraction(num_bytes)
+        return max(
+            way.message_us(size) if isinstance(way, Link) else self.network.message_us(size, crosses=way)
+            for way in ways
+        )
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """Of the slowest of these groups."""
+        key = groups.shape[1], groups.tobytes()
+        if key not in self._shapes:
+            self._shapes[key] = shapes_of(groups, self.network.ranks_per_node, self.network.ranks_per_nic)
+        return max(self._of_shape(kind, shape, num_bytes) for shape in self._shapes[key])
+
+    def _of_shape(self, kind: OpKind, shape: Shape, num_bytes: int) -> Fraction:
+        key = kind, shape, num_bytes
+        if key not in self._times:
+            self._times[key] = self.network.collective_us(kind, shape, Fraction(num_bytes))
+        return self._times[key]
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Times by the curves of a profile, which knows sizes and no places."""
+
+    profile: ProfileTimes
+    dtype: str
+    gradient_dtype: str
+
+    @property
+    def grid_us(self) -> tuple[Fraction, ...]:
+        """``GRID_US``."""
+        return (GRID_US,)
+
+    def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
+        """The measured time of a message.
+
+        Raises:
+            BadPlanAtError: PP161, the profile has no message.
+        """
+        return self.profile.message_us(num_bytes)
+
+    def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
+        """The measured time of a collective among as many ranks.
+
+        Raises:
+            BadPlanAtError: PP161, the profile has none.
+        """
+        return self.profile.collective_us(kind, groups.shape[1], num_bytes)

@@ -1,0 +1,129 @@
+"""Findings: diagnostics with a location, numbers, a witness and a suggested fix.
+
+Findings of plan files, of rules and of runs have the same form; they differ
+in their code family only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    """Severity of a finding: only errors change the exit status."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A position in a plan file; line and column count from 1."""
+
+    file: str
+    line: int
+    column: int
+    end_column: int | None = None
+    """Last column to underline (inclusive), when it is on the same line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRange:
+    """A half-open range of flattened elements of the tensor that ``rank`` should hold.
+
+    ``rank`` is the receiving rank; ``source_rank`` is the rank whose elements
+    these are. ``start`` and ``stop`` count elements of the source's local
+    tensor, flattened in C order; ``covers`` has them in global coordinates.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    source_rank: int
+    covers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RangesWitness:
+    """Elements that a receiver lacks, and those that it gets instead."""
+
+    lost: tuple[ElementRange, ...]
+    foreign: tuple[ElementRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessOp:
+    """One operation of a witness: the issuing rank and its text form."""
+
+    rank: int
+    op: str
+    op_id: int | None = None
+    """Integer id in the op table; None for an operation that is missing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramExcerpt:
+    """Excerpts of one rank's program in order, ``..`` for omitted operations.
+
+    ``numbers`` has, for each of ``ops``, its position in the witness counted
+    from 1, or 0 for an operation that is only context.
+    """
+
+    rank: int
+    ops: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CycleWitness:
+    """A shortest wait-for cycle: each operation waits for the next, the last for the first.
+
+    ``programs`` shows these operations in the programs of their ranks.
+    """
+
+    ops: tuple[WitnessOp, ...]
+    programs: tuple[ProgramExcerpt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpsWitness:
+    """The operations of a finding, in program order."""
+
+    ops: tuple[WitnessOp, ...]
+
+
+Witness = RangesWitness | CycleWitness | OpsWitness
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One diagnostic: a stable code, a location, the fact with its numbers, and the suggested fix (``help``)."""
+
+    code: str
+    severity: Severity
+    message: str
+    location: Location | None = None
+    help: str | None = None
+    witness: Witness | None = None
+
+
+class PipeproofError(Exception):
+    """An input that pipeproof refuses, with the findings that explain it."""
+
+    def __init__(self, *findings: Finding) -> None:
+        super().__init__("; ".join(f"{f.code}: {f.message}" for f in findings))
+        self.findings = findings
+
+
+class BadPlanError(PipeproofError):
+    """A plan that cannot be read, or is invalid before its communication is checked."""
+
+
+class BadPlanAtError(BadPlanError):
+    """A bad plan with the key at fault: ``path``, which a caller with the file converts to a location."""
+
+    def __init__(self, finding: Finding, path: tuple[str | int, ...]) -> None:
+        super().__init__(finding)
+        self.path = path

@@ -1,0 +1,244 @@
+"""Findings as text, like a compiler's diagnostics, and as JSON.
+
+rich is not imported here: the caller passes a console, and JSON needs none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, assert_never
+
+from pipeproof.diagnostics.finding import (
+    CycleWitness,
+    ElementRange,
+    Finding,
+    Location,
+    OpsWitness,
+    ProgramExcerpt,
+    RangesWitness,
+    Severity,
+    Witness,
+    WitnessOp,
+)
+from pipeproof.diagnostics.source import Sources, shown_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeproof.diagnostics.source import SourceMap
+
+
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+_FRAME = "blue"
+
+
+@dataclass(frozen=True, slots=True)
+class Brevity:
+    """Limits of similar output; ``None`` is no limit, and ``rest`` is the hint for the rest."""
+
+    findings_of_a_code: int | None
+    witness_lines: int | None
+    rest: str
+
+
+BRIEF_WITNESSES = Brevity(None, 12, "`--format json` has them all")
+"""All findings, and the first lines of long witnesses."""
+
+
+def render_text(
+    findings: Iterable[Finding], source: SourceMap | None, *, console: Console, brevity: Brevity = BRIEF_WITNESSES
+) -> None:
+    """Print each finding: its code and message, its source lines, its witness and the suggested fix.
+
+    ``source`` is the text of the plan, if there is one; lines of other files
+    are read from those. Lines are not wrapped, so that the carets stay below
+    the characters that they mark.
+    """
+    printer, sources = _Printer(console), Sources(source)
+    findings = tuple(findings)
+    left = Counter(finding.code for finding in findings)
+    shown: Counter[str] = Counter()
+    for finding in findings:
+        code = finding.code
+        if brevity.findings_of_a_code is None or shown[code] < brevity.findings_of_a_code:
+            shown[code] += 1
+            left[code] -= 1
+            _render(finding, sources, printer, brevity)
+            printer.line()
+        elif left[code]:
+            style = _STYLES[finding.severity]
+            printer.line((f"{finding.severity}[{code}]", style), (f": and {left[code]} more; {brevity.rest}", "bold"))
+            printer.line()
+            left[code] = 0
+
+
+class _Printer:
+    """Printer of lines of styled parts, without markup, wrapping and control characters."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def line(self, *parts: tuple[str, str]) -> None:
+        for text, style in parts:
+            self._console.print(
+                printable(text),
+                style=style or None,
+                end="",
+                markup=False,
+                highlight=False,
+                emoji=False,
+                soft_wrap=True,
+            )
+        self._console.print()
+
+
+def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brevity) -> None:
+    style = _STYLES[finding.severity]
+    first, *more = finding.message.split("\n")
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f": {first}", "bold"))
+    for line in more:
+        printer.line((f"  {line}", "bold"))
+    location = finding.location
+    margin = " " * (len(str(location.line)) if location is not None else 1)
+    if location is not None:
+        position = f"{shown_path(location.file)}:{location.line}:{location.column}"
+        printer.line((f"{margin}--> ", _FRAME), (position, ""))
+        _render_excerpt(location, sources, printer, margin, style)
+    if finding.witness is not None:
+        for line in _shown_witness_lines(finding.witness, brevity):
+            printer.line((f"{margin} = ", _FRAME), (line, ""))
+        for line in cycle_drawing(finding.witness):
+            printer.line((f"{margin} = ", _FRAME), (line, ""))
+    if finding.help is not None:
+        first, *more = finding.help.split("\n")
+        printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (first, ""))
+        for line in more:
+            printer.line((f"{margin}         {line}", ""))
+
+
+def _render_excerpt(location: Location, sources: Sources, printer: _Printer, margin: str, style: str) -> None:
+    excerpt = sources.excerpt(location)
+    if excerpt is None:
+        return
+    printer.line((f"{margin} |", _FRAME))
+    for number, text in excerpt.lines:
+        printer.line((f"{number:>{len(margin)}} | ", _FRAME), (text, ""))
+    printer.line((f"{margin} | ", _FRAME), (f"{' ' * excerpt.indent}{'^' * excerpt.marked}", style))
+
+
+def _shown_witness_lines(witness: Witness, brevity: Brevity) -> Iterator[str]:
+    lines = list(witness_lines(witness))
+    most = len(lines) if brevity.witness_lines is None else brevity.witness_lines
+    yield from lines[:most]
+    if len(lines) > most:
+        yield f"and {len(lines) - most} more; {brevity.rest}"
+
+
+def witness_lines(witness: Witness) -> Iterator[str]:
+    """Yield a witness as sentences, one for each range or operation."""
+    match witness:
+        case RangesWitness():
+            for rank in dict.fromkeys(item.rank for item in (*witness.lost, *witness.foreign)):
+                for verb, items in (("loses", witness.lost), ("gets ", witness.foreign)):
+                    for item in items:
+                        if item.rank == rank:
+                            yield f"rank {rank} {verb} {_range_text(item)}"
+        case CycleWitness():
+            for op, next_op in zip(witness.ops, (*witness.ops[1:], *witness.ops[:1]), strict=True):
+                yield f"rank {op.rank} {op.op} waits for rank {next_op.rank} {next_op.op}"
+        case OpsWitness():
+            for op in witness.ops:
+                yield f"rank {op.rank}: {op.op}"
+        case _:
+            assert_never(witness)
+
+
+def _range_text(item: ElementRange) -> str:
+    covers = f" ({item.covers})" if item.covers else ""
+    return f"elements {item.start}..{item.stop} of rank {item.source_rank}{covers}"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line without terminal control characters; tabs count as one column."""
+    return "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON data; ``witness`` is null or tagged by ``kind``: ranges, cycle or ops."""
+    location = finding.location
+    return {
+        "code": finding.code,
+        "severity": str(finding.severity),
+        "message": finding.message,
+        "location": (
+            {"file": location.file, "line": location.line, "column": location.column} if location is not None else None
+        ),
+        "help": finding.help,
+        "witness": _witness_to_json(finding.witness) if finding.witness is not None else None,
+    }
+
+
+def _witness_to_json(witness: Witness) -> dict[str, Any]:
+    match witness:
+        case RangesWitness():
+            return {
+                "kind": "ranges",
+                "lost": [_range_to_json(item) for item in witness.lost],
+                "foreign": [_range_to_json(item) for item in witness.foreign],
+            }
+        case CycleWitness():
+            return {"kind": "cycle", "ops": [_op_to_json(op) for op in witness.ops]}
+        case OpsWitness():
+            return {"kind": "ops", "ops": [_op_to_json(op) for op in witness.ops]}
+        case _:
+            assert_never(witness)
+
+
+def _range_to_json(item: ElementRange) -> dict[str, Any]:
+    return {
+        "rank": item.rank,
+        "start": item.start,
+        "stop": item.stop,
+        "source_rank": item.source_rank,
+        "covers": item.covers,
+    }
+
+
+def _op_to_json(op: WitnessOp) -> dict[str, Any]:
+    return {"rank": op.rank, "op": op.op, "op_id": op.op_id}
+
+
+_MOST_RANKS = 6
+"""Most ranks whose programs are drawn; the programs of a longer cycle are similar."""
+
+
+def cycle_drawing(witness: Witness) -> Iterator[str]:
+    """Yield each rank's program with the cycle's operations numbered below; nothing for other witnesses.
+
+    ``^1`` waits for ``^2``, and the last for ``^1``.
+    """
+    if not isinstance(witness, CycleWitness) or not witness.programs:
+        return
+    drawn = witness.programs[:_MOST_RANKS]
+    width = max(len(_label(program)) for program in drawn)
+    for program in drawn:
+        yield from _lines(program, width)
+    if len(witness.programs) > len(drawn):
+        yield f"and {len(witness.programs) - len(drawn)} more ranks"
+
+
+def _label(program: ProgramExcerpt) -> str:
+    return f"rank {program.rank}:"
+
+
+def _lines(program: ProgramExcerpt, width: int) -> tuple[str, str]:
+    """The program, and below it the numbers of the operations on the cycle."""
+    above, below = _label(program).ljust(width), " " * width
+    for op, number in zip(program.ops, program.numbers, strict=True):
+        mark = f"^{number}" if number else ""
+        column = max(len(op), len(mark))
+        above += f" {op.ljust(column)}"
+        below += f" {mark.ljust(column)}"
+    return above.rstrip(), below.rstrip()

@@ -1,0 +1,211 @@
+"""Parser of a plan's text to plain data, with the position of every key and value.
+
+Scalars follow the core schema of YAML 1.2: ``yes`` and ``on`` are strings,
+``010`` is ten, ``1e-3`` is a number. JSON is YAML and goes the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from pipeproof.diagnostics.problems import KeyPath, shortened
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, Span
+from pipeproof.diagnostics.yaml_events import EventKind, EventStream, TextError, TextEvent, TextProblem, refusal
+
+MAX_DEPTH: Final = 32
+"""Deepest nesting; a plan needs four levels."""
+
+MAX_NODES: Final = 50_000
+"""Most values in a plan; an alias counts as many as its anchor has."""
+
+_MAX_DIGITS: Final = 1000
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
+_SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_CONSTANTS: Final = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The data of a text (None for an empty one) with positions and problems.
+
+    ``complete`` is False after a syntax error, and ``data`` then None; a
+    duplicate key leaves the first value in place.
+    """
+
+    data: object
+    source: SourceMap
+    problems: tuple[TextProblem, ...]
+    complete: bool
+
+
+def parse_text(text: str, file: str) -> Tree:
+    """Parse a YAML or JSON text. It never raises: all problems are in ``problems``."""
+    source = SourceMap(file, tuple(LINE_BREAK.split(text)))
+    problems: list[TextProblem] = []
+    try:
+        data = _Builder(EventStream(text), source, problems).document()
+    except TextError as error:
+        return Tree(None, source, (*problems, error.problem), complete=False)
+    return Tree(data, source, tuple(problems), complete=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchored:
+    data: object
+    num_nodes: int
+
+
+class _Builder:
+    """Builder of data from events that also records spans and problems."""
+
+    def __init__(self, events: EventStream, source: SourceMap, problems: list[TextProblem]) -> None:
+        self._events = events
+        self._source = source
+        self._problems = problems
+        self._anchors: dict[str, _Anchored | None] = {}
+        self._num_nodes = 0
+
+    def document(self) -> object:
+        """Return the data of the only document; None for a text without one."""
+        if self._events.next().kind is EventKind.STREAM_END:
+            return None
+        data = self._node((), depth=0, key_span=None)
+        self._events.next()  # the end of the document
+        event = self._events.next()
+        if event.kind is not EventKind.STREAM_END:
+            raise refusal(
+                event.span,
+                "a second document begins here, and a plan is one",
+                help="remove the line `---`, or keep each plan in a file of its own",
+            )
+        return data
+
+    def _node(self, path: KeyPath, *, depth: int, key_span: Span | None) -> object:
+        event = self._events.next()
+        if depth > MAX_DEPTH:
+            raise refusal(event.span, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
+        self._count(1, event)
+        # An empty value has no characters: findings point at its key.
+        self._source.values[path] = key_span if event.empty and key_span is not None else event.span
+        if event.kind is EventKind.ALIAS:
+            return self._alias(event)
+        _refuse_tag(event)
+        first = self._num_nodes
+        if event.anchor:
+            self._anchors[event.anchor] = None  # until its value is complete
+        data = self._value(event, path, depth)
+        if event.anchor:
+            self._anchors[event.anchor] = _Anchored(data, self._num_nodes - first + 1)
+        return data
+
+    def _value(self, event: TextEvent, path: KeyPath, depth: int) -> object:
+        if event.kind is EventKind.MAPPING:
+            return self._mapping(event, path, depth)
+        if event.kind is EventKind.SEQUENCE:
+            return self._sequence(event, path, depth)
+        return self._scalar(event)
+
+    def _mapping(self, start: TextEvent, path: KeyPath, depth: int) -> dict[str, object]:
+        data: dict[str, object] = {}
+        while self._events.peek().kind is not EventKind.END:
+            key, span = self._key()
+            inner = (*path, key)
+            if key in data:
+                self._repeated_key(inner, span, depth)
+            else:
+                self._source.keys[inner] = span
+                data[key] = self._node(inner, depth=depth + 1, key_span=span)
+        self._close(start, self._events.next(), path)
+        return data
+
+    def _repeated_key(self, path: KeyPath, span: Span, depth: int) -> None:
+        """Report the key and skip its value; the positions of the first one stay."""
+        first = self._source.keys[path]
+        self._problems.append(
+            TextProblem(
+                "PP103",
+                span,
+                f"the key `{shortened(str(path[-1]))}` is repeated here; line {first.line} has it already",
+                help="remove one of the two",
+            )
+        )
+        source, self._source = self._source, SourceMap(self._source.file, ())
+        self._node(path, depth=depth + 1, key_span=None)
+        self._source = source
+
+    def _sequence(self, start: TextEvent, path: KeyPath, depth: int) -> list[object]:
+        data: list[object] = []
+        while self._events.peek().kind is not EventKind.END:
+            data.append(self._node((*path, len(data)), depth=depth + 1, key_span=None))
+        self._close(start, self._events.next(), path)
+        return data
+
+    def _close(self, start: TextEvent, end: TextEvent, path: KeyPath) -> None:
+        """Set the end of a collection in brackets on one line."""
+        if start.brackets and start.span.line == end.span.line:
+            self._source.values[path] = Span(start.span.line, start.span.column, end.span.end_column)
+
+    def _key(self) -> tuple[str, Span]:
+        event = self._events.next()
+        self._count(1, event)
+        key = event.text
+        if event.kind is EventKind.ALIAS:
+            target = self._alias(event)
+            key = target if isinstance(target, str) else ""
+        elif event.kind is EventKind.SCALAR:
+            _refuse_tag(event)
+            if event.anchor:
+                self._anchors[event.anchor] = _Anchored(key, 1)
+        if not key:
+            raise refusal(event.span, "a key must be a name")
+        return key, event.span
+
+    def _alias(self, event: TextEvent) -> object:
+        name = shortened(event.anchor)
+        if event.anchor not in self._anchors:
+            raise refusal(
+                event.span,
+                f"the alias `*{name}` has no anchor before it",
+                help=f"mark the value to repeat with `&{name}`, or quote the text",
+            )
+        anchored = self._anchors[event.anchor]
+        if anchored is None:
+            raise refusal(event.span, f"the alias `*{name}` is inside its own value")
+        self._count(anchored.num_nodes - 1, event)
+        return anchored.data
+
+    def _count(self, num_nodes: int, event: TextEvent) -> None:
+        self._num_nodes += num_nodes
+        if self._num_nodes > MAX_NODES:
+            raise refusal(event.span, f"more than {MAX_NODES} values, with aliases expanded")
+
+    def _scalar(self, event: TextEvent) -> object:
+        """Return the value of a scalar by the core schema (YAML 1.2, chapter 10.3.2)."""
+        text = event.text
+        if not event.plain:
+            return text
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
+        if _INT.fullmatch(text):
+            if len(text) > _MAX_DIGITS:
+                self._problems.append(TextProblem("PP106", event.span, f"a number of {len(text)} digits"))
+                return 0
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        if _FLOAT.fullmatch(text):
+            return float(text)
+        if _SPECIAL_FLOAT.fullmatch(text):
+            return float(text.replace(".", "", 1))
+        return text
+
+
+def _refuse_tag(event: TextEvent) -> None:
+    if event.tag is not None:
+        shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
+        raise refusal(event.span, f"the tag `{shown}` has no meaning in a plan", help="remove it")

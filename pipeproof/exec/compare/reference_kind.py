@@ -1,0 +1,52 @@
+"""Kind of comparison of a run: bits of the unpartitioned model, bits of the ordered reference, or a bound.
+
+The ordered reference adds in the plan's order. PyTorch has none: where one would be needed, the unpartitioned model
+computes every step from the ranks' own weights, and the distance is compared with a bound. Over several steps the
+optimizer would turn rounding differences into whole steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.comm.accumulation_order import Accumulation, accumulation_of
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.weight_ranges import index_of
+
+Array = npt.NDArray[Any]
+
+
+def needs_ordered_reference(plan: LoweredPlan) -> bool:
+    """Return True if the plan adds in another order than the unpartitioned model, which runs micro-batches in order."""
+    topology = plan.spec.topology
+    return (
+        max(topology.tp, topology.cp, topology.ep, topology.dp) > 1
+        or accumulation_of(plan) is not Accumulation.IN_ORDER
+    )
+
+
+def is_checked_by_bound(plan: LoweredPlan) -> bool:
+    """Return True if every step is compared with one of the unpartitioned model from the ranks' weights, by a bound."""
+    return plan.spec.run.backend == "torch" and needs_ordered_reference(plan)
+
+
+def assembled_weights(plan: LoweredPlan, ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Assemble the shards of all ranks to whole weights; other arrays (biases of routers) are taken as they are.
+
+    Where several ranks have the same array or shard, that of the first rank is taken.
+    """
+    whole = {name: array for rank in reversed(ranks) for name, array in rank.items()}
+    for stage in range(len(plan.stages)):
+        for layer in plan.layers_of(stage):
+            for parameter in layer.parameters:
+                holders = plan.ranks_of_weight(stage, parameter.name)
+                assembled = np.empty(parameter.shape, dtype=ranks[holders[0]][parameter.name].dtype)
+                for rank in reversed(holders):
+                    region = tuple(slice(start, stop) for start, stop in index_of(plan, parameter, rank))
+                    assembled[region] = ranks[rank][parameter.name]
+                whole[parameter.name] = assembled
+    return whole

@@ -1,0 +1,146 @@
+"""Plan features that the executor does not support yet (PP909): they are checked and simulated, but not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from pipeproof.comm.step_end_rows import GRADIENTS_QUEUE
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.exec.rank.boundary_members import unsupported_boundaries
+from pipeproof.exec.run_codes import NOT_EXECUTED
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
+from pipeproof.schedule.ops import (
+    CHILD_KINDS,
+    COMPUTE_KINDS,
+    GATHER_KINDS,
+    META_KINDS,
+    SLICE_KINDS,
+    TRANSFER_KINDS,
+    UPDATE_KINDS,
+    OpKind,
+)
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
+from pipeproof.verify.subject import Subject
+
+_KNOWN = (
+    TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
+    | COMPUTE_KINDS | UPDATE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.STEP}
+    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL}
+)  # fmt: skip
+"""Kinds of operations that the adapter executes."""
+
+Refusal = tuple[KeyPath, str]
+"""Key path in the plan, and the unsupported feature there."""
+
+
+def require_executable(subject: Subject) -> None:
+    """Refuse a plan with a feature that the executor does not support; a run would train another model than planned.
+
+    Raises:
+        PipeproofError: PP909, with the location in the plan.
+    """
+    _refuse(subject, (*_plan_refusals(subject), *_graph_refusals(subject)))
+
+
+def require_issuable(subject: Subject) -> None:
+    """Refuse a plan with operations that a rehearsal cannot issue.
+
+    Raises:
+        PipeproofError: PP909, with the location in the plan.
+    """
+    spec = subject.plan.spec
+    _refuse(subject, (*_queue_refusals(spec), *_rehearsed_slot_refusals(spec), *_graph_refusals(subject)))
+
+
+def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
+    """Raise the first refusal."""
+    for path, fact in refusals:
+        raise PipeproofError(
+            Finding(
+                NOT_EXECUTED.code,
+                Severity.ERROR,
+                f"{fact}, which is checked and simulated but not run yet",
+                location=subject.locate(*path),
+                help="`pipeproof check` and `pipeproof simulate` take the plan as it is",
+            )
+        )
+
+
+def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
+    spec = subject.plan.spec
+    if spec.custom_layers is not None and spec.buffers.free_output != "after_backward":
+        # a custom layer's backward may read its output; only the GPT's blocks are known not to
+        yield ("buffers", "free_output"), f"the plan has custom layers and free_output {spec.buffers.free_output}"
+    if spec.custom_layers is not None and spec.run.device == "gpu":
+        yield ("run", "device"), "the plan has custom layers, which are tried and started on the CPU, and device gpu"
+    yield from _queue_refusals(spec)
+    if spec.topology.cp > 1:
+        yield from _context_parallel_refusals(spec)
+    for key in ("nodes_per_token", "dispatch_dtype"):
+        if getattr(spec.model.moe, key, None) is not None:
+            yield ("model", "moe", key), f"the plan has model.moe.{key}"
+    if spec.custom_layers is None:
+        yield from unsupported_boundaries(subject.plan)
+
+
+def _context_parallel_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    """Features that stages do not support with a part of each sequence."""
+    model, fact = spec.model, f"the plan has cp {spec.topology.cp}"
+    if model.mla is not None:
+        yield ("topology", "cp"), f"{fact} and latent attention, whose heads share one key"
+    for key in ("aux_loss", "z_loss"):
+        if getattr(model.moe, key, 0):
+            yield ("topology", "cp"), f"{fact} and model.moe.{key}, which is computed over whole micro-batches"
+
+
+def _queue_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    queue = spec.transport.queue
+    if not _has_threads(spec) and queue not in (None, "directed_edge"):
+        transfers = "PyTorch's transfers" if spec.run.backend == "torch" else "Paddle's transfers on GPUs"
+        yield ("transport", "queue"), f"the plan has queue {queue}, and {transfers} only wait for those of their edge"
+
+
+def _rehearsed_slot_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    """Slots that Paddle cannot rehearse on a GPU: it makes views of a buffer with kernels, which may fail silently."""
+    if spec.run.backend == "paddle" and spec.run.device == "gpu":
+        for key in ("receive_slots", "send_slots"):
+            if getattr(spec.buffers, key) is not None:
+                yield ("buffers", key), f"the plan has buffers.{key} and is rehearsed by Paddle on a GPU"
+
+
+def _has_threads(spec: PlanSpec) -> bool:
+    """Return True if each channel has a thread, which can wait for transfers on other channels."""
+    return spec.run.backend == "paddle" and spec.run.device == "cpu"
+
+
+def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
+    graph, spec = subject.graph, subject.plan.spec
+    transfers = graph.is_kind(TRANSFER_KINDS)
+    on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
+    if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
+        on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
+    if not _has_threads(spec):
+        on_other_queue |= transfers & (graph.queue != NONE)
+    for op_id in np.flatnonzero(on_other_queue)[:1].tolist():
+        yield ("schedule",), f"{graph.ops[op_id]} runs on queue {graph.queues[int(graph.queue[op_id])]}"
+    batched = graph.batch != NONE
+    computes = graph.is_kind(COMPUTE_KINDS)
+    keys = graph.rank * (int(graph.batch.max(initial=0)) + 1) + graph.batch
+    mixed = batched & ~computes & (~transfers | np.isin(keys, keys[batched & computes]))
+    for op_id in np.flatnonzero(mixed)[:1].tolist():
+        yield ("schedule",), f"{graph.ops[op_id]} is in one batch with operations of another kind"
+    if batched.any():
+        for early, ahead in zip(*early_transfers(rows_of(graph)), strict=True):
+            yield (
+                ("schedule",),
+                f"the batch of {graph.ops[ahead]} is closed after {graph.ops[early]}, a later message of its channel",
+            )
+    unknown = ~graph.is_kind(_KNOWN)
+    if spec.run.clip_norm is None:  # collectives without a parent are those of the norm
+        unknown |= graph.is_kind(CHILD_KINDS) & (graph.parent == NONE)
+    for op_id in np.flatnonzero(unknown)[:1].tolist():
+        yield ("schedule",), f"rank {int(graph.rank[op_id])} runs {graph.ops[op_id]}"

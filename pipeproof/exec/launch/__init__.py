@@ -1,0 +1,1 @@
+"""Processes of a run: supervisor, watchdog, job files, rendezvous."""

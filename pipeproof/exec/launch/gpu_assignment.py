@@ -1,0 +1,89 @@
+"""Assignment of a machine's GPUs to its processes, and sharing of one GPU by several processes.
+
+NCCL refuses two ranks of a communicator on one GPU of one machine. Processes with different host ids (``NCCL_HOSTID``)
+may share a GPU: NCCL then connects them by sockets, so results are correct, but slow, and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.exec.launch.gpu_sharing import set_own_host_id
+from pipeproof.exec.run_codes import DEVICE_MISSING
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.paddle.runtime import SELECTED_GPUS
+from pipeproof.verify.subject import Subject
+
+_NAMES = {"paddle": "Paddle", "torch": "PyTorch"}
+
+
+def local_rank() -> int:
+    """Rank of this process among those of its machine, 0 if no launcher started it."""
+    for name in ("LOCAL_RANK", "PADDLE_LOCAL_RANK", "PADDLE_TRAINER_ID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
+
+
+def num_gpus(backend: str) -> int:
+    """Number of GPUs that the framework sees; the query starts nothing on them."""
+    return int(import_module(f"pipeproof.exec.rank.{backend}.device").num_gpus())
+
+
+def choose_gpu(run: RunSpec, *, share_gpus: bool) -> int:
+    """Return the index of this process's GPU among those that the framework sees.
+
+    Without ``share_gpus`` it is the local rank, or the index that Paddle's launcher names. With it, ranks are assigned
+    to the GPUs round-robin, and the environment makes NCCL take each process for a machine; call this before the first
+    communicator.
+
+    Raises:
+        RuntimeError: GPUs are to be shared, and there is none.
+    """
+    index = local_rank()
+    if share_gpus:
+        set_own_host_id(index)
+        count = num_gpus(run.backend)
+        if count == 0:
+            raise RuntimeError(f"{_NAMES[run.backend]} sees no GPU here")
+        return index % count
+    if run.backend == "paddle" and "PADDLE_LOCAL_RANK" in os.environ and (selected := os.environ.get(SELECTED_GPUS)):
+        return int(selected.split(",")[0])
+    return index
+
+
+def missing_gpus(subject: Subject, *, share_gpus: bool) -> Finding | None:
+    """Return the finding that this machine lacks GPUs for the plan's processes; None if it has them."""
+    run = subject.plan.spec.run
+    if run.device != "gpu":
+        if not share_gpus:
+            return None
+        return Finding(
+            "PP106",
+            Severity.ERROR,
+            "--share-gpus: run.device is cpu, and CPUs are always shared",
+            location=subject.locate("run", "device"),
+            help="leave the option out, or use `device: gpu`",
+        )
+    needed, count = int(os.environ.get("LOCAL_WORLD_SIZE", subject.graph.num_ranks)), num_gpus(run.backend)
+    if count >= needed or (share_gpus and count):
+        return None
+    name = _NAMES[run.backend]
+    machine = f"a machine with as many GPUs as ranks and a build of {name} for them"
+    share = ", or --share-gpus: several ranks on one GPU, correct but slow" if count else ""
+    return Finding(
+        DEVICE_MISSING.code,
+        Severity.ERROR,
+        f"run.device is gpu, and {name} sees {count} GPU{'' if count == 1 else 's'} here for {needed} ranks",
+        location=subject.locate("run", "device"),
+        help=f"use `device: cpu`, or {machine}{share}",
+    )
+
+
+def shared_gpus_text(subject: Subject) -> str:
+    """Remark on the result of processes that share GPUs."""
+    ranks, count = subject.graph.num_ranks, num_gpus(subject.plan.spec.run.backend)
+    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+    return f"{ranks} ranks share {gpus}, and NCCL connects them by sockets: times mean nothing here"

@@ -1,0 +1,255 @@
+"""Files and events that the launcher and its workers exchange.
+
+A job has a directory of its own, which is removed at its end. The launcher writes the plan there; workers write each
+step's loss and gradients, then their op log. Events are JSON lines over a pipe, so that the launcher always knows the
+operation of each rank. The worker's standard input is its lifeline: when it closes, the launcher is gone and the
+worker ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from pipeproof.comm.lower import absolute_build, from_here, schedule_path
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.certificate import Certificate, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Injected failure: ``rank`` fails at the operation ``op``; ``action`` is ``raise``, ``die`` or ``hang``."""
+
+    rank: int
+    op: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Options of checkpoints: states are saved below ``root`` after every ``every`` steps (None: only after the last).
+
+    ``resume`` is the state to resume from, and ``first_step`` the step that follows it. With
+    ``reference_from_state`` training from step 0 does not lead to that state's bits, so the reference starts from it.
+    With ``by_paddle`` states are saved as Paddle's own checkpoints.
+    """
+
+    root: Path | None = None
+    every: int | None = None
+    resume: Path | None = None
+    first_step: int = 0
+    reference_from_state: bool = False
+    by_paddle: bool = False
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return True if the state after this step is to be saved."""
+        if self.root is None:
+            return False
+        return step + 1 == num_steps or (self.every is not None and (step + 1) % self.every == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that a job's description has."""
+        root, resume = (None if path is None else str(path) for path in (self.root, self.resume))
+        return {
+            "root": root,
+            "every": self.every,
+            "resume": resume,
+            "first_step": self.first_step,
+            "reference_from_state": self.reference_from_state,
+            "by_paddle": self.by_paddle,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> CheckpointOptions:
+        """Read what ``to_json`` wrote."""
+        root, resume = (None if content[key] is None else Path(content[key]) for key in ("root", "resume"))
+        others = {key: content[key] for key in ("every", "first_step", "reference_from_state", "by_paddle")}
+        return cls(root=root, resume=resume, **others)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its plan, the certificate that each worker compares, and its files.
+
+    With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
+    With ``layers`` the tensors at the borders between layers are recorded. With ``share_gpus`` there may be fewer GPUs
+    than ranks. ``checkpoint`` has the state to resume from and the states to save.
+    """
+
+    directory: Path
+    plan: dict[str, Any]
+    certificate: Certificate
+    fault: Fault | None = None
+    profile: bool = False
+    layers: bool = False
+    share_gpus: bool = False
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+
+    @property
+    def digest(self) -> str:
+        """The graph digest of the plan."""
+        return self.certificate.graph_digest
+
+    def save(self) -> None:
+        """Write the job's description for its workers."""
+        content = {
+            "plan": self.plan,
+            "digest": self.digest,
+            "rule_set_version": self.certificate.rule_set_version,
+            "backend_table_version": self.certificate.backend_table_version,
+            "verdict": self.certificate.verdict,
+            "fault": asdict(self.fault) if self.fault else None,
+            "profile": self.profile,
+            "layers": self.layers,
+            "share_gpus": self.share_gpus,
+            "checkpoint": self.checkpoint.to_json(),
+        }
+        (self.directory / "job.json").write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, directory: Path) -> Job:
+        """Read what ``save`` wrote."""
+        content = json.loads((directory / "job.json").read_text())
+        fault = Fault(**content["fault"]) if content["fault"] else None
+        options = {key: content[key] for key in ("profile", "layers", "share_gpus")}
+        checkpoint = CheckpointOptions.from_json(content["checkpoint"])
+        certificate = Certificate(
+            content["digest"],
+            content["rule_set_version"],
+            content["backend_table_version"],
+            Verdict(content["verdict"]),
+        )
+        return cls(directory, content["plan"], certificate, fault, **options, checkpoint=checkpoint)
+
+    def loaded_plan(self) -> LoadedPlan:
+        """The job's plan, validated again."""
+        return plan_from_dict(self.plan)
+
+    def step_file(self, who: str, step: int) -> Path:
+        """File of a step's loss and gradients of ``who``: ``rank0``, ``unpartitioned`` or ``ordered``."""
+        return self.directory / f"{who}.step{step}.npz"
+
+    def layers_file(self, who: str, step: int) -> Path:
+        """File of the tensors that crossed the borders between layers in a step, of ``rank0`` or ``reference``."""
+        return self.directory / f"{who}.layers{step}.npz"
+
+    def weights_file(self, rank: int, step: int) -> Path:
+        """File of the weights with which a rank begins a step, where the reference starts from them."""
+        return self.directory / f"rank{rank}.weights{step}.npz"
+
+    def log_file(self, rank: int) -> Path:
+        """File of a rank's op log."""
+        return self.directory / f"rank{rank}.log.json"
+
+    @property
+    def custom_layers_file(self) -> Path:
+        """File with the result of the trial of custom layers."""
+        return self.directory / "custom_layers.json"
+
+    def timing_file(self, rank: int) -> Path:
+        """File with the clock of a rank's times (``Timing``)."""
+        return self.directory / f"rank{rank}.timing.json"
+
+    def idle_messages_file(self, rank: int) -> Path:
+        """File with the times of a rank's idle messages."""
+        return self.directory / f"rank{rank}.bare.json"
+
+
+def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
+    """Return a plan as JSON data that loads to an equal plan in a process with any working directory."""
+    content = loaded.spec.model_dump(mode="json")
+    if loaded.spec.schedule.path is not None:
+        content["schedule"]["path"] = str(schedule_path(loaded).resolve())
+    if loaded.spec.cost.profile is not None:
+        content["cost"]["profile"] = str(Path(str(from_here(loaded).spec.cost.profile)).resolve())
+    if loaded.spec.custom_layers is not None:
+        content["model"]["build"] = absolute_build(loaded)
+    return content
+
+
+Loss: TypeAlias = "np.floating[Any]"
+"""A loss as a scalar of the run's dtype, so that its bits can be compared; several losses are a vector."""
+
+LOSS_KEY = "/loss"
+"""Key of the loss in a step file; no parameter's name begins with a slash."""
+
+NOT_FINITE_KEY = "/not_finite"
+"""Key of the first operation whose loss is not finite, in a step file."""
+
+ROUTERS_KEY = "/routers/"
+"""Prefix of the keys of router values in a step file."""
+
+
+def save_step(
+    path: Path,
+    loss: Loss | None,
+    gradients: Mapping[str, np.ndarray],
+    routers: Mapping[str, np.ndarray] = MappingProxyType({}),
+    not_finite: str = "",
+) -> None:
+    """Write a step's loss (None where this rank has none), its gradients and its router values.
+
+    ``not_finite`` is the first operation whose loss is not finite. The file appears whole or not at all.
+    """
+    arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
+    if loss is not None:
+        arrays[LOSS_KEY] = np.asarray(loss)
+    if not_finite:
+        arrays[NOT_FINITE_KEY] = np.asarray(not_finite)
+    save_arrays(path, arrays)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays by name; the file appears whole or not at all."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.savez(stream, **arrays)
+    part.rename(path)
+
+
+def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
+    """Read the loss and the gradients that ``save_step`` wrote."""
+    with np.load(path) as arrays:
+        gradients = {name: arrays[name] for name in arrays.files if not name.startswith("/")}
+        loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
+    return loss, gradients
+
+
+def load_not_finite(path: Path) -> str:
+    """Read the first operation whose loss is not finite; empty where every loss is finite."""
+    with np.load(path) as arrays:
+        return str(arrays[NOT_FINITE_KEY]) if NOT_FINITE_KEY in arrays.files else ""
+
+
+def load_routers(path: Path) -> dict[str, np.ndarray]:
+    """Read the router values that ``save_step`` wrote."""
+    with np.load(path) as arrays:
+        return {name.removeprefix(ROUTERS_KEY): arrays[name] for name in arrays.files if name.startswith(ROUTERS_KEY)}
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read what ``save_arrays`` wrote."""
+    with np.load(path) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+class EventSink:
+    """Sink of a worker's events, to which several threads may send."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Write one event as a line."""
+        line = json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"
+        with self._lock:
+            os.write(self._fd, line.encode())

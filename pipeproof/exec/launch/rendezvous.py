@@ -1,0 +1,101 @@
+"""Rendezvous of a job's processes on one machine: ports, environment, rank 0's store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+QUIET = {"GLOG_minloglevel": "3", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+"""Variables that silence the frameworks' log output; errors stay."""
+
+_HERE = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Yield different ports that the system gives only to a process that names them.
+
+    A job uses its ports seconds later. Until then gloo of another job could get such a port to wait for a peer; it
+    takes the first process that connects for its peer, and both jobs fail ("Connection refused"). So sockets stay bound
+    to the ports: the system then gives them to no process that asks for any port. Rank 0's store can still listen,
+    because it sets SO_REUSEADDR, and on Linux it may then share a port on which nobody listens. On other systems the
+    ports are only free.
+    """
+    with contextlib.ExitStack() as stack:
+        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for holder in holders:
+            holder.bind((_HERE, 0))
+        ports = [holder.getsockname()[1] for holder in holders]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not all(_lets_listen(port) for port in ports):
+            stack.close()
+        yield ports
+
+
+def _lets_listen(port: int) -> bool:
+    """Return True if a store could listen on the port now."""
+    with socket.socket() as store, contextlib.suppress(OSError):
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("", port))
+        store.listen()
+        return True
+    return False
+
+
+def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], device: str = "cpu") -> dict[str, str]:
+    """Environment of one rank's process, with which its framework finds its peers.
+
+    ``ports[0]`` is the port of rank 0's store; the others are the ranks' endpoints, which Paddle needs. The process
+    finds its modules where this one does, and with ``python -P`` only there.
+    """
+    if backend == "torch":
+        return {
+            **process_environment(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": _HERE,
+            "MASTER_PORT": str(ports[0]),
+        }
+    endpoints = [f"{_HERE}:{port}" for port in ports[1:]]
+    return {
+        **process_environment(),
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(num_ranks),
+        "PADDLE_MASTER": f"{_HERE}:{ports[0]}",
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_DISTRI_BACKEND": "nccl" if device == "gpu" else "gloo",
+    }
+
+
+def environment_rank() -> int:
+    """Rank of this process by its environment, for either framework."""
+    return int(os.environ["PADDLE_TRAINER_ID"] if "PADDLE_TRAINER_ID" in os.environ else os.environ["RANK"])
+
+
+def process_environment() -> dict[str, str]:
+    """Environment of a quiet child process with this process's import path."""
+    return {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+
+
+def await_store(address: str, timeout_s: float = 60.0) -> None:
+    """Wait until rank 0's store listens; Paddle's client would sleep three seconds after a first refusal.
+
+    Raises:
+        RuntimeError: nothing listens at ``address`` (host:port) within ``timeout_s``.
+    """
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+        time.sleep(0.02)
+    raise RuntimeError(f"no store at {address} within {timeout_s:.0f} s: did rank 0 start?")

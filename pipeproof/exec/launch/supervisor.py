@@ -1,0 +1,264 @@
+"""Supervisor of a job's processes, one per rank and one for the reference: start, watch, stop, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.run_codes import DIED, HUNG
+
+START_UP_TIMEOUT_S = 60.0
+"""Minimum of the watchdog's time until all ranks are ready: importing a framework on a busy machine is slow."""
+_POLL_S = 0.05
+_ENDING_S = 5.0
+"""Longest wait for a process that the kernel is ending: it frees all its memory first."""
+_PF_EXITING = 0x4
+"""From Linux's include/linux/sched.h."""
+
+
+class WorkerFailedError(PipeproofError):
+    """A worker died, raised or hung; everything was stopped."""
+
+
+@contextlib.contextmanager
+def job_directory(logs: Path | None) -> Iterator[Path]:
+    """Yield a new directory that is always removed at the end; worker output is copied to ``logs`` first."""
+    directory = Path(tempfile.mkdtemp(prefix="pipeproof-"))
+    try:
+        yield directory
+    finally:
+        try:
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for log in directory.glob("*.out"):
+                    shutil.copy(log, logs)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    rank: int | None
+    """None for the reference."""
+    process: subprocess.Popen[bytes]
+    events: int
+    output: Path
+    unread: bytes = b""
+    listening: bool = True
+
+
+class Launcher:
+    """Launcher of one job: a process for each rank, which runs ``module``, and the reference if the job has one."""
+
+    def __init__(
+        self,
+        job: Job,
+        state: JobState,
+        timeout_s: float,
+        module: str = "pipeproof.exec.rank.worker",
+        *,
+        has_reference: bool = True,
+    ) -> None:
+        self._job, self._state, self._timeout_s = job, state, timeout_s
+        self._module, self._has_reference = module, has_reference
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._reference_heard_s = 0.0
+        self.reference_steps = 0
+        """Number of steps that the reference has finished."""
+
+    def run(self, on_progress: Callable[[], None]) -> None:
+        """Start all processes and return when all have succeeded; ``on_progress`` is called after every event.
+
+        Raises:
+            WorkerFailedError: a worker died or raised, or no rank made progress within the watchdog's time.
+        """
+        with reserved_ports(self._state.subject.graph.num_ranks + 1) as ports:
+            try:
+                self._start_all(ports)
+                self._watch(on_progress)
+            finally:
+                self._stop_all()
+
+    def _start_all(self, ports: list[int]) -> None:
+        num_ranks, run = self._state.subject.graph.num_ranks, self._state.subject.plan.spec.run
+        for rank in range(num_ranks):
+            environment = rank_environment(run.backend, rank, num_ranks, ports, run.device)
+            self._start(f"rank{rank}", rank, self._module, environment)
+        if self._has_reference and not self._job.profile:  # the reference would disturb measurements
+            self._start_reference()
+        for state in self._state.ranks:
+            state.heard_s = time.monotonic()
+
+    def _start_reference(self) -> None:
+        self._start("reference", None, "pipeproof.exec.compare.reference_process", process_environment())
+        self._reference_heard_s = time.monotonic()
+
+    def _start(self, name: str, rank: int | None, module: str, environment: dict[str, str]) -> None:
+        read_end, write_end = os.pipe()
+        output = self._job.directory / f"{name}.out"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(self._job.directory), str(write_end)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write_end,),
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the workers
+            )
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        worker = _Worker(name, rank, process, read_end, output)
+        self._workers.append(worker)
+        self._selector.register(read_end, selectors.EVENT_READ, worker)
+
+    def _watch(self, on_progress: Callable[[], None]) -> None:
+        while any(w.process.poll() is None for w in self._workers) or self._selector.get_map():
+            ready = self._selector.select(_POLL_S)
+            for key, _ in ready:
+                self._read(key.data)
+            alone = all(worker.rank is not None for worker in self._workers)
+            if self._has_reference and self._state.all_finished and alone:
+                self._start_reference()
+            # Check right after reading, before a pause of this process (comparing a large step), and not while ranks
+            # send events. Events of the reference are no progress of the ranks.
+            if all(key.data.rank is None for key, _ in ready):
+                self._raise_if_dead()
+                self._raise_if_hung()
+            if ready:
+                on_progress()
+            self._raise_if_dead()
+        self._raise_if_dead()
+
+    def _raise_if_hung(self) -> None:
+        """Check the time of the ranks' last event, and of the reference's once the ranks have finished."""
+        heard = self._state.last_heard_s
+        if self._state.all_finished:
+            heard = max(heard, self._reference_heard_s)  # the reference may have finished long before the ranks
+        patience = self._timeout_s if self._state.all_ready else max(self._timeout_s, START_UP_TIMEOUT_S)
+        if time.monotonic() - heard > patience:
+            raise WorkerFailedError(self._hang(patience))
+
+    def _read(self, worker: _Worker) -> None:
+        data = os.read(worker.events, 1 << 16)
+        if not data:
+            self._selector.unregister(worker.events)
+            worker.listening = False
+            return
+        *lines, worker.unread = (worker.unread + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if worker.rank is not None:
+                self._state.handle(worker.rank, event, time.monotonic())
+            elif event["kind"] == "step":
+                self.reference_steps = event["step"] + 1
+                self._reference_heard_s = time.monotonic()
+
+    def _raise_if_dead(self) -> None:
+        dead = [w for w in self._workers if w.process.poll() not in (None, 0)]
+        if not dead:
+            return
+        # A killed rank closes its connections before it can be waited for, and its peers fail because of that.
+        ending = [w for w in self._workers if w not in dead and _is_ending(w.process.pid)]
+        for worker in ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_ENDING_S)
+        dead += [w for w in ending if w.process.poll() not in (None, 0)]
+        self._drain()
+        raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].failure is not None]
+        raise WorkerFailedError(
+            self._death(min([*dead, *raised], key=self._blame))
+        )  # a rank that raised may still be ending
+
+    def _drain(self) -> None:
+        """Read all events that the workers have sent so far."""
+        for worker in self._workers:
+            with contextlib.suppress(BlockingIOError):
+                while worker.listening:
+                    self._read(worker)
+
+    def _blame(self, worker: _Worker) -> tuple[int, int]:
+        """Sort key of the worker to blame: killed ones first, then by the time of the error, since peers fail later."""
+        if worker.rank is None:
+            return (2, 0)
+        failure = self._state.ranks[worker.rank].failure
+        return (0, 0) if failure is None else (1, failure.at_ns)
+
+    def _death(self, worker: _Worker) -> Finding:
+        if worker.rank is not None and self._state.ranks[worker.rank].failure is not None:
+            return self._state.died(worker.rank, "raised")
+        status = worker.process.returncode
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if worker.rank is None:
+            return Finding(
+                DIED.code,
+                Severity.ERROR,
+                f"the reference process {end}: {_last_line(worker.output)}",
+                help="`--logs DIR` keeps the output of each process",
+            )
+        return self._state.died(worker.rank, end)
+
+    def _hang(self, patience_s: float) -> Finding:
+        stopped = [w.rank for w in self._workers if w.rank is not None and _is_stopped(w.process.pid)]
+        if self._has_reference and self._state.all_finished:
+            return Finding(
+                HUNG.code,
+                Severity.ERROR,
+                f"the reference process has finished no step for {patience_s:g} s",
+                help="a larger `--timeout` gives it more time",
+            )
+        return self._state.hung(patience_s, stopped[0] if stopped else None)
+
+    def _stop_all(self) -> None:
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            if worker.process.stdin is not None:
+                worker.process.stdin.close()
+            os.close(worker.events)
+        self._selector.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True if the process is stopped (SIGSTOP, a debugger); False if its state is unknown."""
+    state, *_ = _status_of(pid)
+    return state in ("T", "t")
+
+
+def _is_ending(pid: int) -> bool:
+    """Return True if the kernel is ending the process; False if its state is unknown."""
+    _, *rest = _status_of(pid)
+    return bool(int(rest[5]) & _PF_EXITING)
+
+
+def _status_of(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third on: the state first, the flags (the ninth field) at index 6."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ["", *"000000"]
+    return stat.rpartition(")")[2].split()
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

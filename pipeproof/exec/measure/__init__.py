@@ -1,0 +1,1 @@
+"""Measurements of a machine and of runs: doctor, links, profiles."""

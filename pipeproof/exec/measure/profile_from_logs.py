@@ -1,0 +1,304 @@
+"""Profile of a run from its op logs.
+
+All processes run on one machine and read one monotonic clock, so times of different ranks can be subtracted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, quantiles
+from types import MappingProxyType
+from typing import TypeVar, get_args
+
+from pipeproof.cost.measured_profile import measured_sections
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, op_ids_of
+from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
+from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, OpKind
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.profile_file import (
+    HOST_CLOCK,
+    ClockOfTimes,
+    CollectivePoint,
+    DeviceMemory,
+    Host,
+    Machine,
+    MeasuredPlan,
+    Profile,
+    SizedSpread,
+    Spread,
+    StageOp,
+    StageTimes,
+    Steps,
+    TimedKind,
+)
+from pipeproof.verify.subject import Subject
+
+_Spread = TypeVar("_Spread", bound=Spread)
+_TIMED = frozenset(OpKind(kind) for kind in get_args(TimedKind))
+
+
+def measured_profile(
+    subject: Subject,
+    digest: str,
+    logs: Mapping[int, Sequence[LogEntry]],
+    idle_messages: Mapping[int, Sequence[IdleMessageEnd]],
+    threads: int,
+    timings: Mapping[int, Timing] = MappingProxyType({}),
+) -> Profile:
+    """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
+
+    ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
+    is the number per process; ``timings`` has each rank's clock, which is the host's by default.
+    """
+    plan, graph = subject.plan, subject.graph
+    all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
+    counted = all_steps[1:] or all_steps
+    steps = [_MeasuredStep(graph, logs, step) for step in counted]
+    return Profile(
+        profile=1,
+        machine=_machine(plan.spec.run.backend, len(logs), threads, timings),
+        plan=MeasuredPlan(digest=digest, **measured_sections(plan.spec)),
+        steps=Steps(run=len(all_steps), counted=len(counted)),
+        stages=tuple(_stages(len(plan.stages), steps)),
+        messages=by_size(sample for step in steps for sample in step.messages()),
+        bare_messages=by_size(idle_message_samples(idle_messages)),
+        collectives=tuple(_collectives(steps)),
+        host=Host(
+            between_ops=_spread(Spread, [gap for step in steps for gap in step.gaps()]),
+            after_wait=_spread(Spread, [delay for step in steps for delay in step.delays()]),
+        ),
+        clock=_clock(timings),
+        memory=tuple(
+            DeviceMemory(rank=rank, allocated_bytes=timing.allocated_bytes, reserved_bytes=timing.reserved_bytes)
+            for rank, timing in sorted(timings.items())
+            if timing.device
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedOp:
+    """One timed operation of a stage, in nanoseconds: whole, and without its collectives."""
+
+    kind: OpKind
+    stage: int
+    whole_ns: int
+    own_ns: int
+
+
+class _MeasuredStep:
+    """One step of all ranks: the log's entries by op id."""
+
+    def __init__(self, graph: OpGraph, logs: Mapping[int, Sequence[LogEntry]], step: int) -> None:
+        self._graph = graph
+        self._entries: dict[int, LogEntry] = {}
+        self._hosts: list[list[int]] = []
+        of_ranks = []
+        for rank, entries in sorted(logs.items()):
+            of_step = [entry for entry in entries if entry.step == step]
+            ids = op_ids_of(graph, rank, of_step)
+            of_rank = {op_id: entry for op_id, entry in zip(ids, of_step, strict=True) if op_id is not None}
+            self._entries |= of_rank
+            self._hosts.append([i for i, entry in of_rank.items() if entry.queue == HOST_QUEUE])
+            of_ranks.append(of_rank)
+        done_ns = {op_id: entry.end_ns for op_id, entry in self._entries.items()}
+        for send, receive in graph.edges[EdgeKind.MATCH].tolist():  # one event, which both ends see late
+            done_ns[send] = done_ns[receive] = min(done_ns[send], done_ns[receive])
+        self._ready_ns: dict[int, int] = {}
+        for of_rank in of_ranks:
+            self._ready_ns |= _ready_times(of_rank, done_ns)
+
+    def timed_ops(self) -> Iterator[_TimedOp]:
+        """Yield each timed operation with and without its collectives, and the two parts of each whole backward."""
+        for op_ids in self._hosts:
+            inside: dict[str, list[LogEntry]] = defaultdict(list)
+            for op_id in op_ids:
+                if self._is_child(op_id):
+                    inside[str(self._graph.ops[op_id].target)].append(self._entries[op_id])
+            for op_id in op_ids:
+                op = self._graph.ops[op_id]
+                if op.kind in _TIMED:
+                    for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
+                        yield _TimedOp(kind, op.stage, whole, whole - sum(map(_duration, children)))
+
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """Yield (bytes, nanoseconds) of each message whose receiver was ready before its sender."""
+        for send, receive in self._graph.edges[EdgeKind.MATCH].tolist():
+            sent, ready = self._ready_ns[send], self._ready_ns[receive]
+            if ready <= sent:
+                entry = self._entries[receive]
+                yield entry.numel * dtype_bytes(entry.dtype), max(0, entry.end_ns - sent)  # clocks differ a little
+
+    def collectives(self) -> Iterator[tuple[tuple[str, int, int], int]]:
+        """Yield ((kind, members, bytes per member), nanoseconds from the last arrival to the end) of each member."""
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for op_id in self._entries:
+            group = int(self._graph.group[op_id])
+            if group != NONE:
+                calls[group, int(self._graph.position[op_id])].append(op_id)
+        for (group, _), members in calls.items():
+            kind = self._graph.ops[members[0]].kind
+            name = str(OpKind.ALL_GATHER if kind in GATHER_KINDS else kind)
+            entries = [self._entries[op_id] for op_id in members]
+            last_start = max(entry.start_ns for entry in entries)
+            for entry in entries:
+                num_bytes = entry.numel * dtype_bytes(entry.dtype)
+                yield (name, self._graph.groups[group].size, num_bytes), max(0, entry.end_ns - last_start)
+
+    def gaps(self) -> Iterator[int]:
+        """Yield the nanoseconds between consecutive operations of a host."""
+        for op_ids in self._hosts:
+            walk = [self._entries[op_id] for op_id in op_ids if not self._is_child(op_id)]
+            yield from (after.start_ns - before.end_ns for before, after in pairwise(walk))
+
+    def delays(self) -> Iterator[int]:
+        """Yield the nanoseconds from the end of a transfer to the end of its wait, if the wait began before."""
+        for op_ids in self._hosts:
+            for op_id in op_ids:
+                target = int(self._graph.waits_for[op_id])
+                wait = self._entries[op_id]
+                if target != NONE and wait.start_ns < self._entries[target].end_ns:
+                    yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see one end
+
+    def _is_child(self, op_id: int) -> bool:
+        op = self._graph.ops[op_id]
+        return op.kind in CHILD_KINDS and op.target is not None
+
+
+def _ready_times(entries: Mapping[int, LogEntry], done_ns: Mapping[int, int]) -> dict[int, int]:
+    """Times at which each transfer of a rank was posted and its channel was free, by op id."""
+    free_ns: dict[str, int] = {}
+    ready = {}
+    transfers = [(op_id, entry) for op_id, entry in entries.items() if entry.queue != HOST_QUEUE]
+    for op_id, entry in sorted(transfers, key=lambda pair: pair[1].start_ns):
+        ready[op_id] = max(entry.posted_ns, free_ns.get(entry.queue, 0))
+        free_ns[entry.queue] = done_ns[op_id]
+    return ready
+
+
+def _parts(
+    kind: OpKind, entry: LogEntry, children: Sequence[LogEntry]
+) -> Iterator[tuple[OpKind, int, Sequence[LogEntry]]]:
+    """Yield an operation's nanoseconds and children, then those of both parts of a backward with a known split."""
+    yield kind, _duration(entry), children
+    if kind is OpKind.BACKWARD and entry.split_ns:
+        before = [child for child in children if child.start_ns < entry.split_ns]
+        yield OpKind.BACKWARD_INPUT, entry.split_ns - entry.start_ns, before
+        after = [child for child in children if child.start_ns >= entry.split_ns]
+        yield OpKind.BACKWARD_WEIGHT, entry.end_ns - entry.split_ns, after
+
+
+def _duration(entry: LogEntry) -> int:
+    return entry.end_ns - entry.start_ns
+
+
+def _stages(num_stages: int, steps: Sequence[_MeasuredStep]) -> Iterator[StageTimes]:
+    times: dict[tuple[int, OpKind], list[_TimedOp]] = defaultdict(list)
+    for step in steps:
+        for timed_op in step.timed_ops():
+            times[timed_op.stage, timed_op.kind].append(timed_op)
+    for stage in range(num_stages):
+        ops = []
+        for kind in get_args(TimedKind):
+            measured = times.get((stage, OpKind(kind)), [])
+            whole = _spread(Spread, [timed_op.whole_ns for timed_op in measured])
+            own = _spread(Spread, [timed_op.own_ns for timed_op in measured])
+            if whole is not None and own is not None:
+                ops.append(StageOp(kind=kind, whole=whole, own=own))
+        yield StageTimes(stage=stage, ops=tuple(ops))
+
+
+def _collectives(steps: Sequence[_MeasuredStep]) -> Iterator[CollectivePoint]:
+    times: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for step in steps:
+        for key, time_ns in step.collectives():
+            times[key].append(time_ns)
+    for (kind, axis_size, num_bytes), samples in sorted(times.items()):
+        point = _spread(CollectivePoint, samples, kind=kind, axis_size=axis_size, bytes=num_bytes)
+        assert point is not None
+        yield point
+
+
+def by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
+    """Return the spread of each size in samples of (bytes, nanoseconds)."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for num_bytes, time_ns in samples:
+        by_size[num_bytes].append(time_ns)
+    spreads = (_spread(SizedSpread, times, bytes=size) for size, times in sorted(by_size.items()))
+    return tuple(spread for spread in spreads if spread is not None)
+
+
+def idle_message_samples(idle_messages: Mapping[int, Sequence[IdleMessageEnd]]) -> Iterator[tuple[int, int]]:
+    """Yield (bytes, nanoseconds) of each idle message whose receiver was ready first; each channel is a FIFO."""
+    sends: dict[str, list[IdleMessageEnd]] = defaultdict(list)
+    receives: dict[str, list[IdleMessageEnd]] = defaultdict(list)
+    for ends in idle_messages.values():
+        for end in ends:
+            (sends if end.is_send else receives)[end.channel].append(end)
+    for channel, sent in sends.items():
+        for send, receive in zip(sent, receives[channel], strict=True):
+            if receive.posted_ns <= send.posted_ns:
+                yield send.num_bytes, receive.end_ns - send.posted_ns
+
+
+def _spread(form: type[_Spread], times_ns: Sequence[int], /, **others: object) -> _Spread | None:
+    """Quartiles and mean in microseconds, to the nanosecond; None without samples."""
+    if not times_ns:
+        return None
+    quartiles = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else [times_ns[0]] * 3
+    q1, median, q3 = (round(time) / 1000 for time in quartiles)
+    figures = {"q1_us": q1, "median_us": median, "q3_us": q3, "mean_us": round(fmean(times_ns)) / 1000}
+    return form.model_validate({**others, "count": len(times_ns), **figures})
+
+
+def _clock(timings: Mapping[int, Timing]) -> ClockOfTimes:
+    """Return one clock for all ranks; the errors of two ranks may have different signs, so they add."""
+    if not any(timing.device for timing in timings.values()):
+        return HOST_CLOCK
+    worst = sorted((timing.accuracy_ns for timing in timings.values()), reverse=True)[:2]
+    return ClockOfTimes(name="device", accuracy_us=sum(worst) / 1000)
+
+
+def _machine(backend: str, num_processes: int, threads: int, timings: Mapping[int, Timing]) -> Machine:
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        processes=num_processes,
+        threads=threads,
+        framework=f"{backend} {_version(_PACKAGES[backend])}",
+        devices=tuple(timing.device for _, timing in sorted(timings.items()) if timing.device),
+        system=f"{platform.system()} {platform.release()}",
+    )
+
+
+def _processor() -> str:
+    """Name of the processor if the kernel reports it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+_PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"paddle": ("paddlepaddle", "paddlepaddle-gpu"), "torch": ("torch",)}
+)
+"""Distributions of each backend."""
+
+
+def _version(packages: Sequence[str]) -> str:
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of an unknown version"

@@ -1,1 +1,0 @@
-"""The executor on Paddle: tensors, communication over gloo, stages, and the process that the doctor probes."""

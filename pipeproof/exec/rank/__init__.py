@@ -1,0 +1,1 @@
+"""One rank: its machine, adapter and transfers, and the two frameworks."""

@@ -1,0 +1,292 @@
+"""Adapter of a rank's machine to a framework: it computes with the stage, moves tensors, and logs the operations.
+
+Nothing here reads a value of a tensor during a step: losses, gradients and router values are read at its end
+(``finish``), so that the host runs ahead of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.launch.job_files import Loss
+from pipeproof.exec.rank.child_collectives import ChildCollectives
+from pipeproof.exec.rank.framework_protocol import Collectives, Framework, RankStage, Tensor, Weight, World
+from pipeproof.exec.rank.machine import Instruction
+from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
+from pipeproof.exec.rank.step_end import RankRouters, StepEnd
+from pipeproof.exec.rank.transfers import RankTransfers
+from pipeproof.schedule.columns import work_item_of
+from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.layer_records import LayerWatch
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """Result of a step on one rank: its loss (last stage only), its shard of each gradient, its router values."""
+
+    loss: Loss | None = None
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    routers: dict[str, np.ndarray] = field(default_factory=dict)
+    not_finite: str = ""
+    """The first operation whose loss is not finite, if there is one."""
+
+    @property
+    def saved(self) -> tuple[Loss | None, dict[str, np.ndarray], dict[str, np.ndarray], str]:
+        """Content of a step file, in its order."""
+        return self.loss, self.gradients, self.routers, self.not_finite
+
+
+class RankAdapter:
+    """One rank: its stages, their tensors and optimizers, and its communication.
+
+    ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
+    ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
+    """
+
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        rank: int,
+        framework: Framework,
+        world: World,
+        enter: Callable[[int, int], None],
+        watch: LayerWatch | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.rank = rank
+        self._clock = HostClock() if clock is None else clock
+        self._log_start = self._split_ns = 0
+        self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
+        self._coords = plan.mesh.coords(rank)
+        self._data_rank = self._coords["dp"] * plan.mesh.size("ep") + self._coords["ep"]
+        self._num_micro_batches = plan.spec.schedule.num_micro_batches
+        self._collectives = {
+            (plan.graph.groups[index].axis, collectives.ranks): collectives
+            for index, collectives in world.collectives.items()
+        }
+        self._children = ChildCollectives(self, framework.arrays)
+        self._stages: dict[int, RankStage] = {}
+        lent: dict[str, Weight] = {}
+        self._factory = framework.stages(plan, self._coords, self._children)
+        for number in plan.stages_of_rank(rank):
+            stage = self._factory.make(number, lent)
+            self._stages[number] = stage
+            lent |= stage.parameters
+        routers = {number: self._factory.routers(stage) for number, stage in self._stages.items()}
+        self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
+        self._step_end = StepEnd(plan, self._coords, self._stages, self._children, framework)
+        self._transfers = RankTransfers(plan, rank, world.channels, framework.arrays)
+        self._value = framework.value
+        self._step = -1
+        self._losses: list[tuple[Op, Tensor]] = []
+        self._texts: dict[int, str] = {}
+        self._computes: dict[OpKind, Callable[[Op], None]] = {
+            OpKind.FORWARD: self._forward,
+            OpKind.BACKWARD_INPUT: self._backward_input,
+            OpKind.BACKWARD_WEIGHT: self._backward_weight,
+            OpKind.BACKWARD: self._backward,
+            OpKind.REDUCE_GRAD: self._reduce,
+            OpKind.STEP: self._update,
+            OpKind.GATHER_WEIGHT: self._step_end.gather,
+        }
+        self.log: list[LogEntry] = []
+        self.outcome = StepOutcome()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Return this rank's shard of each main weight."""
+        return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Return this rank's state by weight or router, and slot, with the names of ``pipeproof.state``.
+
+        A buffer has its name and an empty slot.
+        """
+        buffers = {
+            (name, ""): buffer
+            for stage in self._stages.values()
+            for name, buffer in self._factory.buffers(stage).items()
+        }
+        return self._step_end.state() | self._routers.state() | buffers
+
+    def restore_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Resume with the result of ``state``; call before the first step."""
+        self._step_end.restore_state(state)
+        self._routers.restore_state(state)
+        for stage in self._stages.values():
+            names = [name for name in self._factory.buffers(stage) if (name, "") in state]
+            self._factory.restore_buffers(stage, {name: state[name, ""] for name in names})
+
+    def begin(self, step: int) -> None:
+        """Begin a step: reset the tensors of the previous step, and load the input data."""
+        self._step = step
+        self._factory.load(step)
+        self._transfers.begin()
+        self._routers.begin()
+        self._losses.clear()
+        self.outcome = StepOutcome()
+        self._step_end.begin()
+        self._log_start = len(self.log)
+        self._clock.begin()
+
+    def begin_again(self, step: int) -> None:
+        """Begin a replayed step: load the input data."""
+        self._step = step
+        self._factory.load(step)
+        self._step_end.begin()
+
+    def finish(self) -> None:
+        """End a step: put the times into its log, and read its results into ``outcome``."""
+        self.log[self._log_start :] = self._clock.timed_entries(self.log[self._log_start :])
+        loss: Loss | None = None
+        not_finite = ""
+        for op, tensor in self._losses:  # numpy adds them, in their order
+            value: Loss = self._arrays.to_numpy(tensor)[()]  # type: ignore[assignment]  # a scalar or a vector
+            loss = value if loss is None else loss + value
+            if not not_finite and not np.isfinite(value).all():
+                not_finite = str(op)
+        self.outcome = StepOutcome(loss, self._step_end.gradients(), self._routers.values(), not_finite)
+
+    def execute(self, instruction: Instruction) -> None:
+        """Execute one instruction; a transfer is only posted, all others are finished on return."""
+        op_id, op = instruction.op_id, instruction.row.op
+        kind = op.kind
+        if kind in TRANSFER_KINDS:
+            self._transfers.post(op_id)
+            return
+        self.enter(op_id)
+        self._children.begin(op_id, op)
+        self._split_ns = 0
+        start = self.now()
+        position = len(self.log)
+        ranks: tuple[int, ...] = ()
+        numel, dtype = 0, ""
+        if kind is OpKind.WAIT:
+            if op.target is not None and op.target.kind in TRANSFER_KINDS:  # all other operations are done already
+                self.log.append(self._transfers.wait(self._step, op_id))
+        elif kind in self._computes:
+            self._computes[kind](op)
+        elif kind is OpKind.FREE:
+            self._transfers.free_output(op)
+        elif kind in GATHER_KINDS:
+            collectives = self.collectives_over("tp", op.stage)
+            part = self._transfers.gather(op_id, collectives)
+            ranks, (numel, dtype) = collectives.ranks, self._transfers.size_of(part)
+        elif kind in SLICE_KINDS:
+            self._transfers.slice(op_id)
+        elif kind is OpKind.ALL_REDUCE:
+            ranks, numel, dtype = self._sum_norms(instruction)
+        else:
+            raise ValueError(f"the adapter cannot execute {op}")
+        text = self._texts.get(op_id)
+        if text is None:
+            text = self._texts[op_id] = str(op)
+        entry = LogEntry(self._step, HOST_QUEUE, text, start, self.now(), ranks, numel, dtype, split_ns=self._split_ns)
+        self.log.insert(position, entry)  # before the children that ran inside it
+
+    def enter(self, op_id: int) -> None:
+        """Report the operation that is about to run."""
+        self._enter(self._step, op_id)
+
+    def now(self) -> int:
+        """Return the time on the clock of the log."""
+        return self._clock.now()
+
+    def log_collective(self, op: Op, collectives: Collectives, tensor: Tensor, start_ns: int, traffic: Traffic) -> None:
+        """Log a collective that just ended."""
+        self.log.append(
+            LogEntry(
+                self._step,
+                HOST_QUEUE,
+                str(op),
+                start_ns,
+                self.now(),
+                collectives.ranks,
+                self._arrays.numel(tensor),
+                self._arrays.dtype(tensor),
+                traffic=traffic,
+            )
+        )
+
+    def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
+        """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
+        self._transfers.drain()
+        num_ranks = self._plan.mesh.size(axis)
+        indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
+        ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
+        return self._collectives[axis, ranks]
+
+    def _forward(self, op: Op) -> None:
+        tensors = self._transfers.of(op)
+        assert op.micro_batch is not None
+        index = self._data_rank * self._num_micro_batches + op.micro_batch
+        members = self._members_before(op)
+        for position, member in enumerate(members):
+            self._arrays.want_gradient(tensors.input[position], wanted=member.has_gradient)
+        inputs = tuple(tensors.input[position] for position in range(len(members)))
+        stage, split = self._stages[op.stage], op.split or 0
+        tensors.output = stage.forward(inputs, step=self._step, index=index, split=split, watch=self._watch)
+        if self._owns(op.stage + 1, op):  # nothing is sent to a stage of the same rank
+            next_input = self._transfers.on_stage(op.stage + 1, op).input
+            next_input.update((position, tensor.detach()) for position, tensor in enumerate(tensors.output))
+        if op.stage == len(self._plan.stages) - 1:
+            self._losses.append((op, tensors.output[-1].detach()))
+
+    def _backward_input(self, op: Op) -> None:
+        tensors = self._transfers.of(op)
+        gradients = [tensors.output_grad.get(position) for position in range(len(tensors.output))]
+        tensors.weights = self._stages[op.stage].backward_input(tensors.output, gradients)
+        members = self._members_before(op)
+        tensors.input_grad = {
+            position: self._arrays.gradient(tensors.input[position])
+            for position, member in enumerate(members)
+            if member.has_gradient
+        }
+        if self._owns(op.stage - 1, op):
+            self._transfers.on_stage(op.stage - 1, op).output_grad.update(tensors.input_grad)
+        tensors.output = ()
+        tensors.input.clear()
+        tensors.output_grad.clear()
+
+    def _backward_weight(self, op: Op) -> None:
+        tensors = self._transfers.of(op)
+        assert tensors.weights is not None
+        tensors.weights.accumulate()
+        tensors.weights = None
+
+    def _backward(self, op: Op) -> None:
+        self._backward_input(op)
+        self._split_ns = self.now()
+        self._backward_weight(op)
+
+    def _reduce(self, op: Op) -> None:
+        self._step_end.reduce(op)
+        self._routers.sum_loads(op)
+
+    def _update(self, op: Op) -> None:
+        self._step_end.update(op.stage)
+        self._routers.end_step(op.stage)
+
+    def _members_before(self, op: Op) -> tuple[Boundary, ...]:
+        """Members of the edge before the stage of an operation, for its work item."""
+        return self._plan.edges[op.stage - 1].members(self._work_item(op)) if op.stage else ()
+
+    def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
+        """Execute a collective without a parent: one of the norm's."""
+        self._transfers.drain()
+        group = self._plan.graph.groups[instruction.row.group]
+        collectives = self._collectives[group.axis, group.ranks]
+        squares = self._step_end.sum_norms(collectives)
+        return collectives.ranks, self._arrays.numel(squares), self._arrays.dtype(squares)
+
+    def _owns(self, stage: int, op: Op) -> bool:
+        """Return True if this rank computes the operation's work item on a stage; False if the stage does not exist."""
+        in_model = 0 <= stage < len(self._plan.stages)
+        return in_model and int(self._plan.owner[stage, self._work_item(op)]) == self._coords["pp"]
+
+    def _work_item(self, op: Op) -> int:
+        return work_item_of(op, self._plan.num_splits)

@@ -1,0 +1,172 @@
+"""Checkpoints of a run: checks before it starts, and how each rank saves and restores its part of a state."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job
+from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
+from pipeproof.exec.run_codes import NOT_EXECUTED
+from pipeproof.verify.subject import Subject
+
+if TYPE_CHECKING:
+    from pipeproof.state.array_files import ByteArray
+
+PaddleWriter: TypeAlias = Callable[[Path, LoweredPlan, int, Mapping[tuple[str, str], Tensor]], None]
+"""Writer of a rank's part of a state, by weight and slot, into a directory."""
+
+
+class StateHolder(Protocol):
+    """Owner of a rank's state: the adapter."""
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Return the state by weight and slot."""
+        ...
+
+    def restore_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Continue with this state."""
+        ...
+
+
+def prepare_checkpoint(options: CheckpointOptions, subject: Subject, digest: str) -> CheckpointOptions:
+    """Check the state to resume from and the directory to save to, before any process starts; resolve their paths.
+
+    Raises:
+        StateError: the state does not exist, is incomplete or does not fit the plan, or there is no room to save.
+        PipeproofError: copies of a stage change buffers of custom layers.
+    """
+    if options.root is None and options.resume is None:
+        return options
+    from pipeproof.state.read_state import find_state, require_free_steps
+    from pipeproof.state.resume_check import require_resumable
+
+    _require_one_of_each(subject)
+    _require_paddle(options, subject)
+    num_steps = subject.plan.spec.run.steps
+    if options.resume is not None:
+        state = find_state(options.resume)
+        require_resumable(state, subject.plan, digest)
+        is_other = state.index.digest != digest or not state.index.from_beginning or state.index.is_weights_only
+        options = replace(
+            options, resume=state.directory.resolve(), first_step=state.steps_done, reference_from_state=is_other
+        )
+    if options.root is not None:
+        require_free_steps(options.root, options.first_step + 1, num_steps)
+        options.root.mkdir(parents=True, exist_ok=True)
+        options = replace(options, root=options.root.resolve())
+    return options
+
+
+def _require_one_of_each(subject: Subject) -> None:
+    from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text
+
+    buffer = duplicated_buffer(subject.plan)
+    if buffer is not None:
+        message, fix = duplicated_buffer_text(buffer, subject.plan.spec.schedule.kind)
+        location = subject.locate("schedule", "kind")
+        raise PipeproofError(Finding(NOT_EXECUTED.code, Severity.ERROR, message, location=location, help=fix))
+
+
+def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
+    backend = subject.plan.spec.run.backend
+    if options.by_paddle and backend != "paddle":
+        from pipeproof.state.flex.flex_codes import FLEX_UNSUPPORTED
+
+        raise PipeproofError(
+            Finding(
+                FLEX_UNSUPPORTED.code,
+                Severity.ERROR,
+                f"the plan runs on {backend}, and only Paddle can write a Paddle checkpoint",
+                location=subject.locate("run", "backend"),
+                help="save without `--save-format flex`: the state's files are safetensors either way",
+            )
+        )
+
+
+def restore_state(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int, directory: Path) -> None:
+    """Give a rank its part of a saved state; all of it is read before any of it is put in place."""
+    from pipeproof.state.read_state import SavedState, read_rank_state
+    from pipeproof.state.state_index import read_index
+
+    content = read_rank_state(SavedState(directory, read_index(directory)), plan, rank)
+    holder.restore_state({key: arrays.from_bytes(a.content, a.shape, a.dtype) for key, a in content.items()})
+
+
+def save_state(
+    job: Job,
+    holder: StateHolder,
+    arrays: Arrays,
+    world: World,
+    plan: LoweredPlan,
+    steps_done: int,
+    emit: Callable[..., None],
+    write_by_paddle: PaddleWriter | None,
+) -> None:
+    """Write this rank's part of the state; rank 0 gives the state its final name when all ranks have written.
+
+    Every rank must call this at the same step. With ``write_by_paddle`` Paddle writes the files.
+    """
+    from pipeproof.state.write_state import finish_state, partial_directory, write_rank_state
+
+    assert job.checkpoint.root is not None, "states are saved only with --save"
+    emit("setup", what=f"saving the state after step {steps_done - 1}")
+    name = job.directory.name
+    directory = partial_directory(job.checkpoint.root, steps_done, name)
+    if write_by_paddle is not None:
+        write_by_paddle(directory, plan, world.rank, holder.state())
+    else:
+        shards = rank_shards(holder, arrays, plan, world.rank)
+        write_rank_state(job.checkpoint.root, steps_done, name, plan, world.rank, shards)
+    world.barrier()
+    if world.rank == 0:
+        if write_by_paddle is not None:
+            from pipeproof.state.flex.flex_output import require_all_written
+
+            require_all_written(directory, plan)
+        version = str(sys.modules[plan.spec.run.backend].__version__)  # the framework runs in this process
+        from_beginning = not job.checkpoint.reference_from_state
+        finish_state(job.checkpoint.root, steps_done, name, plan, job.digest, version, from_beginning=from_beginning)
+    emit("setup", what="running")
+
+
+def rank_shards(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
+    """Arrays that a rank has to write, by weight and slot."""
+    from pipeproof.state.array_files import ByteArray
+    from pipeproof.state.state_layout import shards_of_rank
+
+    state, content = holder.state(), {}
+    for shard in shards_of_rank(plan, rank):
+        if shard.writer == rank:
+            tensor = state[shard.weight, shard.slot]
+            content[shard.weight, shard.slot] = ByteArray(arrays.dtype(tensor), shard.shape, arrays.to_bytes(tensor))
+    return content
+
+
+def remove_unfinished(options: CheckpointOptions, job: str) -> None:
+    """Remove the unfinished states of the run named ``job``, and the directory if it is empty then."""
+    if options.root is None:
+        return
+    from pipeproof.state.write_state import remove_partial_states
+
+    remove_partial_states(options.root, job)
+    if options.root.is_dir() and not any(options.root.iterdir()):
+        shutil.rmtree(options.root, ignore_errors=True)
+
+
+def checkpoint_lines(options: CheckpointOptions, steps: Sequence[int]) -> list[str]:
+    """Lines that a finished run prints about state; ``steps`` are the steps that it ran."""
+    lines = []
+    if options.resume is not None:
+        start = f"resumed from the state after step {steps[0] - 1}" if steps[0] else "began with the state's weights"
+        of_reference = "; so did the reference: training this plan from step 0 does not lead to these bits"
+        lines.append(start + (of_reference if options.reference_from_state else ""))
+    if options.root is not None:
+        lines.append(f"saved the state after step {steps[-1]}; to resume: pipeproof run PLAN --resume {options.root}")
+    return lines

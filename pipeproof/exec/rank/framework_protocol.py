@@ -1,0 +1,374 @@
+"""Protocols of a framework for the executor: tensors, communication, stages, optimizers.
+
+``exec.rank.paddle`` and ``exec.rank.torch`` implement them. The executor uses the methods that both frameworks' tensors
+share (``detach``, ``clone``, ``contiguous``, ``flatten``, ``reshape``, ranges of the first dim) and ``Arrays``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.schedule.op_table import Channel
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.describe.layer_records import LayerWatch
+
+Tensor: TypeAlias = Any
+Weight: TypeAlias = Any
+"""Weight of a stage: a tensor, or a tensor with a separate gradient buffer."""
+Value: TypeAlias = tuple[Tensor, ...]
+"""Tensors that cross a boundary, in the order of the edge's members."""
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Arrays(Protocol):
+    """Operations on tensors. Types have the names that plans use."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """Return an uninitialized tensor on the device of the run."""
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """Return a tensor of zeros on the device of the run."""
+        ...
+
+    def shaped(self, memory: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
+        """Return a tensor that shares the beginning of ``memory``, which is flat and of type uint8."""
+        ...
+
+    def copy_into(self, target: Tensor, source: Tensor) -> Tensor:
+        """Copy the values of ``source`` into ``target`` and return ``target``."""
+        ...
+
+    def numel(self, tensor: Tensor) -> int:
+        """Return the number of elements."""
+        ...
+
+    def dtype(self, tensor: Tensor) -> str:
+        """Return the type of the elements."""
+        ...
+
+    def to_numpy(self, tensor: Tensor) -> Array:
+        """Return a copy of the values, for which the host waits. 16-bit floats become float32."""
+        ...
+
+    def from_bytes(self, content: npt.NDArray[np.uint8], shape: Sequence[int], dtype: str) -> Tensor:
+        """Return a tensor of these bytes, in C order, on the device of the run, without any computation."""
+        ...
+
+    def to_bytes(self, tensor: Tensor) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a contiguous tensor without any computation; the host waits for them."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for the device of the run; do nothing on a CPU."""
+        ...
+
+    def want_gradient(self, tensor: Tensor, *, wanted: bool) -> None:
+        """Make a tensor a leaf that gets a gradient in backward, or one that does not."""
+        ...
+
+    def gradient(self, tensor: Tensor) -> Tensor:
+        """Return the gradient that backward left."""
+        ...
+
+    def release(self, tensor: Tensor) -> None:
+        """Free the memory of the values; autograd still needs the tensor."""
+        ...
+
+
+class Transfer(Protocol):
+    """A posted transfer: its buffer, and its times in nanoseconds once it is done."""
+
+    buffer: Tensor
+    posted_ns: int
+    start_ns: int
+    end_ns: int
+
+    def wait(self) -> None:
+        """Block the host until the transfer is done; on a GPU block the following computation instead."""
+        ...
+
+
+class Channels(Protocol):
+    """Ends of all channels on one rank."""
+
+    def post(self, channel: Channel, buffer: Tensor, after: Sequence[Any] = ()) -> Transfer:
+        """Start to move a contiguous buffer over this rank's end of ``channel`` after the transfers ``after``."""
+        ...
+
+    def close(self) -> None:
+        """End the threads of the channels, once all transfers are done."""
+        ...
+
+
+class Collectives(Protocol):
+    """Collectives over one group of ranks. Each takes a contiguous tensor and returns a new one."""
+
+    ranks: tuple[int, ...]
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order."""
+        ...
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """Return the ``sum`` or ``max`` over the members."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this member's part along ``dim`` of the sum over the members."""
+        ...
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        ...
+
+
+class World(Protocol):
+    """Connected communication of one rank."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
+
+    @property
+    def channels(self) -> Channels:
+        """Ends of its channels."""
+        ...
+
+    @property
+    def collectives(self) -> Mapping[int, Collectives]:
+        """Collectives of the groups that this rank is a member of, by index of the graph's groups."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        ...
+
+
+class StageCollectives(Protocol):
+    """Collectives that layers issue while they compute."""
+
+    def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
+        """Reduce over TP ranks."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
+        """Gather over TP or context-parallel ranks."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
+        """Reduce and scatter over TP or context-parallel ranks."""
+        ...
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
+        """Exchange rows over EP ranks."""
+        ...
+
+
+class WeightGradients(Protocol):
+    """Deferred weight gradients of one work item."""
+
+    def accumulate(self) -> None:
+        """Compute the weight gradients and add them to the gradients."""
+        ...
+
+
+class Routers(Protocol):
+    """Routers of one stage, as far as the executor uses them between steps."""
+
+    def begin(self) -> None:
+        """Reset everything but the biases."""
+        ...
+
+    def biased(self) -> Sequence[str]:
+        """Return the experts whose routers have a bias that moves."""
+        ...
+
+    def load(self, experts: str) -> Tensor:
+        """Return the number of tokens that each expert of a router got in the step, int64."""
+        ...
+
+    def set_load(self, experts: str, load: Tensor) -> None:
+        """Replace the load by its sum over ranks."""
+        ...
+
+    def move_biases(self) -> None:
+        """Move each bias towards the mean load, at the end of a step."""
+        ...
+
+    def bias(self, experts: str) -> Tensor:
+        """Return the bias of one router."""
+        ...
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace the bias of one router."""
+        ...
+
+    def values(self) -> dict[str, Array]:
+        """Return the step's router values for the comparison, by name."""
+        ...
+
+
+class RankStage(Protocol):
+    """One stage on one rank: its weights and its computations between boundaries."""
+
+    parameters: dict[str, Weight]
+
+    def forward(self, inputs: Value, *, step: int, index: int, split: int, watch: LayerWatch | None) -> Value:
+        """Run one work item forward; the caller keeps the result for backward.
+
+        ``inputs`` has the members of the edge before the stage, members with a gradient as leaves; it is empty for the
+        first stage. ``step``, ``index`` (of the micro-batch, over all data ranks) and ``split`` (of the sequences)
+        identify the work item. The result has the members of the edge after the stage; for the last stage the scalar
+        loss, followed by the vector of its reported parts if there are any.
+        """
+        ...
+
+    def backward_input(self, outputs: Value, gradients: Sequence[Tensor | None]) -> WeightGradients:
+        """Run one work item backward: set the gradients of the inputs, and return the deferred weight gradients.
+
+        ``gradients`` has one entry for each of ``outputs``, None for members without a gradient and for the loss.
+        """
+        ...
+
+    def return_gradients(self) -> None:
+        """Add the gradients of borrowed weights to the gradients of their owners."""
+        ...
+
+
+class Stages(Protocol):
+    """Factory of a rank's stages."""
+
+    def make(self, number: int, lent: Mapping[str, Weight]) -> RankStage:
+        """Return a stage, with the weights that the rank's other stages lend it."""
+        ...
+
+    def routers(self, stage: RankStage) -> Routers | None:
+        """Return the routers of a stage, None if it has none."""
+        ...
+
+    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
+        """Return the tensors that a stage changes from step to step, other than weights and routers, by name."""
+        ...
+
+    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
+        """Resume with the result of ``buffers``, or a part of it; call before the first step."""
+        ...
+
+    def load(self, step: int) -> None:
+        """Load a step's input data, so that nothing in the step waits for the host."""
+        ...
+
+
+class Optimizer(Protocol):
+    """Optimizer of one stage on one rank."""
+
+    def zero_grad(self) -> None:
+        """Set every gradient to +0.0."""
+        ...
+
+    def step(self) -> None:
+        """Update every weight from its gradient."""
+        ...
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Return the optimizer state by weight and slot (``state.state_layout``); it exists after the first step."""
+        ...
+
+    def restore_state(self, weights: Mapping[str, Tensor], slots: Mapping[tuple[str, str], Tensor]) -> None:
+        """Resume with these main weights and with the result of ``state``; call before the first step."""
+        ...
+
+
+class ShardedOptimizer(Optimizer, Protocol):
+    """Optimizer that updates only this rank's shard of each weight, see ``stages.describe.training_state``."""
+
+    updated: dict[str, Weight]
+
+    def to_scatter(self, name: str) -> Tensor:
+        """Return the gradient of a weight, flat and padded with zeros to equal shards."""
+        ...
+
+    def put_sum(self, name: str, part: Tensor) -> None:
+        """Take this rank's shard of the summed gradient."""
+        ...
+
+    def to_gather(self, name: str) -> Tensor:
+        """Return this rank's shard of a weight, padded with zeros."""
+        ...
+
+    def put_whole(self, name: str, shares: Tensor) -> None:
+        """Take the joined shards of all ranks."""
+        ...
+
+
+class Clip(Protocol):
+    """Clipping of gradients by their global norm."""
+
+    squares: Tensor
+    """Vector of squared norms, summed over the ranks so far."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        ...
+
+    def clip(self, weights: Mapping[str, Weight]) -> None:
+        """Scale the gradients down to the limit."""
+        ...
+
+
+class Framework(Protocol):
+    """A framework that has been started in this process."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """Operations on its tensors."""
+        ...
+
+    def num_threads(self) -> int:
+        """Return the largest number of threads that it computes with."""
+        ...
+
+    def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> World:
+        """Join the other ranks by the process's environment; every rank must call this."""
+        ...
+
+    def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> Stages:
+        """Return the factory of the stages of the rank at ``coords``."""
+        ...
+
+    def optimizer(self, run: RunSpec, weights: Mapping[str, Weight]) -> Optimizer:
+        """Return the optimizer that the plan's ``run`` names."""
+        ...
+
+    def sharded_optimizer(
+        self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int
+    ) -> ShardedOptimizer:
+        """Return the optimizer of the ``index``-th of ``num_shards`` shards of each weight."""
+        ...
+
+    def clip(self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: str) -> Clip:
+        """Return the clip of a rank that counts the weights ``counted``, by their index among all weights."""
+        ...
+
+    def gradient(self, weight: Weight) -> Tensor:
+        """Return the gradient of a weight or of a shard of one."""
+        ...
+
+    def put_gradient(self, weight: Weight, gradient: Tensor) -> None:
+        """Replace the gradient of a weight."""
+        ...
+
+    def main(self, weight: Weight) -> Tensor:
+        """Return the main weight, which the optimizer updates."""
+        ...
+
+    def value(self, weight: Weight) -> np.ndarray:
+        """Return a copy of the main weight."""
+        ...

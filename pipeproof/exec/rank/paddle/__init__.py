@@ -1,0 +1,1 @@
+"""Paddle in the executor: tensors, communication, stages, and the endpoint process of the doctor."""

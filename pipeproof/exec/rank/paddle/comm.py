@@ -1,0 +1,223 @@
+"""Communication with Paddle over gloo: a thread for each end of a channel, and collectives in rank order.
+
+The behaviour of Paddle's gloo decides the design:
+
+- ``isend`` and ``irecv`` block, so each end of each channel has its own thread, and a post never blocks the host;
+- tags are a counter per rank and group, so each (channel, direction) has its own two-rank group;
+- groups that connect at the same time hang, so they are made one by one with a barrier of the world between them;
+- collectives over more than two ranks hang or are missing, so they are composed of exchanges between pairs, always in
+  the same order of pairs, and sums add in group order: every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from pipeproof.schedule.op_table import Channel, Group
+from pipeproof.stages.paddle.runtime import quiet_native
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A posted transfer: its buffer, and its times and outcome once it is done.
+
+    It begins when the transfers ``after`` are done.
+    """
+
+    buffer: paddle.Tensor
+    posted_ns: int
+    after: Sequence[Transfer] = ()
+    done: threading.Event = field(default_factory=threading.Event)
+    start_ns: int = 0
+    end_ns: int = 0
+    error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until the transfer is done; raise its error."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _ChannelEnd:
+    """One end of a channel: a FIFO of transfers and the thread that executes them in order."""
+
+    def __init__(self, name: str, act: Callable[[paddle.Tensor], None]) -> None:
+        self._act = act
+        self._fifo: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, buffer: paddle.Tensor, after: Sequence[Transfer]) -> Transfer:
+        transfer = Transfer(buffer, time.monotonic_ns(), after)
+        self._fifo.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        self._fifo.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (transfer := self._fifo.get()) is not None:
+            for earlier in transfer.after:
+                earlier.done.wait()
+            transfer.after = ()
+            transfer.start_ns = time.monotonic_ns()
+            try:
+                self._act(transfer.buffer)
+            except Exception as error:  # noqa: BLE001 - the wait for the transfer raises it
+                transfer.error = error
+            transfer.end_ns = time.monotonic_ns()
+            transfer.done.set()
+
+
+class PaddleChannels:
+    """Ends of all channels on one rank."""
+
+    def __init__(self, rank: int, groups: dict[Channel, dist.communication.group.Group]) -> None:
+        self._ends: dict[Channel, _ChannelEnd] = {}
+        for channel, group in groups.items():
+            if rank == channel.src:
+                self._ends[channel] = _ChannelEnd(f"send {channel}", _sender(channel.dst, group))
+            elif rank == channel.dst:
+                self._ends[channel] = _ChannelEnd(f"recv {channel}", _receiver(channel.src, group))
+
+    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+        """Queue a contiguous buffer on this rank's end of ``channel`` after the transfers ``after``; return at once."""
+        return self._ends[channel].post(buffer, after)
+
+    def close(self) -> None:
+        """End the threads once all transfers are done."""
+        for end in self._ends.values():
+            end.close()
+
+
+def _sender(dst: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
+    return lambda buffer: dist.send(buffer, dst=dst, group=group)
+
+
+def _receiver(src: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
+    return lambda buffer: dist.recv(buffer, src=src, group=group)
+
+
+class PairwiseCollectives:
+    """Collectives over one group, composed of all-gathers in two-rank groups.
+
+    Every rank visits the pairs in lexicographic order, so that both members of the lowest unfinished pair are ready.
+    Sums and maxima are taken in group order.
+    """
+
+    def __init__(self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]) -> None:
+        self.ranks = group.ranks
+        self._rank = rank
+        self._pairs = pairs
+
+    def among(self, ranks: Sequence[int]) -> PairwiseCollectives:
+        """Return the collectives over some of the members, including this rank."""
+        return PairwiseCollectives(self._rank, Group("part", tuple(ranks)), self._pairs)
+
+    def gather(self, tensor: paddle.Tensor) -> list[paddle.Tensor]:
+        """Return the tensors of all members in group order; all shapes and dtypes must be equal."""
+        parts = {self._rank: tensor}
+        for pair in combinations(self.ranks, 2):
+            if self._rank in pair:
+                received: list[paddle.Tensor] = []
+                dist.all_gather(received, tensor, group=self._pairs[pair])
+                peer = pair[1] if pair[0] == self._rank else pair[0]
+                parts[peer] = received[pair.index(peer)]
+        return [parts[rank] for rank in self.ranks]
+
+    def all_gather(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order."""
+        return paddle.concat(self.gather(tensor), axis=dim)
+
+    def reduce_scatter(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
+        """Return this member's part along ``dim`` of the sum over the members, added in group order."""
+        parts = paddle.split(self.reduce(tensor, "sum"), len(self.ranks), axis=dim)
+        return parts[self.ranks.index(self._rank)].contiguous()
+
+    def exchange(self, rows: paddle.Tensor, send: Sequence[int], receive: Sequence[int]) -> paddle.Tensor:
+        """Send ``send[m]`` rows to each member m, in order; return ``receive[m]`` rows of each, joined in group order.
+
+        The two ranks of a pair gather as many rows as the larger of their two parts has, and each takes its part; if
+        both parts are empty, nothing is issued.
+        """
+        ends = np.cumsum(send)
+        sent = {
+            m: rows[int(end) - size : int(end)] for m, size, end in zip(self.ranks, send, ends, strict=True) if size
+        }
+        sizes = dict(zip(self.ranks, zip(send, receive, strict=True), strict=True))
+        parts = {self._rank: sent.get(self._rank)}
+        for pair in combinations(self.ranks, 2):
+            if self._rank not in pair:
+                continue
+            peer = pair[1] if pair[0] == self._rank else pair[0]
+            outgoing, incoming = sizes[peer]
+            if most := max(outgoing, incoming):
+                padded = paddle.zeros([most, *rows.shape[1:]], dtype=rows.dtype)
+                if outgoing:
+                    padded[:outgoing] = sent[peer]
+                gathered: list[paddle.Tensor] = []
+                dist.all_gather(gathered, padded, group=self._pairs[pair])
+                parts[peer] = gathered[pair.index(peer)][:incoming] if incoming else None
+        full = [part for rank in self.ranks if (part := parts.get(rank)) is not None]
+        return paddle.concat(full) if full else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
+
+    def reduce(self, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
+        """Return the ``sum`` or ``max`` over the members, taken in group order, in a new tensor."""
+        combine = {"sum": paddle.add, "max": paddle.maximum}[reduction]
+        first, *others = self.gather(tensor)
+        result = first
+        for part in others:
+            result = combine(result, part)
+        return result
+
+
+@dataclass(frozen=True)
+class PaddleWorld:
+    """Connected communication of one rank."""
+
+    rank: int
+    channels: PaddleChannels
+    collectives: dict[int, PairwiseCollectives]
+    """Collectives of the groups that this rank is a member of, by index of the graph's groups."""
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this. For one rank Paddle makes no group, and there is no wait."""
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+
+def connect(
+    rank: int, channels: tuple[Channel, ...], groups: tuple[Group, ...], progress: Callable[[str], None]
+) -> PaddleWorld:
+    """Join the world of the ``PADDLE_*`` environment and make every group, one by one.
+
+    Every rank must call this with the same channels and groups.
+    """
+    progress("joining the world group")
+    with quiet_native():
+        dist.init_parallel_env()
+
+    def pair_group(name: str, ranks: tuple[int, int]) -> dist.communication.group.Group:
+        progress(f"connecting {name}")
+        group = dist.new_group(sorted(ranks), backend="gloo")
+        dist.barrier()
+        return group
+
+    by_channel = {channel: pair_group(str(channel), (channel.src, channel.dst)) for channel in channels}
+    collectives: dict[int, PairwiseCollectives] = {}
+    for index, group in enumerate(groups):
+        pairs = {(a, b): pair_group(f"{group.axis} pair {a}, {b}", (a, b)) for a, b in combinations(group.ranks, 2)}
+        if rank in group.ranks:
+            collectives[index] = PairwiseCollectives(rank, group, pairs)
+    return PaddleWorld(rank, PaddleChannels(rank, by_channel), collectives)

@@ -1,0 +1,100 @@
+"""Endpoint process of the doctor for Paddle: ``python -m pipeproof.exec.rank.paddle.endpoint FD DEVICE``.
+
+``exec.measure.group_endpoint`` describes its messages over the connection FD.
+"""
+
+# ruff: noqa: D102 - `Endpoint` documents the methods
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pipeproof.exec.launch.gpu_sharing import shared_gpu
+from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
+from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
+from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
+from pipeproof.testing.endpoint_protocol import Array
+
+
+class PaddleEndpoint(GroupEndpoint):
+    """Paddle's own calls on a two-rank group, over gloo or NCCL, and the adapter's posts; an ``Endpoint``."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        import paddle
+        import paddle.distributed as dist
+
+        from pipeproof.exec.rank.paddle import comm, nccl
+        from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+
+        arrays, on_device = PaddleArrays(), device == "gpu"
+        world: Any
+        if on_device:
+            world = nccl.connect(rank, 2, CHANNELS, (), lambda _: None, computes=False)
+        else:
+            world = comm.connect(rank, CHANNELS, (), lambda _: None)
+        group = dist.new_group([0, 1], backend="nccl" if on_device else "gloo")
+        wire = Wire(rank, world.channels, arrays, HostPingClock(arrays.synchronize))
+        super().__init__(wire, paddle, dist, group, on_device=on_device)
+        world.barrier()
+
+    def all_gather(self, array: Array) -> list[Array]:
+        parts: list[Any] = []
+        self._dist.all_gather(parts, self._tensor(array), group=self._group)
+        return [numpy_of(part) for part in parts]
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        parts: list[Any] = []
+        self._dist.alltoall(parts, [self._tensor(array) for array in arrays], group=self._group)
+        return [numpy_of(part) for part in parts]
+
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
+        tensor = self._tensor(array)
+        self._group.process_group.send_partial(tensor, peer, num_slices, index).wait()
+
+    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
+        tensor = self._tensor(into)
+        self._group.process_group.recv_partial(tensor, peer, num_slices, index).wait()
+        return numpy_of(tensor)
+
+    def facts(self) -> dict[str, str]:
+        if not self._on_device:
+            return {}
+        cuda, about = self._library.device.cuda, self._library.device.cuda.get_device_properties()
+        try:
+            require_kernels()
+            kernels = ""
+        except RuntimeError as error:
+            kernels = str(error)
+        return {
+            "cuda": str(self._library.version.cuda()),
+            "device": f"{self._library.device.get_device()} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "gpus": str(cuda.device_count()),
+            "kernels": kernels,
+        }
+
+    def _request(self, transfer: Any) -> Any:
+        return transfer.task
+
+    def _tensor(self, array: Array) -> Any:
+        return self._library.to_tensor(array)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve bodies until the connection closes, which ends the process."""
+    (fd, kind), rank = arguments, int(os.environ["PADDLE_TRAINER_ID"])
+
+    def start() -> None:
+        if kind == "cpu":
+            start_paddle()
+            return
+        from pipeproof.exec.rank.paddle.device import num_gpus
+
+        start_paddle(shared_gpu(rank, num_gpus()), computes=False)
+
+    serve([fd], start, lambda: PaddleEndpoint(rank, kind))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""PyTorch in the executor: tensors, communication, stages, clocks, and the endpoint process of the doctor."""

@@ -1,0 +1,70 @@
+"""``Arrays`` of ``exec.rank.framework_protocol`` for PyTorch."""
+
+# ruff: noqa: D102 - `Arrays` documents the methods
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeproof.exec.rank.framework_protocol import Array
+from pipeproof.specs.dtypes import dtype_bytes
+
+
+class TorchArrays:
+    """Tensors on one device; an ``Arrays``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._names: dict[torch.dtype, str] = {}
+
+    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+
+    def shaped(self, memory: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return memory[: prod(shape) * dtype_bytes(dtype)].view(getattr(torch, dtype)).view(shape)
+
+    def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return target.copy_(source)
+
+    def numel(self, tensor: torch.Tensor) -> int:
+        return int(tensor.numel())
+
+    def dtype(self, tensor: torch.Tensor) -> str:
+        name = self._names.get(tensor.dtype)
+        if name is None:
+            name = self._names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        return name
+
+    def to_numpy(self, tensor: torch.Tensor) -> Array:
+        values = tensor.detach().cpu()
+        if values.dtype in (torch.bfloat16, torch.float16):
+            values = values.float()
+        return np.array(values.numpy())
+
+    def from_bytes(self, content: npt.NDArray[np.uint8], shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.from_numpy(content).to(self._device).view(getattr(torch, dtype)).view(shape)
+
+    def to_bytes(self, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+        values = tensor.detach().cpu().flatten()
+        return np.array(values.view(torch.uint8).numpy())
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def want_gradient(self, tensor: torch.Tensor, *, wanted: bool) -> None:
+        tensor.requires_grad_(wanted)
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.grad
+
+    def release(self, tensor: torch.Tensor) -> None:
+        # Free only the memory: autograd still reads the tensor's shape.
+        tensor.untyped_storage().resize_(0)

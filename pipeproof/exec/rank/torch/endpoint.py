@@ -1,0 +1,118 @@
+"""Endpoint process of the doctor for PyTorch: ``python -m pipeproof.exec.rank.torch.endpoint FD DEVICE``.
+
+``exec.measure.group_endpoint`` describes its messages over the connection FD.
+"""
+
+# ruff: noqa: D102 - `Endpoint` documents the methods
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeproof.exec.launch.gpu_sharing import shared_gpu
+from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
+from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
+from pipeproof.testing.endpoint_protocol import Array
+
+
+class TorchEndpoint(GroupEndpoint):
+    """PyTorch's own calls on a two-rank group, over gloo or NCCL, and the adapter's posts; an ``Endpoint``."""
+
+    def __init__(self, rank: int, device: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from pipeproof.exec.rank.torch.arrays import TorchArrays
+        from pipeproof.exec.rank.torch.comm import connect
+        from pipeproof.exec.rank.torch.op_timing import CudaPingClock
+
+        self._device, on_device = device, device.type == "cuda"
+        world = connect(rank, 2, device, CHANNELS, (), lambda _: None)
+        clock = CudaPingClock() if on_device else HostPingClock()
+        wire = Wire(rank, world.channels, TorchArrays(device), clock)
+        super().__init__(wire, torch, dist, dist.new_group([0, 1]), on_device=on_device)
+        if on_device:  # NCCL connects at first use, which takes as long as many messages
+            for root in (0, 1):
+                self.broadcast(np.zeros(1, np.float32), root)
+            self._exchange_tokens()
+        dist.barrier()
+
+    def all_gather(self, array: Array) -> list[Array]:
+        tensor = self._tensor(array)
+        parts = [self._library.empty_like(tensor) for _ in range(2)]
+        self._dist.all_gather(parts, tensor, group=self._group)
+        return [numpy_of(part) for part in parts]
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        parts = [self._tensor(array) for array in arrays]
+        results = [self._library.zeros_like(part) for part in parts]
+        self._dist.all_to_all(results, parts, group=self._group)
+        return [numpy_of(result) for result in results]
+
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
+        raise NotImplementedError("PyTorch has no partial send")
+
+    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
+        raise NotImplementedError("PyTorch has no partial receive")
+
+    def facts(self) -> dict[str, str]:
+        if not self._on_device:
+            return {}
+        from pipeproof.stages.torch.runtime import require_kernels
+
+        cuda = self._library.cuda
+        about = cuda.get_device_properties(self._device)
+        try:
+            require_kernels(self._device)
+            kernels = ""
+        except RuntimeError as error:
+            kernels = str(error)
+        return {
+            "cuda": str(self._library.version.cuda),
+            "nccl": ".".join(map(str, cuda.nccl.version())),
+            "device": f"{self._device} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "gpus": str(cuda.device_count()),
+            "kernels": kernels,
+        }
+
+    def _exchange_tokens(self) -> None:
+        """Send a message each way on the group."""
+        token, peer = np.zeros(1, np.float32), 1 - self.rank
+        for sender in (0, 1):
+            if self.rank == sender:
+                self.send(token, peer)
+            else:
+                self.recv(token, peer)
+
+    def _request(self, transfer: Any) -> Any:
+        return transfer.work
+
+    def _tensor(self, array: Array) -> Any:
+        return self._library.from_numpy(np.array(array)).to(self._device)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve bodies until the connection closes, which ends the process."""
+    (fd, kind), rank = arguments, int(os.environ["RANK"])
+    device: Any = None
+
+    def start() -> None:
+        nonlocal device
+        from pipeproof.stages.torch.runtime import start_torch
+
+        if kind == "cpu":
+            device = start_torch(kind)
+            return
+        from pipeproof.exec.rank.torch.device import num_gpus
+
+        device = start_torch(kind, shared_gpu(rank, num_gpus()), computes=False)
+
+    serve([fd], start, lambda: TorchEndpoint(rank, device))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,65 @@
+"""``Framework`` of ``exec.rank.framework_protocol`` for PyTorch."""
+
+# ruff: noqa: D102 - `Framework` documents the methods
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.framework_protocol import StageCollectives
+from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.rank.torch.comm import TorchWorld, connect
+from pipeproof.exec.rank.torch.stages import TorchStages
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.torch.functional import wide_type
+from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer, make_optimizer
+from pipeproof.stages.torch.runtime import start_torch
+from pipeproof.stages.torch.weights import Weight
+
+
+class TorchFramework:
+    """PyTorch on ``cpu`` over gloo, or on one GPU over NCCL; a ``Framework`` whose weights are ``Weight``.
+
+    Raises:
+        RuntimeError: the device is missing or does not compute.
+    """
+
+    def __init__(self, device: str, local_rank: int = 0, *, computes: bool = True) -> None:
+        self.device = start_torch(device, local_rank, computes=computes)
+        self.arrays = TorchArrays(self.device)
+
+    def num_threads(self) -> int:
+        return int(torch.get_num_threads())
+
+    def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
+        num_ranks = plan.mesh.num_ranks
+        return connect(rank, num_ranks, self.device, plan.graph.channels, plan.graph.groups, progress)
+
+    def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> TorchStages:
+        return TorchStages(plan, coords, collectives, self.device)
+
+    def optimizer(self, run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
+        return make_optimizer(run, weights)
+
+    def sharded_optimizer(
+        self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int
+    ) -> ShardedOptimizer:
+        return ShardedOptimizer(run, weights, num_shards, index)
+
+    def clip(self, counted: Mapping[int, Weight], num_weights: int, limit: float, dtype: str) -> GradientClip:
+        return GradientClip(counted, num_weights, limit, wide_type(getattr(torch, dtype)), self.device)
+
+    def gradient(self, weight: Weight) -> torch.Tensor:
+        return weight.gradient
+
+    def put_gradient(self, weight: Weight, gradient: torch.Tensor) -> None:
+        weight.gradient.copy_(gradient)
+
+    def main(self, weight: Weight) -> torch.Tensor:
+        return weight.main
+
+    def value(self, weight: Weight) -> np.ndarray:
+        return self.arrays.to_numpy(weight.main)

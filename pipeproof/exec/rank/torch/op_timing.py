@@ -1,0 +1,218 @@
+"""Times of operations with PyTorch: as a GPU saw them by events, or on a CPU by threads that wait for gloo.
+
+- A computation's start and end are events on the compute stream. If the host is late, the start is when the GPU reached
+  the event, and the time between belongs to no operation.
+- A transfer was posted when the compute stream reached its post. It ended when its communicator's stream executed it: a
+  separate stream for each channel waits for it and records an event. It is known when both ends run, but not when the
+  first byte moved.
+- Events have no absolute time. At the beginning of each step an event is recorded between two reads of the host's
+  monotonic clock, several times; the closest pair gives the event's time and its accuracy.
+- gloo reports the end of a transfer only to a thread that waits for it, and the rank's own wait may be much later. So a
+  thread for each channel waits for its transfers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+
+import torch
+
+from pipeproof.exec.rank.framework_protocol import World
+from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Timing
+from pipeproof.exec.rank.torch.comm import TorchChannels, TorchWorld, Transfer
+from pipeproof.schedule.op_table import Channel
+
+_ANCHOR_TRIALS = 20
+"""Number of trials to find the host's time of an event."""
+_NS_OF_MS = 1e6
+
+
+class DeviceClock:
+    """Events on the current GPU; a ``Clock`` whose times are numbers of a step's events, from 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._num_used = 0
+        self._anchor, self._anchor_ns = torch.cuda.Event(enable_timing=True), 0
+        self.accuracy_ns = 0
+        """Largest error of a time: half of the time between the two reads of the clock, the maximum of all steps."""
+
+    def begin(self) -> None:
+        """Wait for the GPU, find the host's time of an event, and reset the allocator's peaks."""
+        self._num_used = 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        closest = None
+        for _ in range(_ANCHOR_TRIALS):
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.monotonic_ns()
+            event.record()
+            event.synchronize()
+            between = time.monotonic_ns() - before
+            if closest is None or between < closest:
+                closest, self._anchor, self._anchor_ns = between, event, before + between // 2
+        assert closest is not None
+        self.accuracy_ns = max(self.accuracy_ns, closest // 2 + 1)
+
+    def now(self) -> int:
+        """Record an event on the current stream; all steps reuse the same events."""
+        if self._num_used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[self._num_used].record()
+        self._num_used += 1
+        return self._num_used
+
+    def timed_entries(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """Wait for the GPU and read the events; a transfer starts when it is posted and its channel is free."""
+        torch.cuda.synchronize(self._device)
+        times = [0, *(self._time_ns(event) for event in self._events[: self._num_used])]
+        free_ns: dict[str, int] = {}
+        timed: dict[int, LogEntry] = {}
+        for index, entry in sorted(enumerate(entries), key=lambda pair: pair[1].posted_ns):
+            posted = times[entry.posted_ns]
+            start, end, split = times[entry.start_ns], times[entry.end_ns], times[entry.split_ns]
+            if entry.queue != HOST_QUEUE:
+                start = max(posted, free_ns.get(entry.queue, 0))
+                end = max(start, end)  # events of two streams may be a tick apart
+                free_ns[entry.queue] = end
+            timed[index] = replace(entry, start_ns=start, end_ns=end, posted_ns=posted, split_ns=split)
+        return [timed[index] for index in range(len(entries))]
+
+    def _time_ns(self, event: torch.cuda.Event) -> int:
+        after_ms: float = self._anchor.elapsed_time(event)
+        return self._anchor_ns + round(after_ms * _NS_OF_MS)
+
+
+class DeviceTransfer(Transfer):
+    """A posted transfer; its times are numbers of the device's clock."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for the transfer."""
+        self.work.wait()
+
+
+class DeviceChannels:
+    """A rank's channels with transfers timed on the GPU."""
+
+    def __init__(self, channels: TorchChannels, clock: DeviceClock, device: torch.device) -> None:
+        self._channels, self._clock, self._device = channels, clock, device
+        self._streams: dict[Channel, torch.cuda.Stream] = {}
+
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[DeviceTransfer] = ()) -> DeviceTransfer:
+        """Post a transfer, see ``TorchChannels.post``, with an event before it and one at its end."""
+        stream = self._streams.get(channel)
+        if stream is None:
+            stream = self._streams[channel] = torch.cuda.Stream(self._device)
+        posted = self._clock.now()
+        transfer = self._channels.post(channel, buffer)
+        with torch.cuda.stream(stream):
+            transfer.work.wait()  # blocks the stream; the buffer lives at least until the rank's own wait
+            return DeviceTransfer(buffer, transfer.work, posted, posted, self._clock.now())
+
+    def close(self) -> None:
+        """Close the channels, see ``TorchChannels.close``."""
+        self._channels.close()
+
+
+@dataclass(slots=True)
+class WatchedTransfer(Transfer):
+    """A posted transfer that a thread waits for."""
+
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        """Block until the transfer is done.
+
+        Raises:
+            RuntimeError: the peer is gone, or another error of gloo.
+        """
+        self.done.wait()
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+
+
+class WatchedChannels:
+    """A rank's channels over gloo with the end times of transfers."""
+
+    def __init__(self, channels: TorchChannels) -> None:
+        self._channels = channels
+        self._posted: dict[Channel, SimpleQueue[WatchedTransfer | None]] = {}
+
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[WatchedTransfer] = ()) -> WatchedTransfer:
+        """Post a transfer, see ``TorchChannels.post``."""
+        posted = self._posted.get(channel)
+        if posted is None:
+            posted = self._posted[channel] = SimpleQueue()
+            threading.Thread(target=_watch, args=[posted], name=f"times {channel}", daemon=True).start()
+        plain = self._channels.post(channel, buffer)
+        transfer = WatchedTransfer(buffer, plain.work, plain.posted_ns, plain.posted_ns)
+        posted.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """End the threads, after all waits."""
+        for posted in self._posted.values():
+            posted.put(None)
+        self._channels.close()
+
+
+def _watch(posted: SimpleQueue[WatchedTransfer | None]) -> None:
+    while (transfer := posted.get()) is not None:
+        try:
+            transfer.work.wait()
+        except Exception as error:  # noqa: BLE001 - gloo may raise anything; the rank's own wait raises it again
+            transfer.error = error
+        transfer.end_ns = time.monotonic_ns()
+        transfer.done.set()
+
+
+def timed(world: World) -> tuple[World, Clock]:
+    """Return the world, made by ``connect``, with timed transfers, and the clock of its operations."""
+    assert isinstance(world, TorchWorld)
+    assert isinstance(world.channels, TorchChannels)
+    if world.device.type == "cpu":
+        return replace(world, channels=WatchedChannels(world.channels)), HostClock()
+    clock = DeviceClock(world.device)
+    return replace(world, channels=DeviceChannels(world.channels, clock, world.device)), clock
+
+
+def timing_of(clock: Clock) -> Timing:
+    """Return the clock at the end of the steps, and the memory peaks of the last step."""
+    if not isinstance(clock, DeviceClock):
+        return Timing()
+    return Timing(
+        "device",
+        clock.accuracy_ns,
+        torch.cuda.get_device_name(),
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
+    )
+
+
+_HELD_CYCLES = 20_000_000
+"""A hundredth of a second at 2 GHz; the host queues about forty messages in a tenth of it."""
+
+
+class CudaPingClock:
+    """Events on the current stream; a ``PingClock``."""
+
+    def hold(self) -> None:
+        """Let the GPU sleep, so that the measured time does not contain the host's launches."""
+        torch.cuda._sleep(_HELD_CYCLES)  # noqa: SLF001 - no public function makes a GPU sleep
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event that the GPU records when it reaches it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_us(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Return the GPU's microseconds from one event to the other."""
+        second.synchronize()
+        return float(first.elapsed_time(second)) * 1000

@@ -1,0 +1,61 @@
+"""PyTorch reference of a run, on the run's device: the unpartitioned model; there is no ordered model.
+
+Where the plan adds like the unpartitioned model, that model trains next to the ranks. Otherwise each step but the first
+is computed from the weights with which the ranks ended the previous step. The first step starts from the initial
+weights, or from the saved state itself if the run resumes, and not from the weights that the ranks loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.compare.reference_kind import assembled_weights, is_checked_by_bound
+from pipeproof.exec.compare.reference_start import reference_start
+from pipeproof.exec.launch.job_files import Job, load_arrays, save_arrays, save_step
+from pipeproof.exec.rank.framework_protocol import Array
+from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.reference.reference_state import StepResult
+from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
+from pipeproof.stages.torch.runtime import start_torch
+
+_POLL_S = 0.01
+
+
+def run_torch_reference(job: Job, plan: LoweredPlan, on_step: Callable[[int], None]) -> None:
+    """Run every step; write ``unpartitioned`` step files, and layer files of steps that the model trains itself."""
+    start_torch(plan.spec.run.device)
+    watch = LayerWatch() if job.layers else None
+    for result in _results(job, plan, watch):
+        if result.step < job.checkpoint.first_step:
+            on_step(result.step)
+            continue
+        if watch is not None:
+            save_arrays(job.layers_file("reference", result.step), watch.take())
+        save_step(job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers)
+        on_step(result.step)
+
+
+def _results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> Iterator[StepResult]:
+    by_bound = is_checked_by_bound(plan)
+    from_state = job.checkpoint.reference_from_state or (by_bound and job.checkpoint.resume is not None)
+    results = run_unpartitioned(plan.spec, watch, reference_start(job.checkpoint, plan.spec) if from_state else None)
+    if not by_bound:
+        yield from results
+        return
+    yield next(results)
+    for step in range(job.checkpoint.first_step + 1, plan.spec.run.steps):
+        files = [job.weights_file(rank, step) for rank in range(plan.mesh.num_ranks)]
+        weights = assembled_weights(plan, [_await_arrays(file) for file in files])
+        yield unpartitioned_step(plan.spec, weights, step)
+
+
+def _await_arrays(file: Path) -> dict[str, Array]:
+    """Wait for a file, read its arrays and remove it."""
+    while not file.exists():  # if it never appears, the launcher ends this process
+        time.sleep(_POLL_S)
+    arrays = load_arrays(file)
+    file.unlink()
+    return arrays

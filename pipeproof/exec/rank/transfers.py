@@ -1,0 +1,321 @@
+"""Tensors of a rank's work items between its operations, and the transfers that move them between ranks.
+
+A boundary's value is a tuple of tensors, one for each member of the edge. A message carries one member whole, a slice
+of it (the partial transport; a gather joins slices again), or, where the layouts of both sides differ, the range that
+the receiver needs.
+
+Each end of a channel executes its transfers in the order of their posts. Where the plan orders more (a queue of another
+name, or ``transport.queue``), a transfer also follows the earlier transfers of that queue. Transfers of one batch are
+posted together, with the last of them, and are not ordered among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from pipeproof.comm.boundary_tensors import tensors_of
+from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.entry_order import EntryOrder
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.framework_protocol import (
+    Arrays,
+    Channels,
+    Collectives,
+    Tensor,
+    Transfer,
+    Value,
+    WeightGradients,
+)
+from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, Slots, whole_of
+from pipeproof.exec.rank.op_log import LogEntry
+from pipeproof.schedule.columns import work_item_of
+from pipeproof.schedule.op_table import Channel
+from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op
+from pipeproof.stages.describe.boundary import Boundary
+
+Members = dict[int, Tensor]
+"""Tensors of a boundary by their index in the edge."""
+
+
+@dataclass(slots=True)
+class WorkItemTensors:
+    """Tensors of one stage's work item on this rank, between its operations."""
+
+    input: Members = field(default_factory=dict)
+    output: Value = ()
+    output_grad: Members = field(default_factory=dict)
+    input_grad: Members = field(default_factory=dict)
+    received: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
+    """Slices received by the partial transport, before their gather, by (forward, member)."""
+    sliced: dict[tuple[bool, int], Tensor | Slice] = field(default_factory=dict)
+    """Slices to send by the partial transport, by (forward, member)."""
+    weights: WeightGradients | None = None
+    """Deferred weight gradients."""
+
+    def outgoing(self, member: int, *, forward: bool) -> Tensor:
+        """Member that is sent forward, or its gradient that is sent back."""
+        return self.output[member] if forward else self.input_grad[member]
+
+    def incoming(self, *, forward: bool) -> Members:
+        """Members that are received."""
+        return self.input if forward else self.output_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Facts of the graph about one transfer, slice or gather, looked up once."""
+
+    op: Op
+    text: str
+    is_send: bool
+    is_forward: bool
+    shape: list[int]
+    """Of the whole tensor."""
+    dtype: str
+    start: int
+    stop: int
+    is_whole: bool
+    member: int
+    """Index of the member in its edge."""
+    changes_layout: bool
+
+    @property
+    def is_slice(self) -> bool:
+        """True if the partial transport moves it and a gather joins it with others."""
+        return not self.is_whole and not self.changes_layout
+
+    def slice_of(self, whole: Tensor) -> Slice:
+        """Return the message's slice of a tensor, for a backend that moves slices itself."""
+        size = self.stop - self.start
+        return Slice(whole, prod(self.shape) // size, self.start // size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Batch and queues of a transfer."""
+
+    channel: Channel
+    channel_text: str
+    is_last: bool
+    """True for the last transfer of its batch."""
+    entry: int
+    """Last transfer of the batch."""
+    orders: tuple[Hashable, ...]
+    """Queues of all transfers of the batch."""
+
+
+class RankTransfers:
+    """Tensors of one rank's work items, and their transfers to and from other ranks."""
+
+    def __init__(self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays) -> None:
+        self._plan, self._channels, self._arrays = plan, channels, arrays
+        self._member = {
+            number: (stage - 1 if side.startswith("input") else stage, variant, member)
+            for (side, stage, variant, member), number in tensors_of(plan.edges, plan.layers).index.items()
+        }
+        buffers = plan.spec.buffers
+        self._receive_slots, self._send_slots = (
+            None if num_slots is None else Slots(num_slots, plan.graph, rank, kinds, arrays)
+            for num_slots, kinds in ((buffers.receive_slots, RECV_KINDS), (buffers.send_slots, SEND_KINDS))
+        )
+        by_backend = not (buffers.receive_slots or buffers.send_slots) and buffers.free_output == "after_backward"
+        self._slicing = channels if by_backend and isinstance(channels, SliceChannels) else None
+        """Set if the backend moves slices itself. A slot has room only for the slice, and an output that is freed early
+        must be sliced before, so neither is combined with this."""
+        self._is_one_queue = plan.spec.transport.queue == "device"
+        self._entries = EntryOrder(plan.graph, ChannelModel(plan.spec.transport.queue or "directed_edge"))
+        self._messages: dict[int, _Message] = {}
+        self._orders: dict[int, _Order] = {}
+        self._last: dict[Hashable, list[Transfer]] = {}
+        self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
+        self._posted: dict[int, Transfer] = {}
+        self._tensors: dict[tuple[int, int], WorkItemTensors] = {}
+
+    def begin(self) -> None:
+        """Begin a step: drop all tensors, and start with the first slots."""
+        self._tensors.clear()
+        self._posted.clear()
+        self._last.clear()
+        for slots in (self._receive_slots, self._send_slots):
+            if slots is not None:
+                slots.begin()
+
+    def of(self, op: Op) -> WorkItemTensors:
+        """Tensors of an operation's work item."""
+        return self.on_stage(op.stage, op)
+
+    def on_stage(self, stage: int, op: Op) -> WorkItemTensors:
+        """Tensors of an operation's work item on a stage of this rank."""
+        key = stage, work_item_of(op, self._plan.num_splits)
+        tensors = self._tensors.get(key)
+        if tensors is None:
+            tensors = self._tensors[key] = WorkItemTensors()
+        return tensors
+
+    def post(self, op_id: int) -> None:
+        """Start a transfer; ``wait`` ends it."""
+        message, order = self._message(op_id), self._order(op_id)
+        tensors = self.of(message.op)
+        buffer = (self._outgoing if message.is_send else self._incoming)(message, order.channel, tensors)
+        self._post(op_id, order, buffer)
+
+    def _outgoing(self, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
+        """Buffer of a send."""
+        forward, member = message.is_forward, message.member
+        buffer: Tensor | Slice
+        if message.is_slice:
+            buffer = tensors.sliced[forward, member]
+        else:
+            buffer = tensors.outgoing(member, forward=forward).detach().contiguous()
+            if not message.is_whole:
+                buffer = buffer.flatten()[message.start : message.stop].clone()
+        if self._send_slots is None or isinstance(buffer, Slice):  # slices exist only without slots
+            return buffer
+        slot = self._send_slots.take((channel, forward), list(buffer.shape), message.dtype)
+        return self._arrays.copy_into(slot, buffer)
+
+    def _incoming(self, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
+        """Buffer of a receive."""
+        forward, member = message.is_forward, message.member
+        if message.is_slice and self._slicing is not None:
+            part = message.slice_of(self._arrays.empty(message.shape, message.dtype))
+            tensors.received[forward, member] = part
+            return part
+        shape = message.shape if message.is_whole else [message.stop - message.start]
+        if self._receive_slots is None:
+            buffer = self._arrays.empty(shape, message.dtype)
+        else:
+            buffer = self._receive_slots.take((channel, forward), shape, message.dtype)
+        if message.is_whole:
+            tensors.incoming(forward=forward)[member] = buffer
+        elif message.is_slice:
+            tensors.received[forward, member] = buffer
+        elif member not in tensors.incoming(forward=forward):
+            tensors.incoming(forward=forward)[member] = self._arrays.zeros(message.shape, message.dtype)
+        return buffer
+
+    def _post(self, op_id: int, order: _Order, buffer: Tensor | Slice) -> None:
+        """Post a transfer after those that it follows; post a whole batch with its last transfer."""
+        ready = self._ready.setdefault(order.entry, [])
+        ready.append((op_id, order.channel, buffer))
+        if not order.is_last:
+            return
+        after = [transfer for queue in order.orders for transfer in self._last.get(queue, ())]
+        posted = {member: self._start(channel, moved, after) for member, channel, moved in ready}
+        batch = [*posted.values()]
+        for queue in order.orders:
+            self._last[queue] = batch
+        self._posted.update(posted)
+        del self._ready[order.entry]
+
+    def _start(self, channel: Channel, buffer: Tensor | Slice, after: Sequence[Transfer]) -> Transfer:
+        if isinstance(buffer, Slice):
+            assert self._slicing is not None
+            return self._slicing.post_slice(channel, buffer, after)
+        return self._channels.post(channel, buffer, after)
+
+    def drain(self) -> None:
+        """Before a collective, end all posted transfers if all communication of a device is one queue."""
+        if self._is_one_queue:
+            for transfer in self._posted.values():
+                transfer.wait()
+
+    def wait(self, step: int, op_id: int) -> LogEntry:
+        """Block until the transfer that an operation waits for is done; return its log entry."""
+        target = int(self._plan.graph.waits_for[op_id])
+        transfer = self._posted.pop(target)
+        transfer.wait()
+        message, order = self._message(target), self._order(target)
+        if not message.is_send and message.changes_layout and not message.is_whole:
+            self._copy_range(message, transfer.buffer)
+        return LogEntry(
+            step,
+            order.channel_text,
+            message.text,
+            transfer.start_ns,
+            transfer.end_ns,
+            (order.channel.src, order.channel.dst),
+            *self.size_of(transfer.buffer),
+            transfer.posted_ns,
+        )
+
+    def size_of(self, buffer: Tensor | Slice) -> tuple[int, str]:
+        """Number and type of the elements of a transfer, or of a member's part of a gather."""
+        tensor, num_slices = whole_of(buffer)
+        return self._arrays.numel(tensor) // num_slices, self._arrays.dtype(tensor)
+
+    def _copy_range(self, message: _Message, buffer: Tensor) -> None:
+        """Copy a received range into its tensor, whose layout differs from the sender's."""
+        into = self.of(message.op).incoming(forward=message.is_forward)
+        flat = into[message.member].flatten()
+        flat[message.start : message.stop] = buffer
+        into[message.member] = flat.reshape(message.shape)
+
+    def free_output(self, op: Op) -> None:
+        """Free the memory of an output that was sent; autograd needs the tensors, not their values."""
+        tensors = self.of(op)
+        assert tensors.output
+        for tensor in tensors.output:
+            self._arrays.release(tensor)
+        tensors.sliced.clear()
+
+    def slice(self, op_id: int) -> None:
+        """Take the slice of a tensor that the partial transport sends."""
+        message = self._message(op_id)
+        tensors = self.of(message.op)
+        outgoing = tensors.outgoing(message.member, forward=message.is_forward).detach()
+        if self._slicing is not None:
+            sliced = message.slice_of(outgoing.contiguous())
+        else:
+            sliced = outgoing.flatten()[message.start : message.stop].clone()
+        tensors.sliced[message.is_forward, message.member] = sliced
+
+    def gather(self, op_id: int, collectives: Collectives) -> Tensor | Slice:
+        """Join the slices of a tensor that all TP ranks received; return this rank's slice."""
+        message = self._message(op_id)
+        tensors = self.of(message.op)
+        part = tensors.received.pop((message.is_forward, message.member))
+        if isinstance(part, Slice):
+            assert isinstance(collectives, SliceCollectives)
+            joined = collectives.gather_slices(part)
+        else:
+            joined = collectives.all_gather(part, 0).reshape(message.shape)
+        tensors.incoming(forward=message.is_forward)[message.member] = joined
+        return part
+
+    def _message(self, op_id: int) -> _Message:
+        message = self._messages.get(op_id)
+        if message is None:
+            row = self._plan.graph.row(op_id)
+            op, spec = row.op, self._plan.graph.tensors[row.tensor]
+            boundary, member = self._boundary(row.tensor)
+            message = self._messages[op_id] = _Message(
+                op,
+                str(op),
+                op.kind in SEND_KINDS,
+                op.is_forward,
+                list(spec.shape),
+                spec.dtype,
+                row.start,
+                row.stop,
+                row.stop - row.start == spec.numel,
+                member,
+                boundary.changes_layout,
+            )
+        return message
+
+    def _order(self, op_id: int) -> _Order:
+        order = self._orders.get(op_id)
+        if order is None:
+            entry: Sequence[int] = self._entries.members(op_id)
+            channel = self._plan.graph.channels[int(self._plan.graph.channel[op_id])]
+            orders = dict.fromkeys(queue for member in entry for queue in self._entries.orders(member))
+            order = self._orders[op_id] = _Order(channel, str(channel), op_id == entry[-1], entry[-1], tuple(orders))
+        return order
+
+    def _boundary(self, tensor: int) -> tuple[Boundary, int]:
+        """Boundary member of one of the graph's tensors, and its index in the edge."""
+        edge, variant, member = self._member[tensor]
+        return self._plan.edges[edge].variants[variant][member], member

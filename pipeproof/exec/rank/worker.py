@@ -1,0 +1,206 @@
+"""Process of one rank: it joins the world, runs its program step after step, and writes results.
+
+The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD`` with its framework's environment
+of the rank; under an external launcher ``run_rank`` is called in the launched process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from pipeproof.exec.compare.reference_kind import is_checked_by_bound
+from pipeproof.exec.launch.custom_layers_check import require_same_start
+from pipeproof.exec.launch.failures import event_of
+from pipeproof.exec.launch.job_files import EventSink, Fault, Job, save_arrays, save_step
+from pipeproof.exec.launch.rendezvous import environment_rank
+from pipeproof.exec.measure.idle_messages import time_idle_messages
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.checkpointing import restore_state, save_state
+from pipeproof.exec.rank.framework_choice import (
+    paddle_writer,
+    start_framework,
+    start_progress,
+    start_replays,
+    timed,
+    timing_of,
+)
+from pipeproof.exec.rank.machine import Begin, Finished, Instruction, RankMachine
+from pipeproof.exec.rank.op_log import HostClock
+from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
+from pipeproof.exit_status import ExitStatus
+from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.ops import Op
+from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.verify.certificate import Certificate, certificate_of, graph_digest
+from pipeproof.verify.subject import Subject, make_subject
+
+Emit = Callable[..., None]
+"""Sends one event to the launcher: its kind, then its content by keyword."""
+
+
+def run_rank(job: Job, rank: int, emit: Emit) -> None:
+    """Run every step of one rank's program; write step files and the op log to the job's directory.
+
+    Raises:
+        RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
+    """
+    subject = make_subject(job.loaded_plan()).unfolded()
+    require_same_plan(subject, job.certificate)
+    plan = subject.plan
+    framework = start_framework(plan.spec.run, share_gpus=job.share_gpus)
+    world = framework.connect(rank, plan, lambda phase: emit("setup", what=phase))
+    fault = FaultInjector(job.fault, rank)
+
+    def report_operation(step: int, op_id: int) -> None:
+        emit("at", step=step, op=op_id)
+
+    def enter(step: int, op_id: int) -> None:
+        report_operation(step, op_id)
+        if replayed is not None:
+            replayed.enter(op_id, plan.graph.ops[op_id].kind)
+        elif progress is not None and plan.graph.parent[op_id] == NONE:
+            progress.write(op_id)
+        fault.inject(plan.graph.ops[op_id])
+
+    replayed: ReplayedSteps | None = None
+    run = plan.spec.run
+    # Neither a profile nor a replay may spend time on progress.
+    progress = None if job.profile or run.replay else start_progress(run, plan.graph.num_ops)
+
+    watch = LayerWatch() if job.layers else None
+    timed_world, clock = timed(plan.spec.run, world) if job.profile else (world, HostClock())
+    adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
+    if plan.spec.custom_layers is not None:
+        require_same_start(job, adapter.weights())
+    machine = RankMachine(plan.graph, rank)
+    if job.profile:
+        emit("setup", what="timing idle messages")
+        times = time_idle_messages(world, framework.arrays, plan.graph, on_device=plan.spec.run.device == "gpu")
+        job.idle_messages_file(rank).write_text(json.dumps([asdict(message) for message in times]))
+    if job.checkpoint.resume is not None:
+        emit("setup", what="loading the state")
+        restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
+    emit("ready", threads=framework.num_threads())
+    first = job.checkpoint.first_step
+    if num_logged_steps(plan.spec.run, layers=job.layers, first_step=first) < plan.spec.run.steps - first:
+        replays = start_replays(plan.graph.num_ops)
+        run_program = partial(run_step, machine, execute=adapter.execute)
+        replayed = ReplayedSteps(adapter, run_program, replays, report_operation)
+    for step in range(first, plan.spec.run.steps):
+        if replayed is not None:
+            replayed.run(step)
+        else:
+            if progress is not None:
+                progress.begin(step)
+            with follow_device(
+                None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
+            ):
+                adapter.begin(step)
+                run_step(machine, step, adapter.execute)
+                adapter.finish()
+        if watch is not None:
+            save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
+        save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+        if is_checked_by_bound(plan) and step + 1 < plan.spec.run.steps:
+            save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
+        if job.checkpoint.is_due(step, plan.spec.run.steps):
+            write_by_paddle = paddle_writer() if job.checkpoint.by_paddle else None
+            save_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
+        emit("step", step=step)
+    timed_world.channels.close()
+    if job.profile:
+        timing_of(plan.spec.run, clock).save(job.timing_file(rank))
+    job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
+    emit("finished")
+
+
+def run_step(machine: RankMachine, step: int, execute: Callable[[Instruction], None]) -> None:
+    """Run one step of a rank's program, operation by operation."""
+    instructions = machine.handle(Begin(step))
+    while instructions:
+        for instruction in instructions:
+            execute(instruction)
+        instructions = machine.handle(Finished(instructions[-1].op_id))
+
+
+def require_same_plan(subject: Subject, certificate: Certificate) -> None:
+    """Refuse to work on another graph than the one that was checked, or where the check would be another one.
+
+    Raises:
+        RuntimeError: this process derives another graph digest, rule set version or backend table version than the
+            launcher's certificate has; the message names those that differ.
+    """
+    ours = certificate_of(subject, graph_digest(subject), certificate.verdict)
+    compared = (
+        ("graph digest", ours.graph_digest[:12], certificate.graph_digest[:12]),
+        ("rule set version", ours.rule_set_version, certificate.rule_set_version),
+        ("backend table version", ours.backend_table_version[:12], certificate.backend_table_version[:12]),
+    )
+    differ = [f"{name} {derived}, not {checked}" for name, derived, checked in compared if derived != checked]
+    if differ:
+        raise RuntimeError(
+            f"this process derives another certificate than the launcher's: {', '.join(differ)}; install the same "
+            "pipeproof, with the same custom layers and plan files, for every rank, and check the plan again"
+        )
+
+
+class FaultInjector:
+    """Injector of a failure before the named operation of the named rank."""
+
+    def __init__(self, fault: Fault | None, rank: int) -> None:
+        self._fault = fault if fault is not None and fault.rank == rank else None
+
+    def inject(self, op: Op) -> None:
+        """Fail if the operation is the one of the fault."""
+        if self._fault is None or str(op) != self._fault.op:
+            return
+        if self._fault.action == "raise":
+            raise RuntimeError(f"injected failure at {op}")
+        if self._fault.action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # hang
+            time.sleep(1)
+
+
+def end_with_launcher(directory: Path) -> None:
+    """From now on, end this process and remove the job's directory when the launcher ends in any way."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(ExitStatus.WORKER_FAILED)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank) -> int:
+    """Do one rank's ``work`` under pipeproof's launcher; return exit status 0, or 3 if anything failed."""
+    directory, events = Path(arguments[0]), EventSink(int(arguments[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    end_with_launcher(directory)
+    try:
+        work(Job.load(directory), environment_rank(), events.send)
+    except Exception as error:  # noqa: BLE001 - a framework may raise anything; the launcher reports it
+        traceback.print_exc()
+        events.send("error", **event_of(error))
+        return ExitStatus.WORKER_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a framework's threads would block a normal exit when a peer is gone

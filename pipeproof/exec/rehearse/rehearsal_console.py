@@ -1,0 +1,124 @@
+"""Terminal output of ``pipeproof rehearse``: progress, findings, edges, files, exit status."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pipeproof.diagnostics.text_output import render_text
+from pipeproof.exec.launch.external_launcher import launched_rank
+from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
+from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
+from pipeproof.exec.rehearse.rehearse_plan import RehearsalOptions, rehearse, rehearse_launched
+from pipeproof.exec.run_console import result_or_status
+from pipeproof.exit_status import ExitStatus
+from pipeproof.verify.check_plan import Report
+
+_MOST_EDGES = 24
+"""Most edges that the table shows; where there are more, only the slowest. The profile has all."""
+
+
+def rehearse_command(
+    report: Report,
+    options: RehearsalOptions,
+    console: Console,
+    report_file: Path | None,
+    profile_file: Path | None,
+) -> int:
+    """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
+    report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
+    rank = launched_rank()
+
+    def execute() -> Rehearsal | None:
+        return _rehearse(report, options, console) if rank is None else _run_launched(rank, report, options, console)
+
+    refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
+    result = result_or_status(execute, report, console, refusal)
+    if isinstance(result, int):
+        return result
+    if result is None:  # a rank other than 0 under an external launcher
+        return ExitStatus.OK
+    if options.share_gpus:
+        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
+    _render(result, console, timed=not options.share_gpus)
+    if report_file is not None:
+        report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    if profile_file is not None:
+        profile_file.write_text(json.dumps(result.profile(), indent=2) + "\n")
+        console.print(f"profile of {len(result.edges)} edges written to {profile_file}", soft_wrap=True)
+    return ExitStatus.OK if result.passed else ExitStatus.FAILED
+
+
+def _rehearse(report: Report, options: RehearsalOptions, console: Console) -> Rehearsal:
+    run, graph = report.subject.plan.spec.run, report.subject.graph
+    if report.certificate is None and options.unsafe:
+        render_text(report.findings, report.subject.source, console=console)
+        console.print("[bold yellow]rehearsing the plan without a certificate (--unsafe)[/]")
+    scale = "" if options.scale == 1 else f" at scale {options.scale}"
+    console.print(
+        f"{graph.num_ranks} processes, {run.backend} on {run.device}{scale}, {run.steps} steps of communication, "
+        f"digest {report.digest[:12]}",
+        soft_wrap=True,
+    )
+    with console.status("starting") as status:
+        return rehearse(report, options, status.update)
+
+
+def _run_launched(rank: int, report: Report, options: RehearsalOptions, console: Console) -> Rehearsal | None:
+    source = report.subject.source
+    return rehearse_launched(
+        rank, report, options, on_hang=lambda finding: render_text([finding], source, console=console)
+    )
+
+
+def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
+    render_text(result.findings, result.subject.source, console=console)
+    if result.edges:
+        console.print(_edge_table(result))
+    if result.network is not None:
+        node = result.network["node"]
+        console.print(
+            f"all edges together: {node['latency_us']:g} us and {node['bandwidth']:g} GB/s; `network` of `--profile` "
+            "is for `cost.network` of a plan on this machine",
+            soft_wrap=True,
+        )
+    num_channels = len(result.subject.graph.channels)
+    if timed and num_channels > len(result.edges):
+        console.print(f"{num_channels - len(result.edges)} channels without a way back were not timed")
+    counts = result.to_json()
+    verb = "differs from" if result.log_findings else "equals"
+    console.print(
+        f"{counts['messages']} messages and {counts['collectives']} collectives of all ranks read on arrival, "
+        f"{counts['elements']} elements, in {result.seconds:.1f} s; executed log {verb} the verified graph",
+        soft_wrap=True,
+    )
+    if result.passed:
+        console.print("[bold green]correct[/]: every element arrived where the plan needs it")
+    elif result.is_correct:
+        console.print("[bold yellow]correct, but the plan was not verified[/]")
+    else:
+        faults = result.num_faults
+        console.print(f"[bold red]wrong[/]: {faults} operation{'' if faults == 1 else 's'} with wrong elements")
+
+
+def _edge_table(result: Rehearsal) -> Table:
+    """Table of latency and bandwidth of each edge, in the order of the graph, or of the slowest ones."""
+    clock = "GPU" if result.subject.plan.spec.run.device == "gpu" else "host"
+    shown, title = result.edges, f"edges, one message at a time, by the {clock}'s clock"
+    if len(shown) > _MOST_EDGES:
+        shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
+        title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("edge", no_wrap=True)
+    table.add_column("latency us", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("fit error", justify="right")
+    for edge in shown:
+        link = edge.link
+        table.add_row(edge.channel, f"{link.latency_us:g}", f"{link.bandwidth:g}", f"{link.residual:.0%}")
+    return table

@@ -1,0 +1,157 @@
+"""Edges of a rehearsal: messages timed after its steps, and latency and bandwidth in the form of the simulator."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeproof.comm.channel_models import message_bytes
+from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.measure.link_curve import LinkFit, fit_link
+from pipeproof.exec.measure.ping_pong import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
+from pipeproof.exec.measure.profile_from_logs import by_size
+from pipeproof.exec.rank.framework_protocol import Arrays, World
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.specs.cost import NetworkSpec
+from pipeproof.specs.profile_file import SizedSpread
+
+USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
+"""Sizes in addition to the smallest and the largest of the plan's messages."""
+LARGE_BYTES = 2**24
+"""Additional size on GPUs, whose links smaller messages do not saturate."""
+
+EdgeTimes = Mapping[str, Mapping[int, tuple[float, ...]]]
+"""Microseconds of each message, by the channel's text and the message's bytes."""
+
+
+def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:
+    """Return the bytes of the messages to time, in order; the result is the same on every rank."""
+    planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]
+    extremes = (int(planned.min()), int(planned.max())) if len(planned) else ()
+    return tuple(sorted({*extremes, *USUAL_BYTES, *((LARGE_BYTES,) if device == "gpu" else ())}))
+
+
+def ping_edges(
+    world: World,
+    arrays: Arrays,
+    clock: PingClock,
+    graph: OpGraph,
+    device: str,
+    progress: Callable[[str], None],
+) -> EdgeTimes:
+    """Time every channel that has a way back, one after the other; every rank must call this.
+
+    The result has the channels on which this rank sends. All ranks wait at a barrier before each channel, so that
+    nothing else is under way.
+    """
+    wire, sizes = Wire(world.rank, world.channels, arrays, clock), ping_sizes(graph, device)
+    measured = {}
+    for channel in graph.channels:
+        progress(f"timing {channel}")
+        world.barrier()
+        back = way_back(graph.channels, channel)
+        if back is not None and world.rank in (channel.src, channel.dst):
+            times = one_way_us(wire, channel, back, sizes)
+            if world.rank == channel.src:
+                measured[str(channel)] = times
+    return measured
+
+
+def save_edges(job: Job, rank: int, times: EdgeTimes) -> None:
+    """Write the times of a rank."""
+    _edges_file(job, rank).write_text(json.dumps(times))
+
+
+def read_edges(job: Job, num_ranks: int) -> EdgeTimes:
+    """Read the times of all ranks."""
+    return {
+        channel: {int(num_bytes): tuple(times) for num_bytes, times in by_size.items()}
+        for rank in range(num_ranks)
+        for channel, by_size in json.loads(_edges_file(job, rank).read_text()).items()
+    }
+
+
+def _edges_file(job: Job, rank: int) -> Path:
+    return job.directory / f"rank{rank}.edges.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One measured channel: its messages and the line through them."""
+
+    channel: str
+    source: int
+    destination: int
+    link: LinkFit
+    messages: tuple[SizedSpread, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "channel": self.channel,
+            "source": self.source,
+            "destination": self.destination,
+            "latency_us": self.link.latency_us,
+            "bandwidth": self.link.bandwidth,
+            "residual": self.link.residual,
+            "messages": [message.model_dump(mode="json", by_alias=True) for message in self.messages],
+        }
+
+
+def edges_of(graph: OpGraph, times: EdgeTimes) -> tuple[Edge, ...]:
+    """Return each channel of a graph on which messages were timed."""
+    edges = []
+    for channel in graph.channels:
+        name = str(channel)
+        if name in times:
+            messages = spread_of([times[name]])
+            edges.append(Edge(name, channel.src, channel.dst, fitted(messages), messages))
+    return tuple(edges)
+
+
+def network_of(num_ranks: int, edges: Sequence[Edge], times: EdgeTimes) -> dict[str, Any] | None:
+    """Return ``cost.network`` of a plan whose ranks are all on this machine; None without an edge.
+
+    ``node`` is the line through the messages of all edges, for pairs of ranks without an edge. Of several channels
+    between two ranks the slowest is their edge.
+    """
+    if not edges:
+        return None
+    node = fitted(spread_of(list(times.values())))
+    slowest: dict[tuple[int, int], LinkFit] = {}
+    for edge in edges:
+        pair, largest = (edge.source, edge.destination), edge.messages[-1].num_bytes
+        if pair not in slowest or edge.link.time_us(largest) > slowest[pair].time_us(largest):
+            slowest[pair] = edge.link
+    network = {
+        "ranks_per_node": num_ranks,
+        "node": _link(node),
+        "edges": [{"source": a, "destination": b, **_link(link)} for (a, b), link in slowest.items()],
+    }
+    NetworkSpec.model_validate(network)
+    return network
+
+
+def spread_of(times: Sequence[Mapping[int, Sequence[float]]]) -> tuple[SizedSpread, ...]:
+    """Return the spread of message times by bytes, for several channels together."""
+    nanoseconds = defaultdict[int, list[int]](list)
+    for of_channel in times:
+        for num_bytes, microseconds in of_channel.items():
+            nanoseconds[num_bytes] += [round(time * 1000) for time in microseconds]
+    return by_size((num_bytes, time) for num_bytes, of_size in nanoseconds.items() for time in of_size)
+
+
+def fitted(messages: Sequence[SizedSpread]) -> LinkFit:
+    """Return the line through the medians of messages."""
+    return fit_link([(message.num_bytes, message.median_us) for message in messages])
+
+
+def _link(link: LinkFit) -> dict[str, float]:
+    return {"latency_us": link.latency_us, "bandwidth": link.bandwidth}

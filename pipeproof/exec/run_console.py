@@ -1,0 +1,269 @@
+"""Terminal output of ``pipeproof run``: progress, a line per step, findings, the verdict, files, exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.diagnostics.text_output import render_text
+from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
+from pipeproof.exec.compare.reference_kind import is_checked_by_bound
+from pipeproof.exec.compare.run_record import RecordOptions
+from pipeproof.exec.compare.step_losses import NotFiniteError, main_loss, module_losses
+from pipeproof.exec.launch.external_launcher import launched_rank, run_launched
+from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
+from pipeproof.exec.launch.supervisor import WorkerFailedError
+from pipeproof.exec.rank.checkpointing import checkpoint_lines
+from pipeproof.exec.run_plan import NotVerifiedError, Progress, RunOptions, require_runnable, run
+from pipeproof.exec.run_report import LogClock, RunReport
+from pipeproof.exit_status import ExitStatus
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.signals import TerminatedError, terminate_raises
+from pipeproof.sim.timeline import Timeline
+from pipeproof.specs.profile_file import Profile
+from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.verify.check_plan import Report
+
+_Result = TypeVar("_Result")
+
+
+def run_command(
+    report: Report,
+    options: RunOptions,
+    console: Console,
+    report_file: Path | None,
+    profile_file: Path | None,
+    write_timeline: Callable[[Timeline, OpGraph], str] | None,
+) -> int:
+    """Run a checked plan, print its progress, write the requested files; return the exit status.
+
+    ``write_timeline`` writes the measured timeline and returns the line to print about it.
+    """
+    report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
+    rank = launched_rank()
+
+    def execute() -> RunReport | None:
+        return _run(report, options, console) if rank is None else _run_launched(rank, report, options, console)
+
+    refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
+    result = result_or_status(execute, report, console, refusal)
+    if isinstance(result, int):
+        return result
+    if result is None:  # a rank other than 0 under an external launcher
+        return ExitStatus.OK
+    if options.share_gpus:
+        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
+    checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
+    for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
+        console.print(line, soft_wrap=True)
+    render_run(result, console)
+    if report_file is not None:
+        report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    if profile_file is not None and result.profile is not None:
+        profile_file.write_text(json.dumps(result.profile.to_json(), indent=2) + "\n")
+        console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
+    elif profile_file is not None:
+        console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)
+    if options.record is not None:
+        console.print(_record_line(options.record), soft_wrap=True)
+    if write_timeline is not None:
+        console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
+    return ExitStatus.OK if result.passed else ExitStatus.FAILED
+
+
+def result_or_status(execute: Callable[[], _Result], report: Report, console: Console, refusal: str) -> _Result | int:
+    """Return the result of ``execute``; where it fails, print the reason and return the exit status.
+
+    ``refusal`` is the line for a plan that does not pass check.
+    """
+    try:
+        with terminate_raises():
+            return execute()
+    except KeyboardInterrupt:
+        console.print("interrupted: all processes were stopped")
+        return ExitStatus.INTERRUPTED
+    except TerminatedError as error:
+        console.print(f"{error}: all processes were stopped")
+        return 128 + error.signum
+    except PipeproofError as error:
+        render_text(error.findings, report.subject.source, console=console)
+        if isinstance(error, NotVerifiedError):
+            console.print(refusal)
+        return _status(error)
+
+
+def _profile_line(profile: Profile, file: Path) -> str:
+    steps = f"{profile.steps.counted} of {profile.steps.run} steps"
+    idle = "" if profile.messages or not profile.bare_messages else ", messages only from before the first step"
+    return f"profile of {steps}{idle} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
+
+
+def _record_line(record: RecordOptions) -> str:
+    run, reference = record.directory / "run", record.directory / "reference"
+    size = sum(file.stat().st_size for record in (run, reference) for file in record.rglob("*") if file.is_file())
+    return f"recorded, {size / 1e6:.1f} MB; compare: pipeproof align {run} {reference}"
+
+
+def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
+    require_runnable(report, options)
+    graph, num_steps = report.subject.graph, report.subject.plan.spec.run.steps
+    if report.certificate is None and options.unsafe:
+        render_text(report.findings, report.subject.source, console=console)
+        console.print("[bold yellow]running the plan without a certificate (--unsafe)[/]")
+    console.print(f"{graph.num_ranks} processes and a reference, {num_steps} steps, digest {report.digest[:12]}")
+    with console.status("starting") as status:
+
+        def on_progress(progress: Progress) -> None:
+            status.update(
+                f"{progress.phase}; steps: ranks {progress.steps_done}, reference {progress.reference_steps} "
+                f"of {num_steps}"
+            )
+
+        def on_step(step: StepResult) -> None:
+            console.print(step_line(step, _bound(report)), soft_wrap=True)
+
+        return run(report, options, on_progress, on_step)
+
+
+def _bound(report: Report) -> float | None:
+    """Stated bound on the distance of steps to the reference, None where the bits must be equal."""
+    plan = report.subject.plan
+    return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
+
+
+def _run_launched(rank: int, report: Report, options: RunOptions, console: Console) -> RunReport | None:
+    return run_launched(
+        rank,
+        report,
+        options,
+        on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),
+        on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
+    )
+
+
+def _status(error: PipeproofError) -> int:
+    if isinstance(error, WorkerFailedError):
+        return ExitStatus.WORKER_FAILED
+    if isinstance(error, NotVerifiedError | NotFiniteError):
+        return ExitStatus.FAILED
+    return ExitStatus.BAD_INPUT
+
+
+def step_line(step: StepResult, bound: float | None = None) -> str:
+    """Return the line of one step: its loss, the reference's loss, the number of bitwise equal gradients, other losses.
+
+    With a ``bound`` the line has distances to the reference in place of bitwise comparisons.
+    """
+    if bound is not None:
+        farthest = max((gradient.unpartitioned_max_rel_diff for gradient in step.gradients), default=0.0)
+        colour = "green" if step.agrees(bound) and farthest <= bound else "red"
+        return (
+            f"step {step.step}  loss {float(main_loss(step.loss)):.9f}  "
+            f"reference {float(main_loss(step.reference_loss)):.9f}  distance [{colour}]{step.loss_distance:.2g}[/]  "
+            f"gradients [{colour}]{farthest:.2g}[/] at most  bound {bound:.2g}"
+        )
+    equal = sum(gradient.bitwise for gradient in step.gradients)
+    verdict = "bitwise equal" if step.loss_is_bitwise else "[red]differs[/]"
+    colour = "green" if equal == len(step.gradients) else "red"
+    line = (
+        f"step {step.step}  loss {float(main_loss(step.loss)):.9f}  "
+        f"reference {float(main_loss(step.reference_loss)):.9f}  "
+        f"{verdict}  gradients [{colour}]{equal}/{len(step.gradients)}[/] bitwise"
+    )
+    line += "".join(f"  {name} {float(loss):.9f}" for name, loss in module_losses(step.loss).items())
+    if step.routers is None:
+        return line
+    losses = "".join(f"  {name} {float(step.routers.of_run[name]):.9f}" for name in step.routers.losses)
+    return f"{line}{losses}  routers {'bitwise equal' if step.routers.bitwise else '[red]differ[/]'}"
+
+
+_MOST_ROWS = 80
+"""Most parameters that the table shows; where there are more, only those that differ. The JSON report has all."""
+
+
+def _gradient_table(step: StepResult, bound: float | None) -> Table:
+    """Table of the gradients of one step, compared with the reference, or with the bound if there is one."""
+    shown, title = step.gradients, f"gradients of step {step.step}"
+    if len(shown) > _MOST_ROWS:
+        shown = tuple(g for g in shown if not _is_accepted(g, bound))[:_MOST_ROWS]
+        title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage", justify="right")
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("md5", no_wrap=True)
+    table.add_column("bits" if bound is None else "bound", no_wrap=True)
+    table.add_column("rel. diff.", justify="right")
+    table.add_column("to unpartitioned", justify="right")
+    accepted, refused = ("equal", "[red]differ[/]") if bound is None else ("within", "[red]beyond[/]")
+    for gradient in shown:
+        table.add_row(
+            str(gradient.stage),
+            gradient.name,
+            gradient.md5[:8],
+            accepted if _is_accepted(gradient, bound) else refused,
+            f"{gradient.max_rel_diff:.2g}",
+            f"{gradient.unpartitioned_max_rel_diff:.2g}",
+        )
+    return table
+
+
+def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
+    return gradient.bitwise if bound is None else gradient.unpartitioned_max_rel_diff <= bound
+
+
+def render_run(report: RunReport, console: Console) -> None:
+    """Print the findings, the gradients of the last step, and the verdict."""
+    render_text(report.findings, report.subject.source, console=console)
+    console.print(_gradient_table(report.steps[-1], report.parallel_bound if report.is_checked_by_bound else None))
+    spec = report.subject.plan.spec
+    if report.is_checked_by_bound:
+        console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")
+        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
+    elif report.parallel_bound:
+        console.print("reference: one process, adding in the order of the plan")
+        console.print(f"distance to the plain unpartitioned model: stated bound {report.parallel_bound:.3g}")
+    else:
+        console.print("reference: one process, unpartitioned model, micro-batch by micro-batch")
+    threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
+    device = threads if spec.run.device == "cpu" else "a GPU per process"
+    main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
+    console.print(f"{spec.run.dtype}{main}, {device}, accumulation {report.accumulation}")
+    verb = "equals" if not report.log_findings else "[red]differs from[/]"
+    console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
+    if report.passed and report.is_checked_by_bound:
+        gradients = " and every gradient of the first step" if report.starts_from_initial_weights else ""
+        console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
+    elif report.passed:
+        console.print("[bold green]matches[/]: every loss and every gradient, bit for bit")
+    elif report.matches:
+        console.print("[bold yellow]matches, but was not verified[/]")
+    else:
+        console.print("[bold red]does not match[/] the reference")
+
+
+CLOCKS: Mapping[LogClock, str] = MappingProxyType(
+    {
+        "host": "",
+        "device": "; its times are the GPU's",
+        "issue": "; its times are when the host issued each operation (`--profile` has the GPU's)",
+    }
+)
+"""Remark about the times of a log, by its clock."""
+
+
+def _logged_steps(report: RunReport) -> str:
+    """Remark that later steps were replayed, so that only the first two have a log."""
+    if report.num_logged_steps in (None, len(report.steps)):
+        return ""
+    first, last = report.steps[0].step, report.steps[-1].step
+    second = first + 1
+    return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"

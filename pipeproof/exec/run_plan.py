@@ -1,0 +1,346 @@
+"""Run of a verified plan: launch, compare each finished step with the reference, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pipeproof.comm.accumulation_order import accumulation_of
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
+from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.compare.run_record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.exec.compare.step_losses import require_finite
+from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.launch.custom_layers_check import require_custom_layers
+from pipeproof.exec.launch.gpu_assignment import missing_gpus
+from pipeproof.exec.launch.job_files import (
+    CheckpointOptions,
+    Fault,
+    Job,
+    dump_plan,
+    load_arrays,
+    load_not_finite,
+    load_routers,
+    load_step,
+)
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.measure.idle_messages import read_idle_messages
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.checkpointing import prepare_checkpoint, remove_unfinished
+from pipeproof.exec.rank.op_log import LogEntry, Timing
+from pipeproof.exec.rank.step_replay import num_logged_steps
+from pipeproof.exec.run_codes import BACKEND_MISSING, NOT_EXECUTED
+from pipeproof.exec.run_report import RunReport, clock_of, measured_timeline
+from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
+from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.verify.check_plan import Report
+from pipeproof.verify.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of a run: steps that all ranks and the reference have finished, and the phase of set-up."""
+
+    steps_done: int
+    reference_steps: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run: the watchdog's seconds, the directory for worker output, an injected failure, profiling.
+
+    ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
+    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to.
+    """
+
+    timeout_s: float = 60.0
+    logs: Path | None = None
+    fault: Fault | None = None
+    unsafe: bool = False
+    profile: bool = False
+    record: RecordOptions | None = None
+    share_gpus: bool = False
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+
+
+class NotVerifiedError(PipeproofError):
+    """The plan has errors, or some rules did not check it; it was not run."""
+
+
+class BackendMissingError(PipeproofError):
+    """The plan's backend is not installed, or its device is missing."""
+
+
+def run(
+    report: Report,
+    options: RunOptions,
+    on_progress: Callable[[Progress], None],
+    on_step: Callable[[StepResult], None],
+) -> RunReport:
+    """Run the plan of a check report on real processes and compare every step with the reference.
+
+    Raises:
+        NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
+        BackendMissingError: the plan's backend is not installed.
+        PlanFileError: custom layers cannot be built, or differ from their declaration.
+        PipeproofError: the injected failure of the options would never occur.
+        WorkerFailedError: a worker died, raised or hung.
+        NotFiniteError: a loss or a gradient of a step is not finite.
+        StateError: the state to resume from does not fit the plan, or is incomplete.
+    """
+    require_runnable(report, options)
+    with job_directory(options.logs) as directory:
+        job = prepare_job(report, options, directory)
+        collector = StepCollector(job, report.subject, options.record, requires_finite=report.certificate is not None)
+        state = JobState(report.subject)
+        launcher = Launcher(job, state, options.timeout_s)
+
+        def progressed() -> None:
+            done = min(rank.steps_done for rank in state.ranks)
+            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
+            on_progress(Progress(done, launcher.reference_steps, phase))
+            for result in collector.collect(min(done, launcher.reference_steps)):
+                on_step(result)
+
+        try:
+            launcher.run(progressed)
+        finally:
+            remove_unfinished(job.checkpoint, job.directory.name)
+        progressed()
+        return finish_report(report, job, collector.results, state.threads)
+
+
+def prepare_job(report: Report, options: RunOptions, directory: Path) -> Job:
+    """Write the job of a run into its directory, with the state to resume from; build custom layers once.
+
+    Raises:
+        PlanFileError: custom layers cannot be built, or differ from their declaration.
+        StateError: the state to resume from does not fit the plan, or is incomplete.
+    """
+    job = Job(
+        directory,
+        dump_plan(report.subject.loaded),
+        report.conclusion,
+        options.fault,
+        options.profile,
+        options.record is not None and options.record.layers,
+        share_gpus=options.share_gpus,
+        checkpoint=prepare_checkpoint(options.checkpoint, report.subject, report.digest),
+    )
+    job.save()
+    require_custom_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
+    return job
+
+
+def require_runnable(report: Report, options: RunOptions) -> None:
+    """Refuse a plan that must not or cannot be run, before any process starts.
+
+    Raises:
+        NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
+        BackendMissingError: the plan's backend is not installed.
+        PipeproofError: the executor does not support a feature of the plan, or the injected failure would never occur.
+    """
+    if report.certificate is None and not options.unsafe:
+        raise NotVerifiedError(*report.errors)
+    require_executable(report.subject)
+    require_environment(report.subject, share_gpus=options.share_gpus)
+    require_fault_op(report.subject, options.fault)
+    _require_times(report.subject, options)
+
+
+def require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
+    """Refuse a plan whose framework or devices are missing; with ``share_gpus`` one GPU is enough.
+
+    Raises:
+        BackendMissingError: the plan's backend is not installed, or its device is missing.
+    """
+    _require_backend(subject.plan.spec.run)
+    if missing := missing_gpus(subject, share_gpus=share_gpus):
+        raise BackendMissingError(missing)
+
+
+def _require_backend(run: RunSpec) -> None:
+    name, extra, package = _INSTALLED_BY[run.backend]
+    if importlib.util.find_spec(run.backend) is None:
+        raise BackendMissingError(
+            Finding(
+                BACKEND_MISSING.code,
+                Severity.ERROR,
+                f"the plan runs on {name}, which is not installed in this Python",
+                help=f"pip install 'pipeproof[{extra}]'  (or {package})",
+            )
+        )
+
+
+def _require_times(subject: Subject, options: RunOptions) -> None:
+    """Refuse to profile a CUDA graph replay, which has no single operations, and Paddle on GPUs, which has no clock."""
+    run = subject.plan.spec.run
+    if options.profile and (run.backend, run.device) == ("paddle", "gpu"):
+        raise PipeproofError(
+            Finding(
+                NOT_EXECUTED.code,
+                Severity.ERROR,
+                "--profile needs the GPU's clock, which only the PyTorch backend reads",
+                location=subject.locate("run", "device"),
+                help="run without --profile, or with `backend: torch`",
+            )
+        )
+    if options.profile and subject.plan.spec.run.replay:
+        raise PipeproofError(
+            Finding(
+                NOT_EXECUTED.code,
+                Severity.ERROR,
+                "--profile times single operations, and run.replay executes whole steps",
+                location=subject.locate("run", "replay"),
+                help="measure with `replay: false`: the operations are the same",
+            )
+        )
+
+
+_INSTALLED_BY = {
+    "paddle": ("Paddle", "cpu", "paddlepaddle==3.3.1"),
+    "torch": ("PyTorch", "torch", "torch>=2.11"),
+}
+"""Name, extra of pipeproof and package of each backend."""
+
+
+def require_fault_op(subject: Subject, fault: Fault | None) -> None:
+    """Refuse an injected failure that would never occur: at a transfer the host only posts and continues.
+
+    Raises:
+        PipeproofError: the fault names no operation that a rank executes.
+    """
+    if fault is None:
+        return
+    graph = subject.graph
+    ops = [graph.ops[i] for i in graph.rank_ops(fault.rank)] if fault.rank < graph.num_ranks else []
+    if fault.op not in {str(op) for op in ops if op.kind not in TRANSFER_KINDS}:
+        example = next((str(op) for op in graph.ops if op.kind in COMPUTE_KINDS), "0F0")
+        raise PipeproofError(
+            Finding(
+                "PP106",
+                Severity.ERROR,
+                f"--inject: rank {fault.rank} of {graph.num_ranks} never runs {fault.op}"
+                + (" (the rank only posts it; name its WAIT)" if fault.op in map(str, ops) else ""),
+                help=f"name a rank and one of its operations, such as 0:{example}:die; `pipeproof show --rank "
+                f"{min(fault.rank, graph.num_ranks - 1)}` lists them",
+            )
+        )
+
+
+class StepCollector:
+    """Comparison of steps in order, as soon as all files of a step exist; it records them and removes the files.
+
+    With ``requires_finite`` a loss or gradient that is not finite raises ``NotFiniteError``.
+    """
+
+    def __init__(
+        self, job: Job, subject: Subject, record: RecordOptions | None = None, *, requires_finite: bool = True
+    ) -> None:
+        self._job, self._subject = job, subject
+        self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
+        self._requires_finite = requires_finite
+        self.results: list[StepResult] = []
+
+    def collect(self, num_steps: int) -> list[StepResult]:
+        """Return the results of the steps before ``num_steps`` that were not collected yet."""
+        new = [self._compare(step) for step in range(self._job.checkpoint.first_step + len(self.results), num_steps)]
+        self.results += new
+        return new
+
+    def _compare(self, step: int) -> StepResult:
+        plan = self._subject.plan
+        unpartitioned_file = self._job.step_file("unpartitioned", step)
+        has_ordered = needs_ordered_reference(plan) and not is_checked_by_bound(plan)
+        ordered_file = self._job.step_file("ordered", step) if has_ordered else unpartitioned_file
+        rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
+        unpartitioned, ordered = load_step(unpartitioned_file), load_step(ordered_file)
+        assert unpartitioned[0] is not None
+        assert ordered[0] is not None
+        shares = [load_step(file) for file in rank_files]
+        if self._requires_finite:
+            first_ops = [load_not_finite(file) for file in rank_files]
+            require_finite(self._subject.graph, step, shares, first_ops, (unpartitioned[0], unpartitioned[1]))
+        ranks = gather_sharded_gradients(plan, shares)
+        result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (unpartitioned[0], unpartitioned[1]))
+        rank_routers = [load_routers(file) for file in rank_files]
+        routers = compare_routers(plan, rank_routers, load_routers(ordered_file), load_routers(unpartitioned_file))
+        result = replace(result, routers=routers)
+        used = {unpartitioned_file, ordered_file, *rank_files}
+        if self._recorder is not None:
+            files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
+            files.append(self._job.layers_file("reference", step))
+            *rank_layers, reference = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            self._recorder.put(
+                step,
+                result.loss,
+                [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, rank_layers, strict=True)],
+                ReferenceStep(ordered[0], ordered[1], reference),
+                routers,
+            )
+            used.update(files if self._job.layers else ())
+        for file in used:
+            file.unlink()
+        return result
+
+
+def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], job: Job) -> tuple[Finding, ...]:
+    """Differences between a rank's log and the graph; if there are none, between exchanged rows and their counts."""
+    run = subject.plan.spec.run
+    differences = tuple(
+        compare_log(
+            subject.graph,
+            rank,
+            entries,
+            num_steps=num_logged_steps(run, layers=job.layers, first_step=job.checkpoint.first_step),
+            first_step=job.checkpoint.first_step,
+            dtype=run.dtype,
+            weight_dtype=run.weight_dtype,
+        )
+    )
+    return differences or tuple(compare_exchanges(subject.graph, rank, entries))
+
+
+def finish_report(report: Report, job: Job, steps: list[StepResult], threads: int) -> RunReport:
+    """Read the op logs of all ranks, compare them with the graph, and build the report.
+
+    ``threads`` is the largest number of compute threads that a worker measured.
+    """
+    subject, spec = report.subject, report.subject.plan.spec
+    logs = {
+        rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
+        for rank in range(subject.graph.num_ranks)
+    }
+    findings = tuple(
+        finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
+    )
+    profile = None
+    if job.profile and not findings:
+        idle_messages = {rank: read_idle_messages(job.idle_messages_file(rank)) for rank in logs}
+        timings = {rank: Timing.load(job.timing_file(rank)) for rank in logs}
+        profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
+    return RunReport(
+        subject=subject,
+        digest=report.digest,
+        verified=report.certificate is not None,
+        steps=tuple(steps),
+        log_findings=findings,
+        timeline=measured_timeline(subject, logs),
+        parallel_bound=parallel_bound(spec) if needs_ordered_reference(subject.plan) else 0.0,
+        is_checked_by_bound=is_checked_by_bound(subject.plan),
+        num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.checkpoint.first_step),
+        reference_from_state=job.checkpoint.reference_from_state,
+        threads=threads,
+        accumulation=accumulation_of(subject.plan),
+        profile=profile,
+        clock=clock_of(spec.run, is_timed=job.profile),
+    )

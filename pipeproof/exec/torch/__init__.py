@@ -1,1 +1,0 @@
-"""The executor on PyTorch: tensors, communication over gloo or NCCL, stages, and what the doctor probes."""

@@ -1,0 +1,154 @@
+"""Operations of different ranks that match each other, and disagreements between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
+from pipeproof.interop.hang.hang_codes import DISAGREEMENT
+
+_UNEVEN = frozenset(
+    {"all_to_all", "all_to_allv", "alltoall", "alltoall_base", "all_to_all_v_single", "gather", "scatter"}
+)
+_UNEVEN_FRAGMENTS = ("gather_v", "scatter_v", "all_to_all", "alltoall", "barrier")
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Partners of every operation: for a message its other end, for a collective the other members' entries.
+
+    ``missing`` maps an operation to the ranks whose dump has no entry for their
+    part of it.
+    """
+
+    partners: Mapping[tuple[int, int], tuple[Entry, ...]]
+    missing: Mapping[tuple[int, int], tuple[int, ...]]
+    launch_of: Mapping[tuple[int, int], Launch]
+    ends: tuple[tuple[Entry, Entry], ...]
+    collectives: tuple[tuple[Entry, ...], ...]
+
+
+def match_entries(dumps: Sequence[Dump]) -> Matches:
+    """Match the operations of all dumps.
+
+    Messages match by their position on the channel, collectives by the number
+    that their group gives them. Where a buffer was too short to hold all, the
+    first message that is not done at one end matches that at the other end.
+    """
+    whole = {dump.rank: dump.whole for dump in dumps}
+    launch_of = {
+        (entry.rank, entry.index): launch for dump in dumps for launch in dump.launches for entry in launch.entries
+    }
+    channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
+    collectives: dict[tuple[Group, int], dict[int, Entry]] = {}
+    for dump in dumps:
+        for launch in dump.launches:
+            for entry in launch.entries:
+                if entry.channel is not None:
+                    channels.setdefault(entry.channel, ([], []))[0 if entry.is_send else 1].append(entry)
+                else:
+                    collectives.setdefault((entry.group, entry.number), {}).setdefault(dump.rank, entry)
+    partners: dict[tuple[int, int], tuple[Entry, ...]] = {}
+    missing: dict[tuple[int, int], tuple[int, ...]] = {}
+    ends: list[tuple[Entry, Entry]] = []
+    for channel, (sends, receives) in channels.items():
+        exact = whole.get(channel.src, True) and whole.get(channel.dst, True)
+        shift = 0 if exact else _num_done(receives) - _num_done(sends)
+        for send, receive in _aligned(sends, receives, shift):
+            if send is not None and receive is not None:
+                ends.append((send, receive))
+                partners[send.rank, send.index] = (receive,)
+                partners[receive.rank, receive.index] = (send,)
+            elif send is not None:
+                missing[send.rank, send.index] = (channel.dst,)
+            elif receive is not None:
+                missing[receive.rank, receive.index] = (channel.src,)
+    for (group, _), members in collectives.items():
+        absent = tuple(rank for rank in group.ranks if rank not in members)
+        for entry in members.values():
+            partners[entry.rank, entry.index] = tuple(member for member in members.values() if member is not entry)
+            missing[entry.rank, entry.index] = absent
+    matched_collectives = tuple(tuple(members.values()) for members in collectives.values())
+    return Matches(partners, missing, launch_of, tuple(ends), matched_collectives)
+
+
+def _num_done(entries: Sequence[Entry]) -> int:
+    return sum(entry.state is State.COMPLETED for entry in entries)
+
+
+def _aligned(
+    sends: Sequence[Entry], receives: Sequence[Entry], shift: int
+) -> Iterator[tuple[Entry | None, Entry | None]]:
+    """Pair the k-th send with the (k + shift)-th receive; entries before the first pair are left out."""
+    for index in range(max(0, -shift), max(len(sends), len(receives) - shift)):
+        receive_index = index + shift
+        yield (
+            sends[index] if index < len(sends) else None,
+            receives[receive_index] if 0 <= receive_index < len(receives) else None,
+        )
+
+
+def disagreements(matches: Matches) -> Iterator[Finding]:
+    """Find PP932: messages and collectives whose ends differ."""
+    for send, receive in matches.ends:
+        text = _message_differs(send, receive)
+        if text is not None:
+            yield _finding(
+                f"{send.text} on rank {send.rank} and its receive on rank {receive.rank} {text}", (send, receive)
+            )
+    for members in matches.collectives:
+        yield from _collective_differs(members)
+
+
+def _message_differs(send: Entry, receive: Entry) -> str | None:
+    if send.num_elements != receive.num_elements:
+        return f"differ in size: {send.num_elements} elements against {receive.num_elements}"
+    if send.dtypes and receive.dtypes and set(send.dtypes) != set(receive.dtypes):
+        return f"differ in type: {'/'.join(send.dtypes)} against {'/'.join(receive.dtypes)}"
+    if send.batched != receive.batched and State.COMPLETED not in (send.state, receive.state):
+        batched = "the send" if send.batched else "the receive"
+        return f"are on two communicators: {batched} is in a batch, the other end is not"
+    return None
+
+
+def _collective_differs(members: Sequence[Entry]) -> Iterator[Finding]:
+    first = members[0]
+    for property_name, values in (
+        ("operation", [entry.kind for entry in members]),
+        ("size", [] if _is_uneven(first.kind) else [str(entry.num_elements) for entry in members]),
+        ("type", [] if _is_uneven(first.kind) else ["/".join(dict.fromkeys(entry.dtypes)) for entry in members]),
+    ):
+        odd = next((index for index, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            deviating = members[odd]
+            message = f"collective #{first.number} of {first.group.title} differs in {property_name}: "
+            message += f"{values[0]} on rank {first.rank}, {values[odd]} on rank {deviating.rank}"
+            yield _finding(message, members)
+            return
+    if _is_uneven(first.kind) and "all" in first.kind and len(members) == len(first.group.ranks):
+        num_sent = sum(_numel(entry.input_sizes) for entry in members)
+        num_received = sum(_numel(entry.output_sizes) for entry in members)
+        if num_sent != num_received:
+            message = f"collective #{first.number} of {first.group.title} sends {num_sent} elements in total"
+            yield _finding(f"{message}, and receives {num_received}", members)
+
+
+def _is_uneven(kind: str) -> bool:
+    return kind in _UNEVEN or any(fragment in kind for fragment in _UNEVEN_FRAGMENTS)
+
+
+def _numel(sizes: Iterable[Sequence[int]]) -> int:
+    total = 0
+    for size in sizes:
+        product = 1
+        for length in size:
+            product *= length
+        total += product
+    return total
+
+
+def _finding(message: str, entries: Sequence[Entry]) -> Finding:
+    ops = tuple(WitnessOp(entry.rank, f"{entry.text}: {entry.tensor_text}") for entry in entries)
+    return Finding(DISAGREEMENT.code, Severity.ERROR, message, entries[0].location, witness=OpsWitness(ops))

@@ -1,0 +1,1 @@
+"""Importers: plans from the configuration files of other tools."""

@@ -1,0 +1,67 @@
+"""Check of an imported plan: the rules' findings and the importer's own, with locations in the user's files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.problems import dotted
+from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
+from pipeproof.interop.importers.imported import Assumption, Imported
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.check_plan import Report, check
+from pipeproof.verify.selection import ALL_RULES, Selection
+
+
+def load_imported(imported: Imported) -> LoadedPlan:
+    """Load the imported plan; its source map points into the user's files.
+
+    Raises:
+        PlanFileError: the settings do not form a plan; with locations in those files.
+    """
+    return plan_from_dict(imported.plan, source=imported.source)
+
+
+def check_imported(imported: Imported, selection: Selection = ALL_RULES) -> Report:
+    """Check an imported plan with every selected rule, and add the importer's findings.
+
+    Raises:
+        BadPlanError: the settings do not form a plan, or one that cannot be lowered.
+    """
+    report = check(load_imported(imported), selection)
+    rephrase, spec = imported.rephrase, report.subject.plan.spec
+    rule_findings = report.findings if rephrase is None else rephrase(spec, report.findings)
+    importer_findings = [finding for finding in import_findings(imported) if selection.picks(finding.code)]
+    return replace(
+        report, findings=tuple(sorted([*rule_findings, *importer_findings], key=lambda finding: finding.code))
+    )
+
+
+def import_findings(imported: Imported) -> tuple[Finding, ...]:
+    """Return the importer's findings: its own, one for all assumptions, and one for each setting that is not shown."""
+    findings = list(imported.findings)
+    if imported.assumptions:
+        findings.append(_assumed(imported.assumptions))
+    findings += [
+        Finding(NOT_SHOWN.code, Severity.NOTE, f"`{setting.name}`: {setting.why}", setting.location)
+        for setting in imported.ignored
+    ]
+    return tuple(findings)
+
+
+def _assumed(assumptions: tuple[Assumption, ...]) -> Finding:
+    by_reason: dict[str, list[str]] = {}
+    for assumption in assumptions:
+        by_reason.setdefault(assumption.why, []).append(f"{dotted(assumption.key)} {_plain(assumption.value)}")
+    lines = [f"{', '.join(values)}: {why}" for why, values in by_reason.items()]
+    keys = [dotted(assumption.key) for assumption in assumptions]
+    return Finding(
+        ASSUMED.code,
+        Severity.NOTE,
+        "\n".join((f"{len(keys)} value{'s were' if len(keys) > 1 else ' was'} assumed", *lines)),
+        help=f"give them: `--set {keys[0]}=VALUE`, and so on",
+    )
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,110 @@
+"""Draft of an imported plan: values with their origins, and assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeproof.diagnostics.finding import Finding, Location
+from pipeproof.diagnostics.problems import KeyPath, dotted
+from pipeproof.interop.importers.imported import (
+    Assumption,
+    Flags,
+    IgnoredSetting,
+    Imported,
+    ImportedSource,
+    Origin,
+    Rephrase,
+)
+
+MAX_NUMBER = 2**40
+"""Upper bound of all sizes and counts of a plan."""
+
+
+class Draft:
+    """Collects the values, assumptions and findings of an importer.
+
+    A value of the command line (``flags.settings``) is set from the start and
+    wins over every later one; a set value wins over an assumed one. An importer
+    sets each key once, in any order; assumptions come after known values.
+    """
+
+    def __init__(self, kind: str, flags: Flags) -> None:
+        self.flags = flags
+        self._kind = kind
+        self._values: dict[KeyPath, object] = {("pipeproof",): 1}
+        self._origins: dict[KeyPath, Origin] = {}
+        self._assumptions: list[Assumption] = []
+        self._ignored: list[IgnoredSetting] = []
+        self._findings: list[Finding] = []
+        for path, value in flags.settings.items():
+            self._values[path] = value
+            self._origins[path] = Origin(f"--set {dotted(path)}={value}")
+
+    def __contains__(self, path: KeyPath) -> bool:
+        """Return True if the value, or one below or above it, is known."""
+        return any(known[: len(path)] == path or path[: len(known)] == known for known in self._values)
+
+    def get(self, *path: str | int, default: Any = None) -> Any:
+        """Return the value at a path of plan keys, or ``default``."""
+        return self._values.get(path, default)
+
+    def number(self, *path: str | int, default: int) -> int:
+        """Return the integer at a path if it is a valid size or count; else ``default``.
+
+        Other values of the command line are refused with the plan.
+        """
+        value = self._values.get(path)
+        return value if type(value) is int and 1 <= value <= MAX_NUMBER else default
+
+    def set(self, path: KeyPath, value: object, setting: str, location: Location | None = None) -> None:
+        """Set a value from the user's setting of that name."""
+        if path not in self:
+            self._values[path] = value
+            self._origins[path] = Origin(setting, location)
+
+    def assume(self, path: KeyPath, value: object, why: str, location: Location | None = None) -> None:
+        """Set an assumed value unless one is known; the assumption is reported."""
+        if path not in self:
+            self._values[path] = value
+            self._assumptions.append(Assumption(path, value, why, location))
+
+    def ignore(self, name: str, why: str, location: Location | None = None) -> None:
+        """Record a setting that the plan does not show."""
+        self._ignored.append(IgnoredSetting(name, why, location))
+
+    def find(self, finding: Finding) -> None:
+        """Record a finding about the files."""
+        self._findings.append(finding)
+
+    def imported(self, file: str, lines: tuple[str, ...], rephrase: Rephrase | None = None) -> Imported:
+        """Return the result; ``file`` and ``lines`` of the first file locate values that no setting gave."""
+        return Imported(
+            self._kind,
+            self._nested(),
+            ImportedSource(file, lines, origins=dict(self._origins)),
+            tuple(self._assumptions),
+            tuple(self._ignored),
+            tuple(self._findings),
+            rephrase,
+        )
+
+    def _nested(self) -> Mapping[str, Any]:
+        """Return the values as sections of a plan, in the order of a plan file."""
+        first = {name: index for index, name in enumerate(("pipeproof", "model", "topology", "schedule"))}
+        plan: dict[str, Any] = {}
+        for path, value in sorted(self._values.items(), key=lambda item: first.get(str(item[0][0]), len(first))):
+            section = plan
+            for part in path[:-1]:
+                section = section.setdefault(str(part), {})
+            section[str(path[-1])] = value
+        return plan
+
+
+def count(draft: Draft, *path: str, default: int = 1) -> int:
+    """Return the count at a path of plan keys; ``default`` if there is no valid count.
+
+    An invalid count is refused, with its key, when the plan is validated.
+    """
+    value = draft.get(*path)
+    return value if type(value) is int and value > 0 else default

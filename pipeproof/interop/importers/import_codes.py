@@ -1,0 +1,119 @@
+"""Codes of the importers' findings about a user's files."""
+
+from __future__ import annotations
+
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+
+UNREADABLE = RuleDoc(
+    code="PP170",
+    title="a file is not of the kind that it is imported as",
+    explanation=(
+        "A value has a wrong type for its setting, a token is unknown to the trainer, the text does not follow the "
+        "grammar of its kind, or a base file is missing. The importer does not guess: with a misread setting the "
+        "verdict would be about another job."
+    ),
+    wrong="tensor_model_parallel_size: two",
+    right="tensor_model_parallel_size: 2",
+    kind=ExampleKind.JOB,
+)
+
+REFUSED = RuleDoc(
+    code="PP171",
+    title="the job's own framework refuses these settings",
+    explanation=(
+        "The settings contradict a condition that the framework checks itself when the job starts: for Fleet, fewer "
+        "accumulation steps than pipeline ranks with virtual stages, virtual stages on two ranks or without cached "
+        "shapes; for the trainers, sharding stage 2 or 3 together with pipeline parallelism. The job would fail at "
+        "its start, on every machine."
+    ),
+    wrong="pipeline_model_parallel_size: 4\nvirtual_pipeline_model_parallel_size: 2\ngradient_accumulation_steps: 2",
+    right="pipeline_model_parallel_size: 4\nvirtual_pipeline_model_parallel_size: 2\ngradient_accumulation_steps: 8",
+    kind=ExampleKind.JOB,
+)
+
+ASSUMED = RuleDoc(
+    code="PP172",
+    title="the files are incomplete, and values were assumed",
+    severity="note",
+    explanation=(
+        "A plan needs sizes that a training file often leaves to a model or to the launcher. The finding lists each "
+        "assumed value with its reason. Assumed sizes of the model change times, bytes and memory; order, matching "
+        "and layouts are checked for the degrees in the files. Give the missing values with `--model-config`, "
+        "`--world-size` and `--set KEY=VALUE`."
+    ),
+    wrong="pipeline_model_parallel_size: 2\nsharding_parallel_size: 4",
+    right="pipeline_model_parallel_size: 2\nsharding_parallel_size: 4\nmax_seq_len: 4096\nnum_hidden_layers: 28\n"
+    "hidden_size: 1024\nnum_attention_heads: 16\nintermediate_size: 3072\nvocab_size: 151936",
+    kind=ExampleKind.JOB,
+)
+
+NOT_SHOWN = RuleDoc(
+    code="PP173",
+    title="settings that the plan does not show",
+    severity="note",
+    explanation=(
+        "The setting affects the pipeline, but a plan has no key for it, or its name is similar to a known setting "
+        "and is unknown. Its effect was not checked."
+    ),
+    wrong="forward_backward_overlap_scheduler: true",
+    right="forward_backward_overlap_scheduler: false",
+    kind=ExampleKind.JOB,
+)
+
+WITHOUT_EFFECT = RuleDoc(
+    code="PP174",
+    title="a setting has no effect on the job",
+    severity="warning",
+    explanation=(
+        "The trainer reads the setting and does not apply it: recent PaddleFormers accepts the tokens of "
+        "`pipeline_parallel_config` and ignores them, Fleet turns batched P2P off if P2P is overlapped, and sharding "
+        "over one rank is dropped. The author of the setting probably expects an effect."
+    ),
+    wrong="pipeline_model_parallel_size: 2\npipeline_parallel_config: disable_partial_send_recv",
+    right="pipeline_model_parallel_size: 2\npartial_send_recv: false",
+    kind=ExampleKind.JOB,
+)
+
+GUARDED = RuleDoc(
+    code="PP175",
+    title="only a guard in the trainer keeps this job from corrupting its activations",
+    severity="warning",
+    explanation=(
+        "All five conditions of Fleet's corruption hold in the settings: partial sends are on, there are several "
+        "tensor-parallel ranks, the tensor's elements divide by them, P2P is batched, and sequence parallelism makes "
+        "the tensor differ across the ranks. The trainer detects partial sends with sequence parallelism, logs a "
+        "warning and turns them off. With the same settings in your own strategy, or in a trainer without that "
+        "guard, the job trains on wrong activations and gradients without an error."
+    ),
+    wrong="tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\nsequence_parallel: true\n"
+    "overlap_p2p_comm: false\nbatch_p2p_comm: true",
+    right="tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\nsequence_parallel: true\n"
+    "overlap_p2p_comm: false\nbatch_p2p_comm: true\npartial_send_recv: false",
+    kind=ExampleKind.JOB,
+)
+
+UNKNOWN_SEQUENCE_PARALLEL = RuleDoc(
+    code="PP176",
+    title="a Fleet strategy does not show whether its partial sends are correct",
+    severity="warning",
+    explanation=(
+        "A `DistributedStrategy` has no field for sequence parallelism: the model decides. With partial sends on, "
+        "several tensor-parallel ranks and batched P2P the job is correct without sequence parallelism and corrupts "
+        "every boundary tensor with it. State which of the two applies (`--set topology.sequence_parallel=true`, or "
+        "`=false`) to get a verdict. Without partial sends the job is correct in both cases."
+    ),
+    wrong="pipeline_configs { accumulate_steps: 4 }\nhybrid_configs { mp_degree: 2 pp_degree: 2 }",
+    right="pipeline_configs { accumulate_steps: 4 enable_partial_send_recv: false }\n"
+    "hybrid_configs { mp_degree: 2 pp_degree: 2 }",
+    kind=ExampleKind.JOB,
+)
+
+IMPORT_CODES: tuple[RuleDoc, ...] = (
+    UNREADABLE,
+    REFUSED,
+    ASSUMED,
+    NOT_SHOWN,
+    WITHOUT_EFFECT,
+    GUARDED,
+    UNKNOWN_SEQUENCE_PARALLEL,
+)

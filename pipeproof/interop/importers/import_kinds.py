@@ -1,0 +1,57 @@
+"""Kinds of files that can be imported, and the module that reads each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeproof.interop.importers.imported import Flags, Imported, Importer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of files: its description, and ``module:function`` of its importer, loaded at first use."""
+
+    description: str
+    importer: str
+
+    def load(self) -> Importer:
+        """Import the module, and return the importer."""
+        module, _, name = self.importer.partition(":")
+        importer: Importer = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
+        return importer
+
+
+_FORMERS = Kind(
+    "training arguments of PaddleFormers, PaddleNLP or ERNIE (YAML or JSON)", "paddle.training_arguments:import_formers"
+)
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "fleet": Kind("a Fleet DistributedStrategy saved as prototxt", "paddle.fleet_strategy:import_fleet"),
+        "paddleformers": _FORMERS,
+        "paddlenlp": _FORMERS,
+        "ernie": _FORMERS,
+        "megatron": Kind(
+            "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
+        ),
+        "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
+        "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
+        "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
+    }
+)
+"""Kinds by name on the command line; several names may mean one kind."""
+
+
+def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
+    """Import files of a kind of ``KINDS``.
+
+    Raises:
+        PlanFileError: a file cannot be read, or does not form a plan; with locations.
+    """
+    return KINDS[kind].load()(files, flags)

@@ -1,0 +1,131 @@
+"""Result of an importer: a plan, the location of each of its values in the user's files, and assumptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeproof.diagnostics.finding import Finding, Location
+from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.diagnostics.source import SourceMap
+from pipeproof.specs.plan import PlanSpec
+
+Rephrase = Callable[[PlanSpec, tuple[Finding, ...]], tuple[Finding, ...]]
+"""Rewrites the findings of ``check`` about the imported plan in terms of the user's settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Options of the command line in addition to the files.
+
+    ``settings`` are plan keys with their values (``--set``), which win over
+    those of a file; ``model_config`` is a Hugging Face style ``config.json``;
+    ``world_size`` the number of processes.
+    """
+
+    settings: Mapping[KeyPath, object] = field(default_factory=dict)
+    model_config: Path | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of a plan value: a setting as the user wrote it, and its location; a flag has none."""
+
+    setting: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A plan value that no setting gave, with the reason; ``location`` is what it follows from, if anything."""
+
+    key: KeyPath
+    value: object
+    why: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredSetting:
+    """A setting of the user that the plan does not show, and why."""
+
+    name: str
+    why: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class ImportedSource(SourceMap):
+    """Source map of plan keys to the imported files; ``file`` and ``lines`` are those of the first file."""
+
+    origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+
+    def locate(self, path: KeyPath, *, key: bool = False) -> Location:
+        """Return the location of the setting of ``path``, else of the nearest key above or below it."""
+        for length in range(len(path), 0, -1):
+            origin = self.origins.get(path[:length])
+            if origin is not None and origin.location is not None:
+                return origin.location
+        below = (origin.location for known, origin in self.origins.items() if path and known[: len(path)] == path)
+        return next((location for location in below if location is not None), Location(self.file, 1, 1))
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A plan from a user's files.
+
+    ``plan`` has the keys of a plan file. ``source`` has the origin of each
+    value, so that findings of ``check`` point to the user's lines.
+    ``findings`` are the importer's own, about the files; ``assumptions`` and
+    ``ignored`` become findings in ``pipeproof.interop.importers.check_imported``.
+    """
+
+    kind: str
+    plan: Mapping[str, Any]
+    source: ImportedSource
+    assumptions: tuple[Assumption, ...] = ()
+    ignored: tuple[IgnoredSetting, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    rephrase: Rephrase | None = None
+
+
+Importer = Callable[[Sequence[Path], Flags], Imported]
+"""Reader of files of one kind.
+
+Raises PlanFileError, with places in the files, if they cannot be read or do
+not form a plan.
+"""
+
+
+def plan_text(imported: Imported, kind: str) -> str:
+    """Return the imported plan as YAML text for ``load_plan``; comments give the origin of each value."""
+    head = [
+        f"# Made by `pipeproof import {kind}`. A comment names the setting a value comes from, and its place.",
+        *(f"# Not shown here: {setting.name} ({setting.why})" for setting in imported.ignored),
+    ]
+    return "\n".join([*head, *_lines(imported.plan, (), imported)]) + "\n"
+
+
+def _lines(section: Mapping[str, Any], path: KeyPath, imported: Imported) -> Iterator[str]:
+    for key, value in section.items():
+        key_path = (*path, key)
+        indent = "  " * len(path)
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _lines(value, key_path, imported)
+        else:
+            yield f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{_comment(key_path, imported)}"
+
+
+def _comment(path: KeyPath, imported: Imported) -> str:
+    origin = imported.source.origins.get(path)
+    if origin is not None:
+        location = origin.location
+        text = origin.setting if location is None else f"{origin.setting}, {location.file}:{location.line}"
+    else:
+        text = next((f"assumed: {known.why}" for known in imported.assumptions if known.key == path), "")
+    return f"  # {' '.join(text.split())}" if text else ""

@@ -1,0 +1,1 @@
+"""Importer of Megatron-LM launch scripts and argument lists."""

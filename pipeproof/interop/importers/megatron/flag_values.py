@@ -1,0 +1,285 @@
+"""Flags of Megatron-LM in a script, and their typed values; invalid values are refused at their location."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.problems import KeyPath, dotted
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.megatron.flags import FLAGS
+from pipeproof.interop.importers.megatron.shell_script import Script, read_script
+from pipeproof.interop.importers.megatron.shell_values import Argument, words_of
+from pipeproof.interop.importers.megatron.shell_words import ShellTextError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A flag with its values; a value is None if only a run determines it, and ``why`` describes it."""
+
+    name: str
+    values: tuple[str | None, ...]
+    location: Location
+    value_location: Location
+    why: str = ""
+
+    @property
+    def value(self) -> str | None:
+        """The first value."""
+        return self.values[0] if self.values else None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All flags by name, the last of each (like argparse), and those of the launcher before the program."""
+
+    file: str
+    lines: tuple[str, ...]
+    flags: Mapping[str, Setting]
+    launcher: Mapping[str, Setting]
+    notes: tuple[tuple[str, Location], ...] = ()
+    """Assumptions about the script, with their locations."""
+
+
+_PROGRAM = re.compile(r".*\.py")
+_FLAG = re.compile(r"--[A-Za-z]")
+_PRINTS = frozenset({"echo", "printf", "cat"})
+
+
+def read_arguments(path: Path) -> Arguments:
+    """Read the arguments in a shell script, or in a file that lists them.
+
+    Raises:
+        PlanFileError: PP100 if the file cannot be read, PP170 if it is no shell text, or no command in it has a flag
+            of Megatron-LM.
+    """
+    name = str(path)
+    text = read_text(name)
+    lines = tuple(LINE_BREAK.split(text))
+    source = SourceMap(name, lines)
+    try:
+        script = read_script(text)
+    except ShellTextError as error:
+        raise PlanFileError(
+            Finding("PP170", Severity.ERROR, f"{error}", source.at(error.span)), source=source
+        ) from error
+    candidates = [command for command in _lists(script) if _score(command)]
+    if not candidates:
+        raise PlanFileError(
+            Finding(
+                "PP170",
+                Severity.ERROR,
+                "no command here has flags of Megatron-LM",
+                Location(name, 1, 1),
+                help="give the script that starts the training, or a file with its flags",
+            ),
+            source=source,
+        )
+    chosen = max(candidates, key=_score)
+    return _arguments(name, lines, chosen, tuple(_notes(script, name, candidates, chosen)))
+
+
+def _lists(script: Script) -> Iterator[Sequence[Argument]]:
+    """Yield the commands with flags; or lines of flags only, as one list; or else all variables with flags."""
+    commands = [command for command in script.commands if command and command[0].text not in _PRINTS]
+    alone = [argument for command in commands if (command[0].text or "").startswith("--") for argument in command]
+    programs = [command for command in commands if not (command[0].text or "").startswith("--") and _score(command)]
+    yield from programs
+    if alone:
+        yield alone
+    elif not programs:
+        yield [word for _, items in script.variables.arrays() for item in items for word in words_of(item)]
+
+
+def _score(command: Sequence[Argument]) -> int:
+    """Return the number of Megatron-LM flags of the command."""
+    return sum(argument.text is not None and argument.text.partition("=")[0] in FLAGS for argument in command)
+
+
+def _arguments(
+    file: str, lines: tuple[str, ...], command: Sequence[Argument], notes: tuple[tuple[str, Location], ...]
+) -> Arguments:
+    """Separate the flags of the program from those of its launcher, which come first."""
+    programs = [index for index, word in enumerate(command) if word.text is not None and _PROGRAM.fullmatch(word.text)]
+    first_flag = next(index for index, word in enumerate(command) if _score([word]))
+    program = max((index for index in programs if index < first_flag), default=-1)
+    return Arguments(
+        file, lines, _settings(file, command[program + 1 :]), _settings(file, command[: program + 1]), notes
+    )
+
+
+def _settings(file: str, words: Sequence[Argument]) -> dict[str, Setting]:
+    """Return the flags with the words up to the next flag; also ``--flag=value``."""
+    settings: dict[str, Setting] = {}
+    name, location, values = "", Location(file, 1, 1), list[Argument]()
+
+    def take() -> None:
+        if name:
+            texts = tuple(value.text for value in values)
+            why = next((value.why for value in values if value.text is None), "")
+            settings[name] = Setting(name, texts, location, _location(file, values[0]) if values else location, why)
+
+    for word in words:
+        if word.text is not None and _FLAG.match(word.text):
+            take()
+            name, equals, value = word.text.partition("=")
+            name = f"--{name[2:].replace('_', '-')}"
+            location, values = _location(file, word), []
+            if equals:
+                values.append(replace(word, text=value, column=word.column + len(name) + 1))
+        else:
+            values.append(word)
+    take()
+    return settings
+
+
+def _location(file: str, word: Argument) -> Location:
+    return Location(file, word.line, word.column, word.end_column)
+
+
+def _notes(
+    script: Script, file: str, candidates: Sequence[Sequence[Argument]], chosen: Sequence[Argument]
+) -> Iterator[tuple[str, Location]]:
+    """Notes about script parts that only a run decides."""
+    variables = script.variables
+    for name, line in variables.undecided.items():
+        if name in variables.used:
+            yield (
+                f"`{name}` is changed here under a condition that only a run decides: ignored",
+                Location(file, line, 1),
+            )
+    for command in script.commands:
+        if command and command[0].text in ("source", "."):
+            sourced_file = command[1].text if len(command) > 1 else None
+            yield f"the settings of `{sourced_file or 'another file'}` are not read", _location(file, command[0])
+    for candidate in candidates:
+        if candidate is not chosen:
+            yield "another command with flags of Megatron-LM begins here: ignored", _location(file, candidate[0])
+
+
+_INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+
+
+MAX_RANKS = 2**16
+"""Most ranks of an axis, and most stages of a rank, as in plans."""
+
+
+class FlagReader:
+    """Typed access to the flags of a script, for the draft of its plan."""
+
+    def __init__(self, arguments: Arguments, draft: Draft) -> None:
+        self.arguments = arguments
+        self.draft = draft
+
+    def has(self, flag: str) -> bool:
+        """Return True if the flag is in the script."""
+        return flag in self.arguments.flags
+
+    def setting(self, flag: str) -> Setting | None:
+        """Return the flag, or None."""
+        return self.arguments.flags.get(flag)
+
+    def location(self, flag: str) -> Location | None:
+        """Return the location of a flag."""
+        setting = self.setting(flag)
+        return None if setting is None else setting.location
+
+    def shown(self, flag: str) -> str:
+        """Return the flag with its value, for messages."""
+        setting = self.setting(flag)
+        return flag if setting is None or setting.value is None else f"{flag} {setting.value}"
+
+    def text(self, flag: str) -> str | None:
+        """Return the value of a flag; None if the flag is absent or only a run determines its value.
+
+        Raises:
+            PlanFileError: PP170, the flag has no value.
+        """
+        setting = self.setting(flag)
+        if setting is None:
+            return None
+        if not setting.values:
+            self.refuse(f"{flag} has no value", setting.location)
+        return setting.value
+
+    def number(self, flag: str, *, at_least: int = 1) -> int | None:
+        """Return the value as an integer.
+
+        Raises:
+            PlanFileError: PP170, it is no integer.
+        """
+        text = self.text(flag)
+        if text is None:
+            return None
+        if not _INT.fullmatch(text) or int(text) < at_least:
+            setting = self.arguments.flags[flag]
+            self.refuse(f"{flag} needs an integer of at least {at_least}, found `{text}`", setting.value_location)
+        return int(text)
+
+    def real(self, flag: str) -> float | None:
+        """Return the value as a non-negative number.
+
+        Raises:
+            PlanFileError: PP170, it is no such number.
+        """
+        text = self.text(flag)
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            self.refuse(f"{flag} needs a number, found `{text}`", self.arguments.flags[flag].value_location)
+        return value
+
+    def degree(self, flag: str, key: KeyPath, *, default: int = 1) -> int:
+        """Return an integer that the verdict depends on: from ``--set``, else from the flag, else the default.
+
+        Raises:
+            PlanFileError: PP170, it is no integer, or only a run determines it.
+        """
+        if key in self.draft:
+            return count(self.draft, *map(str, key))
+        setting = self.setting(flag)
+        if setting is not None and setting.values and setting.value is None:
+            self.refuse(
+                f"the value of {flag} is {setting.why}",
+                setting.location,
+                f"give it with `--set {dotted(key)}=N`",
+            )
+        number = self.number(flag)
+        if number is None:
+            return default
+        if number > MAX_RANKS and setting is not None:
+            self.refuse(f"{flag} is more than {MAX_RANKS}, which a plan does not have", setting.value_location)
+        assert setting is not None, "a number has a flag"
+        self.draft.set(key, number, self.shown(flag), setting.location)
+        return number
+
+    def take(self, flag: str, key: KeyPath, value: object) -> None:
+        """Set a plan value from the flag."""
+        self.draft.set(key, value, self.shown(flag), self.location(flag))
+
+    def refuse(self, message: str, location: Location, help: str | None = None, code: str = "PP170") -> NoReturn:
+        """End the import.
+
+        Raises:
+            PlanFileError: always.
+        """
+        source = SourceMap(self.arguments.file, self.arguments.lines)
+        raise PlanFileError(Finding(code, Severity.ERROR, message, location, help), source=source)
+
+    def megatron_refuses(self, message: str, flag: str, help: str | None = None) -> NoReturn:
+        """End the import because Megatron-LM would refuse the settings.
+
+        Raises:
+            PlanFileError: always, PP171.
+        """
+        location = self.location(flag) or Location(self.arguments.file, 1, 1)
+        self.refuse(f"Megatron-LM refuses this: {message}", location, help, code="PP171")

@@ -1,0 +1,162 @@
+"""Flags of Megatron-LM that affect a plan: those that are read, and reasons why others are not.
+
+Names and defaults are those of megatron/training/arguments.py and of the
+configurations that it makes flags from (Megatron-LM, commit d98e8a6), with the
+older names that scripts still use. Flags are listed with hyphens; underscores
+in a script mean the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+FLAGS: Final = frozenset(
+    [
+        "--num-layers",
+        "--decoder-num-layers",
+        "--hidden-size",
+        "--ffn-hidden-size",
+        "--num-attention-heads",
+        "--kv-channels",
+        "--group-query-attention",
+        "--num-query-groups",
+        "--seq-length",
+        "--vocab-size",
+        "--padded-vocab-size",
+        "--make-vocab-size-divisible-by",
+        "--swiglu",
+        "--quick-geglu",
+        "--untie-embeddings-and-output-weights",
+        "--attention-dropout",
+        "--hidden-dropout",
+        "--multi-latent-attention",
+        "--q-lora-rank",
+        "--kv-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+        "--num-experts",
+        "--moe-router-topk",
+        "--moe-ffn-hidden-size",
+        "--moe-layer-freq",
+        "--moe-shared-expert-intermediate-size",
+        "--moe-router-load-balancing-type",
+        "--moe-aux-loss-coeff",
+        "--moe-z-loss-coeff",
+        "--moe-router-score-function",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate",
+        "--mtp-num-layers",
+        "--mtp-loss-scaling-factor",
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+        "--sequence-parallel",
+        "--use-tp-pp-dp-mapping",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--pipeline-model-parallel-layout",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "--no-overlap-p2p-communication",
+        "--scatter-gather-tensors-in-pipeline",
+        "--no-scatter-gather-tensors-in-pipeline",
+        "--micro-batch-size",
+        "--global-batch-size",
+        "--rampup-batch-size",
+        "--step-batch-size-schedule",
+        "--use-distributed-optimizer",
+        "--recompute-activations",
+        "--recompute-granularity",
+        "--bf16",
+        "--fp16",
+        "--clip-grad",
+        "--lr",
+        "--optimizer",
+        "--calculate-per-token-loss",
+        "--seed",
+    ]
+)
+"""Flags that are read and shown in the plan."""
+
+NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
+        "--overlap-moe-expert-parallel-comm": "all-to-alls are checked in the order of the plain schedule",
+        "--delay-wgrad-compute": "the plan's backwards are whole",
+        "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
+        "--overlap-param-gather-with-optimizer-step": "the plan gathers parameters at the end of a step",
+        "--hybrid-layer-pattern": "layers other than attention with an MLP or experts are not described",
+        "--hybrid-override-pattern": "layers other than attention with an MLP or experts are not described",
+        "--use-torch-fsdp2": "sharded parameters are not described",
+        "--use-megatron-fsdp": "sharded parameters are not described",
+        "--hierarchical-context-parallel-sizes": "context parallelism is one axis here",
+        "--recompute-method": "recomputation is of every block here",
+        "--recompute-num-layers": "recomputation is of every block here",
+        "--recompute-modules": "selective recomputation is of the core of attention here",
+        "--distribute-saved-activations": "saved activations are not sharded over ranks here",
+        "--moe-expert-capacity-factor": "no token is dropped here",
+        "--num-distributed-optimizer-instances": "the optimizer state is sharded over all dp ranks here",
+        "--encoder-num-layers": "models with an encoder are not described",
+        "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
+    }
+)
+"""Flags that change a pipeline, and the reason why a plan does not have them."""
+
+WITHOUT_BEARING: Final = frozenset(
+    [
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--tp-comm-overlap",
+        "--moe-grouped-gemm",
+        "--moe-token-dispatcher-type",
+        "--moe-permute-fusion",
+        "--moe-router-dtype",
+        "--moe-router-fusion",
+        "--moe-router-pre-softmax",
+        "--moe-per-layer-logging",
+        "--moe-flex-dispatcher-backend",
+        "--moe-enable-deepep",
+        "--moe-shared-expert-overlap",
+        "--moe-use-legacy-grouped-gemm",
+        "--moe-router-topk-scaling-factor",
+        "--moe-router-num-groups",
+        "--moe-router-group-topk",
+        "--moe-router-force-load-balancing",
+        "--moe-router-padding-for-fp8",
+        "--moe-router-padding-for-quantization",
+        "--moe-layer-recompute",
+        "--moe-input-jitter-eps",
+        "--ckpt-fully-parallel-save",
+        "--ckpt-fully-parallel-load",
+        "--no-ckpt-fully-parallel-save",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--cp-comm-type",
+        "--distributed-backend",
+        "--distributed-timeout-minutes",
+        "--no-gradient-accumulation-fusion",
+        "--tp-comm-overlap-cfg",
+        "--moe-pad-expert-input-to-capacity",
+        "--no-persist-layer-norm",
+        "--overlap-moe-comm",
+    ]
+)
+"""Flags with a term of parallelism in their names that change neither order, nor matching, nor layouts."""
+
+_CONCERNS: Final = re.compile(
+    r"parallel|pipeline|virtual|stage|micro-?batch|p2p|layout|shard|fsdp|moe|expert|recompute|checkpoint-activations"
+    r"|mtp|offload"
+)
+
+
+def concerns_parallelism(flag: str) -> bool:
+    """Return True if the name of an unknown flag contains a term of parallelism."""
+    return _CONCERNS.search(flag) is not None

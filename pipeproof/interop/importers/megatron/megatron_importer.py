@@ -1,0 +1,209 @@
+"""Importer of Megatron-LM arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, read_arguments
+from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
+from pipeproof.interop.importers.megatron.model_flags import import_model
+from pipeproof.interop.importers.megatron.stage_flags import import_stages
+
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+_SP = "--sequence-parallel"
+
+
+def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
+    """Import one shell script that starts Megatron-LM, or one file with its arguments.
+
+    Raises:
+        PlanFileError: PP100 or PP170 if the file cannot be read, PP171 if Megatron-LM refuses the settings.
+    """
+    if len(files) != 1:
+        message = f"a training of Megatron-LM is one file, found {len(files)}"
+        raise PlanFileError(Finding("PP170", Severity.ERROR, message, help="give the script that starts it"))
+    arguments = read_arguments(files[0])
+    draft = Draft("megatron", flags)
+    reader = FlagReader(arguments, draft)
+    tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
+    _import_topology(reader, tp)
+    import_model(reader, tp=tp, pp=pp)
+    num_mtp = _mtp_modules(reader)
+    num_layers = count(draft, "model", "num_layers")
+    num_chunks = import_stages(reader, num_layers=num_layers, num_mtp=num_mtp, pp=pp)
+    _import_schedule(reader, pp, num_chunks)
+    _import_batches(reader, _data_parallel(reader, arguments, tp, pp))
+    _import_rest(reader)
+    _note_others(reader)
+    return draft.imported(arguments.file, arguments.lines)
+
+
+def _import_topology(reader: FlagReader, tp: int) -> None:
+    reader.degree(_CP, ("topology", "cp"))
+    reader.degree(_EP, ("topology", "ep"))
+    if reader.has(_SP) and tp == 1:
+        reader.draft.ignore(_SP, "Megatron-LM turns it off without tensor parallelism", reader.location(_SP))
+    elif reader.has(_SP):
+        reader.take(_SP, ("topology", "sequence_parallel"), value=True)
+    if reader.has("--use-tp-pp-dp-mapping"):
+        reader.take("--use-tp-pp-dp-mapping", ("topology", "order"), ["tp", "cp", "pp", "ep", "dp"])
+    expert_tp = reader.number(_ETP)
+    if expert_tp is not None and expert_tp != tp:
+        reader.draft.ignore(
+            reader.shown(_ETP), f"experts are sharded over all {tp} tp ranks here", reader.location(_ETP)
+        )
+
+
+def _mtp_modules(reader: FlagReader) -> int:
+    flag = "--mtp-num-layers"
+    number = reader.number(flag, at_least=0)
+    if number:
+        reader.take(flag, ("model", "mtp", "num_modules"), number)
+        weight = reader.real("--mtp-loss-scaling-factor")
+        reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), 0.1 if weight is None else weight)
+        reader.take(flag, ("model", "mtp", "magic_send"), value=True)
+    return number or 0
+
+
+def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:
+    draft = reader.draft
+    if num_chunks > 1:
+        overlaps = not reader.has("--no-overlap-p2p-communication")
+        if pp < (2 if overlaps else 3):
+            least = "2" if overlaps else "3, or overlapped P2P,"
+            reader.megatron_refuses(f"{num_chunks} chunks on {pp} pipeline ranks, where it needs {least}", _PP)
+        draft.set(("schedule", "kind"), "interleaved", f"{num_chunks} stages on each pipeline rank")
+        draft.set(("schedule", "variant"), "megatron", "a training of Megatron-LM")
+        draft.set(("schedule", "num_chunks"), num_chunks, "the cut", reader.location(_PP))
+        group = reader.number("--microbatch-group-size-per-virtual-pipeline-stage")
+        if group is not None:
+            reader.take(
+                "--microbatch-group-size-per-virtual-pipeline-stage", ("schedule", "micro_batch_group_size"), group
+            )
+    else:
+        draft.set(("schedule", "kind"), "1f1b", "one stage on each pipeline rank", reader.location(_PP))
+
+
+def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:
+    """Return the number of ranks with their own micro-batches (dp and ep here), from the processes; or assumed."""
+    draft = reader.draft
+    ep, cp = count(draft, "topology", "ep"), count(draft, "topology", "cp")
+    if ("topology", "dp") in draft:
+        return count(draft, "topology", "dp") * ep
+    world = draft.flags.world_size or _launched(arguments)
+    if world is None:
+        why = "the number of processes is unknown: give it with `--world-size N`"
+        draft.assume(("topology", "dp"), 1, why)
+        return ep
+    ranks = tp * pp * cp
+    if world % ranks:
+        reader.megatron_refuses(
+            f"{world} processes do not divide by tp x pp x cp = {ranks}", _PP, "give `--world-size N`"
+        )
+    data_parallel = world // ranks
+    if data_parallel % ep:
+        reader.refuse(
+            f"expert parallelism over {ep} of {data_parallel} data-parallel ranks cannot be described: experts are on "
+            "ranks of one tensor-parallel group here",
+            reader.location(_EP) or reader.arguments.flags[_PP].location,
+            "give the processes of the whole training with `--world-size N`",
+        )
+    draft.set(("topology", "dp"), data_parallel // ep, f"{world} processes")
+    return data_parallel
+
+
+def _launched(arguments: Arguments) -> int | None:
+    """Return the number of processes from the flags of torchrun."""
+    numbers = []
+    for names in (("--nproc-per-node",), ("--nnodes",)):
+        settings = [arguments.launcher[name] for name in names if name in arguments.launcher]
+        value = settings[0].value if settings else None
+        if value is None or not value.isdecimal() or not int(value):
+            return None
+        numbers.append(int(value))
+    return numbers[0] * numbers[1]
+
+
+def _import_batches(reader: FlagReader, data_parallel: int) -> None:
+    draft = reader.draft
+    size = reader.number("--micro-batch-size")
+    if size is None:
+        draft.assume(("schedule", "micro_batch_size"), 1, "only a run determines --micro-batch-size")
+    else:
+        reader.take("--micro-batch-size", ("schedule", "micro_batch_size"), size)
+    size = count(draft, "schedule", "micro_batch_size")
+    flag = "--global-batch-size"
+    total = reader.number(flag)
+    key = ("schedule", "num_micro_batches")
+    if total is None:
+        setting = reader.setting(flag)
+        if setting is None:
+            draft.set(key, 1, f"no {flag}: one micro-batch for each data-parallel rank")
+        else:
+            draft.assume(
+                key,
+                2 * count(draft, "topology", "pp"),
+                f"the value of {flag} is {setting.why}",
+                setting.location,
+            )
+    elif total % (size * data_parallel):
+        reader.megatron_refuses(
+            f"{flag} {total} does not divide by {size} sequences x {data_parallel} data-parallel ranks", flag,
+            "give the processes of the whole training with `--world-size N`",
+        )  # fmt: skip
+    else:
+        reader.take(flag, key, total // (size * data_parallel))
+    for ramp in ("--rampup-batch-size", "--step-batch-size-schedule"):
+        if reader.has(ramp):
+            draft.ignore(ramp, f"the steps with the whole {flag} are checked", reader.location(ramp))
+
+
+def _import_rest(reader: FlagReader) -> None:
+    draft = reader.draft
+    draft.set(("run", "backend"), "torch", "a training of Megatron-LM")
+    draft.set(("run", "device"), "gpu", "a training of Megatron-LM")
+    dtype = next((flag for flag in ("--bf16", "--fp16") if reader.has(flag)), None)
+    if dtype is not None:
+        reader.take(dtype, ("run", "dtype"), {"--bf16": "bfloat16", "--fp16": "float16"}[dtype])
+        reader.take(dtype, ("run", "main_grad_dtype"), "float32")
+    norm = reader.real("--clip-grad")
+    if norm is None or norm > 0:
+        reader.take("--clip-grad", ("run", "clip_norm"), 1.0 if norm is None else norm)
+    per_token = reader.has("--calculate-per-token-loss")
+    loss = "global_tokens" if per_token else "mean_of_micro_batches"
+    reader.take("--calculate-per-token-loss", ("loss", "normalization"), loss)
+    if reader.has("--use-distributed-optimizer"):
+        reader.take("--use-distributed-optimizer", ("memory", "shard_optimizer"), "dp")
+    granularity = reader.text("--recompute-granularity")
+    if reader.has("--recompute-activations"):
+        reader.take("--recompute-activations", ("memory", "recompute"), "selective")
+    elif granularity in ("selective", "full"):
+        reader.take("--recompute-granularity", ("memory", "recompute"), granularity)
+    _import_transport(reader)
+
+
+def _import_transport(reader: FlagReader) -> None:
+    """Set ``transport``: older versions split messages over tp, unless sequence parallelism already has."""
+    flag, off = "--scatter-gather-tensors-in-pipeline", "--no-scatter-gather-tensors-in-pipeline"
+    if reader.has(off):
+        reader.take(off, ("transport",), "full")
+    elif reader.has(flag) and reader.draft.get("topology", "sequence_parallel"):
+        reader.draft.ignore(flag, "Megatron-LM sends whole tensors with sequence parallelism", reader.location(flag))
+    elif reader.has(flag):
+        reader.take(flag, ("transport",), "partial")
+
+
+def _note_others(reader: FlagReader) -> None:
+    for name, setting in reader.arguments.flags.items():
+        if name in NOT_SHOWN:
+            reader.draft.ignore(name, NOT_SHOWN[name], setting.location)
+        elif name not in FLAGS and name not in WITHOUT_BEARING and concerns_parallelism(name):
+            reader.draft.ignore(name, "this flag is not known here", setting.location)
+    for note, location in reader.arguments.notes:
+        reader.draft.ignore("the script", note, location)

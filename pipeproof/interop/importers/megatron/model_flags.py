@@ -1,0 +1,185 @@
+"""Section ``model`` of a plan, from the flags of Megatron-LM."""
+
+from __future__ import annotations
+
+import re
+
+from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.interop.importers.model_sizes import read_model_config
+
+_ASSUMED_VOCABULARY = 32768
+_FREQUENCY = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", re.ASCII)
+
+
+def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
+    """Set the keys of ``model``; values that Megatron-LM reads from a checkpoint or a tokenizer are assumed.
+
+    Raises:
+        PlanFileError: a value cannot be read.
+    """
+    draft = reader.draft
+    draft.set(("model", "kind"), "gpt", "a training of Megatron-LM")
+    config = _model_config(reader)
+    hidden = _size(reader, config, "--hidden-size", "hidden_size", 4096)
+    heads = _size(reader, config, "--num-attention-heads", "num_heads", max(hidden // 128, 1))
+    _size(reader, config, "--num-layers", "num_layers", 4 * pp)
+    _size(reader, config, "--seq-length", "seq_length", 4096)
+    _ffn(reader, config, hidden)
+    _vocabulary(reader, config, tp)
+    if reader.has("--multi-latent-attention"):
+        _latent_attention(reader)
+    else:
+        _heads(reader, hidden, heads)
+    tied = not reader.has("--untie-embeddings-and-output-weights")
+    untied = "--untie-embeddings-and-output-weights"
+    draft.set(("model", "tied_embedding"), tied, f"no {untied}" if tied else untied, reader.location(untied))
+    for flag, keys in (("--attention-dropout", ("attention",)), ("--hidden-dropout", ("hidden", "embedding"))):
+        probability = reader.real(flag)
+        for key in keys:
+            draft.set(
+                ("model", "dropout", key),
+                0.1 if probability is None else probability,
+                reader.shown(flag),
+                reader.location(flag),
+            )
+    if not reader.has("--swiglu") and not reader.has("--quick-geglu"):
+        draft.ignore(
+            "an MLP without --swiglu",
+            "blocks have a SwiGLU MLP here: its weights are 1.5 times as many, all else is equal",
+        )
+    if reader.has("--num-experts"):
+        import_experts(reader)
+
+
+def _model_config(reader: FlagReader) -> Draft:
+    """Read ``--model-config``, which gives sizes that no flag gives."""
+    config = Draft("model config", Flags())
+    if reader.draft.flags.model_config is not None:
+        read_model_config(config, reader.draft.flags.model_config)
+    return config
+
+
+def _size(reader: FlagReader, config: Draft, flag: str, key: str, default: int) -> int:
+    """Return a size from its flag, from the model's configuration, or assumed."""
+    number = reader.number(flag)
+    if number is not None:
+        reader.take(flag, ("model", key), number)
+    elif ("model", key) in config:
+        reader.draft.set(("model", key), config.get("model", key), f"{key} of the model's configuration")
+    else:
+        reader.draft.assume(("model", key), default, _why(reader, flag), reader.location(flag))
+    return count(reader.draft, "model", key)
+
+
+def _why(reader: FlagReader, flag: str) -> str:
+    setting = reader.setting(flag)
+    return f"no {flag} is given" if setting is None else f"the value of {flag} is {setting.why}"
+
+
+def _ffn(reader: FlagReader, config: Draft, hidden: int) -> None:
+    default = hidden * 8 // 3 // 64 * 64 if reader.has("--swiglu") else 4 * hidden
+    flag = "--ffn-hidden-size"
+    if reader.has(flag) or ("model", "ffn_size") in config:
+        _size(reader, config, flag, "ffn_size", default)
+    else:
+        reader.draft.set(("model", "ffn_size"), default, f"no {flag}")
+
+
+def _vocabulary(reader: FlagReader, config: Draft, tp: int) -> None:
+    """Set the vocabulary, padded to a multiple of a number and tp as in Megatron-LM, and its unpadded size if known."""
+    draft, key = reader.draft, ("model", "vocab_size")
+    unpadded = "model", "unpadded_vocab_size"
+    multiple = (reader.number("--make-vocab-size-divisible-by") or 128) * tp
+    padded, size = reader.number("--padded-vocab-size"), reader.number("--vocab-size")
+    if padded is not None:
+        reader.take("--padded-vocab-size", key, padded)
+    elif size is not None:
+        reader.take("--vocab-size", key, -(-size // multiple) * multiple)
+    elif key in config:
+        of_config = int(config.get(*key))
+        draft.set(key, -(-of_config // multiple) * multiple, "vocab_size of the model's configuration")
+        if of_config % multiple:
+            draft.set(unpadded, of_config, "vocab_size of the model's configuration")
+    else:
+        why = "the tokenizer has the size of the vocabulary"
+        draft.assume(key, -(-_ASSUMED_VOCABULARY // multiple) * multiple, why, reader.location("--tokenizer-model"))
+    if size is not None and (padded > size if padded is not None else size % multiple):
+        reader.take("--vocab-size", unpadded, size)
+
+
+def _heads(reader: FlagReader, hidden: int, heads: int) -> None:
+    if reader.has("--group-query-attention"):
+        groups = reader.number("--num-query-groups")
+        reader.take("--num-query-groups", ("model", "num_kv_heads"), 1 if groups is None else groups)
+    channels = reader.number("--kv-channels")
+    if channels is not None and channels * heads != hidden:
+        reader.take("--kv-channels", ("model", "head_size"), channels)
+
+
+def _latent_attention(reader: FlagReader) -> None:
+    if reader.has("--q-lora-rank"):
+        reader.take("--q-lora-rank", ("model", "mla", "q_rank"), reader.number("--q-lora-rank"))
+    for flag, key, default in (
+        ("--kv-lora-rank", "kv_rank", 32),
+        ("--qk-head-dim", "nope_head_size", 128),
+        ("--qk-pos-emb-head-dim", "rope_head_size", 64),
+        ("--v-head-dim", "value_head_size", 128),
+    ):
+        reader.take(flag, ("model", "mla", key), reader.number(flag) or default)
+
+
+def import_experts(reader: FlagReader) -> None:
+    """Set the keys of ``model.moe``.
+
+    Raises:
+        PlanFileError: a value cannot be read.
+    """
+    draft = reader.draft
+    experts = reader.number("--num-experts", at_least=2)
+    if experts is None:
+        reader.draft.assume(
+            ("model", "moe", "num_experts"), 8, _why(reader, "--num-experts"), reader.location("--num-experts")
+        )
+    else:
+        reader.take("--num-experts", ("model", "moe", "num_experts"), experts)
+    reader.take("--moe-router-topk", ("model", "moe", "top_k"), reader.number("--moe-router-topk") or 2)
+    size = reader.number("--moe-ffn-hidden-size")
+    inner = count(draft, "model", "ffn_size") if size is None else size
+    reader.take("--moe-ffn-hidden-size", ("model", "moe", "ffn_size"), inner)
+    shared = reader.number("--moe-shared-expert-intermediate-size", at_least=0)
+    if shared:
+        reader.take(
+            "--moe-shared-expert-intermediate-size",
+            ("model", "moe", "num_shared_experts"),
+            max(round(shared / inner), 1),
+        )
+        if shared % inner:
+            why = f"shared experts have a multiple of the size of others, {inner}, here"
+            flag = "--moe-shared-expert-intermediate-size"
+            draft.ignore(flag, why, reader.location(flag))
+    _dense_layers(reader)
+    if (reader.text("--moe-router-score-function") or "softmax") == "sigmoid":
+        reader.take("--moe-router-score-function", ("model", "moe", "score"), "sigmoid")
+    for flag, key in (("--moe-aux-loss-coeff", "aux_loss"), ("--moe-z-loss-coeff", "z_loss")):
+        factor = reader.real(flag)
+        if factor is not None:
+            reader.take(flag, ("model", "moe", key), factor)
+    if reader.has("--moe-router-enable-expert-bias"):
+        rate = reader.real("--moe-router-bias-update-rate")
+        if rate is None or rate > 0:
+            reader.take("--moe-router-enable-expert-bias", ("model", "moe", "expert_bias_rate"), rate or 1e-3)
+
+
+def _dense_layers(reader: FlagReader) -> None:
+    """``--moe-layer-freq``: 1, or a list that begins with dense layers; other patterns are not described."""
+    flag = "--moe-layer-freq"
+    text = reader.text(flag)
+    if text is None or text == "1":
+        return
+    match = _FREQUENCY.fullmatch(text.replace(" ", ""))
+    if match is not None:
+        reader.take(flag, ("model", "moe", "dense_layers"), int(match.group(1)))
+    else:
+        reader.draft.ignore(flag, "all blocks after the first few have experts here", reader.location(flag))

@@ -1,0 +1,141 @@
+"""Sizes of the model: from a ``config.json`` next to the training file, from its own keys, or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.problems import KeyPath, describe_value
+from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.import_codes import UNREADABLE
+
+MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
+    {
+        "num_hidden_layers": ("num_layers",),
+        "hidden_size": ("hidden_size",),
+        "num_attention_heads": ("num_heads",),
+        "num_key_value_heads": ("num_kv_heads",),
+        "intermediate_size": ("ffn_size",),
+        "vocab_size": ("vocab_size",),
+        "head_dim": ("head_size",),
+        "tie_word_embeddings": ("tied_embedding",),
+        "num_nextn_predict_layers": ("mtp", "num_modules"),
+        "num_experts": ("moe", "num_experts"),
+        "n_routed_experts": ("moe", "num_experts"),
+        "num_local_experts": ("moe", "num_experts"),
+        "moe_num_experts": ("moe", "num_experts"),
+        "num_experts_per_tok": ("moe", "top_k"),
+        "moe_k": ("moe", "top_k"),
+        "moe_intermediate_size": ("moe", "ffn_size"),
+        "n_shared_experts": ("moe", "num_shared_experts"),
+        "moe_num_shared_experts": ("moe", "num_shared_experts"),
+        "first_k_dense_replace": ("moe", "dense_layers"),
+        "q_lora_rank": ("mla", "q_rank"),
+        "kv_lora_rank": ("mla", "kv_rank"),
+        "qk_nope_head_dim": ("mla", "nope_head_size"),
+        "qk_rope_head_dim": ("mla", "rope_head_size"),
+        "v_head_dim": ("mla", "value_head_size"),
+    }
+)
+"""Names in Hugging Face's and Paddle's model configurations, and their keys below ``model``."""
+
+_LATENT = ("num_kv_heads", "head_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Condition on assumed sizes: the number of stages to fill."""
+
+    num_stages: int
+
+
+def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+    """Set the sizes that a model configuration names; null and zero are left out.
+
+    Raises:
+        PlanFileError: PP170, a size is no integer.
+    """
+    named = {name: values[name] for name in MODEL_NAMES if name in values and values[name][0] not in (None, "")}
+    latent = "kv_lora_rank" in named
+    for name, (value, location) in named.items():
+        path = MODEL_NAMES[name]
+        if value == 0 or (latent and path[0] in _LATENT):
+            continue
+        expected_type = bool if name == "tie_word_embeddings" else int
+        if isinstance(value, list):
+            draft.ignore(name, "a list with one number for each kind of layer; a plan has one number for all", location)
+            continue
+        if type(value) is not expected_type:
+            message = f"`{name}` must be {'true or false' if expected_type is bool else 'an integer'}, found "
+            raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message + describe_value(value), location))
+        draft.set(("model", *path), value, name, location)
+
+
+def read_model_config(draft: Draft, file: Path) -> None:
+    """Set the sizes of a ``config.json``; of a multimodal model, those of the text part.
+
+    Raises:
+        PlanFileError: the file cannot be read, or is no mapping.
+    """
+    name = str(file)
+    tree = parse_text(read_text(name), name)
+    data: Any = tree.data
+    if tree.problems or not isinstance(data, dict):
+        location = tree.source.at(tree.problems[0].span) if tree.problems else Location(name, 1, 1)
+        why = (
+            tree.problems[0].message
+            if tree.problems
+            else f"a mapping of keys is expected, found {describe_value(data)}"
+        )
+        raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, f"no model configuration: {why}", location))
+    text = data.get("text_config")
+    below: KeyPath = ("text_config",) if isinstance(text, dict) else ()
+    take_model(draft, _located(text if isinstance(text, dict) else data, tree.source, below))
+
+
+def _located(data: Mapping[str, Any], source: SourceMap, below: KeyPath) -> dict[str, tuple[Any, Location | None]]:
+    return {name: (value, source.locate((*below, name))) for name, value in data.items()}
+
+
+def assume_model(draft: Draft, needs: Needs) -> None:
+    """Read the model configuration, if one is given, and assume small divisible sizes for missing values."""
+    if draft.flags.model_config is not None:
+        read_model_config(draft, draft.flags.model_config)
+    why = "not in the files (`--model-config`); small, and divides over the ranks"
+    tp, cp, ep = (draft.number("topology", axis, default=1) for axis in ("tp", "cp", "ep"))
+    num_empty = sum(draft.number("model", "empty_layers", end, default=0) for end in ("head", "tail"))
+    heads = draft.number("model", "num_heads", default=4 if 4 % tp == 0 else tp)
+    assumed: list[tuple[KeyPath, object]] = [
+        (("kind",), "gpt"),
+        (("num_layers",), _num_layers(needs, num_empty)),
+        (("num_heads",), heads),
+        (("hidden_size",), 64 * heads),
+        (("ffn_size",), 128 * heads),
+        (("vocab_size",), 512 * tp),
+        (("seq_length",), 128 * tp * cp),
+    ]
+    experts = [(("moe", "num_experts"), 2 * ep), (("moe", "top_k"), 2), (("moe", "ffn_size"), 32 * tp)]
+    if ep > 1 or ("model", "moe") in draft:
+        assumed += experts
+    if ("model", "mla") in draft:
+        rank = (("kv_rank", 64), ("nope_head_size", 32), ("rope_head_size", 16), ("value_head_size", 32))
+        assumed += [(("mla", key), value) for key, value in rank]
+    for path, value in assumed:
+        if path == ("kind",):
+            draft.set(("model", "kind"), value, "the family of the model")
+        else:
+            draft.assume(("model", *path), value, why)
+
+
+def _num_layers(needs: Needs, num_empty: int) -> int:
+    """Return the number of blocks for equally many layers in each stage: two, or more with empty layers."""
+    per_stage = 2
+    while per_stage * needs.num_stages <= num_empty:
+        per_stage += 1
+    return per_stage * needs.num_stages - num_empty

@@ -1,0 +1,1 @@
+"""Importers for PaddlePaddle: Fleet strategies and the training files of its trainers."""

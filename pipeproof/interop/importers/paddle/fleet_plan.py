@@ -1,0 +1,364 @@
+"""Plan of a Fleet job: the pipeline class that Fleet selects, the mesh, and the transfers between stages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import gcd, lcm
+
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, UNKNOWN_SEQUENCE_PARALLEL, WITHOUT_EFFECT
+from pipeproof.interop.importers.imported import Rephrase
+from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.plan import PlanSpec
+
+_OUR_AXIS = {"mp": "tp", "cp": "cp", "sep": "cp", "ep": "ep", "sharding": "dp", "dp": "dp", "pp": "pp"}
+_BLOCK_CLASS = re.compile(r"[.\w*]*(Layer|Block|Pipe)[.\w*]*")
+
+
+def lay_out(job: FleetJob, draft: Draft) -> None:
+    """Set a draft from a job's settings, with findings about settings that have another effect than their name.
+
+    Raises:
+        PlanFileError: PP171, for a job that Fleet refuses.
+    """
+    job = overridden(job, draft.flags)
+    _topology(job, draft)
+    _schedule(job, draft)
+    _transport(job, draft)
+    _layers(job, draft)
+    assume_model(draft, _needs(job, draft))
+    _partial_send_findings(job, draft)
+
+
+def _put(draft: Draft, path: tuple[str, ...], sourced: SourcedValue[int] | SourcedValue[bool]) -> None:
+    if not sourced.by_default:
+        draft.set(path, sourced.value, sourced.setting, sourced.location)
+
+
+def _topology(job: FleetJob, draft: Draft) -> None:
+    for axis, sourced in (("pp", job.pp), ("tp", job.tp)):
+        _put(draft, ("topology", axis), sourced)
+    context = job.cp.value * job.sep.value
+    if context > 1:
+        sourced = job.cp if job.cp.value > 1 else job.sep
+        draft.set(("topology", "cp"), context, sourced.setting, sourced.location)
+    if job.sep.value > 1:
+        draft.ignore(
+            job.sep.setting,
+            "the plan shows its ranks as context-parallel ones: transfers between stages have the same part of each "
+            "sequence, collectives inside a block differ",
+            job.sep.location,
+        )
+    if job.sequence_parallel.value:
+        sequence = job.sequence_parallel
+        draft.set(("topology", "sequence_parallel"), sequence.value, sequence.setting, sequence.location)
+    known = _data_ranks(job, draft, job.pp.value * job.tp.value * context)
+    data = known or lcm(job.tp.value * context, job.ep.value) // (job.tp.value * context)
+    experts = gcd(job.ep.value, data)
+    if experts > 1:
+        draft.set(("topology", "ep"), experts, job.ep.setting, job.ep.location)
+    if experts < job.ep.value:
+        draft.ignore(
+            job.ep.setting,
+            f"{job.ep.value} ranks share the experts, the tensor-parallel ones among them; the plan shows the "
+            f"{experts} that have their own micro-batches",
+            job.ep.location,
+        )
+    if known:
+        source = job.sharding if job.sharding.value is not None else job.dp
+        location, setting = (None, "--world-size") if draft.flags.world_size else (source.location, source.setting)
+        draft.set(("topology", "dp"), data // experts, setting, location)
+    else:
+        why = "the files do not have the number of processes (`--world-size`); the fewest possible"
+        draft.assume(("topology", "dp"), data // experts, why)
+    _axis_order(job, draft)
+
+
+def _data_ranks(job: FleetJob, draft: Draft, others: int) -> int | None:
+    """Return the number of ranks with their own micro-batches, over all axes; None if it is unknown."""
+    world = draft.flags.world_size
+    if world is not None:
+        if world % others:
+            refuse(f"{world} processes do not divide by {others}, the ranks of one pipeline", job.pp.location)
+        return world // others
+    if job.sharding.value is None and job.dp.value is None:
+        return None
+    return (job.sharding.value or 1) * (job.dp.value or 1)
+
+
+def _axis_order(job: FleetJob, draft: Draft) -> None:
+    """Convert Fleet's order, slowest axis first, to ours, fastest first; of dp and sharding, use the one with ranks."""
+    dropped = "dp" if (job.dp.value or 1) == 1 else "sharding"
+    order: list[str] = []
+    for name in reversed(job.order):
+        axes = ("ep", "dp") if _OUR_AXIS[name] == "dp" else (_OUR_AXIS[name],)
+        order += [axis for axis in axes if name != dropped and axis not in order]
+    order += [axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis not in order]
+    draft.set(("topology", "order"), order, "the order of the mesh's axes")
+    if (job.dp.value or 1) > 1 and (job.sharding.value or 1) > 1:
+        draft.ignore(
+            job.sharding.setting,
+            "data-parallel and sharding ranks are one axis of a plan, at the position of Fleet's data-parallel "
+            "axis; global ranks of groups differ, orders and layouts do not",
+            job.sharding.location,
+        )
+
+
+def _schedule(job: FleetJob, draft: Draft) -> None:
+    pp, chunks, accumulate = job.pp, job.chunks, job.accumulate
+    draft.set(("schedule", "num_micro_batches"), accumulate.value, accumulate.origin, accumulate.location)
+    size = job.micro_batch_size
+    draft.set(("schedule", "micro_batch_size"), size.value, size.origin, size.location)
+    if job.dualpipe_v.value:
+        if accumulate.value < 2 * pp.value:
+            refuse(
+                f"DualPipeV on {pp.value} ranks takes at least {2 * pp.value} micro-batches, and {accumulate.text}",
+                accumulate.location,
+                f"set `{accumulate.setting}` to {2 * pp.value} or more",
+            )
+        switch = job.dualpipe_v
+        draft.set(("schedule", "kind"), "dualpipe_v", switch.setting, switch.location)
+        draft.set(("schedule", "num_chunks"), 2, switch.setting, switch.location)
+    elif chunks.value == 1 or pp.value == 1:
+        if pp.value == 1 and chunks.value > 1:
+            ineffective(draft, chunks, "there is one pipeline rank, and no pipeline")
+        draft.set(("schedule", "kind"), "1f1b", pp.origin, pp.location)
+    else:
+        _interleaved(job, draft)
+    if job.overlapped_backward.value:
+        draft.ignore(
+            job.overlapped_backward.setting,
+            "with it, forwards and backwards share kernels, and the warm-up has one more forward; the plan has the "
+            "order without it",
+            job.overlapped_backward.location,
+        )
+    if job.variable_lengths.value and pp.value > 1:
+        draft.ignore(
+            job.variable_lengths.setting,
+            "the plan has micro-batches of one length; `--set schedule.seq_lengths=[...]` gives each its own",
+            job.variable_lengths.location,
+        )
+
+
+def _interleaved(job: FleetJob, draft: Draft) -> None:
+    """Set the variant: ``fleet.distributed_model`` selects one of three classes by the number of micro-batches."""
+    pp, chunks, accumulate = job.pp.value, job.chunks, job.accumulate
+    if pp <= 2:
+        refuse(
+            f"virtual stages need more than 2 pipeline ranks in Fleet, and {job.pp.text}",
+            chunks.location,
+            f"set `{chunks.setting}` to 1, or use 4 pipeline ranks",
+        )
+    if not job.cached_shapes.value:
+        refuse(
+            f"virtual stages need cached shapes in Fleet, and {job.cached_shapes.text}",
+            job.cached_shapes.location or chunks.location,
+            "leave it on, and pad sequences of other lengths",
+        )
+    if accumulate.value < pp:
+        refuse(
+            f"virtual stages need as many micro-batches as pipeline ranks, {pp}, and {accumulate.text}",
+            accumulate.location or chunks.location,
+            f"set `{accumulate.setting}` to {2 * pp} or more",
+        )
+    if accumulate.value >= 2 * pp:
+        variant = "fleet_balanced" if job.balanced.value else "fleet"
+    elif job.balanced.value:
+        variant = "fleet_balanced"
+    elif accumulate.value % pp:
+        refuse(
+            f"between {pp} and {2 * pp} micro-batches Fleet runs all forwards before all backwards, in groups of "
+            f"{pp}, and {accumulate.text}",
+            accumulate.location or chunks.location,
+            f"set `{accumulate.setting}` to {pp} or {2 * pp}, or turn `{job.balanced.setting}` on",
+        )
+    else:
+        variant = "fleet_fthenb"
+    draft.set(("schedule", "kind"), "interleaved", chunks.setting, chunks.location)
+    draft.set(("schedule", "num_chunks"), chunks.value, chunks.setting, chunks.location)
+    draft.set(("schedule", "variant"), variant, accumulate.setting, accumulate.location)
+
+
+def _transport(job: FleetJob, draft: Draft) -> None:
+    """Set ``partial`` if messages are partial and no guard turns it off.
+
+    Fleet's 1F1B receives the next input before it sends a gradient, and its
+    interleaved classes put up to four directions into one batch: transfers of
+    neighbours are in one order.
+    """
+    if job.overlapped.value and job.batched.value and not job.batched.by_default:
+        ineffective(draft, job.batched, f"Fleet turns it off if P2P is overlapped, and {job.overlapped.text}")
+    sequence_parallel = job.sequence_parallel.value
+    for direction in ("forward", "backward"):
+        mode = "partial" if job.sends_partially and not (job.guard and sequence_parallel) else "full"
+        draft.set(("transport", direction), mode, job.partial.origin, job.partial.location)
+    if job.pp.value > 1:
+        draft.set(("transport", "recv_order"), "send_order", "Fleet's own order of transfers")
+    if sequence_parallel is None:
+        draft.assume(
+            ("topology", "sequence_parallel"), value=False, why="a strategy has no field for it: the model decides"
+        )
+
+
+def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
+    """Find PP175 and PP176: only a guard prevents corrupted tensors, or they depend on sequence parallelism."""
+    sequence = job.sequence_parallel
+    if not job.sends_partially or not _divides(draft):
+        return
+    if job.guard and sequence.value:
+        draft.find(
+            Finding(
+                GUARDED.code,
+                Severity.WARNING,
+                f"{job.partial.text} with {sequence.text}, {job.tp.text} and batched P2P ({job.batched.text}): "
+                "the trainer turns partial sends off; without that guard every boundary tensor would be corrupted",
+                sequence.location or job.partial.location,
+                f"write `{turn_off(job.partial)}`, which is what the trainer does",
+            )
+        )
+    elif sequence.value is None:
+        draft.find(
+            Finding(
+                UNKNOWN_SEQUENCE_PARALLEL.code,
+                Severity.WARNING,
+                f"{job.partial.text}, {job.tp.text} and P2P is batched: correct without sequence parallelism, which a "
+                "strategy does not contain; with it every boundary tensor is corrupted",
+                job.partial.location or job.tp.location,
+                "give `--set topology.sequence_parallel=true` or `=false`; off is safe in both cases: "
+                f"`{turn_off(job.partial)}`",
+            )
+        )
+
+
+def _divides(draft: Draft) -> bool:
+    """Return True if Fleet would split boundary tensors: a rank's elements under sequence parallelism divide by tp."""
+    tp, cp = (draft.number("topology", axis, default=1) for axis in ("tp", "cp"))
+    elements = draft.number("model", "seq_length", default=1) // (tp * cp)
+    elements *= draft.number("schedule", "micro_batch_size", default=1)
+    elements *= draft.number("model", "hidden_size", default=1)
+    if not draft.get("model", "mtp", "magic_send", default=False):
+        elements *= 1 + draft.number("model", "mtp", "num_modules", default=0)
+    return elements % tp == 0
+
+
+def turn_off(switch: SourcedValue[bool]) -> str:
+    """Return the setting that turns partial sends off, in the syntax of its file."""
+    if switch.setting == "pipeline_parallel_config":
+        return "pipeline_parallel_config: disable_partial_send_recv"
+    return f"{switch.setting}: false"
+
+
+def _layers(job: FleetJob, draft: Draft) -> None:
+    """Set empty layers, MTP modules, and the partition."""
+    for end, empty in (("head", job.empty_head), ("tail", job.empty_tail)):
+        if empty is not None and empty.value:
+            draft.set(("model", "empty_layers", end), empty.value, empty.setting, empty.location)
+    if job.mtp is not None and job.mtp.value:
+        draft.set(("model", "mtp", "num_modules"), job.mtp.value, job.mtp.setting, job.mtp.location)
+    if job.cut is not None and job.pp.value > 1 and not job.dualpipe_v.value:
+        _cut(job.cut, job.pp.location, draft)
+
+
+def _cut(cut: SourcedValue[str], stages: Location | None, draft: Draft) -> None:
+    """Set ``stages`` from Fleet's ``seg_method``, whose class names differ from those of a plan's layers.
+
+    ``stages`` is the location of the number of stages, used for a default partition.
+    """
+    classes = cut.value.removeprefix("layer:").split("|")
+    if cut.value == "uniform":
+        draft.set(("stages",), "uniform", cut.origin, cut.location)
+    elif cut.value.startswith("layer:") and all(_BLOCK_CLASS.fullmatch(name) for name in classes):
+        empty = any("EmptyLayer" in name for name in classes)
+        plan_layers = "layer:TransformerLayer|EmptyLayer" if empty else "layer:TransformerLayer"
+        draft.set(("stages",), plan_layers, cut.origin, cut.location or stages)
+    else:
+        draft.ignore(
+            cut.setting, f"`{cut.value}` cannot be expressed with a plan's layers; the partition is even", cut.location
+        )
+
+
+def _needs(job: FleetJob, draft: Draft) -> Needs:
+    sequence = job.sequence
+    if sequence is not None:
+        divisor = draft.number("topology", "cp", default=1) * draft.number("topology", "tp", default=1)
+        fitting = sequence.value - sequence.value % divisor
+        if fitting == sequence.value or fitting == 0:
+            draft.set(("model", "seq_length"), sequence.value, sequence.setting, sequence.location)
+        else:
+            why = f"the longest that divides over the ranks, and {sequence.text}"
+            draft.assume(("model", "seq_length"), fitting, why, sequence.location)
+    stages = job.pp.value * draft.number("schedule", "num_chunks", default=1)
+    return Needs(num_stages=stages)
+
+
+def ineffective(draft: Draft, sourced: SourcedValue[int] | SourcedValue[bool] | SourcedValue[str], why: str) -> None:
+    """Record PP174: a setting without effect, and the reason."""
+    draft.find(Finding(WITHOUT_EFFECT.code, Severity.WARNING, f"{sourced.text} has no effect: {why}", sourced.location))
+
+
+def refuse(message: str, location: Location | None, help: str | None = None, doc: RuleDoc = REFUSED) -> None:
+    """Raise the finding of a job that its own framework would refuse."""
+    raise PlanFileError(Finding(doc.code, Severity.ERROR, message, location, help))
+
+
+_LOSSY_CODE = "PP201"
+
+
+def rephrasing(job: FleetJob) -> Rephrase:
+    """Return a function that rewrites findings of ``check`` in terms of the job's settings; the costs appear once."""
+
+    def rephrase(plan: PlanSpec, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        rephrased: list[Finding] = []
+        first = True
+        for finding in findings:
+            if finding.code == _LOSSY_CODE:
+                rephrased.append(
+                    replace(finding, help=suggested_fix(job, plan) if first else f"write `{turn_off(job.partial)}`")
+                )
+                first = False
+            else:
+                rephrased.append(finding)
+        return tuple(rephrased)
+
+    return rephrase
+
+
+def suggested_fix(job: FleetJob, plan: PlanSpec) -> str:
+    """Return the modes of sending, each with the bytes of one pipeline's step over all its tensor-parallel ranks."""
+    whole, tp = step_bytes(job, plan), plan.topology.tp
+    intro = (
+        f"write `{turn_off(job.partial)}`, so that tensors are sent whole; a step of one pipeline then moves, forward "
+    )
+    intro += f"and backward, over all {tp} TP ranks:"
+    modes = (
+        ("full sends, sequence parallel", whole, 0, " (this fix)"),
+        ("partial sends, sequence parallel", whole // tp, (tp - 1) * whole // tp, ", and wrong"),
+        ("partial sends, without it", whole, (tp - 1) * whole, ""),
+        ("full sends, without it", tp * whole, 0, ""),
+    )
+    lines = [
+        f"{mode + ':':<34} {sent} bytes between stages" + (f" + {gathered} in all-gathers" if gathered else "") + remark
+        for mode, sent, gathered, remark in modes
+    ]
+    return "\n".join([intro, *lines])
+
+
+def step_bytes(job: FleetJob, plan: PlanSpec) -> int:
+    """Return the bytes of all boundary tensors of one pipeline's step, activations and gradients, each counted once.
+
+    A boundary tensor has sequence / cp x rows x hidden elements for each
+    residual stream, and the same again for each MTP module if those are
+    embedded on the first stage.
+    """
+    model, topology, schedule = plan.model, plan.topology, plan.schedule
+    num_mtp = 0 if model.mtp is None or model.mtp.magic_send else model.mtp.num_modules
+    elements = model.seq_length // topology.cp * schedule.micro_batch_size * model.hidden_size
+    elements *= model.num_streams * (1 + num_mtp)
+    dtype = plan.run.dtype if job.dtype is None else job.dtype.value
+    return 2 * schedule.num_micro_batches * (plan.num_stages - 1) * elements * dtype_bytes(dtype)

@@ -1,0 +1,252 @@
+"""Importer of training arguments of PaddleFormers, PaddleNLP and ERNIE.
+
+Two generations of names exist. PaddleFormers' present trainer
+(``paddleformers/trainer/training_args.py``) has ``*_model_parallel_size`` and
+a switch for each feature of Fleet's pipeline; it accepts the tokens of
+``pipeline_parallel_config`` and warns that they have no effect. PaddleNLP's
+trainer, and PaddleFormers' earlier one, have ``*_parallel_degree`` and apply
+those tokens. Both turn partial sends off under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeproof.diagnostics.problems import listed, nearest_name
+from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.model_sizes import MODEL_NAMES, take_model
+from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
+from pipeproof.interop.importers.paddle.fleet_plan import ineffective, lay_out, refuse, rephrasing
+from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
+
+TOKENS = "pipeline_parallel_config"
+
+DEGREES = {
+    "tp": ("tensor_model_parallel_size", "tensor_parallel_degree"),
+    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    "chunks": ("virtual_pipeline_model_parallel_size", "virtual_pp_degree"),
+    "ep": ("expert_model_parallel_size", "expert_parallel_degree"),
+    "cp": ("context_parallel_size", "context_parallel_degree"),
+    "sep": ("sep_parallel_size", "sep_parallel_degree"),
+    "sharding": ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree"),
+    "dp": ("data_parallel_size", "data_parallel_degree"),
+}
+"""The present name of each degree, and its earlier names."""
+
+SWITCHES = (
+    "sequence_parallel", "partial_send_recv", "overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths",
+    "best_unbalanced_scheduler", "use_dualpipev", "forward_backward_overlap_scheduler", "p2p_cache_shape",
+)  # fmt: skip
+
+_OLD_TOKENS = frozenset(
+    {
+        "disable_p2p_cache_shape", "disable_partial_send_recv", "enable_delay_scale_loss", "enable_dp_comm_overlap",
+        "enable_sharding_comm_overlap", "enable_timer", "enable_release_grads", "enable_clear_every_step_cache",
+        "enable_overlap_p2p_comm", "disable_batch_p2p_comm", "best_unbalanced_scheduler", "enable_offload_queue",
+        "use_dualpipev", "forward_backward_overlap_scheduler", "enable_dynamic_shape", "sync_moment", "sync_param",
+        "enable_send_recv_overlap", "enable_split_backward", "auto_parallel_sync_shared_params",
+        "disable_non_batch_p2p_comm",
+    }
+)  # fmt: skip
+_SEQUENCE = ("max_seq_len", "max_seq_length", "max_length", "seq_length")
+_OTHERS = (
+    "gradient_accumulation_steps", "per_device_train_batch_size", "num_empty_layers_add_in_head",
+    "num_empty_layers_add_in_tail", "num_nextn_predict_layers", "pp_seg_method", "hybrid_parallel_topo_order", TOKENS,
+)  # fmt: skip
+_PIPELINE_NAMES = (*(name for names in DEGREES.values() for name in names), *SWITCHES, *_OTHERS)
+_KNOWN_ELSEWHERE = frozenset(
+    {"moe_sharding_parallel_size", "expert_tensor_model_parallel_size", "expert_tensor_parallel_degree",
+     "pp_need_data_degree", "tensor_parallel_config", "sharding_parallel_config", "data_parallel_config",
+     "sequence_parallel_config", "context_parallel_config", "use_expert_parallel", "reorder_pipeline_priority"}
+)  # fmt: skip
+_ORDERS = {
+    "sharding_first": ("dp", "sharding", "pp", "sep", "cp", "mp"),
+    "pp_first": ("dp", "pp", "sharding", "sep", "cp", "mp"),
+}
+
+
+def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
+    """Read training arguments: YAML or JSON, one file or several; later files win.
+
+    Raises:
+        PlanFileError: a file cannot be read (PP100 to PP103, PP170), or the trainer refuses the job (PP171).
+    """
+    settings = read_settings(files)
+    draft = Draft("paddleformers", flags)
+    _report_unknown_settings(settings, draft)
+    job = _job(settings, draft)
+    take_model(draft, {name: settings.values[name] for name in MODEL_NAMES if name in settings})
+    magic = settings.flag("enable_mtp_magic_send", default=False)
+    if magic.value and job.mtp is not None and job.mtp.value:
+        draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
+    lay_out(job, draft)
+    return draft.imported(settings.first.file, settings.first.lines, rephrasing(job))
+
+
+def _is_old(settings: Settings) -> bool:
+    """Return True if the trainer of this file applies the tokens of ``pipeline_parallel_config``."""
+    new = any(names[0] in settings for names in DEGREES.values())
+    old = any(name in settings for names in DEGREES.values() for name in names[1:2])
+    return not new and (old or TOKENS in settings)
+
+
+def _job(settings: Settings, draft: Draft) -> FleetJob:
+    old = _is_old(settings)
+    switches = _by_tokens(settings, draft) if old else _by_switches(settings, draft)
+    names = {axis: (known[1:] if old else (known[0], *known[2:])) for axis, known in DEGREES.items()}
+    if not old:
+        _report_earlier_degrees(settings, draft)
+    degree = {axis: settings.integer(1, *known) for axis, known in names.items() if axis not in ("sharding", "dp")}
+    sharding = _sharding(settings, settings.integer(None, *names["sharding"]), degree["pp"], draft)
+    seg_method = settings.text("pp_seg_method") or SourcedValue(
+        "layer:DecoderLayer|EmptyLayer", "pp_seg_method", by_default=True
+    )
+    sequence = settings.integer(0, *_SEQUENCE)
+    return FleetJob(
+        pp=_at_least_one(degree["pp"]),
+        tp=_at_least_one(degree["tp"]),
+        dp=settings.integer(None, *names["dp"]),
+        sharding=sharding,
+        sep=_at_least_one(degree["sep"]),
+        cp=_at_least_one(degree["cp"]),
+        ep=_at_least_one(degree["ep"]),
+        order=_order(settings),
+        accumulate=_at_least_one(settings.integer(1, "gradient_accumulation_steps")),
+        micro_batch_size=_at_least_one(settings.integer(8, "per_device_train_batch_size", "batch_size")),
+        chunks=_at_least_one(degree["chunks"]),
+        sequence_parallel=settings.flag("sequence_parallel", default=False),
+        guard=True,
+        cut=seg_method,
+        empty_head=settings.integer(0, "num_empty_layers_add_in_head"),
+        empty_tail=settings.integer(0, "num_empty_layers_add_in_tail"),
+        mtp=settings.integer(0, "num_nextn_predict_layers", "multi_token_pred_depth"),
+        sequence=sequence if sequence.value else None,
+        dtype=_dtype(settings),
+        **switches,
+    )
+
+
+def _at_least_one(sourced: SourcedValue[int]) -> SourcedValue[int]:
+    """Return the degree; 0 means 1, as in the trainers."""
+    return sourced if sourced.value else SourcedValue(1, sourced.setting, sourced.location, sourced.by_default)
+
+
+def _by_switches(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
+    """Read the switches of the present trainer; the former tokens have no effect."""
+    overlapped = settings.flag("overlap_p2p_comm", default=True)
+    for token in _known_tokens(settings):
+        ineffective(
+            draft,
+            SourcedValue(token, TOKENS, settings.location(TOKENS)),
+            "this trainer accepts the token and ignores it; it has a switch for each token",
+        )
+    return {
+        "partial": settings.flag("partial_send_recv", default=True),
+        "batched": settings.flag("batch_p2p_comm", default=not overlapped.value),
+        "overlapped": overlapped,
+        "cached_shapes": settings.flag("p2p_cache_shape", default=True),
+        "variable_lengths": settings.flag("variable_seq_lengths", default=False),
+        "balanced": settings.flag("best_unbalanced_scheduler", default=False),
+        "dualpipe_v": settings.flag("use_dualpipev", default=False),
+        "overlapped_backward": settings.flag("forward_backward_overlap_scheduler", default=False),
+    }
+
+
+def _by_tokens(settings: Settings, draft: Draft) -> dict[str, SourcedValue[bool]]:
+    """Read the tokens of the earlier trainers, in one setting; later switches are unknown to them."""
+    tokens = _known_tokens(settings)
+    location = settings.location(TOKENS)
+    for name in SWITCHES[1:]:
+        if name in settings:
+            ineffective(
+                draft,
+                SourcedValue(settings.values[name][0], name, settings.location(name)),
+                f"with earlier names of degrees it is no setting of the trainer, which reads tokens in `{TOKENS}`",
+            )
+
+    def switch(token: str) -> SourcedValue[bool]:
+        on = not token.startswith("disable")
+        return SourcedValue(on == (token in tokens), TOKENS, location, by_default=token not in tokens)
+
+    return {
+        "partial": switch("disable_partial_send_recv"),
+        "batched": switch("disable_batch_p2p_comm"),
+        "overlapped": switch("enable_overlap_p2p_comm"),
+        "cached_shapes": switch("disable_p2p_cache_shape"),
+        "variable_lengths": switch("enable_dynamic_shape"),
+        "balanced": switch("best_unbalanced_scheduler"),
+        "dualpipe_v": switch("use_dualpipev"),
+        "overlapped_backward": switch("forward_backward_overlap_scheduler"),
+    }
+
+
+def _known_tokens(settings: Settings) -> tuple[str, ...]:
+    tokens = settings.tokens(TOKENS)
+    for token in tokens:
+        if token not in _OLD_TOKENS:
+            near = nearest_name(token, sorted(_OLD_TOKENS))
+            suggestion = f"did you mean `{near}`?" if near else None
+            message = f"`{TOKENS}` has the token `{token}`, which no trainer knows"
+            raise unreadable(message, settings.location(TOKENS), suggestion)
+    return tokens
+
+
+def _report_earlier_degrees(settings: Settings, draft: Draft) -> None:
+    """Report degrees with names of the earlier trainers in a file of the present one."""
+    for now, before, *_ in DEGREES.values():
+        if before in settings:
+            sourced = SourcedValue(settings.values[before][0], before, settings.location(before))
+            ineffective(draft, sourced, f"it is a name of earlier trainers; this trainer's name is `{now}`")
+
+
+def _order(settings: Settings) -> tuple[str, ...]:
+    """Return the order of the mesh's axes, the slowest first."""
+    order = settings.text("hybrid_parallel_topo_order")
+    if order is not None and order.value not in _ORDERS:
+        raise unreadable(f"`{order.setting}` must be {listed(list(_ORDERS))}, found `{order.value}`", order.location)
+    experts = settings.flag("use_expert_parallel", default=False)
+    if experts.value and settings.flag("reorder_pipeline_priority", default=False).value:
+        return ("sharding", "pp", "sep", "cp", "dp", "mp")
+    return _ORDERS["sharding_first" if order is None else order.value]
+
+
+def _sharding(
+    settings: Settings, degree: SourcedValue[int | None], pp: SourcedValue[int], draft: Draft
+) -> SourcedValue[int | None]:
+    """Return the sharding ranks; with a pipeline, the trainers accept stage 1 only, and drop it over one rank."""
+    stage = settings.text("sharding")
+    if stage is None or not {"stage2", "stage3"} & set(stage.value.split()) or pp.value <= 1:
+        return degree
+    if degree.value in (0, 1):
+        ineffective(draft, stage, f"the trainer drops sharding over one rank ({degree.text}); with more it refuses "
+                                  "this stage with a pipeline")  # fmt: skip
+    elif degree.value is not None:
+        refuse(
+            f"{stage.text} and {pp.text}: the trainers accept only sharding stage 1 with a pipeline",
+            stage.location,
+            f"set `{stage.setting}: stage1`",
+        )
+    else:
+        ineffective(draft, stage, "with a pipeline the trainer refuses this stage, unless there is one sharding "
+                                  f"rank and it drops the stage ({degree.setting} is not set)")  # fmt: skip
+    return degree
+
+
+def _dtype(settings: Settings) -> SourcedValue[str] | None:
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if settings.flag(name, default=False).value:
+            return SourcedValue(dtype, name, settings.location(name))
+    return None
+
+
+def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
+    """Report settings that look like one of the pipeline's and are unknown: with a typo, the default stays in force."""
+    for name in settings.values:
+        similar = any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp"))
+        if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE or not similar:
+            continue
+        near = nearest_name(name, _PIPELINE_NAMES)
+        why = f"an unknown setting; did you mean `{near}`?" if near else "an unknown setting"
+        draft.ignore(name, why, settings.location(name))

@@ -1,0 +1,378 @@
+"""Importer of TOML job configurations of torchtitan.
+
+The keys have the meaning of torchtitan/distributed/pipeline_parallel.py and
+config/job_config.py (the releases that are configured by TOML); older names of
+the sections ``experimental`` and ``training`` are read too.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.problems import listed, nearest_name
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
+from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.model_sizes import Needs, assume_model
+
+_SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
+_KEY = re.compile(r"\s*([\w\-]+)\s*=")
+_AT = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+class TomlFile:
+    """Sections with plain keys, with locations; nested tables are values."""
+
+    def __init__(self, name: str, lines: tuple[str, ...], data: dict[str, Any]) -> None:
+        self.name = name
+        self.lines = lines
+        self._data = data
+        self._locations = dict(_locations(name, lines))
+
+    def has(self, section: str, key: str) -> bool:
+        """Return True if the key is in the file."""
+        table = self._data.get(section)
+        return isinstance(table, dict) and key in table
+
+    def get(self, section: str, key: str, default: Any) -> Any:
+        """Return the value of a key, or ``default``."""
+        table = self._data.get(section)
+        return table.get(key, default) if isinstance(table, dict) else default
+
+    def names(self, section: str) -> tuple[str, ...]:
+        """Return the keys of a section."""
+        table = self._data.get(section)
+        return tuple(table) if isinstance(table, dict) else ()
+
+    def key_location(self, section: str, key: str) -> Location | None:
+        """Return the location of a key; None if it is left out."""
+        return self._locations.get((section, key))
+
+    def location(self, section: str, key: str) -> Location:
+        """Return the location of a key, else of its section, else the top of the file."""
+        top = Location(self.name, 1, 1)
+        return self._locations.get((section, key)) or self._locations.get((section, "")) or top
+
+    def refused(
+        self, message: str, section: str, key: str, *, help: str | None = None, code: str = UNREADABLE.code
+    ) -> PlanFileError:
+        """Return the error for a value."""
+        finding = Finding(code, Severity.ERROR, message, self.location(section, key), help)
+        return PlanFileError(finding, source=SourceMap(self.name, self.lines))
+
+
+def read_toml(path: Path) -> TomlFile:
+    """Read a TOML file.
+
+    Raises:
+        PlanFileError: PP100 if it cannot be read, PP170 if it is no TOML.
+    """
+    name = str(path)
+    text = read_text(name)
+    lines = tuple(LINE_BREAK.split(text))
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = _AT.search(str(error))
+        line, column = (int(match[1]), int(match[2])) if match else (len(lines), 1)
+        message = f"no valid TOML: {_AT.sub('', str(error)).strip()}"
+        finding = Finding(UNREADABLE.code, Severity.ERROR, message, Location(name, line, column))
+        raise PlanFileError(finding, source=SourceMap(name, lines)) from error
+    return TomlFile(name, lines, data)
+
+
+def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, str], Location]]:
+    section = ""
+    for number, line in enumerate(lines, start=1):
+        if match := _SECTION.match(line):
+            section = match[1]
+            yield (section, ""), Location(name, number, match.start(1) + 1, match.end(1))
+        elif match := _KEY.match(line):
+            yield (section, match[1]), Location(name, number, match.start(1) + 1, match.end(1))
+
+
+_SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
+    {
+        "1F1B": ("1f1b", 1),
+        "GPipe": ("gpipe", 1),
+        "Interleaved1F1B": ("interleaved", 2),
+        "LoopedBFS": ("looped_bfs", 2),
+        "InterleavedZeroBubble": ("interleaved_zb", 2),
+        "ZBVZeroBubble": ("zb_v", 2),
+        "DualPipeV": ("dualpipe_v", 2),
+    }
+)
+"""PyTorch's names, ours, and the default number of stages of a rank."""
+
+_MODULES: Final[Mapping[str, str]] = MappingProxyType(
+    {"tok_embeddings": "embed", "norm": "norm", "output": "head", "lm_head": "head"}
+)
+_MAX_LAYERS: Final = 100_000
+"""Most blocks of a model, as in plans."""
+
+_PARALLELISM: Final = ("parallelism", "experimental", "training")
+_READ: Final = frozenset(
+    {
+        "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage", "module_fqns_per_model_part",
+        "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
+        "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree",
+        "data_parallel_replicate_degree", "data_parallel_shard_degree",
+    }
+)  # fmt: skip
+_WITHOUT_BEARING: Final = frozenset(
+    {
+        "fsdp_reshard_after_forward", "enable_async_tensor_parallel", "disable_loss_parallel",
+        "enable_compiled_autograd", "context_parallel_rotate_method", "context_parallel_load_balancer",
+    }
+)  # fmt: skip
+
+
+def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
+    """Import one TOML file of torchtitan.
+
+    Raises:
+        PlanFileError: PP100 or PP170 if it cannot be read, PP171 if torchtitan refuses the settings.
+    """
+    if len(files) != 1:
+        message = f"a job of torchtitan is one TOML file, found {len(files)}"
+        raise PlanFileError(Finding("PP170", Severity.ERROR, message))
+    job = _Job(read_toml(files[0]), Draft("torchtitan", flags))
+    job.read()
+    return job.draft.imported(job.file.name, job.file.lines)
+
+
+class _Job:
+    """The file, and the draft of its plan."""
+
+    def __init__(self, file: TomlFile, draft: Draft) -> None:
+        self.file = file
+        self.draft = draft
+
+    def read(self) -> None:
+        """Set the keys of the plan."""
+        pp = self._degree("pipeline_parallel_degree", "pp")
+        tp = self._degree("tensor_parallel_degree", "tp")
+        self._degree("context_parallel_degree", "cp")
+        ep = self._degree("expert_parallel_degree", "ep")
+        if tp > 1:
+            self._take("tensor_parallel_degree", ("topology", "sequence_parallel"), value=True)
+        self._data_parallel(pp, tp, ep)
+        num_chunks, csv = self._schedule(pp)
+        num_stages = num_chunks * pp
+        self._model(num_stages)
+        self._stages(pp, num_stages, csv=csv)
+        self._batches()
+        self._rest()
+
+    def _setting(self, name: str) -> tuple[str, str] | None:
+        """Return the section and key of a setting, in any release."""
+        return next(((section, name) for section in _PARALLELISM if self.file.has(section, name)), None)
+
+    def _number(self, section: str, name: str, default: int, *, at_least: int = 1) -> int:
+        value = self.file.get(section, name, default)
+        if type(value) is not int or value < at_least:
+            raise self.file.refused(f"{name} needs an integer of at least {at_least}, found `{value}`", section, name)
+        return value
+
+    def _take(self, name: str, key: tuple[str, ...], value: object) -> None:
+        source = self._setting(name)
+        self.draft.set(key, value, name, None if source is None else self.file.location(*source))
+
+    def _degree(self, name: str, axis: str) -> int:
+        if ("topology", axis) in self.draft:
+            return count(self.draft, "topology", axis)
+        source = self._setting(name)
+        if source is None:
+            return 1
+        value = self._number(*source, 1)
+        self._take(name, ("topology", axis), value)
+        return value
+
+    def _data_parallel(self, pp: int, tp: int, ep: int) -> None:
+        """Set ``dp``: replicas times shards; ep is a part of the shards there, and a separate axis here."""
+        draft, cp = self.draft, count(self.draft, "topology", "cp")
+        shard_key = self._setting("data_parallel_shard_degree") or ("parallelism", "data_parallel_shard_degree")
+        replica_key = self._setting("data_parallel_replicate_degree") or (
+            "parallelism",
+            "data_parallel_replicate_degree",
+        )
+        shard, replicas = self._number(*shard_key, -1, at_least=-1), self._number(*replica_key, 1)
+        world = draft.flags.world_size
+        if shard == -1 and world is None:
+            draft.assume(
+                ("topology", "dp"), 1, "all other processes are data parallel: `--world-size` gives their number"
+            )
+            return
+        if shard == -1:
+            others = replicas * cp * tp * pp
+            if world is None or world % others:
+                raise self.file.refused(
+                    f"{world} processes do not divide by dp_replicate x cp x tp x pp = {others}",
+                    *shard_key,
+                    code=REFUSED.code,
+                )
+            shard = world // others
+        if shard * replicas % ep:
+            raise self.file.refused(
+                f"expert parallelism over {ep} of {shard * replicas} data-parallel ranks cannot be described: experts "
+                "are on ranks with one tensor-parallel and context-parallel index here", *shard_key,
+            )  # fmt: skip
+        draft.set(
+            ("topology", "dp"), shard * replicas // ep, "data_parallel_shard_degree", self.file.key_location(*shard_key)
+        )
+        if shard > 1:
+            draft.ignore(
+                "data_parallel_shard_degree",
+                "parameters are whole on blocks_each rank here",
+                self.file.location(*shard_key),
+            )
+
+    def _schedule(self, pp: int) -> tuple[int, bool]:
+        """Set ``schedule.kind``, and return the stages of a rank and True if a file gives the order."""
+        name = "pipeline_parallel_schedule"
+        source = self._setting(name) or ("parallelism", name)
+        given = str(self.file.get(*source, "1F1B"))
+        csv_key = self._setting("pipeline_parallel_schedule_csv")
+        path = self.file.get(*csv_key, "") if csv_key is not None else ""
+        if path:
+            self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
+            self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
+        known = {pytorch.lower(): pytorch for pytorch in _SCHEDULES}
+        schedule = _SCHEDULES.get(known.get(given.lower(), ""))
+        single = given.lower() == "pipelineschedulesingle"
+        if schedule is None and not path:
+            near = nearest_name(given, _SCHEDULES)
+            suggestion = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"
+            raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=suggestion)
+        kind, chunks = schedule or ("file", 1 if single else 2)
+        if pp == 1:
+            kind, chunks = "1f1b", 1
+        self._take(name, ("schedule", "kind"), kind)
+        if kind == "interleaved":
+            self._take(name, ("schedule", "variant"), "torch")
+        parts, per_stage = (
+            self._setting("module_fqns_per_model_part"),
+            self._setting("pipeline_parallel_layers_per_stage"),
+        )
+        if pp > 1 and parts is not None and self.file.get(*parts, None):
+            chunks = max(len(self.file.get(*parts, ())) // pp, 1)
+        elif pp > 1 and per_stage is not None and ("model", "num_layers") in self.draft:
+            layers = count(self.draft, "model", "num_layers") + sum(self._weights())
+            chunks = max(-(-layers // self._number(*per_stage, 1)) // pp, 1)
+        if chunks > 1:
+            self._take(name, ("schedule", "num_chunks"), chunks)
+        return chunks, bool(path)
+
+    def _weights(self) -> tuple[int, int]:
+        """Return the weights of the embedding, and of the norm with the head, in layers."""
+        names = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+        first, last = (self._number(*(self._setting(name) or ("parallelism", name)), 1, at_least=0) for name in names)
+        return first, last
+
+    def _model(self, num_stages: int) -> None:
+        for section, name, key in (("training", "seq_len", "seq_length"), ("model", "vocab_size", "vocab_size")):
+            if self.file.has(section, name):
+                value = self._number(section, name, 1)
+                self.draft.set(("model", key), value, name, self.file.location(section, name))
+        assume_model(self.draft, Needs(num_stages))
+
+    def _stages(self, pp: int, num_stages: int, *, csv: bool) -> None:
+        source = self._setting("module_fqns_per_model_part")
+        parts = None if source is None else self.file.get(*source, None)
+        if pp == 1:
+            return
+        if source is not None and parts:
+            self._take("module_fqns_per_model_part", ("stages",), [self._named(part, source) for part in parts])
+            return
+        num_layers = count(self.draft, "model", "num_layers")
+        if num_layers > _MAX_LAYERS or num_stages > _MAX_LAYERS:
+            source = self._setting("pipeline_parallel_degree") or ("parallelism", "pipeline_parallel_degree")
+            raise self.file.refused(
+                f"{num_layers} layers in {num_stages} stages are more than a plan can have", *source
+            )
+        sizes = self._cut(num_stages, num_layers)
+        stages, block = [], 0
+        for size in sizes:
+            stages.append([f"layer.{index}" for index in range(block, block + size)])
+            block += size
+        stages[0].insert(0, "embed")
+        stages[-1] += ["norm", "head"]
+        if all(stages) and block == num_layers and not csv:
+            self._take("pipeline_parallel_degree", ("stages",), stages)
+
+    def _cut(self, num_stages: int, num_layers: int) -> list[int]:
+        """Return the blocks of each stage: even, with embedding and head as layers; the first stages have one more."""
+        first, last = self._weights()
+        blocks_each, more = divmod(num_layers + first + last, num_stages)
+        if max(first, last) > blocks_each:
+            source = self._setting("pipeline_parallel_degree") or ("parallelism", "pipeline_parallel_degree")
+            raise self.file.refused(
+                f"torchtitan refuses this: {num_layers} layers on {num_stages} stages leave {blocks_each} for each; "
+                f"the embedding counts for {first}, the head for {last}", *source, code=REFUSED.code,
+            )  # fmt: skip
+        sizes = [blocks_each + (stage < more) for stage in range(num_stages)]
+        sizes[0] -= first
+        sizes[-1] -= last
+        return sizes
+
+    def _named(self, part: Any, source: tuple[str, str]) -> list[str]:
+        names = []
+        for module in part if isinstance(part, list) else [part]:
+            kind, _, number = str(module).partition(".")
+            if kind == "layers" and number.isdecimal():
+                names.append(f"layer.{number}")
+            elif module in _MODULES:
+                names.append(_MODULES[module])
+            else:
+                raise self.file.refused(
+                    f"`{module}` is none of tok_embeddings, layers.N, norm and output", *source,
+                    help="other modules are not described",
+                )  # fmt: skip
+        return names
+
+    def _batches(self) -> None:
+        """Set the micro-batches of a step's local batch; a larger global batch repeats the whole schedule."""
+        draft = self.draft
+        local = ("training", "local_batch_size" if self.file.has("training", "local_batch_size") else "batch_size")
+        total = self._number(*local, 8)
+        name = "pipeline_parallel_microbatch_size"
+        size = self._number(*(self._setting(name) or ("parallelism", name)), 1)
+        if total % size:
+            raise self.file.refused(
+                f"torchtitan refuses this: {local[1]} {total} does not divide by {name} {size}",
+                *local,
+                code=REFUSED.code,
+            )
+        self._take(name, ("schedule", "micro_batch_size"), size)
+        if self.file.has(*local):
+            draft.set(("schedule", "num_micro_batches"), total // size, local[1], self.file.location(*local))
+        draft.assume(("schedule", "num_micro_batches"), total // size, "torchtitan's own local_batch_size is 8")
+        if self.file.has("training", "global_batch_size"):
+            location = self.file.location("training", "global_batch_size")
+            draft.ignore(
+                "global_batch_size", "one run of the schedule is checked, which accumulation repeats", location
+            )
+
+    def _rest(self) -> None:
+        draft, file = self.draft, self.file
+        draft.set(("run", "backend"), "torch", "a job of torchtitan")
+        draft.set(("run", "device"), "gpu", "a job of torchtitan")
+        draft.set(("run", "dtype"), "bfloat16", "torchtitan's mixed precision")
+        draft.set(("run", "main_grad_dtype"), "float32", "torchtitan's mixed precision")
+        norm = file.get("training", "max_norm", 1.0)
+        if isinstance(norm, int | float) and norm > 0:
+            draft.set(("run", "clip_norm"), float(norm), "max_norm", file.key_location("training", "max_norm"))
+        mode = file.get("activation_checkpoint", "mode", "selective")
+        if mode in ("selective", "full"):
+            draft.set(("memory", "recompute"), mode, "mode", file.key_location("activation_checkpoint", "mode"))
+        for name in file.names("parallelism"):
+            if name not in _READ and name not in _WITHOUT_BEARING:
+                draft.ignore(name, "this key is not known here", file.location("parallelism", name))

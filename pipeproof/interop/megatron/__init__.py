@@ -1,1 +1,0 @@
-"""Megatron-LM: launch scripts and argument lists as plans."""

@@ -1,1 +1,0 @@
-"""Importers of what PaddlePaddle's users have: Fleet strategies and the training files of its trainers."""

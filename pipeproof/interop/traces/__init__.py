@@ -1,0 +1,34 @@
+"""Recorder of real programs, and the check of its logs with the rules that check plans.
+
+``record_torch`` and ``record_paddle`` write a log while a program runs; they
+need only the framework. ``check_log`` (``pipeproof check --log``) reads the
+logs of all ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeproof.interop.traces.check_traces import check_log
+    from pipeproof.interop.traces.paddle_calls import record_paddle
+    from pipeproof.interop.traces.record_on_request import record_if_requested
+    from pipeproof.interop.traces.recorder import Recorder
+    from pipeproof.interop.traces.torch_calls import record_torch
+
+__all__ = ["Recorder", "check_log", "record_if_requested", "record_paddle", "record_torch"]
+
+_MODULES = {
+    "Recorder": "recorder",
+    "check_log": "check_traces",
+    "record_if_requested": "record_on_request",
+    "record_paddle": "paddle_calls",
+    "record_torch": "torch_calls",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pipeproof.interop.traces' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pipeproof.interop.traces.{_MODULES[name]}"), name)

@@ -1,0 +1,305 @@
+"""Recorder of PyTorch programs: every call of a process group, and every wait.
+
+The methods of ``ProcessGroup`` and ``Work`` are wrapped while the recorder
+runs. They are below the functions of ``torch.distributed``, so functions that
+were imported earlier, the schedules of ``torch.distributed.pipelining`` and
+libraries are recorded, too. Functional collectives
+(``_functional_collectives``, DTensor) call C++ without these methods and are
+wrapped where they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from pipeproof.interop.traces.message_hooks import Marks, Patches
+from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.torch_functional import wrap_functional
+
+_IN_PLACE = {
+    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "broadcast": "broadcast", "reduce": "reduce",
+}  # fmt: skip
+_OUT_AND_IN = {
+    "allgather": "all_gather", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
+    "allgather_coalesced": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather", "gather": "gather", "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}  # fmt: skip
+
+
+@contextmanager
+def record_torch(directory: str | Path) -> Iterator[Recorder]:
+    """Record the communication of this rank until the block ends, into ``directory/rank_N.jsonl``.
+
+    Call it on every rank, around one step or a few. ``torch.distributed`` must
+    be initialised. An exception of the block propagates after the log is closed.
+
+    Raises:
+        ValueError: there is no default process group, or the directory has a log of this rank.
+    """
+    if not dist.is_initialized():
+        raise ValueError("record_torch needs a process group: call torch.distributed.init_process_group first")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    recorder = Recorder(Path(directory), rank, num_ranks, f"torch {torch.__version__}", _version_of)
+    with ExitStack() as at_end:
+        patches = Patches()
+        at_end.callback(patches.undo)
+        calls = TorchCalls(recorder)
+        calls.wrap(patches)
+        error: BaseException | None = None
+        try:
+            yield recorder
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            recorder.close(error)
+
+
+class TorchCalls:
+    """Converts calls of process groups into lines of the log."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._works: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+        self._any_source: set[int] = set()
+        self._marks = Marks()
+
+    def wrap(self, patches: Patches) -> None:
+        """Wrap all functions that communicate."""
+        for method in ("send", "recv", "recv_anysource"):
+            patches.wrap(ProcessGroup, method, self._wrapping(_message))
+        for method, op in _IN_PLACE.items():
+            patches.wrap(ProcessGroup, method, self._wrapping(_in_place(op)))
+        for method, op in _OUT_AND_IN.items():
+            patches.wrap(ProcessGroup, method, self._wrapping(_out_and_in(op)))
+        for method in ("barrier", "monitored_barrier"):
+            patches.wrap(ProcessGroup, method, self._wrapping(_barrier))
+        patches.wrap(ProcessGroup, "_start_coalescing", self._starts)
+        patches.wrap(ProcessGroup, "_end_coalescing", self._ends)
+        for owner in {Work, *Work.__subclasses__()}:
+            for method in ("wait", "synchronize"):
+                if owner is Work or method in vars(owner):
+                    patches.wrap(owner, method, self._waiting)
+        patches.wrap(Work, "is_completed", self._polling)
+        patches.wrap(dist.distributed_c10d, "_new_process_group_helper", self._creating)
+        wrap_stages(patches, self._marks)
+        wrap_functional(patches, self._recorder, self._group_of, tensor_of)
+
+    def _wrapping(self, read: Callable[..., Call]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+                name, ranks = self._group_of(group), dist.get_process_group_ranks(group)
+                try:
+                    record = read(function.__name__, name, ranks, args, kwargs)
+                except (AttributeError, IndexError, TypeError, ValueError) as error:  # of an unknown release
+                    self._recorder.unread(function.__name__, error)
+                    return function(group, *args, **kwargs)
+                seq = self._recorder.call(record, self._marks.of(record))
+                if function.__name__ == "recv_anysource":
+                    self._any_source.add(seq)
+                try:
+                    work = function(group, *args, **kwargs)
+                except BaseException as error:
+                    self._recorder.failed((seq,), error)
+                    raise
+                self._recorder.issued(seq)
+                if work is not None:
+                    self._works[work] = (seq,)
+                elif not self._recorder.in_batch:  # the backend has already waited for it
+                    self._recorder.waits((seq,))
+                    self._recorder.done((seq,))
+                return work
+
+            return call
+
+        return wrapping
+
+    def _group_of(self, group: Any) -> str:
+        name = str(group.group_name)
+        backend = str(dist.get_backend(group)).rpartition(":")[2]
+        eager = getattr(group, "bound_device_id", None) is not None
+        self._recorder.group(name, dist.get_process_group_ranks(group), backend, "eager" if eager else "")
+        return name
+
+    def _starts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def start(group: Any, *args: Any) -> Any:
+            self._recorder.begin_batch()
+            return function(group, *args)
+
+        return start
+
+    def _ends(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def end(group: Any, *args: Any) -> Any:
+            batch = self._recorder.end_batch()
+            work = function(group, *args)
+            if work is not None:
+                self._works[work] = batch
+            return work
+
+        return end
+
+    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            seqs = tuple(seq for seq in self._works.get(work, ()) if self._recorder.is_pending(seq))
+            if not seqs:
+                return function(work, *args, **kwargs)
+            self._recorder.waits(seqs)
+            try:
+                result = function(work, *args, **kwargs)
+            except BaseException as error:
+                self._recorder.failed(seqs, error)
+                raise
+            self._end(work, seqs)
+            return result
+
+        return wait
+
+    def _polling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def is_completed(work: Any) -> Any:
+            completed = function(work)
+            seqs = tuple(seq for seq in self._works.get(work, ()) if self._recorder.is_pending(seq))
+            if completed and seqs:
+                self._recorder.waits(seqs)
+                self._end(work, seqs)
+            return completed
+
+        return is_completed
+
+    def _end(self, work: Any, seqs: Sequence[int]) -> None:
+        source = None
+        if self._any_source.intersection(seqs):
+            source = int(work._source_rank())  # noqa: SLF001 - nothing else gives the source of a message from any rank
+        self._recorder.done(seqs, source)
+
+    def _creating(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            ranks = kwargs.get("global_ranks_in_group", args[2] if len(args) > 2 else ())
+            self._recorder.write("create", ranks=list(ranks) or list(range(dist.get_world_size())))
+            return function(*args, **kwargs)
+
+        return create
+
+
+def tensor_of(tensor: torch.Tensor) -> Tensor:
+    """Return the log entry of a tensor."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    extents = [(size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)]
+    start = local.data_ptr()
+    stop = start + (sum(extents) + 1) * local.element_size() if local.numel() else start
+    name = str(local.dtype).removeprefix("torch.")
+    return Tensor(tuple(local.shape), name, tuple(local.stride()), start, stop, _version_of(local), local)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  # PyTorch documents it, with its underscore
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    if isinstance(value, torch.Tensor):
+        return (tensor_of(value),)
+    if isinstance(value, list | tuple):
+        return tuple(tensor for item in value for tensor in _tensors(item))
+    return ()
+
+
+def _message(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    call_args = [*args, *kwargs.values()]
+    tensors, numbers = _tensors(call_args[0]), [int(number) for number in call_args[1:]]
+    if method == "recv_anysource":
+        return Call("recv", group, outputs=tensors, tag=numbers[0])
+    peer, tag = ranks[numbers[0]], numbers[1]
+    if method == "send":
+        return Call("send", group, inputs=tensors, peer=peer, tag=tag)
+    return Call("recv", group, outputs=tensors, peer=peer, tag=tag)
+
+
+def _in_place(op: str) -> Callable[..., Call]:
+    def read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        call_args = [*args, *kwargs.values()]
+        tensors, options = _tensors(call_args[0]), call_args[1:]
+        return Call(op, group, tensors, tensors, _root(op, ranks, options), reduction=_reduction(options))
+
+    return read
+
+
+def _out_and_in(op: str) -> Callable[..., Call]:
+    def read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        call_args = [*args, *kwargs.values()]
+        outputs, inputs, options = _tensors(call_args[0]), _tensors(call_args[1]), call_args[2:]
+        splits = [[int(n) for n in value] for value in options if isinstance(value, list | tuple)]
+        received, sent = splits if op == "all_to_all" and len(splits) == len(("received", "sent")) else ([], [])
+        row = inputs[0].shape[1:] if inputs else ()
+        return Call(
+            op, group, inputs, outputs, _root(op, ranks, options), reduction=_reduction(options),
+            sent_splits=_elements(sent, row), received_splits=_elements(received, row),
+        )  # fmt: skip
+
+    return read
+
+
+def _elements(rows: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return counts of rows as counts of elements."""
+    row_size = prod(shape)
+    return tuple(count * row_size for count in rows)
+
+
+def _barrier(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    return Call("barrier", group)
+
+
+def _root(op: str, ranks: Sequence[int], options: Sequence[Any]) -> int | None:
+    if op not in ("broadcast", "reduce", "gather", "scatter"):
+        return None
+    for option in options:
+        root = option if isinstance(option, int) else getattr(option, "rootRank", None)
+        if root is not None:
+            return ranks[int(root)]
+    return None
+
+
+def _reduction(options: Sequence[Any]) -> str:
+    for option in options:
+        reduce_op = getattr(option, "reduceOp", None)
+        if reduce_op is not None:
+            return str(getattr(reduce_op, "op", reduce_op)).rpartition(".")[2].lower()
+    return ""
+
+
+_METHODS = {"get_fwd_recv_ops": "F", "get_fwd_send_ops": "F", "get_bwd_recv_ops": "B", "get_bwd_send_ops": "B"}
+
+
+def wrap_stages(patches: Patches, marks: Marks) -> None:
+    """Mark each message with its meaning when a stage of ``torch.distributed.pipelining`` prepares it."""
+    try:
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+    except ImportError:  # built without pipelining
+        return
+
+    def preparing(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+            def prepare(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+                ops = function(stage, chunk, *args, **kwargs)
+                for op in ops:
+                    mark = {"stage": stage.stage_index, "micro_batch": chunk, "kind": kind}
+                    marks.add(op.tensor, op.tensor.data_ptr(), mark, is_send=op.op.__name__ == "isend")
+                return ops
+
+            return prepare
+
+        return wrapping
+
+    for method, kind in _METHODS.items():
+        patches.wrap(_PipelineStageBase, method, preparing(kind))

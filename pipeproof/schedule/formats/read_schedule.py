@@ -1,0 +1,254 @@
+"""Schedules that are not made by a generator: read from a file, or written as programs in the plan.
+
+A schedule in any format becomes rows of each pipeline rank with their source
+locations. A schedule of computations alone is lowered like a generated one;
+one with communication is used unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import LINE_BREAK
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.formats.csv_file import CsvSchedule, looks_like_csv, read_csv
+from pipeproof.schedule.formats.fleet_text import looks_like_fleet, read_fleet
+from pipeproof.schedule.formats.located_text import Findings, Placed
+from pipeproof.schedule.formats.op_text import OpReader
+from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
+from pipeproof.schedule.formats.text_form import looks_like_program, read_program
+from pipeproof.schedule.formats.torch_runtime import runtime_rows
+from pipeproof.schedule.formats.transfer_peers import with_peers
+from pipeproof.schedule.op_table import Group, TensorSpec
+from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.programs import Programs, Schedule, stages_of
+from pipeproof.specs.schedule_file import BAD_OPERATION, WRONG_FORMAT, read_schedule_text
+
+
+class ScheduleFormat(StrEnum):
+    """The forms of a schedule file; ``AUTO`` looks at the content."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    CSV = "csv"
+    CSV_COMMS = "csv-comms"
+    FLEET = "fleet"
+
+
+_OP_ORDER: Mapping[OpKind, int] = MappingProxyType(
+    {
+        OpKind.RECV_FORWARD: 0,
+        OpKind.FORWARD: 1,
+        OpKind.SEND_FORWARD: 2,
+        OpKind.RECV_BACKWARD: 3,
+        OpKind.BACKWARD: 4,
+        OpKind.BACKWARD_INPUT: 4,
+        OpKind.SEND_BACKWARD: 5,
+        OpKind.BACKWARD_WEIGHT: 6,
+    }
+)
+"""The order of what is done for one stage and micro-batch."""
+
+
+@dataclass(frozen=True)
+class ForeignSchedule:
+    """A schedule with the places that it was read from.
+
+    ``rows`` are by pipeline rank; a row's ``origin`` is a place in
+    ``origins``, and overlapped computations share a ``batch``. Where
+    ``computes_only`` is true all rows are computations, and what surrounds
+    them is for lowering to add; otherwise they are all that the ranks do,
+    peers and waits included. ``tensors`` and ``groups`` are those that a
+    program text declares, and its rows name. ``ends`` has for each rank the place
+    behind its last operation; None for programs that were made in Python.
+    """
+
+    rows: tuple[tuple[Row, ...], ...]
+    computes_only: bool
+    origins: tuple[Location, ...]
+    ends: tuple[Location | None, ...]
+    tensors: tuple[TensorSpec, ...] = ()
+    groups: tuple[Group, ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations of each pipeline rank, in order, and which of them overlap."""
+        computations = [[row for row in rows if row.op.kind in COMPUTE_KINDS] for rows in self.rows]
+        pairs = tuple(
+            frozenset(
+                place
+                for place, (row, after) in enumerate(pairwise(rows))
+                if row.batch != NONE and row.batch == after.batch
+            )
+            for rows in computations
+        )
+        programs = tuple(tuple(row.op for row in rows) for rows in computations)
+        return Schedule(programs, pairs if any(pairs) else ())
+
+    @property
+    def programs(self) -> Programs:
+        """The computations of each pipeline rank, in order."""
+        return self.schedule.programs
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each pipeline rank computes, in order of their numbers."""
+        return stages_of(self.programs)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step: one more than the largest that is computed."""
+        return 1 + max((op.micro_batch or 0 for program in self.programs for op in program), default=-1)
+
+    def missing_place(self, rank: int, op: Op | None = None) -> Location | None:
+        """Location for an operation that a pipeline rank lacks.
+
+        For a known ``op``: the place of what comes after it for its stage and
+        micro-batch. Otherwise, and where nothing does, the end of the rank's program.
+        """
+        order = _OP_ORDER.get(op.kind) if op is not None else None
+        if op is not None and order is not None:
+            for row in self.rows[rank]:
+                same = (row.op.stage, row.op.micro_batch) == (op.stage, op.micro_batch)
+                if same and _OP_ORDER.get(row.op.kind, order) > order and row.origin != NONE:
+                    return self.origins[row.origin]
+        return self.ends[rank]
+
+
+def load_schedule_file(path: Path, expected: Expected, *, format: str = ScheduleFormat.AUTO) -> ForeignSchedule:
+    """Read a schedule file and check it against its plan; ``format`` is a ``ScheduleFormat``.
+
+    Raises:
+        ScheduleFileError: everything found wrong, PP130 to PP139.
+    """
+    return read_schedule(read_schedule_text(path), str(path), expected, format=format)
+
+
+def read_schedule(text: str, file: str, expected: Expected, *, format: str = ScheduleFormat.AUTO) -> ForeignSchedule:
+    """Read the text of a schedule file; ``file`` is its name in findings.
+
+    Raises:
+        ScheduleFileError: everything found wrong, PP131 to PP139.
+    """
+    findings = Findings()
+    form = ScheduleFormat(format)
+    if form is ScheduleFormat.TEXT or (form is ScheduleFormat.AUTO and looks_like_program(text)):
+        return _from_text(text, file, expected, findings)
+    if form is ScheduleFormat.FLEET or (form is ScheduleFormat.AUTO and looks_like_fleet(text)):
+        return _from_fleet(text, file, expected, findings)
+    if form is ScheduleFormat.AUTO and text.strip() and not looks_like_csv(text):
+        _refuse_unknown(text, file, findings)
+    cells = read_csv(text, file, findings)
+    findings.raise_any()
+    return _from_csv(cells, file, form, expected, findings)
+
+
+def custom_schedule(
+    programs: Sequence[Sequence[str]],
+    expected: Expected,
+    *,
+    places: Sequence[Sequence[Location]] | None = None,
+    ends: Sequence[Location] | None = None,
+) -> ForeignSchedule:
+    """Programs that are written in the plan: the texts of each pipeline rank's operations, and their places.
+
+    Raises:
+        ScheduleFileError: everything found wrong, PP131 to PP139.
+    """
+    findings = Findings()
+    reader = OpReader(findings)
+    origins: list[Location] = []
+    rows: list[list[Row]] = []
+    for rank, texts in enumerate(programs):
+        rows.append([])
+        for index, text in enumerate(texts):
+            place = places[rank][index] if places is not None else None
+            op = reader.read(Placed(text, place))
+            if op is not None:
+                rows[-1].append(Row(op, origin=NONE if place is None else len(origins)))
+            if place is not None:
+                origins.append(place)
+    findings.raise_any()
+    raw = RawSchedule(rows, origins, ends if ends is not None else [None] * len(rows), None)
+    return _as_given(raw, expected, findings)
+
+
+def _from_text(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
+    program = read_program(text, file)
+    raw = RawSchedule(program.rows_by_rank, program.origins, program.ends, Location(file, 1, 1))
+    return _as_given(raw, expected, findings, program.tensors, program.groups)
+
+
+def _from_fleet(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
+    steps = read_fleet(text, file, findings)
+    findings.raise_any()
+    return _as_given(
+        RawSchedule(steps.rows_by_rank, steps.origins, steps.ends, Location(file, 1, 1)), expected, findings
+    )
+
+
+def _as_given(
+    raw: RawSchedule,
+    expected: Expected,
+    findings: Findings,
+    tensors: tuple[TensorSpec, ...] = (),
+    groups: tuple[Group, ...] = (),
+) -> ForeignSchedule:
+    """The schedule whose rows are all there, but for peers.
+
+    Raises:
+        ScheduleFileError: it does not fit, or a transfer has no other end.
+    """
+    check_fit(raw, expected, findings)
+    findings.raise_any()
+    rows = with_peers(raw.rows, raw.origins, findings)
+    findings.raise_any()
+    computes_only = all(row.op.kind in COMPUTE_KINDS for mine in rows for row in mine)
+    return ForeignSchedule(rows, computes_only, tuple(raw.origins), tuple(raw.ends), tensors, groups)
+
+
+def _from_csv(
+    cells: CsvSchedule, file: str, form: ScheduleFormat, expected: Expected, findings: Findings
+) -> ForeignSchedule:
+    raw = RawSchedule(cells.rows_by_rank, cells.origins, cells.ends, Location(file, 1, 1))
+    other = cells.first_other_than_compute()
+    if other is not None and form is ScheduleFormat.CSV:
+        message = f"{other.op} is no computation, and `format: csv` has only these"
+        findings.add(WRONG_FORMAT, raw.place(other), message, "use `format: csv-comms`")
+    computes_only = other is None and form is not ScheduleFormat.CSV_COMMS
+    for place in () if computes_only else cells.idle:
+        message = "an empty cell, which PyTorch refuses where communication is given"
+        findings.add(BAD_OPERATION, place, message, "remove it: cells are in the order of issue, not time steps")
+    findings.raise_any()
+    check_fit(raw, expected, findings)
+    findings.raise_any()
+    schedule = ForeignSchedule(cells.rows_by_rank, computes_only, cells.origins, cells.ends)
+    if computes_only:
+        return schedule
+    placement = schedule.placement
+    num_stages = sum(map(len, placement))
+    actions = zip(schedule.rows, placement, strict=True)
+    rows = with_peers([[*runtime_rows(mine, stages, num_stages)] for mine, stages in actions], raw.origins, findings)
+    findings.raise_any()
+    return replace(schedule, rows=rows)
+
+
+def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
+    """PP137 for a text that begins like no format."""
+    lines = enumerate(LINE_BREAK.split(text), start=1)
+    number, line = next((number, line) for number, line in lines if line.strip())
+    place = Location(file, number, 1, len(line))
+    fix = (
+        "a CSV has a line for each rank, such as `0F0,0F1,0B0,0B1`; a text `rank 0: 0F0 0F1 0B0 0B1`; Fleet's static "
+        "scheduler prints `f0;f1;b0;b1;`"
+    )
+    message = "PyTorch's CSV, the strings of Fleet and our text form all begin differently"
+    findings.add(WRONG_FORMAT, place, message, fix)
+    findings.raise_any()

@@ -1,0 +1,197 @@
+"""The words of the text form: names, quoted where they must be, and ``key=value`` attributes of rows and tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.schedule.columns import NONE, REDUCTIONS, Row
+from pipeproof.schedule.formats.located_text import Findings, Placed
+from pipeproof.specs.schedule_file import BAD_LINE
+
+MAX_INTEGER = 2**62
+"""Largest number of an attribute; columns are 64 bits wide."""
+
+_BARE = re.compile(r"[A-Za-z0-9_.,:;/()\[\]<>|*@!?$%&~^-]+")
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_RANGE = re.compile(r"(0|[1-9][0-9]*)\.\.(0|[1-9][0-9]*)")
+_NAME = re.compile(r'"(?:[^"\\]|\\.)*"|[^"+]+')
+_ATTRIBUTE = re.compile(r'([A-Za-z_]+)=((?:"(?:[^"\\]|\\.)*"|[^\s{}"])+)')
+
+
+def quoted(name: str) -> str:
+    """A name as it is written in a file: bare where that is unmistakable, else as a JSON string."""
+    return name if _BARE.fullmatch(name) else json.dumps(name)
+
+
+def unquoted(text: str) -> str:
+    """The name that ``text`` represents.
+
+    Raises:
+        ValueError: ``text`` is neither bare nor one JSON string.
+    """
+    if _BARE.fullmatch(text):
+        return text
+    if text.startswith('"'):
+        name = json.loads(text)  # whose error is a ValueError
+        if isinstance(name, str):
+            return name
+    raise ValueError(f"{text!r} is not a name")
+
+
+def to_number(text: str) -> int:
+    """A decimal number without sign or leading zeros.
+
+    Raises:
+        ValueError: ``text`` is none, or above ``MAX_INTEGER``.
+    """
+    if not _NUMBER.fullmatch(text) or len(text) > len(str(MAX_INTEGER)) or int(text) > MAX_INTEGER:
+        raise ValueError(f"{text!r} is not a number")
+    return int(text)
+
+
+def to_names(text: str) -> tuple[str, ...]:
+    """``a+b``: names joined by plus signs.
+
+    Raises:
+        ValueError: a name is missing or malformed.
+    """
+    names = _NAME.findall(text)
+    if "+".join(names) != text:
+        raise ValueError(f"{text!r} is not a list of names")
+    return tuple(unquoted(name) for name in names)
+
+
+def to_range(text: str) -> tuple[int, int]:
+    """``0..8``: from the first to before the last.
+
+    Raises:
+        ValueError: ``text`` is no such range.
+    """
+    match = _RANGE.fullmatch(text)
+    if match is None or to_number(match[1]) > to_number(match[2]):
+        raise ValueError(f"{text!r} is not a range")
+    return int(match[1]), int(match[2])
+
+
+def to_reduction(text: str) -> str:
+    """A reduction that rows may have.
+
+    Raises:
+        ValueError: there is no such reduction.
+    """
+    if text not in REDUCTIONS[1:]:
+        raise ValueError(f"{text!r} is not a reduction")
+    return text
+
+
+def attributes(
+    text: Placed, known: Mapping[str, tuple[Callable[[str], object], str]], findings: Findings
+) -> Iterator[tuple[str, object, Placed]]:
+    """Key, value and the place of each attribute in ``text``.
+
+    ``known`` gives for each key what reads its value and an example. Anything
+    else, and a key that comes twice, is a finding (PP133).
+    """
+    seen: set[str] = set()
+    place = 0
+    while rest := text.text[place:].lstrip():
+        place = len(text.text) - len(rest)
+        match = _ATTRIBUTE.match(text.text, place)
+        if match is None:
+            word = text.part(place, place + len(rest.split()[0]))
+            message = f"`{shortened(word.text)}` is not `key=value`"
+            findings.add(BAD_LINE, word.location, message, f"keys here: {', '.join(known)}")
+            place += len(word.text)
+            continue
+        place = match.end()
+        word, key = text.part(match.start(), place), match[1]
+        if key not in known:
+            near = nearest_name(key, known)
+            fix = f"did you mean `{near}`?" if near else f"keys here: {', '.join(known)}"
+            findings.add(BAD_LINE, word.location, f"there is no attribute `{shortened(key)}`", fix)
+        elif key in seen:
+            findings.add(BAD_LINE, word.location, f"`{key}` is given twice")
+        else:
+            seen.add(key)
+            read, example = known[key]
+            try:
+                yield key, read(match[2]), word
+            except ValueError:
+                message = f"`{key}` cannot be `{shortened(match[2])}`"
+                findings.add(BAD_LINE, word.location, message, f"write it as in `{key}={example}`")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Reader and writer of one attribute of a row."""
+
+    read: Callable[[str], object]
+    example: str
+    write: Callable[[Row], str | None]
+
+
+def _number(name: str, absent: int) -> Callable[[Row], str | None]:
+    return lambda row: None if getattr(row, name) == absent else str(getattr(row, name))
+
+
+def _name(name: str) -> Callable[[Row], str | None]:
+    return lambda row: quoted(getattr(row, name)) if getattr(row, name) else None
+
+
+def _names(name: str) -> Callable[[Row], str | None]:
+    return lambda row: "+".join(map(quoted, getattr(row, name))) or None
+
+
+def _range(row: Row) -> str | None:
+    has_range = row.start or row.stop or row.tensor != NONE  # without a range, a tensor is meant whole
+    return f"{row.start}..{row.stop}" if has_range else None
+
+
+_ROW_FORMS: Mapping[str, _Form] = MappingProxyType(
+    {
+        "peer": _Form(to_number, "1", _number("peer", NONE)),
+        "tensor": _Form(to_number, "0", _number("tensor", NONE)),
+        "range": _Form(to_range, "0..8", _range),
+        "shift": _Form(to_number, "8", _number("shift", 0)),
+        "group": _Form(to_number, "0", _number("group", NONE)),
+        "batch": _Form(to_number, "0", _number("batch", NONE)),
+        "queue": _Form(unquoted, "side", _name("queue")),
+        "communicator": _Form(unquoted, "pp", _name("communicator")),
+        "reduction": _Form(to_reduction, "avg", _name("reduction")),
+        "scale": _Form(unquoted, "1/2", _name("scale")),
+        "reads": _Form(to_names, "a+b", _names("reads")),
+        "writes": _Form(to_names, "a+b", _names("writes")),
+        "frees": _Form(to_names, "a+b", _names("frees")),
+    }
+)
+"""The attributes of a row, in the order in which they are written."""
+
+ROW_KEYS: Mapping[str, tuple[Callable[[str], object], str]] = MappingProxyType(
+    {key: (form.read, form.example) for key, form in _ROW_FORMS.items()}
+)
+"""The keys of a row for ``attributes``."""
+
+
+def row_attributes(row: Row) -> str:
+    """The text after the operation of a row: its attributes in braces, or nothing."""
+    texts = [f"{key}={text}" for key, form in _ROW_FORMS.items() if (text := form.write(row)) is not None]
+    return f"{{{' '.join(texts)}}}" if texts else ""
+
+
+def to_shape(text: str) -> tuple[int, ...]:
+    """``4x8``; ``()`` is the shape of a scalar.
+
+    Raises:
+        ValueError: ``text`` is no shape.
+    """
+    return () if text == "()" else tuple(to_number(size) for size in text.split("x"))
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """The form that ``to_shape`` reads."""
+    return "x".join(map(str, shape)) or "()"

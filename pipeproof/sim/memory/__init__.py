@@ -1,1 +1,0 @@
-"""Memory of a simulated step: what each rank holds over time, in bytes, and what its peak is made of."""

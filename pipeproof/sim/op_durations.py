@@ -1,0 +1,180 @@
+"""Duration of each operation, in integer ticks.
+
+All times of a plan are fractions of microseconds. They are scaled by their
+common denominator, so that the simulation adds and compares integers and
+rounds nothing. Times of messages and collectives that come from a formula were
+rounded up to nanoseconds before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import lcm
+from types import MappingProxyType
+
+import numpy as np
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.sim.link_costs import LinkDurations, link_durations
+from pipeproof.sim.sim_codes import NO_ROOM
+from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.exact_times import GRID_US
+
+_WORK_KINDS = COMPUTE_KINDS | {OpKind.STEP}
+_ZERO = Fraction(0)
+_KEYS = MappingProxyType(
+    {
+        OpKind.FORWARD: "forward_us",
+        OpKind.BACKWARD: "backward_us",
+        OpKind.BACKWARD_INPUT: "backward_input_us",
+        OpKind.BACKWARD_WEIGHT: "backward_weight_us",
+    }
+)
+"""The key of a computation's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Durations of the operations of a graph, ``ticks[op_id]`` at least 0, and of the messages between ranks.
+
+    The duration of a computation excludes its collectives; that of a collective
+    begins when its last member has arrived. ``overlapped`` maps the first of two
+    overlapped computations to the second: both take the ``ticks`` of the first.
+    ``message_ticks`` holds the time of each message at the op id of its send,
+    where they differ; without it, each takes ``latency_ticks``.
+    ``recv_slowdown`` is the share by which a computation gets longer while a
+    receive of its rank is pending.
+    """
+
+    ticks: tuple[int, ...]
+    latency_ticks: int
+    ticks_per_us: int
+    overlapped: Mapping[int, int] = field(default_factory=dict)
+    message_ticks: tuple[int, ...] | None = None
+    recv_slowdown: Fraction = Fraction(0)
+
+    def message(self, send: int) -> int:
+        """Ticks from the start of a message to its arrival."""
+        return self.latency_ticks if self.message_ticks is None else self.message_ticks[send]
+
+
+def durations_of(lowered: LoweredPlan) -> Durations:
+    """Durations of the operations of a plan's graph.
+
+    F, B, I and W take the time that the plan gives for their stage, a sequence
+    split its share of that, and STEP the time of the optimizer. Messages and
+    collectives take the times of ``lowered.links``. The time of a stage
+    includes its collectives: their time on the slowest rank, for the largest
+    micro-batch, is subtracted.
+
+    Raises:
+        BadPlanAtError: PP154, a stage's time is shorter than its collectives; PP161, a profile lacks some time.
+    """
+    graph, cost, links = lowered.graph, lowered.spec.cost, lowered.links
+    timed = None if links is None else link_durations(lowered, links)
+    overlapped = _overlapped(graph)
+    works = _Works(lowered, timed, overlapped)
+    slowdown = cost.recv_slowdown or _ZERO
+    times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else links.grid_us))
+    grid = (GRID_US,) if slowdown else ()  # a slowed computation ends on a tick, so ticks are at most this long
+    ticks_per_us = lcm(*(time.denominator for time in (*times, *grid)))
+    ticks = works.ticks(ticks_per_us)
+    messages = None
+    if timed is not None:
+        per_ns = int(ticks_per_us * GRID_US)
+        calls = np.flatnonzero(timed.collectives)
+        for op_id, time in zip(calls.tolist(), timed.collectives[calls].tolist(), strict=True):
+            ticks[op_id] = time * per_ns
+        messages = tuple(time * per_ns for time in timed.messages.tolist())
+    return Durations(
+        tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, overlapped, messages, slowdown
+    )
+
+
+class _Works:
+    """Times of computations and optimizers without their collectives, one for each (kind, stage).
+
+    ``own_us`` holds one time for each (kind, stage), ``pairs_us`` one for the first of each overlapped pair.
+    """
+
+    def __init__(self, lowered: LoweredPlan, timed: LinkDurations | None, overlapped: Mapping[int, int]) -> None:
+        self._lowered, graph = lowered, lowered.graph
+        cost, share = lowered.spec.cost, max(1, graph.num_splits)
+        self._rows = np.flatnonzero(graph.is_kind(_WORK_KINDS))
+        _, examples, sort = np.unique(
+            packed(graph.kind[self._rows], graph.stage[self._rows]), return_index=True, return_inverse=True
+        )
+        self._place = np.zeros(graph.num_ops, dtype=np.int64)
+        self._place[self._rows] = sort + 1
+        inside = np.zeros(len(examples), dtype=np.int64)
+        if timed is not None:
+            np.maximum.at(inside, sort, timed.inside[self._rows])
+        inside_us = [time * GRID_US for time in inside.tolist()]
+        ops = [graph.ops[op_id] for op_id in self._rows[examples].tolist()]
+        whole = [work_us(op, cost) / (share if op.kind in COMPUTE_KINDS else 1) for op in ops]
+        in_pairs = np.isin(self._rows, [*overlapped, *overlapped.values()])
+        for place in np.unique(sort[~in_pairs]).tolist():
+            self._require_room(str(ops[place].kind), ops[place], whole[place], inside_us[place])
+        self.own_us = [max(_ZERO, time - part) for time, part in zip(whole, inside_us, strict=True)]
+        self.pairs_us: dict[int, Fraction] = {}
+        for first, second in overlapped.items():
+            part = inside_us[self._place[first] - 1] + inside_us[self._place[second] - 1]
+            first_op, second_op = graph.ops[first], graph.ops[second]
+            pair = _pair_us(first_op, second_op, cost) / share
+            self._require_room(f"{first_op.kind} overlapped with {second_op.kind}", first_op, pair, part)
+            self.pairs_us[first] = pair - part
+
+    def ticks(self, ticks_per_us: int) -> list[int]:
+        """Ticks by op id, 0 for operations of other kinds."""
+        table = [0, *(int(time * ticks_per_us) for time in self.own_us)]
+        ticks = [table[place] for place in self._place.tolist()]
+        for first, time in self.pairs_us.items():
+            ticks[first] = int(time * ticks_per_us)
+        return ticks
+
+    def _require_room(self, name: str, op: Op, whole: Fraction, inside: Fraction) -> None:
+        if inside <= whole:
+            return
+        message = (
+            f"{name} of stage {op.stage} takes {float(whole):g} us, and the collectives inside it {float(inside):g} us"
+        )
+        fix = "a stage's time includes its collectives: give it a longer time, or the network faster links"
+        raise BadPlanAtError(Finding(NO_ROOM.code, Severity.ERROR, message, help=fix), ("cost", _KEYS[op.kind]))
+
+
+def _overlapped(graph: OpGraph) -> dict[int, int]:
+    """The overlapped pairs: the second of two computations of a batch, by the first."""
+    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.batch != NONE))
+    first, second = computes[:-1], computes[1:]
+    same = (graph.batch[first] == graph.batch[second]) & (graph.rank[first] == graph.rank[second])
+    return dict(zip(first[same].tolist(), second[same].tolist(), strict=True))
+
+
+def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:
+    """Time of two overlapped computations; a forward with I or W alone takes the sum of both."""
+    forward, backward = (first, second) if first.kind is OpKind.FORWARD else (second, first)
+    if backward.kind is OpKind.BACKWARD:
+        return cost.overlapped_of(forward.stage, backward.stage)
+    return compute_us(first, cost) + compute_us(second, cost)
+
+
+def work_us(op: Op, cost: CostSpec) -> Fraction:
+    """Time of an optimizer's step, or of one F, B, I or W, collectives included."""
+    return cost.optimizer_of(op.stage) if op.kind is OpKind.STEP else compute_us(op, cost)
+
+
+def compute_us(op: Op, cost: CostSpec) -> Fraction:
+    """Time of one F, B, I or W; I and W take half of B each where only the whole of B is given."""
+    if op.kind is OpKind.FORWARD:
+        return cost.forward_of(op.stage)
+    if op.kind is OpKind.BACKWARD:
+        return cost.backward_of(op.stage)
+    if op.kind is OpKind.BACKWARD_INPUT:
+        return cost.backward_input_of(op.stage)
+    return cost.backward_weight_of(op.stage)

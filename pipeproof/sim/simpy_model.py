@@ -1,0 +1,271 @@
+"""Reference model of a training step in SimPy: start and end of each operation.
+
+``comm.entry_order`` gives the predecessors of each operation of a rank under a
+channel model: which operations share a FIFO, which block the host. An operation
+*starts* as soon as all of them are done. Then, by its kind:
+
+- a computation takes its duration. Two overlapped computations start and end
+  together;
+- a message *begins* when its send is executed: with buffered sends at once, or
+  as soon as its buffer has room; with rendezvous when both ends have started. It
+  arrives after its time, for any number of pending messages;
+- a buffered send is done when its message begins, a rendezvous send when it
+  arrives. A receive is done when it has started and its message has arrived;
+- a WAIT is done when all members of its target's call are done;
+- a collective is done when its duration has passed since its last member
+  started; the k-th calls of all members of a group are one collective;
+- a computation is slowed down while a receive of its rank is pending (posted and
+  not done), on devices whose receives spin.
+
+The collectives inside a computation follow it in its program. The computation
+ends with the last of them.
+
+The model never chooses between two possible events, so all times follow from
+the graph alone. The k-th send of a channel matches its k-th receive. The model
+uses bare SimPy events, one for each interval of time: a process for each queue
+would take most of the run time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import simpy
+
+from pipeproof.comm.channel_models import ChannelModel, awaited_by_sends
+from pipeproof.comm.entry_order import EntryOrder, done, post
+from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.sim.op_durations import Durations
+from pipeproof.sim.outcome import Outcome
+from pipeproof.sim.slowed_work import SlowedWork
+
+
+class Wires(Protocol):
+    """Carrier of messages and collectives whose times are not simply those of ``Durations``."""
+
+    def message(self, send: int) -> simpy.Event:
+        """Start a message; return the event of its arrival."""
+
+    def collective(self, calls: Sequence[int]) -> simpy.Event:
+        """Start a collective whose last member has just arrived; return the event of its end."""
+
+
+MakeWires = Callable[[simpy.Environment], Wires]
+
+
+def run_model(
+    graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None = None
+) -> Outcome:
+    """Run until no event is left; connections are open before the step. Linear in operations, wires aside."""
+    return _Model(graph, durations, model, make_wires).run()
+
+
+class _Model:
+    def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None) -> None:
+        self._graph, self._durations = graph, durations
+        self._rendezvous = model.completes == "rendezvous"
+        self._env = simpy.Environment(initial_time=0)
+        self._wires = make_wires(self._env) if make_wires else None
+        self._first_of_pair = {second: first for first, second in durations.overlapped.items()}
+        self._order = EntryOrder(graph, model)
+        actions = [self._action_of(kind) for kind in KINDS]
+        self._act = [actions[code] for code in graph.kind.tolist()]
+        self._match, self._target, self._rank = graph.match.tolist(), graph.waits_for.tolist(), graph.rank.tolist()
+        self._group, self._position = graph.group.tolist(), graph.position.tolist()
+        self._starts: list[int | None] = [None] * graph.num_ops
+        self._ends: list[int | None] = [None] * graph.num_ops
+        """End of each operation, before its children are counted."""
+        self._missing = [0] * (2 * graph.num_ops)
+        """Number of unfinished predecessors of each event."""
+        self._followers: list[list[int]] = [[] for _ in range(graph.num_ops)]
+        """Events that follow the end of each operation."""
+        self._can_happen: deque[int] = deque()
+        self._begun: dict[int, int] = {}
+        """Start times of messages by their sends."""
+        self._delivered: set[int] = set()
+        """Receives whose messages have arrived over wires."""
+        self._awaited = awaited_by_sends(graph, model)
+        self._held: dict[int, list[int]] = defaultdict(list)
+        """Sends that wait for buffer room, by the receive that frees it."""
+        self._met: dict[tuple[int, int], list[int]] = defaultdict(list)
+        slowdown = durations.recv_slowdown
+        self._work = SlowedWork(self._env, graph.num_ranks, slowdown, self._computed) if slowdown else None
+
+    def run(self) -> Outcome:
+        for rank in range(self._graph.num_ranks):
+            for entry, follows in self._order.entries(rank):
+                self._follow(post(entry[-1]), [event // 2 for event in follows])
+        self._settle()
+        self._env.run()
+        return Outcome(tuple(self._starts), self._ends_with_children(), self._stuck_at())
+
+    def _follow(self, event: int, op_ids: Sequence[int]) -> None:
+        """Make an event happen when the last of these operations is done."""
+        for op_id in op_ids:
+            if self._ends[op_id] is None:
+                self._missing[event] += 1
+                self._followers[op_id].append(event)
+        if not self._missing[event]:
+            self._can_happen.append(event)
+
+    def _settle(self) -> None:
+        """Process all events that can happen now."""
+        now = int(self._env.now)
+        while self._can_happen:
+            op_id, is_done = divmod(self._can_happen.popleft(), 2)
+            if is_done:
+                self._done(op_id)
+                continue
+            for member in self._order.members(op_id):
+                if self._starts[member] is None:
+                    self._starts[member] = now
+                    self._act[member](member)
+                else:  # the second of an overlapped pair ends with the first
+                    self._follow(done(member), [self._first_of_pair[member]])
+
+    def _done(self, op_id: int) -> None:
+        self._ends[op_id] = int(self._env.now)
+        missing = self._missing
+        for event in self._followers[op_id]:
+            missing[event] -= 1
+            if not missing[event]:
+                self._can_happen.append(event)
+
+    def _later(self, ticks: int, then: Callable[[int], None], op_id: int) -> None:
+        """Call ``then(op_id)`` after ``ticks``, then process the events that it enables."""
+        if ticks:
+            self._when(self._env.timeout(ticks), then, op_id)
+        else:
+            then(op_id)
+
+    def _when(self, event: simpy.Event, then: Callable[[int], None], op_id: int) -> None:
+        def happened(_: Any) -> None:
+            then(op_id)
+            self._settle()
+
+        event.callbacks.append(happened)
+
+    def _action_of(self, kind: OpKind) -> Callable[[int], None]:
+        if kind is OpKind.WAIT:
+            return self._wait
+        if kind in SEND_KINDS:
+            return self._send
+        if kind in TRANSFER_KINDS:
+            return self._receive
+        return self._call if kind in COLLECTIVE_KINDS else self._compute
+
+    def _compute(self, op_id: int) -> None:
+        second, ticks = self._durations.overlapped.get(op_id), self._durations.ticks[op_id]
+        if second is not None:
+            self._starts[second] = self._starts[op_id]
+        if self._work is not None and ticks:
+            self._work.begin(self._rank[op_id], op_id, ticks)
+        else:
+            self._later(ticks, self._done, op_id)
+
+    def _computed(self, op_id: int) -> None:
+        self._done(op_id)
+        self._settle()
+
+    def _wait(self, op_id: int) -> None:
+        target = self._target[op_id]
+        if target != NONE:  # otherwise it never ends
+            self._follow(done(op_id), self._order.members(target))
+
+    def _call(self, op_id: int) -> None:
+        group = self._group[op_id]
+        if group == NONE:  # a collective of one rank
+            self._later(self._durations.ticks[op_id], self._done, op_id)
+            return
+        met = self._met[group, self._position[op_id]]
+        met.append(op_id)
+        if len(met) < len(self._graph.groups[group].ranks):
+            return
+        over = self._wires.collective(met) if self._wires else None
+        for member in met:
+            if over is not None:
+                self._when(over, self._done, member)
+            else:
+                self._later(self._durations.ticks[member], self._done, member)
+
+    def _send(self, op_id: int) -> None:
+        receive, awaited = self._match[op_id], self._awaited.get(op_id)
+        if self._meets(op_id):
+            if receive != NONE and self._starts[receive] is not None:
+                self._begin(op_id)
+            return
+        if awaited is None or (awaited != NONE and self._ends[awaited] is not None):
+            self._begin(op_id)
+        else:
+            self._held[awaited].append(op_id)
+
+    def _meets(self, send: int) -> bool:
+        """True if a message begins when both ends have started: with rendezvous, or without a buffer for it."""
+        return self._rendezvous or (send in self._awaited and self._awaited[send] == self._match[send] != NONE)
+
+    def _receive(self, op_id: int) -> None:
+        if self._work is not None:
+            self._work.receive_starts(self._rank[op_id])
+        send = self._match[op_id]
+        if send == NONE:
+            return
+        if self._meets(send):
+            if self._starts[send] is not None:
+                self._begin(send)
+        elif self._wires:
+            if op_id in self._delivered:
+                self._received(op_id)
+        elif send in self._begun:
+            arrival = self._begun[send] + self._durations.message(send)
+            self._later(max(0, arrival - int(self._env.now)), self._received, op_id)
+
+    def _begin(self, send: int) -> None:
+        """Start a message."""
+        self._begun[send] = int(self._env.now)
+        receive, meets = self._match[send], self._meets(send)
+        if not meets:
+            self._done(send)
+        if self._wires:
+            self._when(self._wires.message(send), self._arrived, send)
+        elif meets:
+            self._later(self._durations.message(send), self._arrived, send)
+        elif receive != NONE and self._starts[receive] is not None:
+            self._later(self._durations.message(send), self._received, receive)
+
+    def _arrived(self, send: int) -> None:
+        receive = self._match[send]
+        if self._meets(send):
+            self._done(send)
+            self._received(receive)
+        elif receive != NONE:
+            self._delivered.add(receive)
+            if self._starts[receive] is not None:
+                self._received(receive)
+
+    def _received(self, op_id: int) -> None:
+        if self._work is not None:
+            self._work.receive_ends(self._rank[op_id])
+        self._done(op_id)
+        for send in self._held.pop(op_id, ()):
+            self._begin(send)
+
+    def _ends_with_children(self) -> tuple[int | None, ...]:
+        """End of each operation, including the collectives inside it."""
+        ends = list(self._ends)
+        parents = self._graph.parent
+        for child in (parents != NONE).nonzero()[0].tolist():
+            child_end, parent = ends[child], int(parents[child])
+            parent_end = ends[parent]
+            ends[parent] = None if child_end is None or parent_end is None else max(child_end, parent_end)
+        return tuple(ends)
+
+    def _stuck_at(self) -> tuple[int | None, ...]:
+        return tuple(
+            next(
+                (i for i in self._graph.rank_ops(rank) if self._ends[i] is None and self._order.goes_with_host(i)), None
+            )
+            for rank in range(self._graph.num_ranks)
+        )

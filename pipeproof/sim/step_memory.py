@@ -1,0 +1,296 @@
+"""The memory of a simulated step, rank by rank.
+
+- Weights, their gradients, optimizer states, the user's overhead and the slots
+  of messages are held for the whole step.
+- Activations are held from the start of F for the lifetimes of
+  ``stages.describe.activation_memory``.
+- A received input is held from its post. From the start of F it is the tensor
+  that the first layer keeps, and is counted there. Other tensors of the same
+  boundary, and received gradients, are held until I ends.
+- A sent output is held from the end of F until it is freed: with the backward,
+  or at the FREE of the plan. The gradient of an input is held until it has
+  arrived. Both are counted once for any number of receivers; slices are counted
+  in addition, until they have arrived.
+- Receive slots hold the inputs that the layers keep. A tensor sent through send
+  slots is free as soon as its send is posted.
+
+A step without backwards keeps no activations; otherwise a work item without a
+backward keeps them to the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.schedule.columns import NONE, IntColumn
+from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation, keeps_input, stored_activations
+from pipeproof.stages.describe.custom_model import custom_activations
+from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.training_state import memory_dtype, state_of_weights
+
+_FORWARD = (OpKind.FORWARD,)
+_INPUT = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
+_WEIGHT = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+
+
+def memory_of(
+    lowered: LoweredPlan, starts: Sequence[int | None] | IntColumn, ends: Sequence[int | None] | IntColumn, ticks: int
+) -> tuple[MemoryCurve, ...]:
+    """Memory curve of each rank of the plan's graph; ``ticks`` is the number of ticks in a microsecond.
+
+    ``starts`` and ``ends`` are the times of each operation of a finished step.
+    Linear in operations, but for sorting.
+    """
+    step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
+    holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices()]
+    return curves_of(step.lasting(), holdings, ticks)
+
+
+def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[StoredActivation, ...]:
+    """Activations that a stage stores for one work item, by operation."""
+    if lowered.spec.custom_layers is not None:
+        return custom_activations(lowered.spec, lowered.stages[stage])
+    return stored_activations(lowered.spec, lowered.layers_of(stage), lowered.sizes[variant])
+
+
+class _Step:
+    def __init__(self, lowered: LoweredPlan, clock: Clock) -> None:
+        self._lowered, self._clock, self._graph = lowered, clock, lowered.graph
+        self._buffers = lowered.spec.buffers
+        graph, item = self._graph, dtype_bytes(memory_dtype(lowered.spec))
+        self._item = np.array(  # tensors of the model have the type of the section memory
+            [item if t.dtype == lowered.spec.run.dtype else dtype_bytes(t.dtype) for t in graph.tensors] or [0]
+        )
+        self._numel = np.array([tensor.numel for tensor in graph.tensors] or [0])
+        self._moved = (graph.stop - graph.start) * self._item[graph.tensor]
+
+    def lasting(self) -> list[dict[Part, int]]:
+        """Bytes that each rank holds for the whole step."""
+        lowered, graph = self._lowered, self._graph
+        overhead = int(lowered.spec.memory.overhead_gib * GIB)
+        states = {
+            (stage, pp): state_of_weights(lowered.spec, lowered.weights_of(stage, pp))
+            for stage, holders in enumerate(lowered.holders)
+            for pp in holders
+        }
+        slots = self._slots()
+        lasting = []
+        for rank, global_rank in enumerate(graph.global_rank):
+            pp = lowered.mesh.coords(global_rank)["pp"]
+            held = [state for (_, holder), state in states.items() if holder == pp]
+            lasting.append(
+                {
+                    Part.PARAMETERS: sum(state.parameters for state in held),
+                    Part.GRADIENTS: sum(state.gradients for state in held),
+                    Part.OPTIMIZER: sum(state.optimizer for state in held),
+                    Part.MESSAGES: slots[rank],
+                    Part.OVERHEAD: overhead,
+                }
+            )
+        return lasting
+
+    def _slots(self) -> dict[int, int]:
+        """Bytes of each rank's slots: on each channel the plan's number of slots, sized for its largest message."""
+        total: dict[int, int] = defaultdict(int)
+        both = ((RECV_KINDS, self._buffers.receive_slots), (SEND_KINDS, self._buffers.send_slots))
+        for kinds, num_slots in both:
+            largest: dict[tuple[int, int], int] = {}
+            if num_slots is None:
+                continue
+            rows = np.flatnonzero(self._graph.is_kind(kinds) & (self._graph.tensor != NONE))
+            columns = (column[rows].tolist() for column in (self._graph.rank, self._graph.channel, self._moved))
+            for rank, channel, moved in zip(*columns, strict=True):
+                largest[rank, channel] = max(largest.get((rank, channel), 0), moved)
+            for (rank, _), moved in largest.items():
+                total[rank] += num_slots * moved
+        return total
+
+    def activations(self) -> list[Holdings]:
+        """Activations of each work item of each stage; none without backwards."""
+        if self._forward_only:
+            return []
+        clock, graph = self._clock, self._graph
+        rows = clock.rows(*_FORWARD)
+        input_row, weight_row = clock.partner(rows, *_INPUT), clock.partner(rows, *_WEIGHT)
+        begins, i_begins, i_ends = clock.starts[rows], clock.start_of(input_row), clock.end_of(input_row)
+        w_ends = np.maximum(clock.end_of(weight_row), i_ends)
+        extent = {
+            Lifetime.TO_INPUT: (begins, i_ends),
+            Lifetime.TO_WEIGHT: (begins, w_ends),
+            Lifetime.IN_INPUT: (i_begins, i_ends),
+            Lifetime.BETWEEN: (i_ends, w_ends),
+        }
+        entry = graph.stage[rows] * len(self._lowered.sizes) + self._variant(graph.work_item[rows])
+        tables = self._tables()
+        found = []
+        for part in (Part.ACTIVATIONS, Part.LOGITS):
+            for life, (begin, end) in extent.items():
+                num_bytes = tables[part, life][entry]
+                if (part, life) == (Part.ACTIVATIONS, Lifetime.TO_WEIGHT):
+                    num_bytes = num_bytes - self._in_slots(rows)
+                found.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
+        return found
+
+    def received(self) -> list[Holdings]:
+        """Buffers of receives; none with receive slots."""
+        if self._buffers.receive_slots is not None:
+            return []
+        clock = self._clock
+        inputs, gradients = self._of_tensors(OpKind.RECV_FORWARD), self._of_tensors(OpKind.RECV_BACKWARD)
+        return [
+            self._message(inputs, clock.posted_at(inputs), self._input_leaves(inputs), self._moved[inputs]),
+            self._message(gradients, clock.posted_at(gradients), self._used(gradients), self._moved[gradients]),
+        ]
+
+    def gathered(self) -> list[Holdings]:
+        """Gathered tensors, without the received slices themselves."""
+        clock = self._clock
+        inputs, gradients = self._of_tensors(OpKind.GATHER_FORWARD), self._of_tensors(OpKind.GATHER_BACKWARD)
+        return [
+            self._message(rows, clock.starts[rows], end, self._whole(rows) - self._moved[rows])
+            for rows, end in (
+                (inputs, self._input_leaves(inputs)),
+                (gradients, self._used(gradients)),
+            )
+        ]
+
+    def sent(self) -> list[Holdings]:
+        """Sent outputs and input gradients, each counted once."""
+        clock, found = self._clock, []
+        for kind, makers in ((OpKind.SEND_FORWARD, _FORWARD), (OpKind.SEND_BACKWARD, _INPUT)):
+            sends = self._of_tensors(kind)
+            rows, arrived = self._last_arrivals(sends)
+            made = clock.end_of(clock.partner(rows, *makers))
+            if kind is OpKind.SEND_FORWARD:
+                leaves = self._output_leaves(rows, arrived)
+            else:
+                leaves = made if self._buffers.send_slots is not None else arrived
+            found.append(self._message(rows, made, leaves, self._whole(rows)))
+        return found
+
+    def slices(self) -> list[Holdings]:
+        """Slices of tensors made for sends."""
+        clock, found = self._clock, []
+        for kind, send in (
+            (OpKind.SLICE_FORWARD, OpKind.SEND_FORWARD),
+            (OpKind.SLICE_BACKWARD, OpKind.SEND_BACKWARD),
+        ):
+            rows = self._of_tensors(kind)
+            in_slots = self._buffers.send_slots is not None
+            leaves = clock.ends[rows] if in_slots else self._arrival(clock.partner(rows, send))
+            found.append(self._message(rows, clock.starts[rows], leaves, self._moved[rows]))
+        return found
+
+    def _message(self, rows: IntColumn, begin: IntColumn, end: IntColumn, num_bytes: IntColumn) -> Holdings:
+        return Holdings(Part.MESSAGES, self._graph.rank[rows], begin, np.maximum(begin, end), num_bytes)
+
+    @cached_property
+    def _forward_only(self) -> bool:
+        return not len(self._clock.rows(*_INPUT, OpKind.BACKWARD_WEIGHT))
+
+    def _of_tensors(self, kind: OpKind) -> IntColumn:
+        """Operations of a kind that name a tensor."""
+        rows = self._clock.rows(kind)
+        return np.asarray(rows[self._graph.tensor[rows] != NONE])
+
+    def _whole(self, rows: IntColumn) -> IntColumn:
+        """Bytes of the whole tensors that these operations name."""
+        tensor = self._graph.tensor[rows]
+        return np.asarray(self._numel[tensor] * self._item[tensor])
+
+    def _is_kept(self, rows: IntColumn) -> BoolColumn:
+        """Mask of the inputs that the first layer keeps: the first tensor of the boundary."""
+        lowered, tensor = self._lowered, self._graph.tensor[rows]
+        first = ["", *(edge.variants[0][0].member if edge.variants[0] else "" for edge in lowered.edges)]
+        names = sorted({tensor.member for tensor in self._graph.tensors} | set(first))
+        kept = [
+            names.index(member) if keeps_input(lowered.spec, lowered.layers_of(stage)) else NONE
+            for stage, member in enumerate(first)
+        ]
+        member_of = np.array([names.index(t.member) for t in self._graph.tensors] or [NONE])
+        return np.asarray(np.array(kept)[self._graph.stage[rows]] == member_of[tensor])
+
+    def _input_leaves(self, rows: IntColumn) -> IntColumn:
+        """Time until which a received input is counted as a message."""
+        clock = self._clock
+        forward = clock.partner(rows, *_FORWARD)
+        if self._forward_only:
+            return clock.end_of(forward)
+        return np.where(self._is_kept(rows), clock.start_of(forward), self._used(rows))
+
+    def _used(self, rows: IntColumn) -> IntColumn:
+        """End of the I or B of each operation's work item."""
+        return self._clock.end_of(self._clock.partner(rows, *_INPUT))
+
+    def _in_slots(self, forwards: IntColumn) -> IntColumn:
+        """Bytes that the first layer of each forward keeps in a receive slot."""
+        num_bytes = np.zeros(len(forwards), dtype=np.int64)
+        if self._buffers.receive_slots is None:
+            return num_bytes
+        receives = self._of_tensors(OpKind.RECV_FORWARD)
+        forward = self._clock.partner(receives, *_FORWARD)
+        kept = self._is_kept(receives) & (forward != NONE)
+        np.add.at(num_bytes, np.searchsorted(forwards, forward[kept]), self._moved[receives[kept]])
+        return num_bytes
+
+    def _output_leaves(self, rows: IntColumn, arrived: IntColumn) -> IntColumn:
+        """Time at which the output of a stage is freed."""
+        clock, graph = self._clock, self._graph
+        if self._forward_only:
+            return arrived
+        frees = clock.rows(OpKind.FREE)
+        sent = [KIND_CODE[OpKind.SEND_FORWARD], KIND_CODE[OpKind.SLICE_FORWARD]]
+        freed = clock.look_up(rows, frees[np.isin(graph.target_kind[frees], sent)])
+        return np.where(freed == NONE, clock.end_of(clock.partner(rows, *_INPUT)), clock.starts[freed])
+
+    def _arrival(self, sends: IntColumn) -> IntColumn:
+        """Arrival of each sent tensor; the end of the step if it never arrives."""
+        match = np.where(sends == NONE, NONE, self._graph.match[sends])
+        return self._clock.end_of(match)
+
+    def _last_arrivals(self, sends: IntColumn) -> tuple[IntColumn, IntColumn]:
+        """One send of each tensor of a work item, and the arrival of the last send of that tensor."""
+        if not len(sends):
+            return sends, sends
+        graph = self._graph
+        key = packed(*(column[sends] for column in (graph.rank, graph.stage, graph.work_item, graph.tensor)))
+        order = np.argsort(key, kind="stable")
+        begins = np.flatnonzero(np.diff(key[order], prepend=NONE - 1))
+        return sends[order[begins]], np.maximum.reduceat(self._arrival(sends)[order], begins)
+
+    def _variant(self, work_item: IntColumn) -> IntColumn:
+        """Index of the size of each work item."""
+        by_work_item = self._lowered.size_of_work_item
+        return np.array(by_work_item, dtype=np.int64)[work_item] if by_work_item else np.zeros_like(work_item)
+
+    def _tables(self) -> dict[tuple[Part, Lifetime], IntColumn]:
+        """Bytes by stage and size of the work item, flattened."""
+        lowered = self._lowered
+        known: dict[tuple[tuple[str, ...], int], tuple[StoredActivation, ...]] = {}
+        items = []
+        for stage, names in enumerate(lowered.stages):
+            kinds = tuple(layer_kind(lowered.spec.model, name) for name in names)
+            for size in range(len(lowered.sizes)):
+                if (kinds, size) not in known:  # stages of equal layers hold the same activations
+                    known[kinds, size] = stage_holdings(lowered, stage, size)
+                items.append(known[kinds, size])
+        tables = {}
+        for part in (Part.ACTIVATIONS, Part.LOGITS):
+            for lifetime in Lifetime:
+                is_logits = part is Part.LOGITS
+                num_bytes = [
+                    ceil(sum(h.num_bytes for h in item if h.lifetime is lifetime and h.is_logits is is_logits))
+                    for item in items
+                ]
+                tables[part, lifetime] = np.array(num_bytes, dtype=np.int64)
+        return tables

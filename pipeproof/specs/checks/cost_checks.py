@@ -1,0 +1,128 @@
+"""Checks of ``cost.analytic`` and ``cost.network`` against the run, the topology and the other times."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from pipeproof.diagnostics.problems import Problem, listed
+from pipeproof.specs.cost import NO_FLOAT8, CostSpec, DeviceName, NetworkSpec
+from pipeproof.specs.plan_sections import PlanSections
+
+_DATA_SHEET_KEYS = {
+    "ranks_per_node": "set cost.analytic.ranks_per_node",
+    "node": "set cost.analytic.link_efficiency and cost.analytic.node_step_us",
+    "between": "set cost.analytic.link_efficiency and cost.analytic.network_step_us",
+    "launch_us": "set cost.analytic.launch_us",
+}
+"""Keys of ``cost.network`` that ``cost.analytic`` already determines, and how to change them there."""
+
+
+def check_analytic(plan: PlanSections) -> list[Problem]:
+    """PP106: the data sheets have peaks for the types of computed times."""
+    analytic, problems = plan.cost.analytic, list[Problem]()
+    if analytic is None:
+        return problems
+    if analytic.dtype is None and plan.run.dtype == "float64":
+        message = "`cost.analytic` has no times for run.dtype float64"
+        fix = "add `dtype: bfloat16` or `dtype: float32` to cost.analytic"
+        problems.append(Problem("PP106", ("cost", "analytic"), message, help=fix))
+    if analytic.matmul_dtype == "float8" and analytic.device in NO_FLOAT8:
+        message = f"`cost.analytic.matmul_dtype` is float8, in which {analytic.device} computes no products"
+        devices = [name for name in get_args(DeviceName) if name not in NO_FLOAT8]
+        fix = f"remove matmul_dtype, or name a device that has it: {listed(devices, 'or')}"
+        problems.append(Problem("PP106", ("cost", "analytic", "matmul_dtype"), message, help=fix))
+    return problems
+
+
+def check_network(plan: PlanSections) -> list[Problem]:
+    """No time is given twice (PP106), links that the mesh needs are given (PP104), and cards fill nodes (PP106)."""
+    cost, network = plan.cost, plan.cost.network
+    if network is None:
+        return []
+    if cost.profile is not None:
+        return [
+            Problem(
+                "PP106",
+                ("cost", "network"),
+                "`cost.network` is given together with `cost.profile`, which measured messages and collectives",
+                help="remove one of them",
+                at_key=True,
+            )
+        ]
+    if cost.analytic is not None:
+        return [
+            Problem(
+                "PP106",
+                ("cost", "network", key),
+                f"`cost.network.{key}` is given together with `cost.analytic`, which has it",
+                help=f"remove it; to change it, {fix}",
+                at_key=True,
+            )
+            for key, fix in _DATA_SHEET_KEYS.items()
+            if getattr(network, key) is not None
+        ] + _check_edges(plan, network)
+    return [*_check_latency(cost), *_check_links(plan, network), *_check_cards(network), *_check_edges(plan, network)]
+
+
+def _check_latency(cost: CostSpec) -> list[Problem]:
+    if "p2p_latency_us" not in cost.model_fields_set:
+        return []
+    message = "`cost.p2p_latency_us` is given together with `cost.network`, which gives messages their times"
+    fix = "remove p2p_latency_us, or remove network to give every message the same time"
+    return [Problem("PP106", ("cost", "p2p_latency_us"), message, help=fix, at_key=True)]
+
+
+def _check_links(plan: PlanSections, network: NetworkSpec) -> list[Problem]:
+    needed = ["ranks_per_node", "node"]
+    num_ranks = plan.topology.num_ranks
+    if network.ranks_per_node is not None and num_ranks > network.ranks_per_node:
+        needed.append("between")
+    missing = [key for key in needed if getattr(network, key) is None]
+    if not missing:
+        return []
+    names = listed([f"`cost.network.{key}`" for key in missing], "and")
+    return [
+        Problem(
+            "PP104",
+            ("cost", "network"),
+            f"the links of {num_ranks} ranks need {names}",
+            help="such as ranks_per_node: 8, node: {latency_us: 2, bandwidth: 300}, "
+            "between: {latency_us: 5, bandwidth: 40}; or name a device with cost.analytic",
+            at_key=True,
+        )
+    ]
+
+
+def _check_cards(network: NetworkSpec) -> list[Problem]:
+    if network.ranks_per_node is None or network.ranks_per_node % network.ranks_per_nic == 0:
+        return []
+    message = (
+        f"cost.network.ranks_per_node {network.ranks_per_node} does not divide by ranks_per_nic {network.ranks_per_nic}"
+    )
+    fix = "a network card belongs to one node: choose a divisor"
+    return [Problem("PP106", ("cost", "network", "ranks_per_nic"), message, help=fix)]
+
+
+def _check_edges(plan: PlanSections, network: NetworkSpec) -> list[Problem]:
+    """Each edge joins two ranks of the plan and is listed once; measured edges share no link."""
+    path = ("cost", "network", "edges")
+    if network.edges and network.contention:
+        message = "`cost.network.edges` gives messages measured times, and with `contention` they share links"
+        fix = "remove one of them: a measured message had its link to itself"
+        return [Problem("PP106", path, message, help=fix, at_key=True)]
+    problems, pairs = [], set()
+    last = plan.topology.num_ranks - 1
+    for index, edge in enumerate(network.edges):
+        pair = edge.source, edge.destination
+        name = f"cost.network.edges[{index}] {edge.source}->{edge.destination}"
+        if max(pair) > last:
+            fix = "measure the plan that is simulated, or remove the edge"
+            problems.append(Problem("PP106", (*path, index), f"{name}: the plan has ranks 0 to {last}", help=fix))
+        elif edge.source == edge.destination:
+            fix = "an edge joins two different ranks"
+            problems.append(Problem("PP106", (*path, index), f"{name} joins a rank to itself", help=fix))
+        elif pair in pairs:
+            fix = "remove one of the two"
+            problems.append(Problem("PP106", (*path, index), f"{name} is given twice", help=fix))
+        pairs.add(pair)
+    return problems

@@ -1,0 +1,148 @@
+"""Checks of a plan of custom layers: declarations agree, and keys that need a GPT are not given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, nearest_name
+from pipeproof.specs.custom_layers import CustomLayerSpec, CustomModelSpec
+from pipeproof.specs.plan_sections import PlanSections
+
+_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_BUILD = re.compile(r".+\.py:[A-Za-z_]\w*", re.ASCII)
+
+
+def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
+    """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
+    return [*_check_layers(model), *_check_other_sections(plan)]
+
+
+def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
+    if not _BUILD.fullmatch(model.build):
+        message = f"`model.build` must be FILE.py:FUNCTION, found {describe_value(model.build)}"
+        yield Problem("PP106", ("model", "build"), message, help="write for example my_model.py:build")
+    if not model.layers:
+        yield Problem("PP106", ("model", "layers"), "`model.layers` is empty", help="`pipeproof describe` writes it")
+    indices: dict[str, int] = {}
+    weights: dict[str, tuple[int, ...]] = {}
+    declared: set[str] = set()
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        path: KeyPath = ("model", "layers", index)
+        if not _NAME.fullmatch(layer.name):
+            message = f"a layer's name has letters, digits, dots and dashes, found {describe_value(layer.name)}"
+            yield Problem("PP106", (*path, "name"), message)
+        if layer.name in indices:
+            message = f"layer {index} has the name `{layer.name}` of layer {indices[layer.name]}"
+            yield Problem("PP106", (*path, "name"), message, help="give each layer its own name")
+        indices.setdefault(layer.name, index)
+        yield from _check_out(layer, path, is_last=index == last)
+        yield from _check_borrowed(layer, path, weights)
+        parameters, buffers = ([item.name for item in items] for items in (layer.parameters, layer.buffers))
+        for key, noun, names in (("parameters", "weight", parameters), ("buffers", "buffer", buffers)):
+            for position, local_name in enumerate(names):
+                name = f"{layer.name}.{local_name}"
+                if name in declared:
+                    message = f"the {noun} `{name}` is declared twice"
+                    yield Problem("PP106", (*path, key, position, "name"), message, help="remove one of the two")
+                declared.add(name)
+        weights |= {f"{layer.name}.{weight.name}": weight.shape for weight in layer.parameters}
+
+
+def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Iterator[Problem]:
+    if is_last and layer.out:
+        message = f"`{layer.name}` is the last layer: its output goes to the loss function, not to a layer"
+        yield Problem("PP106", (*path, "out"), message, help="remove `out`", at_key=True)
+    elif not is_last and not layer.out:
+        message = f"`{layer.name}` does not declare its output to the next layer"
+        yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`, or run `pipeproof describe`")
+    elif not is_last and not any(out.has_gradient for out in layer.out):
+        message = f"no output of `{layer.name}` has a gradient, so that no layer before it would learn"
+        yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")
+    for position, out in enumerate(layer.out):
+        if out.gradient and out.dtype is not None and "float" not in out.dtype:
+            message = f"a tensor of {out.dtype} has no gradient, and `gradient` is true"
+            yield Problem("PP106", (*path, "out", position, "gradient"), message, help="remove `gradient`")
+
+
+def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tuple[int, ...]]) -> Iterator[Problem]:
+    for position, name in enumerate(layer.borrows):
+        if name not in weights:
+            near = nearest_name(name, weights)
+            yield Problem(
+                "PP106",
+                (*path, "borrows", position),
+                f"`{layer.name}` borrows `{name}`, which no layer before it has",
+                help=f"did you mean `{near}`?" if near else "write LAYER.NAME, with the name that the layer declares",
+            )
+
+
+def _check_other_sections(plan: PlanSections) -> Iterator[Problem]:
+    """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
+    topology, schedule, memory = plan.topology, plan.schedule, plan.memory
+    reason = "custom layers do not declare how they are sharded"
+    refused: list[tuple[bool, KeyPath, str, str]] = [
+        *(
+            (size > 1, ("topology", axis), f"topology.{axis} is {size}, and {reason}", "set it to 1, or use pp and dp")
+            for axis, size in (("tp", topology.tp), ("cp", topology.cp), ("ep", topology.ep))
+        ),
+        (
+            schedule.num_sequence_splits > 1,
+            ("schedule", "num_sequence_splits"),
+            "sequences of custom layers cannot be split: the reach of their attention is not known",
+            "set it to 1",
+        ),
+        (
+            schedule.seq_lengths is not None,
+            ("schedule", "seq_lengths"),
+            "custom layers declare one shape for all micro-batches",
+            "remove it",
+        ),
+        (
+            schedule.last_micro_batch_size is not None,
+            ("schedule", "last_micro_batch_size"),
+            "custom layers declare one shape for all micro-batches",
+            "remove it",
+        ),
+        (
+            plan.loss.normalization != "mean_of_micro_batches",
+            ("loss", "normalization") if "normalization" in plan.loss.model_fields_set else ("model", "kind"),
+            "the loss function of custom layers returns one number per micro-batch, so that each counts equally",
+            "write `loss: {normalization: mean_of_micro_batches}`",
+        ),
+        (
+            isinstance(plan.stages, str),
+            ("stages",),
+            "the class names of custom layers are not known here",
+            "list the names of the layers of each stage",
+        ),
+        (bool(plan.boundaries), ("boundaries",), "the tensors between custom layers are their `out`", "remove it"),
+        (
+            memory.recompute != "none",
+            ("memory", "recompute"),
+            "pipeproof does not recompute custom layers",
+            "remove it; a layer may call paddle.distributed.fleet.utils.recompute itself",
+        ),
+        (
+            memory.budget_gib is not None,
+            ("memory", "budget_gib"),
+            "the memory that custom layers keep is not known, so that no budget can be checked",
+            "remove it",
+        ),
+        (
+            plan.cost.analytic is not None,
+            ("cost", "analytic"),
+            "the work of custom layers is not known",
+            "give forward_us and backward_us, or measure them: `pipeproof run PLAN --profile FILE`",
+        ),
+        (
+            plan.run.main_grad_dtype is not None,
+            ("run", "main_grad_dtype"),
+            "gradients of custom layers are accumulated in run.dtype",
+            "remove it",
+        ),
+    ]
+    for given, path, fact, fix in refused:
+        if given:
+            yield Problem("PP106", path, fact, help=fix)

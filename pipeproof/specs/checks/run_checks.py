@@ -1,0 +1,87 @@
+"""Checks of ``run``: devices and types of each framework, the main gradients, and CUDA graph replay."""
+
+from __future__ import annotations
+
+from pipeproof.diagnostics.problems import Problem
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.plan_sections import PlanSections
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_ALIGNED = 8
+"""Rows of the kernel for all experts begin at multiples of 16 bytes: 8 elements of 16 bits."""
+
+
+def check_run(plan: PlanSections) -> list[Problem]:
+    """PP106: Paddle runs no 16-bit types, custom layers are Paddle's, and replay excludes dynamic steps.
+
+    16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
+    """
+    run, problems = plan.run, []
+    if run.backend == "paddle":
+        if run.dtype in _SIXTEEN_BITS:
+            message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
+            fix = "use float32 or float64, or `backend: torch`"
+            problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
+    elif plan.custom_layers is not None:
+        message = "custom layers are `paddle.nn` layers, and run.backend is torch"
+        problems.append(Problem("PP106", ("run", "backend"), message, help="use `backend: paddle`"))
+    if run.replay:
+        problems += _check_replay(plan)
+    if run.weight_dtype == "float16" and run.optimizer == "adamw":
+        message = "AdamW's epsilon, 1e-8, is zero in float16: weights whose gradients are small become NaN"
+        fix = "set run.main_grad_dtype to float32"
+        problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
+    if run.clip_norm is not None and run.weight_dtype in _SIXTEEN_BITS:
+        message = f"run.clip_norm needs the squares of all gradients, which {run.weight_dtype} cannot add up"
+        fix = "set run.main_grad_dtype to float32, or remove clip_norm"
+        problems.append(Problem("PP106", ("run", "clip_norm"), message, help=fix))
+    return problems
+
+
+def _check_replay(plan: PlanSections) -> list[Problem]:
+    """A CUDA graph has fixed shapes, and nothing in it waits for the host."""
+    model, path = plan.model, ("run", "replay")
+    if plan.run.device != "gpu" or plan.run.backend != "torch":
+        fact = "run.device is cpu" if plan.run.device != "gpu" else "run.backend is paddle"
+        message = f"run.replay captures a CUDA graph with PyTorch, and {fact}"
+        return [Problem("PP106", path, message, help="remove it, or use `backend: torch` and `device: gpu`")]
+    dynamic = []
+    if model.moe is not None and not _has_fused_experts(plan):
+        reason = "the host reads the number of tokens of each expert, except with ep 1, bfloat16 throughout and sizes "
+        dynamic.append(("model.moe", reason + f"that divide by {_ALIGNED}"))
+    if model.dropout is not None:
+        dynamic.append(("model.dropout", "masks are drawn on the host"))
+    if plan.buffers.free_output != "after_backward":
+        dynamic.append(("buffers.free_output", "memory that is freed early moves"))
+    return [
+        Problem("PP106", path, f"run.replay with {key}: {reason}, and a CUDA graph is fixed", help="remove run.replay")
+        for key, reason in dynamic
+    ]
+
+
+def _has_fused_experts(plan: PlanSections) -> bool:
+    """True if all experts of a rank are one kernel that reads the numbers of tokens on the device.
+
+    The condition is that of ``pipeproof.stages.torch.functional``. With ep above 1, the host must know how many
+    tokens come from other ranks.
+    """
+    moe, run, topology = plan.model.moe, plan.run, plan.topology
+    assert moe is not None
+    is_aligned = not any(size % _ALIGNED for size in (plan.model.hidden_size, moe.ffn_size // topology.tp))
+    return is_aligned and topology.ep == 1 and run.dtype == run.weight_dtype == "bfloat16"
+
+
+def check_main_grad(plan: PlanSections) -> list[Problem]:
+    """PP106: ``run.main_grad_dtype`` is not narrower than ``run.dtype``, and agrees with ``memory.gradient_dtype``."""
+    run, memory = plan.run, plan.memory
+    main = run.main_grad_dtype
+    if main is None:
+        return []
+    path = ("run", "main_grad_dtype")
+    if dtype_bytes(main) < dtype_bytes(run.dtype):
+        message = f"run.main_grad_dtype {main} is narrower than run.dtype {run.dtype}, in which gradients are computed"
+        return [Problem("PP106", path, message, help=f"set it to {run.dtype}, or remove it")]
+    if memory.gradient_dtype not in (None, main):
+        message = f"run.main_grad_dtype is {main}, and memory.gradient_dtype is {memory.gradient_dtype}"
+        return [Problem("PP106", path, message, help="remove memory.gradient_dtype: run.main_grad_dtype determines it")]
+    return []

@@ -1,0 +1,133 @@
+"""The section ``model`` of a plan of custom layers: their names, outputs, weights and buffers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from pipeproof.diagnostics.problems import Problem, describe_value, problems_error
+from pipeproof.specs.section import FROM_LIST, Section
+
+ROWS = "b"
+"""The size of a shape that means the rows of a micro-batch."""
+
+_MAX_SIZE = 2**40
+
+
+def _size(value: object) -> object:
+    """Accept one size of a shape: a number, or the letter of the rows."""
+    if value == ROWS or (type(value) is int and 1 <= value <= _MAX_SIZE):
+        return value
+    message = f"a size is `{ROWS}` (the rows of a micro-batch) or an integer from 1 to 2^40, found "
+    raise problems_error([Problem("PP106", (), message + describe_value(value))])
+
+
+Size = Annotated[int | Literal["b"], BeforeValidator(_size)]
+
+
+LayerDtype: TypeAlias = Literal["float32", "float64", "int64", "int32", "bool"]
+"""A type of layer outputs and buffers, and of their copies in saved states."""
+
+
+class LayerOutputSpec(Section):
+    """A tensor that a layer passes to the next one; it crosses between stages where a stage ends."""
+
+    shape: Annotated[tuple[Size, ...], FROM_LIST] = Field(
+        description="Sizes of the dims for one micro-batch; b represents schedule.micro_batch_size.",
+    )
+    dtype: LayerDtype | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
+    gradient: bool | None = Field(
+        default=None, description="Whether a gradient comes back; without it, for floating-point types."
+    )
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the receiver sends a gradient back."""
+        return (self.dtype is None or "float" in self.dtype) if self.gradient is None else self.gradient
+
+    def sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Return the shape for a micro-batch of ``num_rows`` rows."""
+        return tuple(size if isinstance(size, int) else num_rows for size in self.shape)
+
+
+class LayerWeightSpec(Section):
+    """A weight of a layer, as ``named_parameters`` lists it, with the type of ``run.dtype``."""
+
+    name: str = Field(description="Name of the weight in the layer.", json_schema_extra={"minLength": 1})
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=_MAX_SIZE)], ...], FROM_LIST] = Field(
+        description="Sizes of the dims."
+    )
+
+
+class LayerBufferSpec(Section):
+    """A tensor besides the weights that training changes, such as the running mean of a batch norm."""
+
+    name: str = Field(description="Name of the buffer in the layer.", json_schema_extra={"minLength": 1})
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=_MAX_SIZE)], ...], FROM_LIST] = Field(
+        description="Sizes of the dims; an empty list for a scalar."
+    )
+    dtype: LayerDtype | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
+
+
+class CustomLayerSpec(Section):
+    """A layer; `pipeproof describe` writes these from the layers themselves."""
+
+    name: str = Field(
+        description="Name of the layer, here and in `stages`.",
+        json_schema_extra={"pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$"},
+    )
+    kind: str | None = Field(
+        default=None,
+        description="Name of the layer's class, or of the function. If it is given, runs and saved states check it.",
+    )
+    out: Annotated[tuple[LayerOutputSpec, ...], FROM_LIST] = Field(
+        default=(),
+        description="The layer's output tensors, usually one. The last layer has none here: its output goes to the "
+        "loss function.",
+    )
+    parameters: Annotated[tuple[LayerWeightSpec, ...], FROM_LIST] = Field(
+        default=(), description="The layer's weights, in the order of `named_parameters`."
+    )
+    buffers: Annotated[tuple[LayerBufferSpec, ...], FROM_LIST] = Field(
+        default=(), description="Tensors besides the weights that training changes; saved states include them."
+    )
+    borrows: Annotated[tuple[str, ...], FROM_LIST] = Field(
+        default=(), description="Weights of earlier layers that this layer also uses, as LAYER.NAME."
+    )
+
+
+class CustomModelSpec(Section):
+    """A sequence of your own ``paddle.nn.Layer``s, and the tensors that cross between them."""
+
+    kind: Literal["layers"] = Field(description="The family of the model.")
+    build: str = Field(
+        description="FILE.py:FUNCTION, relative to the plan file. The function returns the layers, the loss function "
+        "and the data function. Runs call it; `check` and `simulate` never do.",
+        json_schema_extra={"pattern": "^.+\\.py:[A-Za-z_][A-Za-z0-9_]*$"},
+    )
+    layers: Annotated[tuple[CustomLayerSpec, ...], FROM_LIST] = Field(
+        description="The layers in execution order; `pipeproof describe PLAN --write` declares them.",
+        json_schema_extra={"minItems": 1},
+    )
+
+    @property
+    def moe(self) -> None:
+        """None: experts of custom layers are not declared."""
+        return
+
+    @property
+    def vocab_size(self) -> None:
+        """None: token ids of custom layers are not declared."""
+        return
+
+    @property
+    def unpadded_vocab_size(self) -> None:
+        """None: padding of token ids is not declared."""
+        return
+
+    @property
+    def file_and_function(self) -> tuple[str, str]:
+        """The two halves of ``build``."""
+        file, _, function = self.build.rpartition(":")
+        return file, function

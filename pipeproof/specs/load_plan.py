@@ -1,0 +1,153 @@
+"""Reading a plan: from a file or a dict to a ``PlanSpec``, or to all findings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, shortened
+from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.pydantic_problems import problems_of
+
+
+@dataclass(frozen=True)
+class LoadedPlan:
+    """A valid plan and the text that it was read from (None for plans made in Python)."""
+
+    spec: PlanSpec
+    source: SourceMap | None = None
+
+
+def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
+    """Read and validate a plan file (YAML or JSON).
+
+    Raises:
+        PlanFileError: all findings in the order of the file, PP100 to PP109.
+    """
+    name = os.fspath(path)
+    tree = parse_text(read_text(name), name)
+    source = tree.source
+    findings = [
+        Finding(problem.code, Severity.ERROR, problem.message, source.at(problem.span), problem.help)
+        for problem in tree.problems
+    ]
+    spec = None
+    if tree.complete:
+        spec, problems = _validate(tree.data)
+        findings += _without_repeats(_finding(problem, source) for problem in problems)
+    if findings or spec is None:
+        raise PlanFileError(*sorted(findings, key=_sort_key), source=source)
+    return LoadedPlan(spec, source)
+
+
+def plan_from_dict(data: Mapping[str, object], *, source: SourceMap | None = None) -> LoadedPlan:
+    """Validate a plan made in Python; its keys and values are those of the file.
+
+    ``source`` gives their locations, for a plan that was made from other files.
+
+    Raises:
+        PlanFileError: all findings, PP102 to PP109; they have locations only with ``source``.
+    """
+    spec, problems = _validate(data)
+    if spec is None:
+        raise PlanFileError(*_without_repeats(_finding(problem, source) for problem in problems), source=source)
+    return LoadedPlan(spec, source)
+
+
+def _validate(data: object) -> tuple[PlanSpec | None, list[Problem]]:
+    """Return the spec, or all problems: one of the two is empty."""
+    if not isinstance(data, Mapping):
+        value = "nothing: the plan is empty" if data is None else describe_value(data)
+        return None, [
+            Problem(
+                "PP105",
+                (),
+                f"a plan is a mapping of keys, found {value}",
+                help="begin with `pipeproof: 1`, then model, topology and schedule",
+            )
+        ]
+    later = _later_problems(data)
+    try:
+        sections = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+        spec = PlanSpec.model_validate(sections)
+    except ValidationError as error:
+        refused = {problem.path for problem in later}
+        others = [problem for problem in problems_of(error) if not _is_below(problem.path, refused)]
+        return None, [*later, *others]
+    return (None, later) if later else (spec, [])
+
+
+def _is_below(path: KeyPath, roots: set[KeyPath]) -> bool:
+    return any(path[:length] in roots for length in range(1, len(path) + 1))
+
+
+def _finding(problem: Problem, source: SourceMap | None) -> Finding:
+    location = source.locate(problem.path, key=problem.at_key) if source is not None else None
+    return Finding(problem.code, Severity.ERROR, problem.message, location, problem.help)
+
+
+def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    return list(dict.fromkeys(findings))
+
+
+def _sort_key(finding: Finding) -> tuple[int, int, str]:
+    location = finding.location
+    return (location.line, location.column, finding.code) if location is not None else (0, 0, finding.code)
+
+
+@dataclass(frozen=True, slots=True)
+class LaterFeature:
+    """Values of a key whose feature is planned for a later release; ``alternative`` is for this release.
+
+    ``applies`` takes the section, and limits the row to some of its other values.
+    """
+
+    section: str
+    key: str
+    values: tuple[str, ...]
+    applies: Callable[[Mapping[str, object]], bool]
+    feature: str
+    alternative: str
+
+
+def _with_paddle(run: Mapping[str, object]) -> bool:
+    return run.get("backend", "paddle") == "paddle"
+
+
+LATER: tuple[LaterFeature, ...] = (
+    LaterFeature(
+        "run",
+        "dtype",
+        ("bfloat16", "float16"),
+        _with_paddle,
+        "16-bit types with Paddle",
+        "use float32 or float64, or `backend: torch`",
+    ),
+)
+"""Values that are refused with PP107, which explains more than PP106."""
+
+
+def _later_problems(data: Mapping[str, object]) -> list[Problem]:
+    """PP107 for each key of ``data`` (a plan before validation) whose feature is not in this release."""
+    problems = []
+    for row in LATER:
+        section = data.get(row.section)
+        if not isinstance(section, Mapping) or row.key not in section:
+            continue
+        value = section[row.key]
+        if isinstance(value, str) and value in row.values and row.applies(section):
+            problems.append(
+                Problem(
+                    "PP107",
+                    (row.section, row.key),
+                    f"`{row.section}.{row.key}: {shortened(value)}` comes in a later release, with {row.feature}",
+                    help=f"in this release, {row.alternative}",
+                )
+            )
+    return problems

@@ -1,0 +1,174 @@
+"""All sections of a plan, without the checks across them; ``pipeproof.specs.checks`` reads this class."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value
+from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.memory import MemorySpec
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.schedule import ScheduleSpec
+from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
+from pipeproof.specs.stage_cut import StageCut
+from pipeproof.specs.topology import TopologySpec
+from pipeproof.specs.transport import BoundarySpec, BuffersSpec, TransportSpec
+
+_CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
+
+
+class LossSpec(Section):
+    """Normalization of the reported loss and of its gradient."""
+
+    normalization: Literal["global_tokens", "mean_of_micro_batches"] = Field(
+        default="global_tokens",
+        description="global_tokens: the sum of the token losses is divided by all counted tokens of the step; "
+        "mean_of_micro_batches: the mean of the micro-batches' means.",
+    )
+
+
+class RunSpec(Section):
+    """Execution of the plan."""
+
+    backend: Literal["paddle", "torch"] = Field(
+        default="paddle", description="The framework that computes and communicates."
+    )
+    device: Literal["cpu", "gpu"] = Field(
+        default="cpu", description="The device that computes; on `gpu`, each rank has its own GPU."
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+        default="float32", description="Type of weights and activations; 16-bit types are for torch."
+    )
+    main_grad_dtype: Literal["float32", "float64"] | None = Field(
+        default=None,
+        description="Type in which gradients of weights are accumulated and reduced, and of the main weights that the "
+        "optimizer updates; weights of `dtype` are rounded from those. Not narrower than `dtype`. Without it, `dtype`.",
+    )
+    steps: int = Field(default=2, ge=1, le=10**9, description="Number of optimizer steps.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights and tokens.")
+    optimizer: Literal["sgd", "adamw"] = Field(default="adamw", description="The optimizer.")
+    learning_rate: float = Field(default=0.01, gt=0, le=1e6, description="The constant learning rate.")
+    clip_norm: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e12,
+        description="Largest global norm of the gradients; larger gradients are scaled down to it before the "
+        "optimizer's step. Without it, there is no clipping.",
+    )
+    replay: bool = Field(
+        default=False,
+        description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
+        "included, so that the host has no work in them.",
+    )
+
+    @property
+    def weight_dtype(self) -> str:
+        """Type of the weights that the optimizer updates, and of their gradients, in a run."""
+        return self.main_grad_dtype or self.dtype
+
+
+class SuppressSpec(Section):
+    """A warning or note of ``check`` that is accepted for this plan.
+
+    Errors cannot be suppressed.
+    """
+
+    code: str = Field(description="The full code of the finding.", json_schema_extra={"pattern": "^PP[1-9][0-9]{2}$"})
+    reason: str = Field(
+        description="Why the finding does no harm here; reports show it.",
+        json_schema_extra={"pattern": "\\S"},
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        refuse(_check_suppression(self))
+        return self
+
+
+def _check_suppression(entry: SuppressSpec) -> list[Problem]:
+    """PP106: a full code, and a reason; ``check`` reports codes that do not exist."""
+    problems = []
+    if not _CODE.fullmatch(entry.code):
+        guess = entry.code.strip().upper()
+        message = f"`suppress` needs a full code such as PP202, found {describe_value(entry.code)}"
+        fix = f"write {guess}" if _CODE.fullmatch(guess) else "`pipeproof check` prints the code of each finding"
+        problems.append(Problem("PP106", ("code",), message, help=fix))
+    if not entry.reason.strip():
+        message = "a suppression needs a reason, and this one is empty"
+        problems.append(Problem("PP106", ("reason",), message, help="write why the finding does no harm in this plan"))
+    return problems
+
+
+def _family(value: object) -> str:
+    """The family of a model by its ``kind``; an unknown kind is validated, and reported, as a GPT."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "layers" if kind == "layers" else "gpt"
+
+
+AnyModel: TypeAlias = Annotated[
+    Annotated[ModelSpec, Tag("gpt")] | Annotated[CustomModelSpec, Tag("layers")], Discriminator(_family)
+]
+"""The section ``model``: pydantic puts the tag behind ``model`` in the path of an error."""
+
+
+class PlanSections(Section):
+    """The sections of a plan, each valid by itself."""
+
+    model_config = ConfigDict(defer_build=True)  # only the class that checks them is validated
+
+    pipeproof: Annotated[Literal[1], BeforeValidator(int_only)] = Field(description="Version of the plan format.")
+    if TYPE_CHECKING:
+        model: ModelSpec
+        """The GPT; code that also handles custom layers asks for ``custom_layers`` first."""
+    else:
+        model: AnyModel = Field(description="The network.")
+    topology: TopologySpec = Field(description="The device mesh.")
+    schedule: ScheduleSpec = Field(description="The pipeline schedule.")
+    stages: StageCut | None = Field(
+        default=None,
+        description="Names of the layers of each global stage, or Fleet's method of partition: `uniform`, or `layer:` "
+        "and a pattern of class names. Without it, an even partition.",
+    )
+    loss: LossSpec = Field(default_factory=LossSpec, description="The loss.")
+    transport: TransportSpec = Field(default_factory=TransportSpec, description="Stage-to-stage communication.")
+    boundaries: Annotated[tuple[BoundarySpec, ...], FROM_LIST] = Field(
+        default=(), description="Tensors that cross stage boundaries in place of the model's activation."
+    )
+    buffers: BuffersSpec = Field(default_factory=BuffersSpec, description="Memory of messages.")
+    cost: CostSpec = Field(default_factory=CostSpec, description="Times for the simulator.")
+    memory: MemorySpec = Field(default_factory=MemorySpec, description="Memory that is kept, and the budget.")
+    run: RunSpec = Field(default_factory=RunSpec, description="Execution.")
+    suppress: Annotated[tuple[SuppressSpec, ...], FROM_LIST] = Field(
+        default=(), description="Warnings and notes of `check` that are known and accepted."
+    )
+
+    @property
+    def custom_layers(self) -> CustomModelSpec | None:
+        """The model if it is a sequence of custom layers; None for a GPT."""
+        model: ModelSpec | CustomModelSpec = self.model
+        return model if isinstance(model, CustomModelSpec) else None
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Type in which gradients of weights are accumulated, for figures of memory and time."""
+        return self.run.main_grad_dtype or self.memory.gradient_dtype or "float32"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all pipeline ranks."""
+        placement = self.schedule.placement
+        if isinstance(placement, tuple):
+            return len({stage for stages in placement for stage in stages})
+        return self.topology.pp * self.schedule.num_chunks
+
+    @property
+    def sequence_lengths(self) -> dict[KeyPath, int]:
+        """All sequence lengths of a GPT by their keys: that of the model, and those of micro-batches."""
+        lengths: dict[KeyPath, int] = {("model", "seq_length"): self.model.seq_length}
+        for index, length in enumerate(self.schedule.seq_lengths or ()):
+            lengths["schedule", "seq_lengths", index] = length
+        return lengths

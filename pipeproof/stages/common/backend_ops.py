@@ -1,0 +1,109 @@
+"""Functions of a framework that the shared part of a stage calls.
+
+Where both frameworks have the same function, the member is that function itself, so a call has no extra cost. In
+addition, the shared code uses only what the tensors of both frameworks have in common: arithmetic, slices, ``@``,
+``detach``, ``clone``, ``contiguous``, ``reshape``, ``flatten``, ``squeeze``, ``unsqueeze``, ``sigmoid``, ``exp``,
+``logsumexp`` and ``shape``.
+
+Shape letters: B rows, K heads of keys and values of this rank, G query heads of each, S sequence, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy.typing as npt
+
+Tensor: TypeAlias = Any
+Weight: TypeAlias = Any
+"""A weight of a layer: a tensor, or a tensor with its own gradient buffer."""
+
+
+class BackendOps(Protocol):
+    """Functions of one framework. Dims may be negative. For most functions the last argument is the dim."""
+
+    def autograd_node(
+        self,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
+    ) -> Sequence[Tensor]:
+        """Run ``forward(*inputs)`` as one node of autograd, which records nothing inside of ``forward``.
+
+        ``backward`` computes the gradients of the inputs from the gradients of the outputs. Every output must be a new
+        tensor for autograd: an input that is also an output goes through ``alias``.
+        """
+        ...
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a new tensor with the same values. It may share the memory."""
+        ...
+
+    def leaf(self, tensor: Tensor) -> Tensor:
+        """Return a leaf of autograd with the same memory and its own gradient."""
+        ...
+
+    def concat(self, tensors: Sequence[Tensor], dim: int, /) -> Tensor:
+        """Concatenate along an existing dim."""
+        ...
+
+    def stack(self, tensors: Sequence[Tensor], dim: int, /) -> Tensor:
+        """Stack along a new dim."""
+        ...
+
+    def chunk(self, tensor: Tensor, number: int, dim: int, /) -> Sequence[Tensor]:
+        """Split into ``number`` equal parts."""
+        ...
+
+    def split(self, tensor: Tensor, sizes: Sequence[int], dim: int, /) -> Sequence[Tensor]:
+        """Split into parts of these sizes."""
+        ...
+
+    def permute(self, tensor: Tensor, dims: Sequence[int], /) -> Tensor:
+        """Return the tensor with its dims in this order."""
+        ...
+
+    def zeros_like(self, tensor: Tensor, /) -> Tensor:
+        """Zeros of the tensor's shape and type."""
+        ...
+
+    def fork(self, tensor: Tensor, num_readers: int, /) -> Sequence[Tensor]:
+        """Return one tensor for each reader. Their gradients are added in the order of the readers."""
+        ...
+
+    def repeat(self, tensor: Tensor, number: int, dim: int, /) -> Tensor:
+        """Repeat the tensor ``number`` times along a new dim."""
+        ...
+
+    def widened(self, tensor: Tensor, /) -> Tensor:
+        """Convert 16-bit types to float32, for computations that need more precision."""
+        ...
+
+    def as_type_of(self, tensor: Tensor, like: Tensor, /) -> Tensor:
+        """Convert to the type of ``like``: the inverse of ``widened``."""
+        ...
+
+    def masked_gain(self, mask: npt.NDArray[Any], gain: float, like: Tensor, /) -> Tensor:
+        """``gain`` where the mask (booleans on the host) is true, else 0, with the type and device of ``like``."""
+        ...
+
+    def regather_input(self, tensor: Tensor, gather: Callable[[], Tensor], /) -> None:
+        """Do not keep the tensor for products with weights that read it: W gathers its values again."""
+        ...
+
+    def recompute_in_backward(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again."""
+        ...
+
+    def rms_norm(self, activation: Tensor, /) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""
+        ...
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> Tensor:
+        """The rotary embedding of heads [.., S, D], with tables in the framework's own format."""
+        ...
+
+    def causal_attention(self, query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Causal attention, [B, K, G, S, D of values]: a position sees itself and the positions before it."""
+        ...

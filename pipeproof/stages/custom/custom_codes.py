@@ -1,0 +1,50 @@
+"""Findings 91x about custom layers, when their file is loaded."""
+
+from __future__ import annotations
+
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+
+CANNOT_BUILD = RuleDoc(
+    code="PP911",
+    title="the file of custom layers cannot be used",
+    severity="error",
+    explanation=(
+        "`model.build` names a Python file next to the plan and a function in it. The function returns three things: "
+        "the layers, the loss function and the data function. This finding means that the file does not exist, has no "
+        "such function, raises, or returns something else. If it raises, the message has the line of the file. Two "
+        "builds with one seed must have the same weights and buffers, because each rank and the reference builds the "
+        "model."
+    ),
+    wrong="def build(): return [paddle.nn.Linear(4, 4)]",
+    right="def build(): return [paddle.nn.Linear(4, 4)], loss, data",
+    kind=ExampleKind.OUTCOME,
+)
+NOT_AS_DECLARED = RuleDoc(
+    code="PP912",
+    title="custom layers differ from their declaration in the plan",
+    severity="error",
+    explanation=(
+        "`check` and `simulate` read the declaration in `model.layers` and never the file itself. Before a run the "
+        "layers are built and process one micro-batch. Their number, their weights and their outputs are compared with "
+        "the declaration, which decides memory and gradient reductions: a difference would hang the run or mix up "
+        "values. Classes and buffers are compared if they are declared. If a run saves or restores state, every buffer "
+        "that training changes must be declared, because the state has only declared buffers. New layers with these "
+        "buffers must continue with the same bits."
+    ),
+    wrong="layers: [{name: stem, out: [{shape: [b, 8]}]}, ..]   # and the layer gives [2, 16]",
+    right="layers: [{name: stem, out: [{shape: [b, 16]}]}, ..]",
+    kind=ExampleKind.OUTCOME,
+)
+CUSTOM_CODES = (CANNOT_BUILD, NOT_AS_DECLARED)
+
+
+def cannot_build(message: str, help: str) -> BadPlanAtError:
+    """The error for a file without a usable model."""
+    return BadPlanAtError(Finding(CANNOT_BUILD.code, Severity.ERROR, message, help=help), ("model", "build"))
+
+
+def not_as_declared(message: str, path: KeyPath, help: str) -> BadPlanAtError:
+    """The error for layers that differ from their declaration at ``path``."""
+    return BadPlanAtError(Finding(NOT_AS_DECLARED.code, Severity.ERROR, message, help=help), path)

@@ -1,0 +1,94 @@
+"""Paddle's functions for the shared part of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+from paddle.autograd import PyLayer
+
+from pipeproof.stages.common.backend_ops import BackendOps
+from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate
+from pipeproof.stages.paddle.recompute import GatheredInput, recompute_in_backward
+
+Tensor: TypeAlias = paddle.Tensor
+
+
+class PaddleOps:
+    """Paddle's ``BackendOps``. Stages on Paddle compute in 32 or 64 bits, so nothing is widened."""
+
+    concat = staticmethod(paddle.concat)
+    stack = staticmethod(paddle.stack)
+    chunk = staticmethod(paddle.chunk)
+    split = staticmethod(paddle.split)
+    permute = staticmethod(paddle.transpose)
+    zeros_like = staticmethod(paddle.zeros_like)
+    alias = staticmethod(paddle.clone)
+    fork = staticmethod(fork)
+    recompute_in_backward = staticmethod(recompute_in_backward)
+    rms_norm = staticmethod(rms_norm)
+    rotate = staticmethod(rotate)
+    causal_attention = staticmethod(causal_attention)
+
+    @staticmethod
+    def autograd_node(
+        forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]], *inputs: Tensor
+    ) -> Sequence[Tensor]:
+        """Implement ``BackendOps.autograd_node``."""
+        outputs: Sequence[Tensor] = _AutogradNode.apply(forward, backward, *inputs)
+        return outputs
+
+    @staticmethod
+    def leaf(tensor: Tensor) -> Tensor:
+        """Implement ``BackendOps.leaf``."""
+        leaf = tensor.detach()
+        leaf.stop_gradient = False
+        return leaf
+
+    @staticmethod
+    def repeat(tensor: Tensor, number: int, dim: int) -> Tensor:
+        """Implement ``BackendOps.repeat``. The gradient adds those of the copies in order."""
+        return paddle.stack(fork(tensor, number), axis=dim)
+
+    @staticmethod
+    def widened(tensor: Tensor) -> Tensor:
+        """Implement ``BackendOps.widened``: the tensor itself."""
+        return tensor
+
+    @staticmethod
+    def as_type_of(tensor: Tensor, like: Tensor) -> Tensor:
+        """Implement ``BackendOps.as_type_of``: the tensor itself."""
+        assert tensor.dtype == like.dtype, (tensor.dtype, like.dtype)
+        return tensor
+
+    @staticmethod
+    def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
+        """Implement ``BackendOps.masked_gain``."""
+        return paddle.to_tensor(np.where(mask, gain, 0.0), dtype=like.dtype)
+
+    @staticmethod
+    def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:
+        """Implement ``BackendOps.regather_input``."""
+        GatheredInput(gather).mark(tensor)
+
+
+OPS: Final[BackendOps] = PaddleOps()
+
+
+class _AutogradNode(PyLayer):  # type: ignore[misc]  # Paddle ships no types
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = backward
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(ctx.back(*gradients))

@@ -1,0 +1,100 @@
+"""Hyper-connections for the references: several residual streams of each token (arXiv:2512.24880).
+
+The streams of a token are consecutive in the last dim, n H. They have three readers, whose gradients are added in this
+order: the gates, the sub-layer, the mixture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import paddle
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.model_parts import HyperConnectionsSpec
+from pipeproof.stages.reference.sharded_tensors import Copies, Shards, add
+
+Tensor: TypeAlias = paddle.Tensor
+StreamUpdate: TypeAlias = Callable[[Tensor], Tensor]
+"""Compute the residual after a sub-layer from the sub-layer's output."""
+
+WEIGHTS = ("weight", "scale", "bias")
+"""The ends of the names of a sub-layer's stream weights, in the order of ``read``."""
+
+
+def widened(x: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """Copy the activation into streams, for the first block. Their gradients are added in order."""
+    return paddle.concat(list(Copies.apply(x, spec.streams)), axis=-1)
+
+
+def summed(x: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """Add the streams in order, for the output of the last block."""
+    return add(x.split(spec.streams, axis=-1))
+
+
+def read(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) -> tuple[Tensor, StreamUpdate]:
+    """The input of a sub-layer from the streams, and the function that updates the streams with its output."""
+    n = spec.streams
+    weight, scale, bias = weights
+    for_gates, for_layer, for_mixture = Copies.apply(x, 3)
+    each = [*x.shape[:-1], n, x.shape[-1] // n]
+    a = paddle.assign(for_gates)
+    normed = a * paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
+    parts = [n, n, n * n]
+    numbers = [
+        part * factor + shift
+        for part, factor, shift in zip(
+            paddle.matmul(normed, weight).split(parts, axis=-1), scale.split(3), bias.split(parts), strict=True
+        )
+    ]
+    pre, post = paddle.nn.functional.sigmoid(numbers[0]), paddle.nn.functional.sigmoid(numbers[1]) * 2.0
+    matrix = numbers[2].reshape([*x.shape[:-1], n, n])
+    for _ in range(spec.sinkhorn_iterations):
+        matrix = matrix - matrix.logsumexp(axis=-2, keepdim=True)  # columns add up to one
+        matrix = matrix - matrix.logsumexp(axis=-1, keepdim=True)  # rows do
+    mixture = paddle.matmul(matrix.exp(), for_mixture.reshape(each))
+    sub_layer_input = paddle.matmul(pre.unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
+
+    def update(output: Tensor) -> Tensor:
+        written = post.unsqueeze(-1) * output.unsqueeze(-2)
+        return mixture.reshape(x.shape) + written.reshape(x.shape)
+
+    return sub_layer_input, update
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The input of a sub-layer, and for each shard the function from its output to the next residual."""
+
+    sub_layer_input: Shards
+    updates: Sequence[StreamUpdate]
+
+    def update(self, output: Shards) -> Shards:
+        """The residual after the sub-layer."""
+        return [update(shard) for update, shard in zip(self.updates, output, strict=True)]
+
+
+def residual(x: Shards, sub_layer: str, model: ModelSpec, weights: Mapping[str, Shards]) -> Residual:
+    """The residual around ``sub_layer``: a sum, or all streams. Each shard has copies of the weights."""
+    spec = model.hyper_connections
+    if spec is None:
+        return Residual(x, [partial(operator.add, shard) for shard in x])
+    weights_of_shards = zip(*(weights[f"{sub_layer}_streams.{end}"] for end in WEIGHTS), strict=True)
+    reads = [read(shard, copies, spec) for shard, copies in zip(x, weights_of_shards, strict=True)]
+    return Residual([sub_layer_input for sub_layer_input, _ in reads], [update for _, update in reads])
+
+
+def expanded(x: Shards, model: ModelSpec, number: int) -> Shards:
+    """The input of block ``number``: in the first block, one activation becomes several streams, if there are any."""
+    spec = model.hyper_connections
+    return x if spec is None or number > 0 else [widened(shard, spec) for shard in x]
+
+
+def contracted(x: Shards, model: ModelSpec, number: int) -> Shards:
+    """The output of block ``number``: in the last block, the sum of the streams."""
+    spec = model.hyper_connections
+    return x if spec is None or number < model.num_layers - 1 else [summed(shard, spec) for shard in x]

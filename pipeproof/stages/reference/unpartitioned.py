@@ -1,0 +1,298 @@
+"""The single-process reference: one unpartitioned model, plain autograd, micro-batch by micro-batch.
+
+It has no stages, ranks or communication and shares no code with the stages that it checks. It takes the names and
+shapes of parameters from the description.
+
+Shape letters: S sequence, B rows, H hidden, K heads of keys and values, G query heads of each, D head size, V
+vocabulary. Activations are [S, B, H] or [B, S, H], as in the plan: the order of S and B changes the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import paddle.nn.functional as F
+
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layer_records import LayerWatch, Side
+from pipeproof.stages.describe.layers import layer_order
+from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
+from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
+from pipeproof.stages.reference import residual_streams as streams
+from pipeproof.stages.reference.balance import Routers, without_biases
+from pipeproof.stages.reference.custom_reference import custom_unpartitioned_step, run_custom_unpartitioned
+from pipeproof.stages.reference.dropout_rng import DropoutRng
+from pipeproof.stages.reference.experts import gated, mixture
+from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses, training_loss
+from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
+from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
+from pipeproof.stages.reference.sharded_tensors import Copies, rounded
+
+Tensor: TypeAlias = paddle.Tensor
+LayerHook: TypeAlias = Callable[[str, Side, Tensor], None]
+"""Called with the input and the output of each layer."""
+
+
+def run_unpartitioned(
+    plan: PlanSpec, watch: LayerWatch | None = None, start: InitialState | None = None
+) -> Iterator[StepResult]:
+    """Train the whole model for the plan's steps, from ``start`` if given, and yield the result of each step.
+
+    All micro-batches of all data-parallel ranks run one after another in their order. Gradient buffers begin as +0.0.
+    The loss is added in the run's dtype. ``watch`` records the tensors between layers.
+    """
+    if plan.custom_layers is not None:
+        yield from run_custom_unpartitioned(plan, watch, start)
+        return
+    start = start or initial_state(plan)
+    model = UnpartitionedModel(plan, start.weights)
+    optimizer = optimizer_of(plan.run, list(model.main.values()))
+    restore_optimizer(
+        optimizer,
+        {name: [weight] for name, weight in model.main.items()},
+        {key: [array] for key, array in start.optimizer_state.items()},
+    )
+    for step in range(start.step, plan.run.steps):
+        result = _gradients(model, step, watch)
+        optimizer.step()
+        yield result
+
+
+def unpartitioned_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], step: int) -> StepResult:
+    """Loss and gradients of one step from given whole weights, without an update.
+
+    With the weights of a run with another order of sums, this shows the effect of the order on one step. The effect on
+    several steps also depends on the optimizer.
+    """
+    if plan.custom_layers is not None:
+        return custom_unpartitioned_step(plan, weights, step)
+    return _gradients(UnpartitionedModel(plan, weights), step, None)
+
+
+def _gradients(model: UnpartitionedModel, step: int, watch: LayerWatch | None) -> StepResult:
+    for weight in model.main.values():
+        weight.grad = paddle.zeros_like(weight)
+    losses, biases = [], model.routers.begin_step()
+    topology = model.plan.topology
+    for index in range(topology.dp * topology.ep * model.plan.schedule.num_micro_batches):
+        batch = micro_batch(model.plan, step, index)
+        model.dropout_rng.select(step, index)
+        model.routers.select(index)
+        hook = _ignore if watch is None else partial(_show, watch, index)
+        loss = stacked_losses(model.losses(batch, hook)) * loss_scale(model.plan, step, index)
+        if watch is not None:
+            watch.see_loss("head", index, 0, loss)
+        paddle.autograd.backward([training_loss(model.plan, loss), *model.routers.take_roots()])
+        losses.append(loss.numpy()[()])
+    total = losses[0]
+    for later in losses[1:]:
+        total = total + later
+    run = model.plan.run
+    if run.clip_norm is not None:
+        parts = {name: [[weight.grad]] for name, weight in model.main.items()}
+        factor = paddle.to_tensor(clip_factor(run.clip_norm, run.weight_dtype, parts))
+        for weight in model.main.values():
+            weight.grad = weight.grad * factor
+    gradients = {name: weight.grad.numpy().copy() for name, weight in model.main.items()}
+    weights = {name: weight.numpy().copy() for name, weight in model.main.items()}
+    return StepResult(step, total, gradients, weights | biases, model.routers.end_step())
+
+
+def _ignore(layer: str, side: Side, tensor: Tensor) -> None:
+    pass
+
+
+def _show(watch: LayerWatch, index: int, layer: str, side: Side, tensor: Tensor) -> None:
+    watch.see(layer, side, index, 0, [tensor])
+
+
+class UnpartitionedModel:
+    """The GPT of the plan with whole weights.
+
+    The optimizer updates ``main``. ``weights`` are the weights of the latest loss.
+    """
+
+    def __init__(self, plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.plan = plan
+        self.main: dict[str, Tensor] = {
+            name: paddle.to_tensor(weight, stop_gradient=False) for name, weight in without_biases(weights).items()
+        }
+        self.weights = rounded(self.main, plan.run)
+        self.dropout_rng = DropoutRng(plan)
+        self.routers = Routers(plan, weights)
+        self.sequence_first = plan.model.activation_order == "sbh"
+        self.head_size = plan.model.rotary_size
+        positions = np.arange(plan.model.seq_length, dtype=np.float64)
+        exponents = np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size
+        angles = positions[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
+        self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
+        self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
+
+    def losses(self, batch: Batch, hook: LayerHook = _ignore) -> list[Tensor]:
+        """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
+
+        At each position module j reads the token j + 1 positions ahead and predicts the next one.
+        """
+        self.weights = rounded(self.main, self.plan.run)
+        batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.model))]
+        tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
+        x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
+        x = self.dropout_rng.tokens(x, "embedding", "embed")
+        hook("embed", "output", x)
+        names = layer_order(self.plan.model)
+        num_head, num_tail = self.plan.model.num_empty
+        (x,) = self.ends(names[1 : 1 + num_head], [x], hook)
+        for i in range(self.plan.model.num_layers):
+            hook(f"layer.{i}", "input", x)
+            x = self.block(x, f"layer.{i}", i)
+            hook(f"layer.{i}", "output", x)
+        xs = [x]
+        for number, embedding in enumerate(others):
+            sub_layer_input, xs[-1] = xs[-1].clone(), xs[-1].clone()  # two readers: a hook sees both gradients
+            hook(f"mtp.{number}", "input", sub_layer_input)
+            xs.append(self.module(sub_layer_input, embedding, f"mtp.{number}"))
+            hook(f"mtp.{number}", "output", xs[-1])
+        xs = self.ends(names[-2 - num_tail : -1], xs, hook)
+        hook("head", "input", xs[0])
+        tied = self.plan.model.tied_embedding
+        heads = copies_for_mtp_streams(self.weights["embed.weight" if tied else "head.weight"], len(xs))
+        return [
+            self.cross_entropy(paddle.matmul(x, own, transpose_y=tied), mtp_batch.labels)
+            for x, own, mtp_batch in zip(xs, heads, batches, strict=True)
+        ]
+
+    def cross_entropy(self, logits: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
+        """Summed over the counted tokens."""
+        losses = F.cross_entropy(
+            logits.reshape([-1, self.plan.model.vocab_size]),
+            self.ordered(labels).reshape([-1]),
+            ignore_index=-100,
+            reduction="none",
+        )
+        return losses.sum()
+
+    def ordered(self, token_ids: npt.NDArray[np.int64]) -> Tensor:
+        """Tokens or labels [B, S] with the dims in the order of the activations."""
+        return paddle.to_tensor(np.ascontiguousarray(token_ids.T if self.sequence_first else token_ids))
+
+    def ends(self, names: Sequence[str], xs: list[Tensor], hook: LayerHook) -> list[Tensor]:
+        """The layers before and after the blocks: the final norm, and empty layers."""
+        for name in names:
+            hook(name, "input", xs[0])
+            if name == "norm":
+                weights = copies_for_mtp_streams(self.weights["norm.weight"], len(xs))
+                xs = [self.normed(x, own) for x, own in zip(xs, weights, strict=True)]
+            hook(name, "output", xs[0])
+        return xs
+
+    def module(self, hidden: Tensor, embedding: Tensor, name: str) -> Tensor:
+        """MTP module: both inputs are normed and joined; then a block like the last one."""
+        embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
+        both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
+        x = paddle.matmul(paddle.concat(both, axis=-1), self.weights[f"{name}.proj.weight"])
+        return self.block(x, name, self.plan.model.num_layers - 1)
+
+    def block(self, x: Tensor, name: str, number: int) -> Tensor:
+        """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
+        spec = self.plan.model.hyper_connections
+        attention = self.attention if self.plan.model.mla is None else self.latent_attention
+        mlp = self.experts if self.plan.model.has_experts(number) else self.mlp
+        if spec is not None and number == 0:
+            x = streams.widened(x, spec)
+        for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
+            sub_layer_input, update = self.residual(x, sub_layer)
+            y = compute(self.norm(sub_layer_input, f"{sub_layer}_norm.weight"), sub_layer)
+            x = update(self.dropout_rng.tokens(y, "hidden", sub_layer))
+        return streams.summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
+
+    def residual(self, x: Tensor, sub_layer: str) -> tuple[Tensor, streams.StreamUpdate]:
+        """The input of a sub-layer, and the function that adds its output: the sum, or all streams."""
+        spec = self.plan.model.hyper_connections
+        if spec is None:
+            return x, lambda y: x + y
+        return streams.read(x, [self.weights[f"{sub_layer}_streams.{end}"] for end in streams.WEIGHTS], spec)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last dim, with the weight of that name."""
+        return self.normed(x, self.weights[name])
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dim."""
+        # A copy, so that x feeds two operations and not three: autograd does not guarantee the order in which it adds
+        # three gradients.
+        x = paddle.assign(x)
+        return x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * weight
+
+    def attention(self, x: Tensor, name: str) -> Tensor:
+        """Causal rotary attention over all heads; the queries of a group see one head of keys and values."""
+        num_kv_heads, size = self.plan.model.kv_heads, self.plan.model.size_of_head
+        width = self.plan.model.num_heads // num_kv_heads * size  # of a group's queries
+        qkv = paddle.matmul(x, self.weights[f"{name}.qkv.weight"])
+        qkv = qkv.reshape([*x.shape[:2], num_kv_heads, width + 2 * size])
+        to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
+        q, k, v = qkv.transpose(to_heads).split([width, size, size], axis=-1)  # k, v [B, K, S, D], q [B, K, S, G * D]
+        rows, _, length, _ = k.shape
+        groups = q.reshape([rows, num_kv_heads, length, -1, size]).transpose([0, 1, 3, 2, 4])  # [B, K, G, S, D]
+        q = self.rotary(groups).reshape([rows, num_kv_heads, -1, size])  # one product for all queries of a head of keys
+        scores = paddle.matmul(q, self.rotary(k), transpose_y=True) * size**-0.5
+        mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
+        scores = scores.reshape([rows, num_kv_heads, -1, length, length]) + paddle.to_tensor(mask, dtype=scores.dtype)
+        weights = self.dropout_rng.probabilities(F.softmax(scores, axis=-1), name).reshape(
+            [rows, num_kv_heads, -1, length]
+        )
+        mixed = paddle.matmul(weights, v).reshape(groups.shape)
+        mixed = mixed.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
+        return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
+
+    def latent_attention(self, x: Tensor, name: str) -> Tensor:
+        """Causal attention whose queries, keys and values come from compressed vectors."""
+        mla = self.plan.model.mla
+        assert mla is not None
+        nope, rope, value_size = mla.nope_head_size, mla.rope_head_size, mla.value_head_size
+        to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
+        if mla.q_rank is None:
+            q = paddle.matmul(x, self.weights[f"{name}.q.weight"])
+        else:
+            q = self.norm(paddle.matmul(x, self.weights[f"{name}.q_down.weight"]), f"{name}.q_norm.weight")
+            q = paddle.matmul(q, self.weights[f"{name}.q_up.weight"])
+        latent, shared = paddle.matmul(x, self.weights[f"{name}.kv_down.weight"]).split([mla.kv_rank, rope], axis=-1)
+        kv = paddle.matmul(self.norm(latent, f"{name}.kv_norm.weight"), self.weights[f"{name}.kv_up.weight"])
+        q_nope, q_rope = q.reshape([*q.shape[:2], -1, nope + rope]).transpose(to_heads).split([nope, rope], axis=-1)
+        k_nope, v = kv.reshape([*kv.shape[:2], -1, nope + value_size]).transpose(to_heads).split([nope, value_size], -1)
+        shared = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)  # [B, S, R]
+        q = paddle.concat([q_nope, self.rotary(q_rope)], axis=-1)
+        k = paddle.concat([k_nope, paddle.stack(list(Copies.apply(shared, q.shape[1])), axis=1)], axis=-1)
+        scores = paddle.matmul(q, k, transpose_y=True) * (nope + rope) ** -0.5
+        mask = np.where(np.tri(q.shape[2], dtype=bool), 0.0, -np.inf)
+        weights = F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1)
+        mixed = paddle.matmul(self.dropout_rng.probabilities(weights, name), v)
+        mixed = mixed.transpose([2, 0, 1, 3] if self.sequence_first else [0, 2, 1, 3])
+        return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
+
+    def rotary(self, heads: Tensor) -> Tensor:
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
+        a, b = heads.split(2, axis=-1)
+        cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
+        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def experts(self, x: Tensor, name: str) -> Tensor:
+        """Routed experts, and shared experts if the model has them."""
+        moe = self.plan.model.moe
+        assert moe is not None
+        for_router, for_experts, *for_shared = Copies.apply(x, 3 if moe.num_shared_experts else 2)
+        logits = paddle.matmul(for_router, self.weights[f"{name}.router.weight"])
+        routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
+        weights = [self.weights[f"{name}.experts.{part}.weight"] for part in ("gate", "up", "down")]
+        y = mixture([for_experts], [routing], weights, self.plan.model.swiglu_limit)[0]
+        return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        """SwiGLU."""
+        gate = paddle.matmul(x, self.weights[f"{name}.gate.weight"])
+        up = paddle.matmul(x, self.weights[f"{name}.up.weight"])
+        return paddle.matmul(gated(gate, up, self.plan.model.swiglu_limit), self.weights[f"{name}.down.weight"])

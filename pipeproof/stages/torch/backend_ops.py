@@ -1,0 +1,94 @@
+"""PyTorch's functions for the shared part of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy.typing as npt
+import torch
+
+from pipeproof.stages.common.backend_ops import BackendOps
+from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, wide_type
+from pipeproof.stages.torch.recompute import GatheredInput, recompute_in_backward
+
+Tensor: TypeAlias = torch.Tensor
+
+
+class TorchOps:
+    """PyTorch's ``BackendOps``."""
+
+    concat = staticmethod(torch.cat)
+    stack = staticmethod(torch.stack)
+    chunk = staticmethod(torch.chunk)
+    split = staticmethod(torch.split)
+    permute = staticmethod(torch.permute)
+    zeros_like = staticmethod(torch.zeros_like)
+    fork = staticmethod(fork)
+    recompute_in_backward = staticmethod(recompute_in_backward)
+    rms_norm = staticmethod(rms_norm)
+    rotate = staticmethod(rotate)
+    causal_attention = staticmethod(causal_attention)
+
+    @staticmethod
+    def autograd_node(
+        forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]], *inputs: Tensor
+    ) -> Sequence[Tensor]:
+        """Implement ``BackendOps.autograd_node``."""
+        outputs: Sequence[Tensor] = _AutogradNode.apply(forward, backward, *inputs)
+        return outputs
+
+    @staticmethod
+    def alias(tensor: Tensor) -> Tensor:
+        """Implement ``BackendOps.alias``: a view, so no kernel runs."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def leaf(tensor: Tensor) -> Tensor:
+        """Implement ``BackendOps.leaf``."""
+        return tensor.detach().requires_grad_()
+
+    @staticmethod
+    def repeat(tensor: Tensor, number: int, dim: int) -> Tensor:
+        """Implement ``BackendOps.repeat``, without a copy."""
+        shape = [*tensor.shape[:dim], number, *tensor.shape[dim:]]
+        return tensor.unsqueeze(dim).expand(shape)
+
+    @staticmethod
+    def widened(tensor: Tensor) -> Tensor:
+        """Implement ``BackendOps.widened``."""
+        return tensor.to(wide_type(tensor.dtype))
+
+    @staticmethod
+    def as_type_of(tensor: Tensor, like: Tensor) -> Tensor:
+        """Implement ``BackendOps.as_type_of``."""
+        return tensor.to(like.dtype)
+
+    @staticmethod
+    def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
+        """Implement ``BackendOps.masked_gain``; the host waits for the copy to a GPU."""
+        return torch.tensor(mask, device=like.device).to(like.dtype) * gain
+
+    @staticmethod
+    def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:
+        """Implement ``BackendOps.regather_input``."""
+        GatheredInput(gather).mark(tensor)
+
+
+OPS: Final[BackendOps] = TorchOps()
+
+
+class _AutogradNode(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = backward
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.back(*gradients)

@@ -1,0 +1,164 @@
+"""Reading byte ranges and regions of files: all of a region is read, or an error names the file.
+
+Files are read and not memory-mapped: if a mapped file is cut short, or its disk fails, the system ends the whole
+process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.state.cast import Bits
+from pipeproof.state.regions import Region, row_numels, spanned_range
+from pipeproof.state.state_codes import StateError, reading
+
+SCRATCH_BYTES = 2**20
+"""Default size of the scratch buffer of a reader."""
+_MAX_OPEN = 32
+"""Most files that a reader keeps open: a state may have more files than a process may have open."""
+_GAP = 2**14
+"""Largest gap in bytes that is read along: one more system call would take as long."""
+
+
+class FileArray(NamedTuple):
+    """An array that begins at the byte ``start`` of a file; ``dtype`` has the bits of its elements."""
+
+    path: Path
+    start: int
+    extents: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class RangeReader:
+    """A reader of files, for one thread.
+
+    Each file is opened at its first use. ``fix`` is the suggested fix for damaged files.
+
+    Bytes that cannot be read straight into their destination are read into a scratch buffer of ``scratch_bytes``. The
+    buffer keeps them until the next such read, so that interleaved regions, such as queries and keys of a fused weight,
+    are read once.
+    """
+
+    def __init__(self, fix: str, scratch_bytes: int = SCRATCH_BYTES) -> None:
+        self._fix = fix
+        self._handles: dict[Path, int] = {}
+        self._scratch = np.empty(scratch_bytes, np.uint8)
+        self._scratch_range: tuple[Path, int, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def read(
+        self, path: Path, start: int, content: npt.NDArray[np.uint8], num_ranges: int = 1, stride: int = 0
+    ) -> None:
+        """Fill ``content`` with ``num_ranges`` byte ranges of one length.
+
+        The first begins at ``start``, the next ones ``stride`` apart.
+
+        Raises:
+            StateError: The file cannot be read, or is too short.
+        """
+        size = content.size // num_ranges
+        with reading(path, self._fix):
+            handle = self._opened(path)
+            for number in range(num_ranges):
+                position, rest = start + number * stride, content[number * size : (number + 1) * size].data
+                while rest:  # Linux reads at most 2 GiB at once, and a network's disk may give less
+                    num_read = os.preadv(handle, [rest], position)
+                    if not num_read:
+                        message = f"{path} is cut short: it ends before the byte {position + len(rest)}"
+                        raise StateError(message, self._fix)
+                    position, rest = position + num_read, rest[num_read:]
+
+    def read_region(
+        self, array: FileArray, region: Region, out: Bits, convert: Callable[[Bits], Bits] | None = None
+    ) -> None:
+        """Copy a region of an array into ``out``, which has the region's extents and any strides.
+
+        ``convert`` turns the array's elements into those of ``out``, where their types differ.
+
+        Raises:
+            StateError: The file cannot be read, or is too short.
+        """
+        item, (first, stop) = array.dtype.itemsize, spanned_range(region, array.extents)
+        direct = out.reshape(-1).view(np.uint8) if convert is None and out.flags.c_contiguous else None
+        dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), None)
+        if direct is not None and stop - first == region.numel:
+            self.read(array.path, array.start + first * item, direct)
+            return
+        if dim is None:
+            out[...] = _converted(self._read_strided(array, region, 1, 1), convert)
+            return
+        row, max_elements = row_numels(array.extents)[dim], self._scratch.size // item
+        if stop - first == region.numel:  # no other region lies between, so that small blocks stay in a core's cache
+            max_elements = min(max_elements, SCRATCH_BYTES // item)
+        begin, end = spanned_range(region.sliced(dim, 0, 1), array.extents)
+        run, is_range = end - begin, end - begin == region.numel // region.extents[dim]
+        has_gap = (row - run) * item > _GAP
+        if direct is not None and has_gap and is_range:
+            self.read(array.path, array.start + first * item, direct, region.extents[dim], row * item)
+            return
+        num_indices = max_elements // (run if has_gap else row) if is_range or not has_gap else 0
+        for index in range(region.offsets[dim], region.stops[dim], num_indices or 1):
+            block = region.sliced(dim, index, min(index + (num_indices or 1), region.stops[dim]))
+            target = out[block.relative_to(region).slices]
+            if not num_indices:
+                self.read_region(array, block, target, convert)
+            elif has_gap:
+                target[...] = _converted(self._read_strided(array, block, block.extents[dim], row), convert)
+            else:
+                target[...] = _converted(self._read_enclosing(array, block, dim), convert)
+
+    def _read_strided(self, array: FileArray, region: Region, num_ranges: int, row: int) -> Bits:
+        """Return a region of ranges that begin ``row`` elements apart; nothing between them is read."""
+        item, self._scratch_range = array.dtype.itemsize, None
+        content = self._scratch[: region.numel * item]
+        self.read(
+            array.path, array.start + spanned_range(region, array.extents)[0] * item, content, num_ranges, row * item
+        )
+        return content.view(array.dtype).reshape(region.extents)
+
+    def _read_enclosing(self, array: FileArray, region: Region, dim: int) -> Bits:
+        """Return a region of some indices of ``dim`` and one of each earlier dim.
+
+        All that the array has of these indices is read.
+        """
+        item, rows = array.dtype.itemsize, row_numels(array.extents)
+        begin = sum(index * row for index, row in zip(region.offsets[: dim + 1], rows[: dim + 1], strict=True)) * item
+        size = region.extents[dim] * rows[dim] * item
+        wanted_range = array.path, array.start + begin, array.start + begin + size
+        cached = self._scratch_range
+        if (
+            cached is None
+            or cached[0] != wanted_range[0]
+            or not cached[1] <= wanted_range[1] <= wanted_range[2] <= cached[2]
+        ):
+            self._scratch_range = None  # until it is read in full
+            self.read(array.path, wanted_range[1], self._scratch[:size])
+            self._scratch_range = cached = wanted_range
+        offset = wanted_range[1] - cached[1] + spanned_range(region, array.extents)[0] * item - begin
+        return np.ndarray(region.extents, array.dtype, self._scratch, offset, [row * item for row in rows])
+
+    def _opened(self, path: Path) -> int:
+        """Return a handle; with too many open files, the least recently used one is closed."""
+        handle = self._handles.pop(path, None)
+        if handle is None:
+            if len(self._handles) == _MAX_OPEN:
+                os.close(self._handles.pop(next(iter(self._handles))))
+            handle = os.open(path, os.O_RDONLY)
+        self._handles[path] = handle
+        return handle
+
+
+def _converted(values: Bits, convert: Callable[[Bits], Bits] | None) -> Bits:
+    return values if convert is None else convert(values)

@@ -1,0 +1,181 @@
+"""Comparison of two checkpoints of any topology, tensor by tensor: first differing elements and largest difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isinf, prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.cast import CAST_DTYPES, bits_dtype, cast
+from pipeproof.state.checkpoint import Checkpoint, over_tensors, tensor_blocks
+from pipeproof.state.state_index import TensorEntry
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that both checkpoints have, and that differs.
+
+    If type, shape or kind differ (``first_entry``, ``second_entry``), values are not compared. Else ``num`` elements
+    have different bits; ``first`` to ``last`` is the first contiguous run of them in C order. ``farthest`` is the
+    largest absolute difference among numbers; None if there are none, or if the type is not one that is compared as
+    numbers.
+    """
+
+    name: str
+    first_entry: TensorEntry
+    second_entry: TensorEntry
+    num: int = 0
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    farthest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateComparison:
+    """``only_first`` and ``only_second`` are names that the other checkpoint lacks.
+
+    ``steps`` where both have a step count.
+    """
+
+    num_alike: int
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    differ: tuple[TensorDifference, ...]
+    steps: tuple[int, int] | None = None
+
+    @property
+    def equal(self) -> bool:
+        """True for the same tensors with the same bits, after as many steps."""
+        same_steps = self.steps is None or self.steps[0] == self.steps[1]
+        return same_steps and not (self.only_first or self.only_second or self.differ)
+
+
+def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> StateComparison:
+    """Compare all tensors bit by bit.
+
+    Raises:
+        StateError: A file cannot be read, or the shards of a tensor do not make it up.
+    """
+    entries = {name: entry for name, entry in first.tensors.items() if name in second.tensors}
+    differences = over_tensors(lambda name: _difference(name, first, second), entries)
+    differ = tuple(difference for difference in differences.values() if difference is not None)
+    steps = None if first.index is None or second.index is None else (first.index.steps_done, second.index.steps_done)
+    only_first, only_second = (
+        tuple(sorted(names)) for names in (first.tensors.keys() - entries, second.tensors.keys() - entries)
+    )
+    return StateComparison(len(entries) - len(differ), only_first, only_second, differ, steps)
+
+
+def comparison_to_json(comparison: StateComparison) -> dict[str, Any]:
+    """Return the comparison as JSON data."""
+    return {
+        "equal": comparison.equal,
+        "alike": comparison.num_alike,
+        "only_in_first": list(comparison.only_first),
+        "only_in_second": list(comparison.only_second),
+        "differ": [_difference_to_json(difference) for difference in comparison.differ],
+        "steps_done": None if comparison.steps is None else list(comparison.steps),
+    }
+
+
+def difference_text(difference: TensorDifference) -> str:
+    """Return one line of text."""
+    first_entry, second_entry = difference.first_entry, difference.second_entry
+    if not difference.num:
+        texts = [f"{entry.kind} {entry.dtype} {list(entry.shape)}" for entry in (first_entry, second_entry)]
+        return f"{texts[0]} and {texts[1]}"
+    until = "" if difference.first == difference.last else f" to {list(difference.last)}"
+    farthest = difference.farthest
+    distance_text = (
+        ""
+        if farthest is None
+        else f", by {farthest:.6g} at most"
+        if farthest
+        else ", in the bits of zeros or NaN alone"
+    )
+    count_text = f"{difference.num} of {prod(first_entry.shape)} elements"
+    return f"{count_text}, first {list(difference.first)}{until}{distance_text}"
+
+
+def _difference(name: str, first_checkpoint: Checkpoint, second_checkpoint: Checkpoint) -> TensorDifference | None:
+    entries = first_checkpoint.tensors[name], second_checkpoint.tensors[name]
+    if (
+        entries[0].dtype != entries[1].dtype
+        or entries[0].shape != entries[1].shape
+        or _kinds_differ(first_checkpoint, second_checkpoint, name)
+    ):
+        return TensorDifference(name, *entries)
+    entry, item = entries[0], dtype_bytes(entries[0].dtype)
+    begin, num, run_start, run_end, farthest = 0, 0, -1, -1, None
+    for left, right in zip(tensor_blocks(first_checkpoint, name), tensor_blocks(second_checkpoint, name), strict=True):
+        if not np.array_equal(left, right):
+            differing = (left.reshape(-1, item) != right.reshape(-1, item)).any(axis=1)
+            indices = np.flatnonzero(differing)
+            num += len(indices)
+            run_start, run_end = _first_run(indices + begin, run_start, run_end)
+            farthest = _max_distance(farthest, entry.dtype, left, right, indices)
+        begin += len(left) // item
+    if not num:
+        return None
+    ends = [tuple(map(int, np.unravel_index(index, entry.shape))) for index in (run_start, run_end)]
+    return TensorDifference(name, *entries, num, ends[0], ends[1], farthest)
+
+
+def _kinds_differ(first: Checkpoint, second: Checkpoint, name: str) -> bool:
+    """Compare kinds, only if both have an index: in a file of another tool every tensor is a weight."""
+    return (
+        first.index is not None and second.index is not None and first.tensors[name].kind != second.tensors[name].kind
+    )
+
+
+def _first_run(indices: npt.NDArray[np.int64], first: int, last: int) -> tuple[int, int]:
+    """Return the first contiguous run of all indices; ``first`` to ``last`` (-1: none) is that of earlier blocks."""
+    if first < 0:
+        first, last = int(indices[0]), int(indices[0]) - 1
+    if indices[0] != last + 1:
+        return first, last
+    gaps = np.flatnonzero(np.diff(indices) != 1)
+    return first, int(indices[gaps[0]] if len(gaps) else indices[-1])
+
+
+def _max_distance(
+    farthest: float | None, dtype: str, left: _Bytes, right: _Bytes, indices: npt.NDArray[np.int64]
+) -> float | None:
+    if dtype not in (*CAST_DTYPES, "int32", "int64"):
+        return farthest
+    left_values, right_values = (_numbers(content, dtype, indices) for content in (left, right))
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances = np.abs(left_values - right_values)
+    distances = distances[~np.isnan(distances)]
+    return farthest if not len(distances) else max(float(distances.max()), farthest or 0.0)
+
+
+def _numbers(content: _Bytes, dtype: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    if dtype in CAST_DTYPES:
+        return cast(content.view(bits_dtype(dtype))[indices], dtype, "float64").view(np.float64)
+    return content.view(dtype)[indices].astype(np.float64)
+
+
+def _difference_to_json(difference: TensorDifference) -> Mapping[str, Any]:
+    if not difference.num:
+        entries = [
+            {"kind": e.kind, "dtype": e.dtype, "shape": list(e.shape)}
+            for e in (difference.first_entry, difference.second_entry)
+        ]
+        return {"tensor": difference.name, "first": entries[0], "second": entries[1]}
+    return {
+        "tensor": difference.name,
+        "elements": difference.num,
+        "from": list(difference.first),
+        "to": list(difference.last),
+        "farthest": None
+        if difference.farthest is None or isinf(difference.farthest)
+        else difference.farthest,  # JSON has no infinity
+    }

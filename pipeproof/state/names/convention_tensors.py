@@ -1,0 +1,265 @@
+"""Tensors of a convention: the role of each, and the regions of pipeproof's tensors that it is made of.
+
+Roles: ``embed``, ``norm``, ``head``; in a block ``attn_norm``, ``q``, ``k`` and ``v`` or ``qkv``, of latent attention
+``q_whole`` or ``q_down``, ``q_norm`` and ``q_up``, ``kv_down``, ``kv_norm``, ``kv_up``; ``out``, ``mlp_norm`` or
+``experts_norm``, ``gate`` and ``up`` or ``gate_up``, ``down``, the same of an expert (``expert_gate``) and of shared
+ones (``shared_gate``), ``router``, ``router_bias``; in a module of multi-token prediction ``hidden_norm``,
+``embed_norm``, ``proj``, and the copies ``module_embed``, ``module_norm``, ``module_head``.
+
+A matrix is viewed as pipeproof multiplies with it, [in, out]; an expert of a tensor [experts, in, out] is a matrix,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers import loss_dtype
+from pipeproof.state.names.convention_tables import Convention
+from pipeproof.state.regions import Region, whole_region
+from pipeproof.state.state_index import TensorEntry
+from pipeproof.state.tensor_map import RegionCopy, TensorMap
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A region of the tensor ``source``; ``dims`` are the visible dims, the others have one element."""
+
+    source: str
+    region: Region
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the visible dims."""
+        return tuple(self.region.extents[dim] for dim in self.dims)
+
+    def sliced(self, dim: int, start: int, stop: int) -> View:
+        """Return the view from ``start`` to ``stop`` of a visible dim."""
+        position = self.dims[dim]
+        offsets, extents = list(self.region.offsets), list(self.region.extents)
+        offsets[position], extents[position] = offsets[position] + start, stop - start
+        return View(self.source, Region(tuple(offsets), tuple(extents)), self.dims)
+
+
+def whole_view(source: str, shape: Sequence[int]) -> View:
+    """Return the view of a whole vector or matrix."""
+    return View(source, whole_region(shape), tuple(range(len(shape))))
+
+
+def expert_of(source: str, shape: Sequence[int], expert: int) -> View:
+    """Return the matrix of one expert of [experts, in, out]."""
+    return View(source, Region((expert, 0, 0), (1, *shape[1:])), (1, 2))
+
+
+def concatenated(views: Sequence[View], along: int, dtype: str, *, transposed: bool) -> TensorMap:
+    """Return the map of a tensor that is a concatenation of views along ``along``, or its transpose."""
+    dims = views[0].dims
+    seen = tuple(reversed(dims)) if transposed else dims
+    axis = seen.index(dims[along])
+    before, after = (0,) * axis, (0,) * (len(seen) - axis - 1)
+    permutation = None if seen == tuple(range(len(views[0].region.extents))) else seen
+    position, copies = 0, []
+    for view in views:  # of latent attention there are thousands, of one column each
+        extents = tuple([view.region.extents[dim] for dim in seen])
+        copies.append(RegionCopy(Region((*before, position, *after), extents), view.source, view.region, permutation))
+        position += extents[axis]
+    shape = (*copies[0].region.extents[:axis], position, *copies[0].region.extents[axis + 1 :])
+    return TensorMap(dtype, shape, tuple(copies))
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConventionTensor:
+    """One tensor of a convention: its role, pipeproof's layer, and the views that are concatenated along ``along``.
+
+    ``copy_of`` is the role of the tensor that it duplicates.
+    """
+
+    role: str
+    block: str
+    views: tuple[View, ...]
+    along: int = 0
+    expert: int | None = None
+    copy_of: str | None = None
+
+
+def weights_of(model: ModelSpec, dtype: str) -> dict[str, TensorEntry]:
+    """Return pipeproof's own whole tensors: weights in ``dtype``, and biases of routers, in the order of the layers."""
+    plan = PlanSpec.model_validate(
+        {
+            "pipeproof": 1,
+            "model": model,
+            "topology": {},
+            "schedule": {"kind": "gpipe", "num_micro_batches": 1, "micro_batch_size": 1},
+        }
+    )
+    layers = describe_gpt(plan)
+    entries = {
+        weight.name: TensorEntry(kind="weight", dtype=dtype, shape=weight.shape)
+        for layer in layers
+        for weight in layer.parameters
+    }
+    if moves_biases(plan):
+        assert model.moe is not None
+        entry = TensorEntry(kind="expert_bias", dtype=loss_dtype(dtype) or dtype, shape=(model.moe.num_experts,))
+        entries |= {bias_name(name): entry for name in routers(layers)}
+    return entries
+
+
+def convention_tensors(
+    model: ModelSpec, shapes: Shapes, convention: Convention, ffn_shards: Mapping[str, int]
+) -> list[ConventionTensor]:
+    """Return all tensors of a convention for a model; copies come last.
+
+    A fused gate and up that is sharded over tensor-parallel ranks has gate and up of each rank, one rank after the
+    other; ``ffn_shards`` is the number of these ranks by the convention's name, where it is not one.
+    """
+    return list(_Describer(model, shapes, convention, ffn_shards).tensors())
+
+
+class _Describer:
+    def __init__(self, model: ModelSpec, shapes: Shapes, convention: Convention, ffn_shards: Mapping[str, int]) -> None:
+        self.model, self.shapes, self.convention, self.ffn_shards = model, shapes, convention, ffn_shards
+        self._regions: dict[tuple[object, ...], list[Region]] = {}
+
+    def tensors(self) -> Iterator[ConventionTensor]:
+        model = self.model
+        yield ConventionTensor("embed", "", (self._table("embed"),))
+        for number in range(model.num_layers):
+            yield from self._block(f"layer.{number}", has_experts=model.has_experts(number))
+        modules = [f"mtp.{number}" for number in range(0 if model.mtp is None else model.mtp.num_modules)]
+        for name in modules:
+            norms = {f"{norm}_norm": f"{name}.{norm}_norm.weight" for norm in ("hidden", "embed")}
+            yield from self._as_it_is(name, norms)
+            # Most others have what is embedded first, and then what comes from before.
+            proj = self._view(f"{name}.proj.weight")
+            hidden, embedded = (
+                proj.sliced(0, position * model.hidden_size, (position + 1) * model.hidden_size) for position in (0, 1)
+            )
+            halves = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
+            yield ConventionTensor("proj", name, halves, along=0)
+            yield from self._block(name, has_experts=model.has_experts(model.num_layers - 1))
+        yield from self._as_it_is("", {"norm": "norm.weight"})
+        if not model.tied_embedding:
+            yield ConventionTensor("head", "", (self._table("head"),))
+        elif self.convention.has_tied_head:
+            yield ConventionTensor("head", "", (self._table("embed"),), copy_of="embed")
+        head = "embed" if model.tied_embedding else "head"
+        for name in modules:
+            for role, of in (("module_embed", "embed"), ("module_norm", "norm"), ("module_head", head)):
+                if role in self.convention.module:
+                    yield ConventionTensor(role, name, (self._table(of),), copy_of=of)
+
+    def _view(self, name: str) -> View:
+        return whole_view(name, self.shapes[name])
+
+    def _table(self, end: str) -> View:
+        """Return embedding, last norm or head, without the padding of the vocabulary where the convention has none."""
+        view = self._view(f"{end}.weight")
+        if end == "norm" or self.convention.padded:
+            return view
+        return view.sliced(0 if end == "embed" else 1, 0, self.model.num_token_ids)
+
+    def _as_it_is(self, block: str, names: Mapping[str, str]) -> Iterator[ConventionTensor]:
+        for role, name in names.items():
+            yield ConventionTensor(role, block, (self._view(name),))
+
+    def _block(self, name: str, *, has_experts: bool) -> Iterator[ConventionTensor]:
+        yield from self._as_it_is(name, {"attn_norm": f"{name}.attn_norm.weight"})
+        yield from self._attention(name) if self.model.mla is None else self._latent_attention(name)
+        norm = "experts_norm" if has_experts else "mlp_norm"
+        yield from self._as_it_is(name, {norm: f"{name}.mlp_norm.weight", "out": f"{name}.attn.out.weight"})
+        if not has_experts:
+            yield from self._swiglu(name, "", f"{name}.mlp")
+            return
+        moe = self.model.moe
+        assert moe is not None
+        yield from self._as_it_is(name, {"router": f"{name}.mlp.router.weight"})
+        if moe.expert_bias_rate is not None:
+            yield from self._as_it_is(name, {"router_bias": bias_name(f"{name}.mlp")})
+        for expert in range(moe.num_experts):
+            yield from self._swiglu(name, "expert_", f"{name}.mlp.experts", expert)
+        if moe.num_shared_experts:
+            yield from self._swiglu(name, "shared_", f"{name}.mlp.shared")
+
+    def _attention(self, name: str) -> Iterator[ConventionTensor]:
+        """Yield queries, keys and values.
+
+        The fused weight has for each head of keys and values its queries, its key and its value.
+        """
+        fused, model = self._view(f"{name}.attn.qkv.weight"), self.model
+        if "qkv" in self.convention.block:
+            yield ConventionTensor("qkv", name, (fused,), along=1)
+            return
+        size = model.size_of_head
+        queries = model.num_heads // model.kv_heads * size
+        group = queries + 2 * size
+        for role, start, width in (("q", 0, queries), ("k", queries, size), ("v", queries + size, size)):
+            begins = [number * group + start for number in range(model.kv_heads)]
+            yield ConventionTensor(
+                role, name, tuple(fused.sliced(1, begin, begin + width) for begin in begins), along=1
+            )
+
+    def _latent_attention(self, name: str) -> Iterator[ConventionTensor]:
+        mla, heads, position = self.model.mla, self.model.num_heads, f"{name}.attn"
+        assert mla is not None
+        head = [("as it is", mla.nope_head_size), ("turned", mla.rope_head_size)]
+        if mla.q_rank is None:
+            yield ConventionTensor("q_whole", name, self._interleaved(f"{position}.q.weight", head * heads), along=1)
+        else:
+            yield from self._as_it_is(
+                name, {"q_down": f"{position}.q_down.weight", "q_norm": f"{position}.q_norm.weight"}
+            )
+            yield ConventionTensor("q_up", name, self._interleaved(f"{position}.q_up.weight", head * heads), along=1)
+        down = [("as it is", mla.kv_rank), ("turned", mla.rope_head_size)]
+        yield ConventionTensor("kv_down", name, self._interleaved(f"{position}.kv_down.weight", down), along=1)
+        yield from self._as_it_is(name, {"kv_norm": f"{position}.kv_norm.weight", "kv_up": f"{position}.kv_up.weight"})
+
+    def _interleaved(self, name: str, pieces: Sequence[tuple[str, int]]) -> tuple[View, ...]:
+        """Return the columns of a weight, with those of rotary positions in adjacent pairs.
+
+        Pair i of R rotated elements is (i, i + R/2) here, and (2 i, 2 i + 1) in all other models with latent attention:
+        DeepSeek's, and Megatron-Core's, which reads them.
+        """
+        view, position = self._view(name), 0
+        key = view.shape, tuple(pieces)
+        if key not in self._regions:
+            entries = self._regions[key] = []
+            for kind, width in pieces:
+                if kind == "turned":
+                    half = width // 2
+                    columns = (position + first + second for first in range(half) for second in (0, half))
+                    entries += [view.sliced(1, column, column + 1).region for column in columns]
+                else:
+                    entries.append(view.sliced(1, position, position + width).region)
+                position += width
+        return tuple([View(name, region, view.dims) for region in self._regions[key]])
+
+    def _swiglu(self, block: str, role: str, name: str, expert: int | None = None) -> Iterator[ConventionTensor]:
+        gate, up, down = (
+            self._view(f"{name}.{projection}.weight")
+            if expert is None
+            else expert_of(f"{name}.{projection}.weight", self.shapes[f"{name}.{projection}.weight"], expert)
+            for projection in ("gate", "up", "down")
+        )
+        fused = f"{role}gate_up"
+        if fused in self.convention.block:
+            fused_name = self.convention.name_of(fused, block, self.model.num_layers, expert)
+            shards = self.ffn_shards.get(fused_name, 1) if fused in self.convention.fused_by_rank else 1
+            width = gate.shape[1] // shards
+            cuts = [(shard * width, (shard + 1) * width) for shard in range(shards)]
+            yield ConventionTensor(
+                fused, block, tuple(view.sliced(1, *bounds) for bounds in cuts for view in (gate, up)), 1, expert
+            )
+        else:
+            yield ConventionTensor(f"{role}gate", block, (gate,), expert=expert)
+            yield ConventionTensor(f"{role}up", block, (up,), expert=expert)
+        yield ConventionTensor(f"{role}down", block, (down,), expert=expert)

@@ -1,0 +1,195 @@
+"""Finding a saved state, and reading it whole or what one rank holds of it.
+
+A rank reads byte ranges, not files: memory holds what the rank holds, and one block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.array_files import ByteArray, read_file
+from pipeproof.state.byte_ranges import RangeReader
+from pipeproof.state.cast import Bits, bits_dtype
+from pipeproof.state.checkpoint import StoredRegion, StoredShard, read_stored_regions, stored_regions_of
+from pipeproof.state.regions import Region, intersect
+from pipeproof.state.safetensors_header import Header, read_header, require_array
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, read_index
+from pipeproof.state.state_layout import INITIAL_COUNTERS, RankShard, shards_of_rank
+from pipeproof.state.write_state import step_directory
+
+_STEP_DIRECTORY = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state on disk, with its index."""
+
+    directory: Path
+    index: StateIndex
+
+    @property
+    def steps_done(self) -> int:
+        """The step to resume with, counted from 0."""
+        return self.index.steps_done
+
+
+def find_state(path: Path) -> SavedState:
+    """Return the state at ``path``, or the newest one below it.
+
+    Raises:
+        StateError: There is none, or its index cannot be read.
+    """
+    if not (path / INDEX_FILE).exists():
+        states = _states_below(path)
+        if not states:
+            fix = "name the directory that `--save` named, or one of the states below it"
+            if any(path.glob("*.metadata")):
+                fix = (
+                    "Paddle's checkpoint does not record its training; a run can start from its weights: "
+                    f"`pipeproof reshard {path} --to PLAN -o STATE`, then `--resume STATE`"
+                )
+            elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
+                fix = (
+                    "this is no state yet; convert it with `pipeproof reshard "
+                    f"{path} --to PLAN -o STATE` (for other tools' names: `--names`), then `--resume STATE`"
+                )
+            raise StateError(f"there is no state at {path}, nor below it", fix)
+        path = states[-1]
+    return SavedState(path, read_index(path))
+
+
+def require_free_steps(root: Path, first: int, last: int) -> None:
+    """Refuse to save below ``root`` if it has a state that this run would reach.
+
+    ``first`` and ``last`` are the numbers of steps done at the first and the last state that the run may save.
+
+    Raises:
+        StateError: There is one.
+    """
+    for existing in _states_below(root):
+        if step_directory(root, first).name <= existing.name <= step_directory(root, last).name:
+            raise StateError(
+                f"{existing} holds a state already, and this run reaches that step",
+                "name another directory, remove the state, or resume from it with `--resume`",
+            )
+
+
+def read_whole(state: SavedState) -> dict[str, ByteArray]:
+    """Return all tensors of a state, whole, by name.
+
+    This is a second, independent implementation for comparisons: file by file, from regions alone, without the plan and
+    without the code that assigns shards to ranks.
+
+    Raises:
+        StateError: A file cannot be read.
+    """
+    tensors = state.index.tensors
+    whole = {
+        name: np.zeros((*entry.shape, dtype_bytes(entry.dtype)), dtype=np.uint8) for name, entry in tensors.items()
+    }
+    for file in state.index.files:
+        content = read_file(state.directory / file.name)
+        for shard in file.shards:
+            part = whole[shard.tensor][Region(shard.offsets, shard.extents).slices]
+            elements = np.array(part).reshape(-1, part.shape[-1])
+            elements_range = slice(None) if shard.flat is None else slice(*shard.flat)
+            elements[elements_range] = content[file.key_of(shard.tensor)].content.reshape(-1, part.shape[-1])
+            part[...] = elements.reshape(part.shape)
+    return {name: ByteArray(entry.dtype, entry.shape, whole[name].reshape(-1)) for name, entry in tensors.items()}
+
+
+def _states_below(root: Path) -> list[Path]:
+    """Return the states below a directory, from the oldest to the newest."""
+    if not root.is_dir():
+        return []
+    return sorted(entry for entry in root.iterdir() if _STEP_DIRECTORY.fullmatch(entry.name) and entry.is_dir())
+
+
+_FIX = "copy the file again from where it was saved, or name another state"
+
+
+def shards_by_tensor(index: StateIndex) -> dict[str, list[tuple[Shard, ShardFile]]]:
+    """Return the shards of each tensor, each with its file."""
+    shards: dict[str, list[tuple[Shard, ShardFile]]] = {}
+    for file in index.files:
+        for shard in file.shards:
+            shards.setdefault(shard.tensor, []).append((shard, file))
+    return shards
+
+
+def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
+    """Return what a rank holds of the state, by weight and slot, after ``require_resumable`` has checked it.
+
+    If the state has weights only, all else is as before the first step. Buffers that it lacks are not in the result,
+    and stay as the layers were built.
+
+    Raises:
+        StateError: A file has changed since.
+    """
+    stored, content, files = shards_by_tensor(state.index), {}, _Files(state.directory)
+    with RangeReader(_FIX) as reader:
+        for shard_of_rank in shards_of_rank(plan, rank):
+            stored_shards = stored.get(shard_of_rank.shard.tensor)
+            if stored_shards is None and shard_of_rank.tensor.kind == "buffer":
+                continue
+            values = (
+                _initial_values(shard_of_rank)
+                if stored_shards is None
+                else _read(shard_of_rank, stored_shards, files, reader)
+            )
+            content[shard_of_rank.weight, shard_of_rank.slot] = ByteArray(
+                shard_of_rank.tensor.dtype, shard_of_rank.shape, values.view(np.uint8)
+            )
+    return content
+
+
+def _initial_values(shard_of_rank: RankShard) -> Bits:
+    """Return the values before the first step: zeros for moments and biases; counters are of types that numpy has."""
+    if shard_of_rank.tensor.kind == "counter":
+        return np.array([INITIAL_COUNTERS[shard_of_rank.slot]], dtype=shard_of_rank.tensor.dtype)
+    return np.zeros(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
+
+
+def _read(
+    shard_of_rank: RankShard, stored: Sequence[tuple[Shard, ShardFile]], files: _Files, reader: RangeReader
+) -> Bits:
+    """Return the elements of a shard; the stored shards that overlap it tile it."""
+    values = np.empty(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
+    wanted_region = Region(shard_of_rank.shard.offsets, shard_of_rank.shard.extents)
+    overlapping = [
+        (shard, file)
+        for shard, file in stored
+        if intersect(Region(shard.offsets, shard.extents), wanted_region) is not None
+    ]
+    for first, target_region in shard_of_rank.shard.regions():
+        target = values[first : first + target_region.numel].reshape(target_region.extents)
+        for shard, file in overlapping:
+            read_stored_regions(
+                reader, files.stored_regions(shard, file, shard_of_rank.tensor.dtype), target_region, target
+            )
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a state; each header is read at its first use."""
+
+    directory: Path
+    headers: dict[Path, Header] = field(default_factory=dict)
+
+    def stored_regions(self, shard: Shard, file: ShardFile, dtype: str) -> Iterator[StoredRegion]:
+        """Yield the regions of a stored shard."""
+        path, key = self.directory / file.name, file.key_of(shard.tensor)
+        if path not in self.headers:
+            self.headers[path] = read_header(path)
+        array = require_array(path, self.headers[path], key, dtype, shard.shape, _FIX)
+        return stored_regions_of(StoredShard(shard, path, key, array.start, file.rank), dtype)

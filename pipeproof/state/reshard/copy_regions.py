@@ -1,0 +1,246 @@
+"""Writing the files of a reshard: several threads, each of which writes one file from front to back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from threading import Event, Lock
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.state.array_files import checksum_offset, require_embedded_checksum, require_sha256
+from pipeproof.state.byte_ranges import RangeReader
+from pipeproof.state.cast import Bits, bits_dtype
+from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.regions import Region
+from pipeproof.state.reshard.region_reader import RegionReader
+from pipeproof.state.reshard.reshard_codes import writing
+from pipeproof.state.safetensors_header import Header, make_header
+from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
+from pipeproof.state.tensor_map import StateMap, copies_into
+
+_BLOCKS_BYTES = 2**26
+"""Most bytes of tensors that all threads hold: each a block of its target, and as much of the source."""
+_WRITE_BACK_BYTES = 2**25
+"""After so many bytes the disk starts writing, so that it works all the time and not only at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """The files to be written."""
+
+    files: Mapping[str, tuple[Shard, ...]]
+    """By file name its shards."""
+    tensors: Mapping[str, TensorEntry]
+    ranks: Mapping[str, int]
+    """By file name its rank."""
+    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Metadata of each file's header; if it has room for a checksum (see ``array_files``), the file gets one."""
+    keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By tensor its key in the files, as in Paddle's; else its name. Paddle's scalars have one dim."""
+
+    def header_of(self, file: str) -> tuple[bytes, Header]:
+        """Return the first bytes of a file, and its header."""
+        shards = self.files[file]
+        number = (1,) if self.keys else ()
+        arrays = {
+            self.key_of(shard.tensor): (self.tensors[shard.tensor].dtype, shard.shape or number) for shard in shards
+        }
+        return make_header(arrays, self.metadata)
+
+    def key_of(self, tensor: str) -> str:
+        """Return the key of a tensor in the files."""
+        return self.keys.get(tensor, tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(
+            prod(shard.shape) * dtype_bytes(self.tensors[shard.tensor].dtype)
+            for shards in self.files.values()
+            for shard in shards
+        )
+
+
+def write_target(
+    source: Checkpoint,
+    state_map: StateMap,
+    target: TargetFiles,
+    directory: Path,
+    report_progress: Callable[[int, int], None],
+    jobs: int,
+    finished: Mapping[str, ShardFile] = MappingProxyType({}),
+    record: Callable[[ShardFile], None] = lambda _: None,
+) -> tuple[ShardFile, ...]:
+    """Write the target's files into ``directory``, synced to the disk; return their index entries.
+
+    Any thread calls ``report_progress`` with the bytes done and in all. Files in ``finished`` stay as they are. For
+    each other file ``record`` is called when it is on the disk, and when the source files that it is made of have the
+    SHA-256 of the source's index or of their own metadata.
+
+    Raises:
+        StateError: A file of the source was changed, or cannot be read.
+        RefusedError: A file cannot be written.
+    """
+    writer = _TargetWriter(source, state_map, target, directory, report_progress, jobs)
+    with ThreadPoolExecutor(jobs, "reshard") as pool:
+        tasks: list[Future[Any]] = []
+        written: dict[str, Future[ShardFile]] = {}
+        verified_paths: set[Path] = set()
+        for name in target.files:
+            if name in finished:
+                writer.count_finished(finished[name])
+                continue
+            needed = writer.sources_of(name)
+            if len(target.files) < jobs:  # a thread to itself takes longest, and is not to begin last
+                written[name] = pool.submit(writer.write, name, record)
+            tasks += [pool.submit(writer.verify, path) for path in sorted(needed - verified_paths)]
+            if (
+                name not in written
+            ):  # its sources are read from the disk once, in sequence, and then again from the cache
+                written[name] = pool.submit(writer.write, name, record)
+            tasks.append(written[name])
+            verified_paths |= needed
+        try:
+            wait(tasks, return_when=FIRST_EXCEPTION)
+            failures = [task for task in tasks if task.done() and task.exception() is not None]
+            for task in failures:
+                task.result()
+        finally:
+            writer.stop.set()
+            pool.shutdown(cancel_futures=True)
+    return tuple(finished[name] if name in finished else written[name].result() for name in target.files)
+
+
+class _StoppedError(Exception):
+    """Another thread failed, or the user interrupts."""
+
+
+class _TargetWriter:
+    """One reshard, whose threads share the regions of the source's tensors and the progress."""
+
+    def __init__(
+        self, source: Checkpoint, state_map: StateMap, target: TargetFiles, directory: Path,
+        report_progress: Callable[[int, int], None], jobs: int,
+    ) -> None:  # fmt: skip
+        self._block_bytes = _BLOCKS_BYTES // (2 * jobs)
+        self._checkpoint, self._source = source, RegionReader(source)
+        self._map, self._target, self._directory = state_map, target, directory
+        self._report_progress, self._done, self._all, self._lock = report_progress, 0, target.size_bytes, Lock()
+        self._verified: dict[Path, Future[None]] = {}
+        self.stop = Event()
+
+    def sources_of(self, name: str) -> set[Path]:
+        """Return the files with a SHA-256 that a target file is made of."""
+        return {
+            path
+            for shard in self._target.files[name]
+            for copy in copies_into(self._map.tensors[shard.tensor], Region(shard.offsets, shard.extents))
+            if copy.source is not None
+            for path in self._source.files_of(copy.source, copy.source_region)
+            if self._checkpoint.has_sha256(path)
+        }
+
+    def verify(self, path: Path) -> None:
+        """Check a source file against its SHA-256, or wait for the thread that does."""
+        with self._lock:
+            is_first = path not in self._verified
+            verified = self._verified.setdefault(path, Future())
+        if is_first:
+            try:
+                self._require_sha256(path)
+            except BaseException as error:
+                verified.set_exception(error)
+                raise
+            verified.set_result(None)
+        verified.result()
+
+    def _require_sha256(self, path: Path) -> None:
+        entry = self._checkpoint.files[path]
+        if entry is None:
+            require_embedded_checksum(path, self._checkpoint.checksums[path], self._require_not_stopped)
+        else:
+            require_sha256(path, entry.sha256, _FIX, self._require_not_stopped)
+
+    def write(self, name: str, record: Callable[[ShardFile], None]) -> ShardFile:
+        """Write one file, and record it when its sources are known to be whole."""
+        start, header = self._target.header_of(name)
+        digest, position, synced = hashlib.sha256(start), len(start), 0
+        path = self._directory / name
+        with writing(path), path.open("wb", buffering=0) as stream:
+            handle = stream.fileno()
+            _write(handle, memoryview(start))
+            for block in self._blocks(name, header):
+                self._require_not_stopped()
+                digest.update(block.data)
+                _write(handle, block.data.cast("B"))
+                position += block.nbytes
+                if (
+                    position - synced >= _WRITE_BACK_BYTES
+                ):  # begins to write what is not on the disk yet, forgets what is
+                    os.posix_fadvise(handle, max(0, 2 * synced - position), 0, os.POSIX_FADV_DONTNEED)
+                    synced = position
+                self._add_progress(block.nbytes)
+            place = checksum_offset(start)
+            if place >= 0:
+                os.lseek(handle, place, os.SEEK_SET)
+                _write(handle, memoryview(digest.hexdigest().encode()))
+            os.fsync(handle)
+        for path in sorted(self.sources_of(name)):
+            self.verify(path)
+        shards, rank = self._target.files[name], self._target.ranks[name]
+        keys = {shard.tensor: key for shard in shards if (key := self._target.key_of(shard.tensor)) != shard.tensor}
+        file = ShardFile(
+            name=name,
+            rank=rank,
+            size_bytes=header.size_bytes,
+            sha256=digest.hexdigest(),
+            shards=shards,
+            keys=keys or None,
+        )
+        record(file)
+        return file
+
+    def count_finished(self, file: ShardFile) -> None:
+        """Count a file that an earlier call finished."""
+        self._add_progress(sum(array.num_bytes for array in self._target.header_of(file.name)[1].arrays.values()))
+
+    def _blocks(self, name: str, header: Header) -> Iterator[Bits]:
+        """Yield the elements of a file in its order; each block overwrites the one before."""
+        buffer = np.empty(self._block_bytes, np.uint8)
+        shards = {self._target.key_of(shard.tensor): shard for shard in self._target.files[name]}
+        with RangeReader(_FIX, self._block_bytes) as reader:
+            for key, array in header.arrays.items():
+                shard, dtype = shards[key], bits_dtype(array.dtype)
+                begin, end = shard.flat or (0, prod(shard.extents))
+                step = buffer.nbytes // dtype.itemsize
+                for element in range(begin, end, step):
+                    block = buffer[: (min(element + step, end) - element) * dtype.itemsize].view(dtype)
+                    self._source.fill(reader, block, self._map.tensors[shard.tensor], shard, element)
+                    yield block
+
+    def _add_progress(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._report_progress(self._done, self._all)
+
+    def _require_not_stopped(self) -> None:
+        if self.stop.is_set():
+            raise _StoppedError
+
+
+def _write(handle: int, content: memoryview) -> None:
+    """Write all bytes: Linux writes at most 2 GiB at once, and a network disk may accept less."""
+    while content:
+        content = content[os.write(handle, content) :]
+
+
+_FIX = "copy the file again from where it was saved, or name an older state"

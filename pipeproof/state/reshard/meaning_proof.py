@@ -1,0 +1,198 @@
+"""Proof that a map moves each element to the one with the same meaning: even a bijection may exchange elements.
+
+A claimed map is compared with the correct one. Both read and make the same tensors; where they differ, the finding
+names the expected and the actual elements.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.specs.model import ModelSpec
+from pipeproof.state.region_text import and_more, number_of_expert, region_meaning, tensor_range_text, weight_name
+from pipeproof.state.regions import Region, intersect
+from pipeproof.state.reshard.shard_layout import ShardLayout
+from pipeproof.state.tensor_map import MapDifference, RegionCopy, StateMap, map_differences
+from pipeproof.verify.layouts.index_maps import OTHER_INDICES
+
+_EXPERT = re.compile(r"experts\.\d+\.")
+_SHOWN = 12
+_PAIRS = frozenset({"gate", "up"})
+
+
+class _OwnRegion(NamedTuple):
+    """A region of one of pipeproof's own tensors."""
+
+    name: str
+    region: Region
+
+
+class _Mismatch(NamedTuple):
+    """A difference, with the expected and the actual region in pipeproof's own tensors, where they exist."""
+
+    difference: MapDifference
+    expected: _OwnRegion | None
+    actual: _OwnRegion | None
+
+
+def prove_meaning(
+    claimed: StateMap, correct: StateMap, model: ModelSpec, target: ShardLayout | None = None
+) -> tuple[Finding, ...]:
+    """PP211 for each kind of mistake by which a claimed map takes elements for others than the correct map does.
+
+    Experts, fused queries, keys and values, gate and up have texts of their own. With ``target`` the finding names the
+    rank that receives them. Tensors that only one map makes are not compared: that is a matter of names.
+    """
+    kinds: dict[str, list[_Mismatch]] = {}
+    meanings = _OwnElements(correct, model)
+    for difference in map_differences(claimed, correct):
+        mismatch = _Mismatch(
+            difference,
+            meanings.own_region(difference, difference.second),
+            meanings.own_region(difference, difference.first),
+        )
+        kinds.setdefault(_kind(mismatch), []).append(mismatch)
+    return tuple(_finding(kind, mismatches, claimed, meanings, target) for kind, mismatches in kinds.items())
+
+
+class _OwnElements:
+    """Elements of any tensors in terms of pipeproof's own tensors: those of the correct map's source or target."""
+
+    def __init__(self, correct: StateMap, model: ModelSpec) -> None:
+        self.model = model
+        self._into_own = all(weight_name(name) is not None for name in correct.tensors)
+        self._of: dict[str, list[tuple[str, RegionCopy]]] = {}
+        for name, tensor in correct.tensors.items():
+            for copy in tensor.copies:
+                if copy.source is not None:
+                    self._of.setdefault(copy.source, []).append((name, copy))
+
+    def own_region(self, difference: MapDifference, copy: RegionCopy) -> _OwnRegion | None:
+        """Return the elements that a copy reads; None for zeros, and for elements without a name of pipeproof's."""
+        if copy.source is None:
+            return None
+        if not self._into_own:
+            return _OwnRegion(copy.source, copy.source_region) if weight_name(copy.source) is not None else None
+        if copy == difference.second:
+            return _OwnRegion(difference.tensor, difference.region)
+        for name, reader in self._of.get(copy.source, ()):
+            common = intersect(reader.source_region, copy.source_region)
+            if common is not None:
+                return _OwnRegion(name, _through(reader, common))
+        return None
+
+    def text(self, copy: RegionCopy, own_region: _OwnRegion | None) -> str:
+        """Describe what a copy reads, with its meaning in the model."""
+        if copy.source is None:
+            return "zeros"
+        stops = [reader.source_region.stops for _, reader in self._of.get(copy.source, ())] or [
+            copy.source_region.stops
+        ]
+        shape = tuple(map(max, *stops)) if len(stops) > 1 else stops[0]
+        return tensor_range_text(
+            copy.source,
+            copy.source_region,
+            shape,
+            own_region and region_meaning(own_region.name, own_region.region, self.model),
+        )
+
+
+def _through(copy: RegionCopy, source_region: Region) -> Region:
+    """Return the target region of a region of the source."""
+    inside = source_region.relative_to(copy.source_region)
+    if copy.permutation is not None:
+        inside = inside.permuted(copy.permutation)
+    return inside.shifted(copy.region.offsets)
+
+
+def _kind(mismatch: _Mismatch) -> str:
+    if mismatch.difference.first.source is None or mismatch.difference.second.source is None:
+        return "zeros"
+    if _experts_of(mismatch) is not None:
+        return "experts"
+    names = [None if place is None else weight_name(place.name) for place in (mismatch.expected, mismatch.actual)]
+    if None in names:
+        return "other"
+    expected, actual = (str(name) for name in names)
+    if expected.endswith("attn.qkv.weight") and actual.endswith("attn.qkv.weight"):
+        return "qkv"
+    if {expected.split(".")[-2], actual.split(".")[-2]} == _PAIRS:
+        return "gate and up"
+    return "other"
+
+
+def _experts_of(mismatch: _Mismatch) -> tuple[int, int] | None:
+    """Return the expected and the actual expert, if the regions belong to two experts."""
+    expected, actual = (
+        number_of_expert(copy.source or "", copy.source_region)
+        for copy in (mismatch.difference.second, mismatch.difference.first)
+    )
+    return None if expected is None or actual is None or expected == actual else (expected, actual)
+
+
+def _finding(
+    kind: str, mismatches: list[_Mismatch], claimed: StateMap, meanings: _OwnElements, target: ShardLayout | None
+) -> Finding:
+    first = mismatches[0]
+    difference = first.difference
+    where = tensor_range_text(difference.tensor, difference.region, claimed.tensors[difference.tensor].shape)
+    actual, expected = meanings.text(difference.first, first.actual), meanings.text(difference.second, first.expected)
+    order = " with its dims in another order" if actual == expected else ""
+    begin = {"qkv": "the fused qkv is not split by groups of heads: ", "gate and up": "gate and up are exchanged: "}
+    if kind == "experts":
+        begin["experts"] = f"{_experts_text(mismatches, meanings.model)}: "
+    rank = "" if target is None else _receiver_text(difference, target)
+    more = and_more(len({mismatch.difference.tensor for mismatch in mismatches}) - 1, "tensor")
+    fixes = {
+        "experts": "read each expert by its own number, counted over all ranks",
+        "qkv": "for each group of heads there are its queries, then its key, then its value: split between groups",
+        "gate and up": "exchange the two: the gate is what goes through SiLU",
+        "zeros": "only padding and what is added are zeros",
+        "other": "read each tensor by its own name",
+    }
+    message = f"{begin.get(kind, '')}`{where}` would be `{actual}`, and is `{expected}`{order}{rank}{more}"
+    return Finding(OTHER_INDICES.code, Severity.ERROR, message, help=fixes[kind])
+
+
+def _experts_text(mismatches: list[_Mismatch], model: ModelSpec) -> str:
+    """Describe the order of experts in the first tensor, or family of tensors, that differs."""
+    family = _family(mismatches[0].difference)
+    comes_for = dict(
+        pair
+        for mismatch in mismatches
+        if _family(mismatch.difference) == family and (pair := _experts_of(mismatch)) is not None
+    )
+    number = max(*comes_for, *comes_for.values()) + 1 if model.moe is None else model.moe.num_experts
+    order = [comes_for.get(expert, expert) for expert in range(number)]
+    as_strings = sorted(range(number), key=str)
+    if order == as_strings or sorted(range(number), key=order.__getitem__) == as_strings:
+        return f"experts are in the order of strings: {_listed(as_strings)}"
+    twice = sorted(expert for expert in set(order) if order.count(expert) > 1)
+    if twice:
+        missing = sorted(set(range(number)) - set(order))
+        return f"experts {_listed(missing)} (of {number}) are missing, and {_listed(twice)} are repeated"
+    expert = next(iter(comes_for))
+    return f"expert {comes_for[expert]} stands for expert {expert} (of {number})"
+
+
+def _family(difference: MapDifference) -> tuple[str, ...]:
+    """Return a tensor and its source, with the number of the expert removed."""
+    names = (difference.tensor, difference.second.source or "")
+    return tuple(_EXPERT.sub("experts.", name) for name in names)
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    return f"{shown}, .." if len(numbers) > _SHOWN else shown
+
+
+def _receiver_text(difference: MapDifference, target: ShardLayout) -> str:
+    """Return the first rank that receives some of it."""
+    for held in target.shards.get(difference.tensor, ()):
+        if held.rank is not None and any(
+            intersect(region, difference.region) is not None for _, region in held.shard.regions()
+        ):
+            return f", on {held.where}"
+    return ""

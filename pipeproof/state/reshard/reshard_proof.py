@@ -1,0 +1,302 @@
+"""The proof before bytes are moved: the source has what the target needs, element by element.
+
+Every map must be a bijection on global indices: the shards of each side tile its tensors, the region copies tile the
+target's, and every element of the source is used. Work grows with the number of shards and copies; equal shardings are
+checked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.state.cast import CAST_DTYPES
+from pipeproof.state.region_text import and_more, range_text, weight_name
+from pipeproof.state.regions import Region, TilingFault, first_with_count, is_outside, tiling_fault, whole_region
+from pipeproof.state.reshard.padding import VOCABULARY_DIM
+from pipeproof.state.reshard.placement_proof import check_placement
+from pipeproof.state.reshard.reshard_codes import DUPLICATED_ELEMENTS, LOST_ELEMENTS, SHAPE_MISMATCH, TENSOR_MISMATCH
+from pipeproof.state.reshard.shard_layout import (
+    BadSharding,
+    HeldShard,
+    ShardLayout,
+    bad_shardings,
+    garbage_collection_paused,
+)
+from pipeproof.state.state_index import TensorEntry
+from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
+from pipeproof.verify.layouts.index_maps import NO_BIJECTION
+
+
+def prove(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> tuple[Finding, ...]:
+    """Return the findings against making ``target`` of ``source`` by a map; none if all of it is proved.
+
+    There is one finding for each kind of mistake, with the number of tensors and the first counter-example: tensor,
+    rank, range.
+    """
+    with garbage_collection_paused():
+        return (
+            *_tiling_findings(source),
+            *_tiling_findings(target),
+            *check_tensors(source, state_map, target),
+            *check_map(source, state_map, target),
+            *check_placement(source),
+            *check_placement(target),
+        )
+
+
+def _tiling_findings(side: ShardLayout) -> Iterator[Finding]:
+    """PP210: every element of a layout is in one shard. One finding for each kind of mistake."""
+    kinds: dict[str, list[BadSharding]] = {}
+    for cut in bad_shardings(side):
+        kinds.setdefault(_kind(cut), []).append(cut)
+    for kind, cuts in kinds.items():
+        name, region = cuts[0].tensors[0], cuts[0].fault.region
+        more = sum(len(cut.tensors) for cut in cuts) - 1
+        where = range_text(region, side.tensors[name].shape)
+        holders = _holders(side.shards.get(name, ()), cuts[0].fault.holders)
+        facts = {
+            "missing": f"no shard has {where}",
+            "repeated": f"{where} is in {cuts[0].fault.num_holders} shards, {holders}",
+            "outside": f"{holders} has a shard outside of it, {where}",
+        }
+        shape = list(side.tensors[name].shape)
+        message = f"{side.name}: of `{name}` {shape} {facts[kind]}{and_more(more, 'tensor')}"
+        fixes = {
+            "missing": "name a checkpoint that has all files of all ranks",
+            "repeated": "each element must be saved by one rank: the first one that holds it",
+            "outside": "offsets are those in the whole tensor",
+        }
+        yield Finding(NO_BIJECTION.code, Severity.ERROR, message, help=fixes[kind])
+
+
+def _kind(cut: BadSharding) -> str:
+    if not cut.fault.num_holders:
+        return "missing"
+    if cut.fault.num_holders > 1:
+        return "repeated"
+    return "outside"
+
+
+def _holders(shards: tuple[HeldShard, ...], numbers: Iterable[int]) -> str:
+    return " and ".join(dict.fromkeys(shards[number].where for number in numbers))
+
+
+_SHOWN = 3
+_OPTIMIZER = "optimizer/"
+_SIZES = "use the checkpoint and the plan of one model"
+
+
+def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Iterator[Finding]:
+    """PP213 for names that only one side has, PP214 for tensors that differ in shape or type."""
+    computed, wanted = state_map.tensors, target.tensors
+    read = {copy.source for tensor in computed.values() for copy in tensor.copies if copy.source is not None}
+    unread = [name for name in source.tensors if name not in read and name not in state_map.removed]
+    missing = [name for name in wanted if name not in computed] + sorted(read - source.tensors.keys())
+    surplus = list(dict.fromkeys(name for name in (*unread, *computed) if name not in wanted))
+    if missing:
+        yield _missing(missing, surplus, source, target)
+    if surplus:
+        yield _surplus(surplus, source, target)
+    both = [name for name in computed if name in wanted]
+    shapes = {
+        name: (computed[name].shape, wanted[name].shape) for name in both if computed[name].shape != wanted[name].shape
+    }
+    if shapes:
+        yield _shapes(shapes, target)
+    sizes = _required_shapes(state_map, source.tensors)
+    if sizes:
+        name, needed = next(iter(sizes.items()))
+        message = f"`{name}` of {source.name} is {list(source.tensors[name].shape)}, and {target.name} needs it as "
+        message += f"{list(needed)}{and_more(len(sizes) - 1, 'tensor')}"
+        yield Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=_SIZES)
+    types = [
+        candidate
+        for name in both
+        if (candidate := _type_fault(name, computed[name], wanted[name], source.tensors)) is not None
+    ]
+    if types:
+        message = f"{types[0]}{and_more(len(types) - 1, 'tensor')}"
+        fix = "use the source's type, or write the cast: `NAME -> NAME, dtype='..'` in an AOA file; "
+        fix += f"cast are {', '.join(CAST_DTYPES)}"
+        yield Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix)
+
+
+def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, target: ShardLayout) -> Finding:
+    names_shown = []
+    for name in names[:_SHOWN]:
+        alike = [candidate for candidate in surplus if candidate.startswith(_OPTIMIZER) == name.startswith(_OPTIMIZER)]
+        nearest = get_close_matches(name, alike, 1)
+        names_shown.append(f"`{name}`" + (f" (near: `{nearest[0]}`)" if nearest else ""))
+    count_text = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
+    message = f"{target.name} needs {count_text} that {source.name} does not have: {_listed(names_shown, len(names))}"
+    fix = "use the checkpoint of the same model; if it has other names, give their convention "
+    fix += "(`--names CONVENTION`) or statements (`--aoa FILE`)"
+    return Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help=fix)
+
+
+def _surplus(names: list[str], source: ShardLayout, target: ShardLayout) -> Finding:
+    names_shown = _listed([f"`{name}`" for name in names[:_SHOWN]], len(names))
+    count_text = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
+    message = f"{source.name} has {count_text} that {target.name} does not have: {names_shown}"
+    fix = "use the plan of the same model, or remove them by name: `NAME -> _` in an AOA file"
+    return Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help=fix)
+
+
+def _listed(names_shown: list[str], number: int) -> str:
+    return ", ".join(names_shown) + (f" and {number - len(names_shown)} more" if number > len(names_shown) else "")
+
+
+def _shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], target: ShardLayout) -> Finding:
+    name, (computed, wanted) = next(iter(shapes.items()))
+    more = and_more(len(shapes) - 1, "tensor")
+    fix = _SIZES
+    if all(_only_vocabulary_differs(candidate, *both) for candidate, both in shapes.items()):
+        fix = "if only the padding of the vocabulary differs, give the number of token ids in both plans: "
+        fix += "model.unpadded_vocab_size"
+    message = f"`{name}` is {list(computed)}, and {target.name} needs {list(wanted)}{more}"
+    return Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix)
+
+
+def _only_vocabulary_differs(name: str, computed: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    dim = VOCABULARY_DIM.get(weight_name(name) or "")
+    differ = [
+        place for place, (candidate, other) in enumerate(zip(computed, wanted, strict=False)) if candidate != other
+    ]
+    return len(computed) == len(wanted) and dim is not None and differ == [dim]
+
+
+def _required_shapes(state_map: StateMap, source: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+    """Return by name the least shape that a source tensor needs, if elements outside of it are read."""
+    regions: dict[str, list[Region]] = {}
+    for tensor in state_map.tensors.values():
+        for copy in tensor.copies:
+            if copy.source is not None and copy.source in source:
+                regions.setdefault(copy.source, []).append(copy.source_region)
+    return {
+        name: tuple(map(max, zip(*(region.stops for region in read), strict=False)))
+        for name, read in regions.items()
+        if any(is_outside(region, source[name].shape) for region in read)
+    }
+
+
+def _type_fault(name: str, computed: TensorMap, wanted: TensorEntry, source: Mapping[str, TensorEntry]) -> str | None:
+    """Describe the first copy whose elements come in another type than the target's."""
+    for copy in computed.copies:
+        entry = None if copy.source is None else source.get(copy.source)
+        incoming = copy.casts[-1] if copy.casts else (computed.dtype if entry is None else entry.dtype)
+        types = (*(() if entry is None else (entry.dtype,)), *copy.casts)
+        if copy.casts and not set(types) <= set(CAST_DTYPES):
+            return f"`{copy.source}` is {types[0]}, which is not cast to {copy.casts[-1]}"
+        if incoming != computed.dtype or computed.dtype != wanted.dtype:
+            return f"`{name}` comes as {incoming}, and {wanted.dtype} is needed"
+    return None
+
+
+_CacheKey = tuple[str, tuple[int, ...], tuple[Region, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _FaultCache:
+    """Faults of regions, computed once for all tensors that are alike."""
+
+    known: dict[_CacheKey, TilingFault | None] = field(default_factory=dict)
+
+    def first_fault(self, count_text: str, shape: tuple[int, ...], regions: tuple[Region, ...]) -> TilingFault | None:
+        """Return the first region of a tensor that is held ``not once``, ``never`` or ``again`` (several times)."""
+        key = count_text, shape, regions
+        if key not in self.known:
+            if count_text == "not once":
+                self.known[key] = tiling_fault(shape, regions)
+            else:
+                self.known[key] = first_with_count(
+                    shape, regions, lambda num_holders: num_holders > 1 if count_text == "again" else num_holders == 0
+                )
+        return self.known[key]
+
+
+def check_map(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> Iterator[Finding]:
+    """PP210 for elements that are made never or twice, PP215 and PP216 for elements that are read never or twice."""
+    answers = _FaultCache()
+    computed = [
+        candidate
+        for name in state_map.tensors
+        if (candidate := _copies_fault(name, state_map, source, answers)) is not None
+    ]
+    if computed:
+        message = f"{target.name}: {computed[0]}{and_more(len(computed) - 1, 'tensor')}"
+        fix = "every element of a tensor comes from one element, or is zero by a statement"
+        yield Finding(NO_BIJECTION.code, Severity.ERROR, message, help=fix)
+    yield from _coverage_findings(source, state_map, answers)
+
+
+def _copies_fault(name: str, state_map: StateMap, source: ShardLayout, answers: _FaultCache) -> str | None:
+    """Describe what is wrong with the copies of a tensor."""
+    tensor = state_map.tensors[name]
+    for copy in tensor.copies:
+        message = _copy_fault(copy, source)
+        if message is not None:
+            return f"`{name}` {range_text(copy.region, tensor.shape)} {message}"
+    if len(tensor.copies) == 1 and tensor.copies[0].region == whole_region(tensor.shape):
+        return None
+    fault = answers.first_fault("not once", tensor.shape, tuple(copy.region for copy in tensor.copies))
+    if fault is None:
+        return None
+    where = range_text(fault.region, tensor.shape)
+    if not fault.num_holders:
+        return f"`{name}` {where} has no source"
+    if fault.num_holders == 1:
+        return f"`{name}` has no {where}, and a copy writes it"
+    first, second = (tensor.copies[number].source for number in fault.holders[:2])
+    return f"`{name}` {where} is written {fault.num_holders} times, from `{first}` and `{second}`"
+
+
+def _copy_fault(copy: RegionCopy, source: ShardLayout) -> str | None:
+    """Describe why a copy cannot be executed; missing sources are reported elsewhere."""
+    entry = None if copy.source is None else source.tensors.get(copy.source)
+    if entry is None:
+        return None
+    region = copy.source_region
+    if is_outside(region, entry.shape):
+        return None  # reported with the shapes
+    seen = region if copy.permutation is None else region.permuted(copy.permutation)
+    if seen.extents != copy.region.extents:
+        return f"comes from {list(seen.extents)} elements of `{copy.source}`"
+    return None
+
+
+def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _FaultCache) -> Iterator[Finding]:
+    readers: dict[str, list[tuple[Region, str]]] = {}
+    for name, tensor in state_map.tensors.items():
+        for copy in tensor.copies:
+            if copy.source is not None:
+                readers.setdefault(copy.source, []).append((copy.source_region, name))
+    lost, twice = list[str](), list[str]()
+    for name, found in readers.items():
+        entry = source.tensors.get(name)
+        if entry is None or any(is_outside(region, entry.shape) for region, _ in found):
+            continue  # reported already
+        shape, whole = entry.shape, whole_region(entry.shape)
+        regions = tuple(region for region, _ in found)
+        if regions == (whole,):
+            continue
+        lost_fault = answers.first_fault("never", shape, (*dict.fromkeys(regions), *state_map.dropped.get(name, ())))
+        if lost_fault is not None:
+            lost.append(f"`{name}` {range_text(lost_fault.region, shape)}")
+        repeated_fault = None if name in state_map.duplicated else answers.first_fault("again", shape, regions)
+        if repeated_fault is not None:
+            to = " and ".join(dict.fromkeys(f"`{found[number][1]}`" for number in repeated_fault.holders))
+            twice.append(
+                f"`{name}` {range_text(repeated_fault.region, shape)}: {repeated_fault.num_holders} times, for {to}"
+            )
+    if lost:
+        message = f"{source.name}: nothing reads {lost[0]}{and_more(len(lost) - 1, 'tensor')}"
+        fix = "use the checkpoint and the plan of one model; to drop a tensor on purpose, remove it by name: "
+        fix += "`NAME -> _` in an AOA file"
+        yield Finding(LOST_ELEMENTS.code, Severity.ERROR, message, help=fix)
+    if twice:
+        message = f"{source.name}: several tensors read {twice[0]}{and_more(len(twice) - 1, 'tensor')}"
+        fix = "check that these copies are intended, such as a head that is the embedding"
+        yield Finding(DUPLICATED_ELEMENTS.code, Severity.WARNING, message, help=fix)

@@ -1,0 +1,183 @@
+"""Tasks of a reshard: the files to write, their content, and the source of the content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.state.array_files import CHECKSUM_KEY, EMPTY_CHECKSUM
+from pipeproof.state.checkpoint import INDEX_KEY, Checkpoint
+from pipeproof.state.regions import whole_region
+from pipeproof.state.reshard.copy_regions import TargetFiles
+from pipeproof.state.reshard.padding import padding_map, with_vocabulary_of
+from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError
+from pipeproof.state.reshard.shard_layout import ShardLayout, layout_of_files
+from pipeproof.state.resume_check import require_same_training
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import Shard, StateIndex, TensorEntry, index_text
+from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text, files_of, whole_state
+from pipeproof.state.tensor_map import StateMap, identity_map
+from pipeproof.state.write_state import index_of_plan
+
+_OF_OPTIMIZER = ("moment", "counter")
+_ONE_FILE = "model.safetensors"
+"""Temporary name of a merged file until it gets its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardTask:
+    """A reshard: the files to write, the map from the source, and the target's layout for the proof.
+
+    ``index`` is that of a state, without its files; a merged file has none, and is ``one_file``. ``extra_files`` are
+    further files of a directory, by name.
+    """
+
+    target: TargetFiles
+    state_map: StateMap
+    target_layout: ShardLayout
+    index: StateIndex | None = None
+    one_file: str | None = None
+    extra_files: Mapping[str, str | bytes] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def has_training_steps(source: Checkpoint) -> bool:
+    """Return True if a checkpoint belongs to a training run, and not to weights alone."""
+    return source.index is not None and source.index.steps_done > 0
+
+
+def task_for_plan(
+    source: Checkpoint, plan: LoweredPlan, name: str, digest: str, given_map: StateMap | None, *, weights_only: bool
+) -> ReshardTask:
+    """Return the task for a state as runs of a plan save it.
+
+    ``given_map`` makes the plan's tensors of the source's, if these have other names; ``digest`` is the plan's.
+
+    Raises:
+        StateError: The source belongs to another training.
+        RefusedError: Copies of a stage change buffers of custom layers.
+        PipeproofError: Vocabularies differ in more than their padding.
+    """
+    require_unique_buffers(plan)
+    index = source.index
+    if index is not None:
+        padded = _as_if_padded(index, plan)
+        require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
+    tensors = without_optimizer_state(whole_state(plan)) if weights_only else whole_state(plan)
+    if given_map is None:
+        kept_tensors = without_optimizer_state(source.tensors) if weights_only else source.tensors
+        given_map = padding_map(kept_tensors, {} if index is None else index.values, plan.spec.model)
+    if weights_only:
+        given_map = replace(
+            given_map,
+            removed=given_map.removed | (source.tensors.keys() - without_optimizer_state(source.tensors).keys()),
+        )
+    files = {
+        file: tuple(shard for shard in shards if shard.tensor in tensors) for file, shards in files_of(plan).items()
+    }
+    ranks = {file: rank for rank, file in enumerate(files)}
+    index_of_target = index_of_plan(
+        plan,
+        0 if weights_only or index is None else index.steps_done,
+        digest=digest,
+        from_beginning=index is not None and not weights_only and index.from_beginning and index.digest == digest,
+        versions={} if index is None else index.versions,
+        tensors=tensors,
+    )
+    return ReshardTask(
+        TargetFiles(files, tensors, ranks),
+        given_map,
+        layout_of_files(name, tensors, files, ranks, plan),
+        index_of_target,
+    )
+
+
+def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool) -> tuple[Finding, ...]:
+    """Return why the plan ``other`` cannot resume from states that runs of ``plan`` save; none if it can."""
+    saved = index_of_plan(plan, 0 if weights_only else 1)
+    try:
+        require_same_training(_as_if_padded(saved, other), other)
+    except StateError as error:
+        return error.findings
+    return ()
+
+
+def task_for_file(source: Checkpoint, out: Path, given_map: StateMap | None, *, weights_only: bool) -> ReshardTask:
+    """Return the task for one file with every tensor whole.
+
+    Of a state, under the source's names, it can become a state again.
+
+    ``given_map`` makes the file's tensors of the source's, if they get other names.
+    """
+    metadata = {"format": "pt", CHECKSUM_KEY: EMPTY_CHECKSUM}
+    kept_tensors = without_optimizer_state(source.tensors) if weights_only else dict(source.tensors)
+    if given_map is None:
+        entries = {name: entry.model_copy(update={"cut": None}) for name, entry in kept_tensors.items()}
+        state_map = identity_map(entries)
+        if source.index is not None:
+            index = _without_steps(source.index) if weights_only else source.index
+            index = index.model_copy(update={"tensors": entries, "files": ()})
+            metadata[INDEX_KEY] = index_text(index, indent=None)
+    else:
+        state_map = given_map
+        entries = {
+            name: TensorEntry(kind="weight", dtype=tensor.dtype, shape=tensor.shape)
+            for name, tensor in given_map.tensors.items()
+        }
+    state_map = replace(state_map, removed=state_map.removed | (source.tensors.keys() - kept_tensors.keys()))
+    shards = tuple(_whole(name, entry) for name, entry in sorted(entries.items()))
+    target = TargetFiles({_ONE_FILE: shards}, entries, {_ONE_FILE: 0}, MappingProxyType(metadata))
+    return ReshardTask(
+        target, state_map, layout_of_files(str(out), entries, {out.name: shards}, {}), one_file=_ONE_FILE
+    )
+
+
+def require_unique_buffers(plan: LoweredPlan) -> None:
+    """Refuse a plan whose state is not unique: each copy of a stage changes the buffers of its layers.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    buffer = duplicated_buffer(plan)
+    if buffer is not None:
+        raise RefusedError(NOT_CONVERTIBLE, *duplicated_buffer_text(buffer, plan.spec.schedule.kind))
+
+
+def require_index(source: Checkpoint, what: str, fix: str = "give the plan of the model: `--to PLAN`") -> StateIndex:
+    """Return the index of a checkpoint that needs one.
+
+    Raises:
+        RefusedError: It has none.
+    """
+    if source.index is None:
+        raise RefusedError(NOT_CONVERTIBLE, f"{source.path} does not record its model, and {what}", fix)
+    return source.index
+
+
+def _as_if_padded(index: StateIndex, plan: LoweredPlan) -> StateIndex:
+    return index.model_copy(update={"values": with_vocabulary_of(index.values, plan.spec.model)})
+
+
+def _without_steps(index: StateIndex) -> StateIndex:
+    return index.model_copy(
+        update={"steps_done": 0, "from_beginning": False, "tensors": without_optimizer_state(index.tensors)}
+    )
+
+
+def weights_of_layout(target_layout: ShardLayout) -> ShardLayout:
+    """Return a layout without optimizer states."""
+    tensors = without_optimizer_state(target_layout.tensors)
+    return replace(target_layout, tensors=tensors, shards={name: target_layout.shards[name] for name in tensors})
+
+
+def without_optimizer_state(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors without optimizer states."""
+    return {name: entry for name, entry in tensors.items() if entry.kind not in _OF_OPTIMIZER}
+
+
+def _whole(name: str, entry: TensorEntry) -> Shard:
+    offsets, extents = whole_region(entry.shape)
+    return Shard(tensor=name, offsets=offsets, extents=extents)

@@ -1,0 +1,149 @@
+"""Shard layouts: whole tensors by name, and the holder of each shard. The proof compares a source's and a target's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.regions import Region, TilingFault, tiling_fault
+from pipeproof.state.state_index import Shard, TensorEntry
+from pipeproof.state.state_layout import file_name, files_of, whole_state
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard and its holder: ``where`` is text such as ``rank 3``, or a file's name."""
+
+    shard: Shard
+    rank: int | None
+    where: str
+
+
+ShardsByTensor = Mapping[str, tuple[HeldShard, ...]]
+"""Shards by tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A checkpoint, or what a plan's ranks write: whole tensors, and shards that must hold each element once.
+
+    ``name`` is for messages. With ``plan`` the shards must lie where that plan computes with them.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorEntry]
+    shards: ShardsByTensor
+    plan: LoweredPlan | None = None
+
+
+def layout_of_checkpoint(checkpoint: Checkpoint) -> ShardLayout:
+    """Return the layout of a checkpoint on disk."""
+    shards = {
+        name: tuple(
+            HeldShard(held.shard, held.rank, held.file.name if held.rank is None else f"rank {held.rank}")
+            for held in stored
+        )
+        for name, stored in checkpoint.shards.items()
+    }
+    return ShardLayout(str(checkpoint.path), checkpoint.tensors, shards)
+
+
+def layout_of_plan(plan: LoweredPlan, name: str) -> ShardLayout:
+    """Return the layout that the ranks of a plan write."""
+    ranks = {file_name(rank): rank for rank in range(plan.mesh.num_ranks)}
+    with garbage_collection_paused():
+        return layout_of_files(name, whole_state(plan), files_of(plan), ranks, plan)
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause the collector: it would scan millions of live shards again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def layout_of_files(
+    name: str,
+    tensors: Mapping[str, TensorEntry],
+    files: Mapping[str, Iterable[Shard]],
+    ranks: Mapping[str, int],
+    plan: LoweredPlan | None = None,
+) -> ShardLayout:
+    """Return the layout of files, each written by one rank. A file without a rank is named by itself."""
+    held: dict[str, list[HeldShard]] = {}
+    for file, shards in files.items():
+        rank = ranks.get(file)
+        where = file if rank is None else f"rank {rank}"
+        for shard in shards:
+            held.setdefault(shard.tensor, []).append(HeldShard(shard, rank, where))
+    return ShardLayout(name, tensors, {tensor: tuple(shards) for tensor, shards in held.items()}, plan)
+
+
+class BadSharding(NamedTuple):
+    """Tensors of a layout that are sharded alike, and the first region that their shards do not hold exactly once."""
+
+    tensors: tuple[str, ...]
+    fault: TilingFault
+
+
+def bad_shardings(layout: ShardLayout) -> Iterator[BadSharding]:
+    """Yield the shardings of a layout that are no bijection, in the order of the tensors.
+
+    Equal shardings are checked once.
+    """
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in layout.tensors.items():
+        held = layout.shards.get(name, ())
+        key = tensor.shape, tuple((entry.shard.offsets, entry.shard.extents, entry.shard.flat) for entry in held)
+        alike.setdefault(key, []).append(name)
+    for names in alike.values():
+        shards = [held.shard for held in layout.shards.get(names[0], ())]
+        fault = sharding_fault(layout.tensors[names[0]].shape, shards)
+        if fault is not None:
+            yield BadSharding(tuple(names), fault)
+
+
+def sharding_fault(shape: Sequence[int], shards: Sequence[Shard]) -> TilingFault | None:
+    """Return the first region of a tensor that shards do not hold once, with the numbers of its holders.
+
+    None if the shards are a bijection onto the tensor. Shards with another number of dims are outside of it.
+    """
+    for number, shard in enumerate(shards):
+        if len(shard.extents) != len(shape):
+            return TilingFault(Region(shard.offsets, shard.extents), 1, (number,))
+    if _whole_regions_tile(shape, shards):
+        return None
+    regions, owner = list[Region](), list[int]()
+    for number, shard in enumerate(shards):
+        for _, region in shard.regions():
+            regions.append(region)
+            owner.append(number)
+    fault = tiling_fault(shape, regions)
+    return None if fault is None else fault._replace(holders=tuple(owner[number] for number in fault.holders))
+
+
+def _whole_regions_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:
+    """Return True if the shards' regions tile the tensor, and flat ranges each region.
+
+    All plans shard so, and this is a fast check.
+    """
+    ranges: dict[Region, list[tuple[int, int]]] = {}
+    for shard in shards:
+        ranges.setdefault(Region(shard.offsets, shard.extents), []).append(shard.flat or (0, prod(shard.extents)))
+    for region, flat in ranges.items():
+        ends = [(0, 0), *sorted(flat), (region.numel, region.numel)]
+        if any(held[1] != next_one[0] for held, next_one in pairwise(ends)):
+            return False
+    return tiling_fault(shape, list(ranges)) is None

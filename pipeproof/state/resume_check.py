@@ -1,0 +1,266 @@
+"""Checks that a plan can resume from a state on disk, before anything is loaded.
+
+Weights start from the seed, and every draw is keyed by its purpose. So a step is the same mathematics wherever the keys
+agree that values depend on, on any topology. The micro-batches of a step are counted over all data ranks: dp 2 with 4
+each are those of dp 4 with 2 each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.state.array_files import require_whole
+from pipeproof.state.read_state import SavedState, shards_by_tensor
+from pipeproof.state.regions import Region, intersect
+from pipeproof.state.reshard.shard_layout import sharding_fault
+from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import INDEX_FILE, StateIndex, TensorEntry
+from pipeproof.state.state_layout import shards_of_rank, whole_state
+from pipeproof.state.write_state import values_of
+
+_HASHED_AT_ONCE = 4
+_CHANGED = "the index was changed, or another release of pipeproof wrote it: name another state"
+_OTHER_WEIGHTS = (
+    "give `model` and `run` of the plan the sizes and type of these weights, or reshard the checkpoint for the "
+    "plan: `pipeproof reshard CHECKPOINT --to PLAN --weights-only -o DIR`"
+)
+
+
+def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> None:
+    """Refuse a state that the plan cannot resume from, or that is not whole, before anything is loaded.
+
+    The topology that it was saved on does not matter. ``digest`` is the plan's.
+
+    Raises:
+        StateError: Another framework or other values saved it; it is at or after the last step; a file is missing, cut
+            short or changed; a tensor is missing, unexpected, or differs from the plan; or an element is stored nowhere
+            or in several places.
+    """
+    index, run = state.index, plan.spec.run
+    require_same_training(index, plan, digest)
+    if index.steps_done >= run.steps:
+        raise StateError(
+            f"{state.directory} is the state after step {index.steps_done - 1}, and the plan has {run.steps} steps",
+            f"give run.steps more than {index.steps_done}",
+        )
+    _require_tensors(state, plan)
+    _require_shards(state, plan)
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:  # hashing lets other threads run
+        list(pool.map(lambda file: require_whole(state.directory, file, index.tensors), index.files))
+
+
+def _require_tensors(state: SavedState, plan: LoweredPlan) -> None:
+    """Require the plan's tensors, each as in the plan, and no others."""
+    expected, stored, weights_only = whole_state(plan), state.index.tensors, state.index.is_weights_only
+    faults = [
+        f"{_needs(plan, name)}, {_entry_text(entry)}; it is {mismatch}"
+        for name, entry in expected.items()
+        if (mismatch := _mismatch(entry, stored.get(name), weights_only=weights_only)) is not None
+    ]
+    faults += [
+        f"it has {name}, {_entry_text(entry)}, and the plan has no tensor of that name"
+        for name, entry in stored.items()
+        if name not in expected
+    ]
+    if faults:
+        rest_text = f"; {len(faults) - 1} more tensors are not as the plan has them" if len(faults) > 1 else ""
+        raise StateError(
+            f"{state.directory / INDEX_FILE}: {faults[0]}{rest_text}", _OTHER_WEIGHTS if weights_only else _CHANGED
+        )
+
+
+def _mismatch(expected: TensorEntry, stored: TensorEntry | None, *, weights_only: bool) -> str | None:
+    """Return how the stored tensor differs from the plan's.
+
+    None if it does not. Only weights must exist in a state of weights alone.
+    """
+    if stored is None:
+        return None if weights_only and expected.kind != "weight" else "missing"
+    return None if expected.is_same(stored) else f"stored as {_entry_text(stored)}"
+
+
+def _require_shards(state: SavedState, plan: LoweredPlan) -> None:
+    """Require every element of every tensor in exactly one shard."""
+    stored_shards = shards_by_tensor(state.index)
+    for name, tensor in state.index.tensors.items():
+        shards = stored_shards.get(name, [])
+        fault = sharding_fault(tensor.shape, [shard for shard, _ in shards])
+        if fault is None:
+            continue
+        files = sorted({shards[number][1].name for number in fault.holders})
+        if fault.num_holders == 1:
+            region_part = f"{list(fault.region.extents)} from {list(fault.region.offsets)} on"
+            message = f"{files[0]} must have {region_part} of {name}, whose shape is {list(tensor.shape)}"
+        elif fault.num_holders:
+            message = f"{_needs(plan, name, fault.region)}; {' and '.join(files)} have that region, "
+            message += f"{fault.num_holders} times in all"
+        else:
+            message = f"{_needs(plan, name, fault.region)}; no file has that region"
+        raise StateError(f"{state.directory / INDEX_FILE}: {message}", _CHANGED)
+
+
+def _needs(plan: LoweredPlan, name: str, region: Region | None = None) -> str:
+    """Return the first rank that holds a tensor, or that region of it, and the region that it needs."""
+    for rank in range(plan.mesh.num_ranks):
+        for shard_of_rank in shards_of_rank(plan, rank):
+            if shard_of_rank.shard.tensor == name:
+                for _, region_of_rank in shard_of_rank.shard.regions():
+                    overlap = region_of_rank if region is None else intersect(region_of_rank, region)
+                    if overlap is not None:
+                        region_part = f"{list(overlap.extents)} from {list(overlap.offsets)} on"
+                        return f"rank {rank} needs {region_part} of {name}"
+    raise AssertionError(f"no rank has {name}, which is of the plan's whole state")
+
+
+def _entry_text(entry: TensorEntry) -> str:
+    return f"{entry.kind}, {entry.dtype} {list(entry.shape)}"
+
+
+_Values = Mapping[str, JsonValue]
+_SHOWN = 3
+_SPLITS = "schedule.num_sequence_splits"
+_NUM = "schedule.num_micro_batches"
+_LAST = "schedule.last_micro_batch_size"
+_LENGTHS = "schedule.seq_lengths"
+_TOPOLOGY_KEYS = (
+    "memory.shard_optimizer", "model.empty_layers", "model.final_norm", "model.mtp.magic_send", _SPLITS, _NUM, _LAST,
+    _LENGTHS,
+)  # fmt: skip
+"""Keys that determine which rank computes what, and in which order."""
+_TRAINING_KEYS = (
+    "model.activation_order", "model.dropout", "model.moe.aux_loss", "model.moe.expert_bias_rate", "model.moe.z_loss",
+    "model.mtp.loss_weight", "model.seq_length",
+)  # fmt: skip
+"""Keys that determine how a model is trained, but not the meaning of its weights."""
+
+
+_OPTIONAL_LAYER_KEYS = re.compile(r"model\.layers\..+\.kind")
+"""Keys that a plan may omit for its custom layers; compared only if both sides have them."""
+
+
+class _KeyDifference(NamedTuple):
+    key: str
+    was: str
+    now: str
+
+
+def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | None = None) -> None:
+    """Refuse a state whose training the plan does not continue.
+
+    For weights alone the model must be the same, as far as both sides describe it. A state that has ``digest``, that of
+    the plan, has the same micro-batches.
+
+    Raises:
+        StateError: Another framework saved it, whose optimizer has other states, or some keys differ.
+    """
+    backend = plan.spec.run.backend
+    _require_same_replicas(index, plan)
+    if index.is_weights_only:
+        _require_none(_model_differences(index.values, values_of(plan.spec)), "these weights belong to another model")
+        return
+    if index.framework != backend:
+        raise StateError(
+            f"the state was saved by {index.framework}, and the plan runs on {backend}: the bits of their optimizers' "
+            "states differ",
+            f"use `backend: {index.framework}`, or take the weights alone: `pipeproof reshard STATE --to PLAN "
+            "--weights-only -o DIR`",
+        )
+    differences = [*_value_differences(index.values, values_of(plan.spec))]
+    if index.digest != digest:
+        differences += _data_differences(index, plan)
+    _require_none(differences, "the state was saved by a run of another plan")
+
+
+def _require_same_replicas(index: StateIndex, plan: LoweredPlan) -> None:
+    """Refuse another number of data-parallel replicas, if each replica has buffers of its own."""
+    was, now = index.mesh.get("dp", 1), plan.mesh.size("dp")
+    names = [buffer.name for layer in plan.layers for buffer in layer.buffers]
+    if was == now or not names:
+        return
+    rest_text = f" (and {len(names) - 1} more buffers)" if len(names) > 1 else ""
+    raise StateError(
+        f"each data-parallel replica has a `{names[0]}` of its own{rest_text}, which it alone changes; "
+        f"the state was saved with topology.dp {was}, and the plan has {now}",
+        f"give topology.dp {was}, with any pp and schedule; dp may change only for layers that change no buffers",
+    )
+
+
+def _require_none(differences: list[_KeyDifference], message: str) -> None:
+    if not differences:
+        return
+    shown = ", ".join(f"{entry.key} was {entry.was} and is {entry.now}" for entry in differences[:_SHOWN])
+    rest_text = f", and {len(differences) - _SHOWN} more keys" if len(differences) > _SHOWN else ""
+    raise StateError(
+        f"{message}: {shown}{rest_text}", "resume with the values that it was saved with, or start a new run"
+    )
+
+
+def _value_differences(saved: _Values, expected: _Values) -> list[_KeyDifference]:
+    """Compare all keys that values depend on.
+
+    The number of sequence splits matters only for the load-balancing loss.
+    """
+    splits_matter = bool(expected.get("model.moe.aux_loss"))
+    keys = (key for key in sorted(saved.keys() | expected) if not _is_in(key, _TOPOLOGY_KEYS))
+    return _differing(saved, expected, [*keys, *([_SPLITS] if splits_matter else [])])
+
+
+def _model_differences(saved: _Values, expected: _Values) -> list[_KeyDifference]:
+    """Compare the meaning of weights; weights of other origin lack some keys, or all."""
+    shared = sorted(key for key in saved.keys() & expected if key.startswith("model."))
+    return _differing(saved, expected, [key for key in shared if not _is_in(key, _TOPOLOGY_KEYS + _TRAINING_KEYS)])
+
+
+def _data_differences(index: StateIndex, plan: LoweredPlan) -> Iterator[_KeyDifference]:
+    """Compare the micro-batches of a step: their number over all data ranks, and the size of each."""
+    saved, expected = index.values, values_of(plan.spec)
+    was, now = saved.get(_NUM), plan.spec.schedule.num_micro_batches
+    if not isinstance(was, int) or was < 1:
+        yield _KeyDifference(_NUM, _value_text(saved, _NUM), str(now))
+        return
+    total = index.mesh.get("dp", 1) * index.mesh.get("ep", 1) * was
+    total_now = plan.mesh.size("dp") * plan.mesh.size("ep") * now
+    if total != total_now:
+        yield _KeyDifference(f"dp * ep * {_NUM}", str(total), str(total_now))
+        return
+    for number in range(total):
+        size_saved, size_now = _micro_batch_size(saved, number, was), _micro_batch_size(expected, number, now)
+        if size_saved != size_now:
+            yield _KeyDifference(f"micro-batch {number} of a step", size_saved, size_now)
+            return
+
+
+def _micro_batch_size(values: _Values, number: int, num_micro_batches: int) -> str:
+    """Return a micro-batch's sequences and, unless it is that of all, their length."""
+    index, lengths = number % num_micro_batches, values.get(_LENGTHS)
+    last = values.get(_LAST) if index == num_micro_batches - 1 else None
+    length = lengths[index] if isinstance(lengths, list) and index < len(lengths) else None
+    rows = values.get("schedule.micro_batch_size") if last is None else last
+    length = values.get("model.seq_length") if length is None else length
+    return f"{rows} rows" if length is None else f"{rows} x {length} tokens"
+
+
+def _differing(saved: _Values, expected: _Values, keys: list[str]) -> list[_KeyDifference]:
+    """Compare keys; a missing key is one that was not given, because later releases have more of them."""
+    return [
+        _KeyDifference(key, _value_text(saved, key), _value_text(expected, key))
+        for key in keys
+        if saved.get(key) != expected.get(key)
+        and not (_OPTIONAL_LAYER_KEYS.fullmatch(key) and None in (saved.get(key), expected.get(key)))
+    ]
+
+
+def _value_text(values: _Values, key: str) -> str:
+    return json.dumps(values[key]) if key in values else "missing"
+
+
+def _is_in(key: str, keys: tuple[str, ...]) -> bool:
+    """Return True if a key is one of ``keys``, or inside one of them."""
+    return any(key == entry or key.startswith(f"{entry}.") for entry in keys)

@@ -1,0 +1,64 @@
+"""PP920 and its error: states that a run cannot resume from. Also the guards for reading files."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+
+STATE_UNUSABLE = RuleDoc(
+    code="PP920",
+    title="a run cannot resume from this state",
+    severity="error",
+    explanation=(
+        "A run resumes from a state if training by its plan is the same: the same framework and the same values of "
+        "everything that training depends on (model, loss, seed, optimizer, micro-batches of a step over all data "
+        "ranks). Topology, schedule, layer split and sharding may differ: each rank reads its shards from any file. A "
+        "state of weights alone may be of another framework, and the optimizer starts anew. The files of the state "
+        "must exist, with the size and the SHA-256 of the index, and hold every element of every tensor once. "
+        "Everything is checked before the first process starts, so that nothing is loaded in part."
+    ),
+    wrong="pipeproof run plan.yaml --resume states   # saved with run.seed 7, the plan has 8",
+    right="pipeproof run plan.yaml --resume states   # the plan that it was saved with",
+    kind=ExampleKind.COMMAND,
+)
+
+STATE_CODES = (STATE_UNUSABLE,)
+
+
+class StateError(PipeproofError):
+    """A state that cannot be used or written."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(Finding(STATE_UNUSABLE.code, Severity.ERROR, message, help=fix))
+
+
+@contextmanager
+def reading(path: Path, fix: str) -> Iterator[None]:
+    """Turn errors of the system into a finding that names the file; ``fix`` is for files that are missing or broken.
+
+    Raises:
+        StateError: In place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            fix = "give this user permission to read it"
+        raise StateError(f"{path} cannot be read: {error.strerror}", fix) from error
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file in bytes. A read from a pipe would block, and a device has no end.
+
+    Raises:
+        OSError: The file is missing, or is a directory, a pipe or a device.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "it is a directory, a pipe or a device, and no file")
+    return found.st_size

@@ -1,0 +1,121 @@
+"""Protocol of a backend for the conformance suite: two endpoints, and a world that runs code on both.
+
+No inheritance is needed: a class with these methods is an endpoint. Arrays are
+numpy's; every call that fills an array returns its content, so a backend with
+its own tensors only has to convert. A call that the backend does not support
+raises any exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+EDGES = {"forward": (0, 1), "backward": (1, 0), "second": (0, 1)}
+"""Directed edges of posts: name to (sender, receiver). ``second`` is parallel to ``forward``."""
+
+
+class Handle(Protocol):
+    """A transfer in flight."""
+
+    def wait(self) -> Array:
+        """Block until it is done; return the content of its array, or raise the error of the transfer."""
+
+
+class Endpoint(Protocol):
+    """One of two ranks of a backend, numbered 0 and 1."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    def clock_ns(self) -> int:
+        """Time of a monotonic clock that both ranks share, in nanoseconds."""
+
+    def pause(self) -> None:
+        """Delay this rank until the other is visibly ahead (a tenth of a second is enough)."""
+
+    def send(self, array: Array, peer: int, tag: int | None = None) -> None:
+        """The backend's blocking send; raises if a tag is given and the backend takes none."""
+
+    def recv(self, into: Array, peer: int, tag: int | None = None) -> Array:
+        """The backend's blocking receive into a buffer that holds ``into`` before."""
+
+    def isend(self, array: Array, peer: int) -> Handle:
+        """The backend's asynchronous send; it may block."""
+
+    def irecv(self, into: Array, peer: int) -> Handle:
+        """The backend's asynchronous receive; it may block."""
+
+    def post_send(self, array: Array, edge: str) -> Handle:
+        """Post a send like a plan's SEND, over one of ``EDGES``."""
+
+    def post_recv(self, into: Array, edge: str) -> Handle:
+        """Post a receive like a plan's RECV, over one of ``EDGES``."""
+
+    def barrier(self) -> None:
+        """The backend's barrier over both ranks."""
+
+    def all_gather(self, array: Array) -> list[Array]:
+        """Return the inputs of both ranks, in rank order."""
+
+    def all_reduce(self, array: Array) -> Array:
+        """Return the sum of both ranks' inputs."""
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        """Return the input of ``root``."""
+
+    def reduce_scatter(self, array: Array) -> Array:
+        """Return this rank's half of the sum of both ranks' inputs."""
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the inputs for this rank, in rank order; ``arrays[r]`` goes to rank r."""
+
+    def partial_send(self, array: Array, peer: int, num_slices: int, index: int) -> None:
+        """Send slice ``index`` of ``num_slices`` equal ones of the array, by the backend's call."""
+
+    def partial_recv(self, into: Array, peer: int, num_slices: int, index: int) -> Array:
+        """Receive slice ``index`` of ``num_slices`` into a buffer that holds ``into`` before."""
+
+
+Body = Callable[[Endpoint], Any]
+"""Body of a probe on each rank: a module-level function, so that a process can import it by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a body on one rank.
+
+    ``value`` is its return value; ``detail`` names the exception, or the signal
+    or status that ended the rank.
+    """
+
+    kind: Literal["returned", "raised", "blocked", "died"]
+    value: Any = None
+    detail: str = ""
+
+
+class World(Protocol):
+    """Two connected ranks."""
+
+    def run(self, body: Body, timeout_s: float) -> tuple[Outcome, Outcome]:
+        """Run ``body`` on both ranks at once; a rank not done in time is ``blocked``.
+
+        After an outcome that is ``blocked`` or ``died`` the world is not used again.
+        """
+
+
+MakeWorld = Callable[[], AbstractContextManager[World]]
+"""Creates a new world; leaving the context ends all its ranks, also blocked and dead ones."""
+
+
+def array(*values: float, dtype: str = "float32") -> Array:
+    """A one-dimensional array."""
+    return np.array(values, dtype=dtype)

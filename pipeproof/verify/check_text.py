@@ -1,0 +1,116 @@
+"""The report of a check as a person reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.problems import listed
+from pipeproof.diagnostics.source import shown_path
+from pipeproof.diagnostics.text_output import Brevity, render_text
+from pipeproof.verify.check_plan import CHECK_CODES, Report
+
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.baseline import BaselineComparison
+
+BRIEF = Brevity(findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too")
+"""Size of a screen: many equal findings have one cause more often than many."""
+
+WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
+"""Everything that was found."""
+
+_MOST_CODES = 8
+
+
+def render_report(
+    report: Report, console: Console, brevity: Brevity = BRIEF, compared: BaselineComparison | None = None
+) -> None:
+    """Print the findings, what is held in flight, what was set aside, and the verdict with the digest.
+
+    ``compared`` are the findings compared with a baseline: a known finding takes one line.
+    """
+    findings = report.findings if compared is None else compared.new
+    render_text(findings, report.subject.source, console=console, brevity=brevity)
+    if compared is not None:
+        _render_known(compared, console)
+    if report.subject.lowered is not None:
+        _render_in_flight(report, console)
+    if report.suppressed:
+        console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
+    console.print(_verdict(report, compared), soft_wrap=True)
+    console.print(f"digest {report.digest}", soft_wrap=True)
+
+
+def _render_in_flight(report: Report, console: Console) -> None:
+    mesh, global_rank = report.subject.plan.mesh, report.subject.graph.global_rank
+    peaks = {mesh.coords(global_rank[figure.rank])["pp"]: figure for figure in report.in_flight}
+    held = ", ".join(
+        f"pp {pp}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for pp, figure in peaks.items()
+    )
+    console.print("in flight at most, micro-batches of a stage held and the bytes of their boundary inputs:")
+    console.print(f"  {held}", soft_wrap=True)
+
+
+def _suppressed_text(report: Report) -> str:
+    counts = Counter((s.finding.severity, s.finding.code) for s in report.suppressed)
+    return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
+
+
+def _render_known(compared: BaselineComparison, console: Console) -> None:
+    for known in compared.known:
+        finding = known.finding
+        place = "" if finding.location is None else f" {shown_path(finding.location.file)}:{finding.location.line}"
+        reason = "no reason given" if known.reason is None else known.reason
+        line = f"known {finding.severity}[{finding.code}]{place}: {finding.message.splitlines()[0]} ({reason})"
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def _verdict(report: Report, compared: BaselineComparison | None) -> str:
+    size = _size(report)
+    findings = report.findings if compared is None else compared.new
+    counted = _all_counted(findings)
+    known = "" if compared is None else _all_counted([known.finding for known in compared.known])
+    in_baseline = f"; {known} known by {shown_path(compared.file)}" if compared is not None and known else ""
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        return f"[bold red]refused[/]: {counted} in {size}{in_baseline}"
+    if report.errors:
+        return f"[bold yellow]not proved[/]: {counted or 'nothing new'} in {size}{in_baseline}: no certificate"
+    if report.not_run:
+        return (
+            f"[bold yellow]incomplete[/]: {counted or 'no finding'} in {size}, but {len(report.not_run)} of "
+            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate{in_baseline}"
+        )
+    brings = f", with {counted}" if counted else ""
+    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}{in_baseline}"
+
+
+def _all_counted(findings: Sequence[Finding]) -> str:
+    """``1 error and 2 notes``; nothing for none."""
+    found = Counter(finding.severity for finding in findings)
+    return listed([_counted(found[s], s) for s in Severity if found[s]], "and") if found else ""
+
+
+def _size(report: Report) -> str:
+    graph, lowered = report.subject.graph, report.subject.lowered
+    if lowered is None:
+        return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}, checked without a plan"
+    if lowered.folded:
+        return f"{graph.num_ops} operations on {graph.num_ranks} ranks, which stand for {lowered.mesh.num_ranks}"
+    return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}"
+
+
+def _codes_text(codes: tuple[str, ...]) -> str:
+    more = f" and {len(codes) - _MOST_CODES} more" if len(codes) > _MOST_CODES else ""
+    return ", ".join(codes[:_MOST_CODES]) + more
+
+
+def _counted(count: int, severity: Severity) -> str:
+    return _plural(count, str(severity))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

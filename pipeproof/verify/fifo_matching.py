@@ -1,0 +1,197 @@
+"""3xx: sends and receives meet by their place in the FIFO, and nothing else.
+
+There are no tags on NCCL (and none that Paddle lets a user set on gloo): the
+k-th send of a channel meets the k-th receive, independent of their contents. The rules
+check the pairs that the graph has matched that way; the tests compare them
+with the definition on a networkx graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
+from pipeproof.schedule.ops import KIND_CODE, KINDS, META_KINDS, SEND_KINDS, Op, OpKind
+from pipeproof.verify.subject import Rule, Subject, finding
+
+PARTNER: Mapping[OpKind, tuple[OpKind, int]] = MappingProxyType(
+    {
+        OpKind.SEND_FORWARD: (OpKind.RECV_FORWARD, +1),
+        OpKind.RECV_FORWARD: (OpKind.SEND_FORWARD, -1),
+        OpKind.SEND_BACKWARD: (OpKind.RECV_BACKWARD, -1),
+        OpKind.RECV_BACKWARD: (OpKind.SEND_BACKWARD, +1),
+        OpKind.SEND_META_FORWARD: (OpKind.RECV_META_FORWARD, +1),
+        OpKind.RECV_META_FORWARD: (OpKind.SEND_META_FORWARD, -1),
+        OpKind.SEND_META_BACKWARD: (OpKind.RECV_META_BACKWARD, -1),
+        OpKind.RECV_META_BACKWARD: (OpKind.SEND_META_BACKWARD, +1),
+    }
+)
+"""By kind of a transfer: the kind that it means to meet, and where that one's stage lies from its own."""
+
+
+def partner_of(transfer: Op) -> Op:
+    """The operation that a transfer means to meet: ``0SEND_F3`` means ``1RECV_F3``."""
+    kind, step = PARTNER[transfer.kind]
+    return Op(kind, transfer.stage + step, transfer.micro_batch)
+
+
+class Pairs:
+    """All sends that meet a receive, with the receive: two columns of op ids of one length."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.send = np.flatnonzero(graph.is_kind(SEND_KINDS) & (graph.match != NONE))
+        self.receive = graph.match[self.send]
+
+    def where(self, wrong: BoolColumn) -> Iterator[tuple[int, int]]:
+        """(send, receive) of the pairs that are wrong, in order of the sends."""
+        places = np.flatnonzero(wrong)
+        return zip(self.send[places].tolist(), self.receive[places].tolist(), strict=True)
+
+    def differ(self, feature: Callable[[TensorSpec], object]) -> BoolColumn:
+        """Mask of the pairs whose tensors differ in ``feature``; False if an end names no tensor."""
+        codes: dict[object, int] = {}
+        table = [codes.setdefault(feature(tensor), len(codes)) for tensor in self.graph.tensors]
+        column = np.array([*table, NONE], dtype=np.int64)[self.graph.tensor]
+        sent, expected = column[self.send], column[self.receive]
+        wrong: BoolColumn = (sent != NONE) & (expected != NONE) & (sent != expected)
+        return wrong
+
+    def either(self, by_tensor: Sequence[bool]) -> BoolColumn:
+        """Mask of the pairs in which the tensor of either end is marked; an end without a tensor is not."""
+        column = np.array([*by_tensor, False])[self.graph.tensor]
+        marked: BoolColumn = column[self.send] | column[self.receive]
+        return marked
+
+    def is_payload(self) -> BoolColumn:
+        """Mask of the pairs that carry a tensor: both ends do, and neither exchanges a shape."""
+        meta = self.graph.is_kind(META_KINDS)
+        return ~meta[self.send] & ~meta[self.receive]
+
+    def num_elements(self) -> tuple[IntColumn, IntColumn]:
+        """Numbers of elements that each send puts in and each receive expects."""
+        length = self.graph.stop - self.graph.start
+        return length[self.send], length[self.receive]
+
+    def may_reshard(self) -> BoolColumn:
+        """Mask of the pairs that carry a part of a tensor between unlike layouts or sizes.
+
+        Such messages may together change the layout on the way; the rules on
+        transports check the final layout. A whole tensor, or a slice between two alike, changes nothing.
+        """
+        sizes = np.array([*(tensor.numel for tensor in self.graph.tensors), NONE], dtype=np.int64)
+        graph = self.graph
+        whole = (graph.start == 0) & (graph.stop == sizes[graph.tensor])
+        unlike = self.differ(lambda t: t.placement) | self.differ(lambda t: t.numel)
+        partly: BoolColumn = unlike & ~(whole[self.send] & whole[self.receive])
+        return partly
+
+
+def rank_of(graph: OpGraph, op_id: int) -> int:
+    """The global rank that issues an operation."""
+    return graph.global_rank[int(graph.rank[op_id])]
+
+
+def channel_text(graph: OpGraph, index: int) -> str:
+    """``forward 0->1``: a channel of the graph with its global ranks."""
+    channel = graph.channels[index]
+    return f"{channel.communicator} {graph.global_rank[channel.src]}->{graph.global_rank[channel.dst]}"
+
+
+UNMATCHED = RuleDoc(
+    code="PP301",
+    title="a send or receive has no counterpart",
+    severity="error",
+    explanation=(
+        "A channel carries more sends than receives, or more receives than sends. The surplus operation waits "
+        "for a peer that never comes: the job hangs, or an eager backend leaves a message behind that the next "
+        "step will receive. Two ends that name different communicators are on different channels."
+    ),
+    wrong="rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1}\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0",
+    right=(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
+    ),
+)
+
+
+def _check_unmatched(subject: Subject) -> Iterator[Finding]:
+    graph = subject.graph
+    transfers = np.flatnonzero(graph.channel != NONE)
+    is_send = graph.is_kind(SEND_KINDS)
+    counts = [
+        np.bincount(graph.channel[transfers[is_send[transfers] == side]], minlength=len(graph.channels))
+        for side in (True, False)
+    ]
+    for index in np.flatnonzero(counts[0] != counts[1]).tolist():
+        channel, num_sends, num_receives = graph.channels[index], int(counts[0][index]), int(counts[1][index])
+        more_sends = num_sends > num_receives
+        selected = transfers[(graph.channel[transfers] == index) & (is_send[transfers] == more_sends)]
+        surplus = selected[min(num_sends, num_receives) :].tolist()
+        missing_rank = graph.global_rank[channel.dst if more_sends else channel.src]
+        first = graph.ops[surplus[0]]
+        yield finding(
+            UNMATCHED,
+            f"channel {channel_text(graph, index)} has {num_sends} sends and {num_receives} receives; "
+            f"{first} on rank {rank_of(graph, surplus[0])} never meets a counterpart",
+            help=f"add {partner_of(first)} to rank {missing_rank}, or remove {first}",
+            witness=OpsWitness(tuple(subject.witness_op(op_id) for op_id in surplus)),
+        )
+
+
+IDENTITY = RuleDoc(
+    code="PP302",
+    title="the k-th send of a channel meets a receive that means another tensor",
+    severity="error",
+    explanation=(
+        "Both sides agree in size, so no backend notices: the receiver takes one micro-batch's tensor for "
+        "another's, an activation for a gradient (two ranks with several stages each are both next and previous to "
+        "one another), or the mask for the positions. Training continues with wrong values."
+    ),
+    wrong=(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F1{peer=0} 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 WAIT(1RECV_F1) 1F1"
+    ),
+    right=(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F0{peer=0} 1RECV_F1{peer=0} WAIT(1RECV_F0) 1F0 WAIT(1RECV_F1) 1F1"
+    ),
+)
+
+
+def _check_identity(subject: Subject) -> Iterator[Finding]:
+    graph, pairs = subject.graph, Pairs(subject.graph)
+    kind_of_partner = np.arange(len(KINDS))
+    step = np.zeros(len(KINDS), dtype=np.int64)
+    for kind, (partner, towards) in PARTNER.items():
+        kind_of_partner[KIND_CODE[kind]] = KIND_CODE[partner]
+        step[KIND_CODE[kind]] = towards
+    send, receive = pairs.send, pairs.receive
+    other = (
+        (graph.kind[receive] != kind_of_partner[graph.kind[send]])
+        | (graph.stage[receive] != graph.stage[send] + step[graph.kind[send]])
+        | (graph.work_item[receive] != graph.work_item[send])
+    )
+    other_member = pairs.differ(lambda tensor: tensor.member)
+    for sent, received in pairs.where(other | other_member):
+        meant = partner_of(graph.ops[sent])
+        of_sent = of_received = ""
+        if graph.ops[received] == meant:  # so that the members differ, and both ends name a tensor
+            of_sent, of_received = (f" of `{graph.tensors[int(graph.tensor[i])].member}`" for i in (sent, received))
+        yield finding(
+            IDENTITY,
+            f"on channel {channel_text(graph, int(graph.channel[sent]))} the send at FIFO position "
+            f"{int(graph.position[sent])} is {graph.ops[sent]}{of_sent} and means {meant}, but the receive there is "
+            f"{graph.ops[received]}{of_received}",
+            help="issue the receives in the order of the sends; a FIFO has no tags to distinguish them",
+            witness=OpsWitness((subject.witness_op(sent), subject.witness_op(received))),
+        )
+
+
+RULES = (Rule(UNMATCHED, _check_unmatched), Rule(IDENTITY, _check_identity))

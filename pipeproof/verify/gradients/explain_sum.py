@@ -1,0 +1,358 @@
+"""Cause of a gradient that is not the declared sum: the first move that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+
+from pipeproof.schedule.op_table import OpGraph
+from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradient
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient
+from pipeproof.verify.gradients.expected_gradients import Model
+from pipeproof.verify.gradients.parameter_view import MoveKind, View
+from pipeproof.verify.lifetime.happens_before import Order
+
+
+class Cause(StrEnum):
+    """Cause of a wrong update; the value is the code that reports it."""
+
+    MISSING = "PP601"
+    NEEDLESS = "PP602"
+    WRONG_GROUP = "PP603"
+    EARLY = "PP604"
+    LOST = "PP605"
+    MAIN_SCALE = "PP606"
+    OTHER_SCALE = "PP607"
+    COPIES = "PP608"
+    EVALUATION = "PP609"
+    UNREADABLE = "PP610"
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Weight of a token that differs from its declared weight.
+
+    ``tokens`` names the tokens. ``found`` and ``declared`` are in the tokens' own
+    terms; ``declared`` is None where nothing is declared and ``like`` names
+    the tokens that count otherwise. ``op`` is the forward that has a scale of
+    its own.
+    """
+
+    loss: str
+    stage: int
+    tokens: str
+    found: Coefficient
+    declared: Coefficient | None
+    declared_text: str
+    like: str = ""
+    op: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One parameter (or, without one, one row) on one rank. ``key`` is equal for problems with one root.
+
+    ``ops`` are the rows to look at; ``fact`` the part of the message that is
+    this cause's own; ``fix`` what would help. ``alike`` are other ranks that
+    do the same.
+    """
+
+    cause: Cause
+    key: tuple[str, ...]
+    rank: int
+    stage: int
+    fact: str
+    fix: str
+    parameter: str = ""
+    ops: tuple[int, ...] = ()
+    count: Count | None = None
+    alike: tuple[int, ...] = ()
+
+
+_ADDS = (MoveKind.ADD, MoveKind.OVERWRITE)
+_REDUCES = (MoveKind.REDUCE, MoveKind.SPOIL)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldGradient:
+    """A parameter's gradient on all ranks: the view of each; over ``folded`` axes one rank represents all."""
+
+    parameter: ParameterGradient
+    views: Mapping[int, View]
+    folded: frozenset[str]
+
+
+def repeated(view: View) -> list[int]:
+    """Places of sums over a line of ranks that the gradient was summed over before."""
+    seen: set[str] = set()
+    result = []
+    for i in view.where(MoveKind.REDUCE):
+        move = view.moves[i]
+        if move.axis is not None and not move.average:
+            if move.axis in seen:
+                result.append(i)
+            seen.add(move.axis)
+    return result
+
+
+def explain(model: Model, held: HeldGradient, rank: int, gaps: Sequence[str], counts: Sequence[Count]) -> list[Problem]:
+    """The causes of a sum that has ``gaps`` or whose tokens ``count`` otherwise; not empty.
+
+    A move that is too early or lost explains all that follows, a reduction over
+    other ranks explains missing addends, and all of these explain the weight of
+    tokens. If the rank itself makes no mistake, a rank that it sums with does.
+    """
+    wrong = bool(counts) or "stray" in gaps
+    for one in (rank, *(other for other in held.views if other != rank)):
+        account = _Account(model, held, one)
+        for causes in (
+            [*account.early(), *account.lost()],
+            [*account.wrong_groups(gaps), *account.spoilt(wrong)],
+            list(account.missing(gaps)) if one == rank else [],
+        ):
+            if causes:
+                return causes
+        if counts and one == rank:
+            return [account.scale(count) for count in _apart(counts)]
+    return [_Account(model, held, rank).incomplete()]
+
+
+def _apart(counts: Sequence[Count]) -> list[Count]:
+    """One count per loss, without those with the same error factor as the main loss: one scale is the root of all."""
+    first: dict[tuple[str, int], Count] = {}
+    for count in counts:
+        first.setdefault((count.loss, count.stage), count)
+    main = {
+        count.found * count.declared.inverse for count in first.values() if count.loss == MAIN_LOSS and count.declared
+    }
+    return [
+        count
+        for count in first.values()
+        if count.loss == MAIN_LOSS or not count.declared or count.found * count.declared.inverse not in main
+    ]
+
+
+class _Account:
+    """Search in one rank's moves, one kind of mistake at a time."""
+
+    def __init__(self, model: Model, held: HeldGradient, rank: int) -> None:
+        self._model, self._held, self._rank = model, held, rank
+        self._view = held.views[rank]
+        self._stage = self._view.stages[0] if self._view.stages else held.parameter.stages[0]
+
+    def _ops(self, place: int) -> tuple[int, ...]:
+        """The first and the last op id of a move."""
+        ops = self._view.ops[place]
+        return tuple(sorted({int(ops[0]), int(ops[-1])}))
+
+    def _name(self, place: int, *, last: bool = False) -> str:
+        return str(self._model.graph.ops[int(self._view.ops[place][-1 if last else 0])])
+
+    def _problem(
+        self,
+        cause: Cause,
+        key: tuple[str, ...],
+        fact: str,
+        fix: str,
+        ops: tuple[int, ...] = (),
+        count: Count | None = None,
+    ) -> Problem:
+        return Problem(
+            cause, key, self._rank, self._stage, fact, fix, self._held.parameter.name, tuple(sorted(ops)), count
+        )
+
+    def early(self) -> Iterator[Problem]:
+        """Reductions or the step before the last addition, reductions after the step."""
+        view = self._view
+        adds, reduces, steps = view.where(*_ADDS), view.where(*_REDUCES), view.where(MoveKind.STEP)
+        ends = [i for i in (*reduces[:1], *steps[:1]) if adds and i < adds[-1]]
+        if ends:
+            first = min(ends)
+            late = next(i for i in adds if i > first)
+            yield self._problem(
+                Cause.EARLY,
+                ("add",),
+                f"{self._name(first)} comes before {self._name(late, last=True)} has added its share",
+                f"move {self._name(first)} behind {self._name(adds[-1], last=True)}",
+                (*self._ops(first), *self._ops(late)),
+            )
+        elif steps and reduces and reduces[-1] > steps[0]:
+            late = next(i for i in reduces if i > steps[0])
+            yield self._problem(
+                Cause.EARLY,
+                ("step",),
+                f"{self._name(steps[0])} reads the gradient before {self._name(late)} has summed it",
+                f"move {self._name(steps[0])} behind {self._name(late)}",
+                (*self._ops(steps[0]), *self._ops(late)),
+            )
+
+    def lost(self) -> Iterator[Problem]:
+        """Values that are overwritten, and micro-batches that are added twice."""
+        view = self._view
+        adds = view.where(*_ADDS)
+        for i in view.where(MoveKind.OVERWRITE):
+            before = [a for a in adds if a < i and view.counts[view.moves[a].addend].any()]
+            if before:
+                yield self._problem(
+                    Cause.LOST,
+                    ("overwritten",),
+                    f"{self._name(i)} writes the gradient instead of adding to it: "
+                    f"what {self._span(before)} added is lost",
+                    f"let {self._name(i)} add",
+                    (*self._ops(before[-1]), *self._ops(i)),
+                )
+        for stage in sorted(set(view.stages)):
+            selected = [a for a in adds if view.stages[view.moves[a].addend] == stage]
+            total = np.sum([view.counts[view.moves[a].addend] for a in selected], axis=0)
+            twice = np.flatnonzero(total > 1)
+            if len(twice):
+                micro_batch = int(self._model.micro_batches[twice[0]])
+                ops = [
+                    int(op) for a in selected for op in view.ops[a] if self._model.graph.work_item[op] == micro_batch
+                ]
+                names = ", ".join(str(self._model.graph.ops[op]) for op in ops)
+                yield self._problem(
+                    Cause.LOST,
+                    ("twice",),
+                    f"micro-batch {self._model.graph.work_item_text(micro_batch)} is added "
+                    f"{int(total[twice[0]])} times ({names})",
+                    "add every micro-batch once",
+                    tuple(ops),
+                )
+
+    def _span(self, places: Sequence[int]) -> str:
+        first, last = self._name(places[0]), self._name(places[-1], last=True)
+        return first if first == last else f"{first} .. {last}"
+
+    def wrong_groups(self, gaps: Sequence[str]) -> Iterator[Problem]:
+        """Reductions over ranks that are not a line of the mesh, if addends are missing or foreign."""
+        if not gaps:
+            return
+        for i in self._view.where(MoveKind.REDUCE):
+            move = self._view.moves[i]
+            if move.axis is None and not self._joins_copies(move.group):
+                group = self._model.graph.groups[move.group]
+                global_rank = self._model.graph.global_rank
+                ranks = ", ".join(str(global_rank[rank]) for rank in group.ranks)
+                yield self._problem(
+                    Cause.WRONG_GROUP,
+                    (group.axis,),
+                    f"{self._name(i)} sums over ranks {ranks}"
+                    + (f" ({group.copies} of each)" if group.copies > 1 else "")
+                    + f", which is not the {group.axis} group of rank {global_rank[self._rank]}",
+                    f"reduce over {self._line_text(group.axis)}",
+                    self._ops(i),
+                )
+
+    def _joins_copies(self, group: int) -> bool:
+        """Return True if a group has only ranks that hold a copy, this rank among them."""
+        ranks = set(self._model.graph.groups[group].ranks)
+        return self._rank in ranks and ranks <= self._held.views.keys() and self._model.graph.groups[group].axis == "pp"
+
+    def _line_text(self, axis: str) -> str:
+        grid, global_rank = self._model.grid, self._model.graph.global_rank
+        if axis == "pp":
+            return "the ranks that hold a copy"
+        if axis in self._held.folded or axis not in grid.axes:
+            return f"all ranks along {axis}"
+        return f"ranks {', '.join(str(global_rank[rank]) for rank in grid.line(self._rank, axis))}"
+
+    def spoilt(self, wrong: bool) -> Iterator[Problem]:
+        """Reductions that do not belong to the gradient, or one too many, if the sum is wrong."""
+        view, parameter = self._view, self._held.parameter
+        twice = repeated(view)
+        needed = self._model.partial_axes(parameter, parameter.partial_axes())
+        for i in view.where(*_REDUCES):
+            move = view.moves[i]
+            if move.kind is MoveKind.SPOIL:
+                fact, key = f"{self._name(i)} takes the maximum over {move.axis} where gradients are added", "max"
+            elif move.axis in parameter.sharded_over and move.axis is not None and not self._model.facts.guessed:
+                fact, key = (
+                    f"{self._name(i)} adds up different parts of the weight, which is cut over {move.axis}",
+                    "cut",
+                )
+            elif i in twice:
+                fact, key = f"{self._name(i)} sums over {move.axis} what is summed over {move.axis} already", "twice"
+            elif wrong and move.axis is not None and move.axis not in (*needed, "pp") and not move.average:
+                size = self._model.grid.size(move.axis)
+                fact = f"{self._name(i)} adds up {size} equal gradients: every {move.axis} rank has the whole of it"
+                key = "equal"
+            else:
+                continue
+            yield self._problem(Cause.NEEDLESS, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
+
+    def missing(self, gaps: Sequence[str]) -> Iterator[Problem]:
+        """Reductions that are needed and missing."""
+        steps = self._view.where(MoveKind.STEP)
+        ops = self._ops(steps[0] if steps else len(self._view.ops) - 1) if self._view.ops else ()
+        for axis in gaps:
+            if axis == "pp":
+                stages = self._held.parameter.stages
+                where = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "several ranks"
+                yield self._problem(
+                    Cause.COPIES,
+                    ("missing",),
+                    f"the weight has copies on {where}, and their gradients are not summed",
+                    "reduce the gradient over the ranks that hold a copy before the optimizer step",
+                    ops,
+                )
+            elif axis not in ("stray", "lost"):
+                takes_part = any(self._view.moves[i].axis == axis for i in self._view.where(MoveKind.REDUCE))
+                fact = (
+                    f"not every rank along {axis} takes part in the sum over {axis}"
+                    if takes_part
+                    else f"each {axis} rank has an addend of it, and nothing sums them over {axis}"
+                )
+                yield self._problem(
+                    Cause.MISSING, (axis,), fact, f"reduce over {self._line_text(axis)} before the optimizer step", ops
+                )
+
+    def incomplete(self) -> Problem:
+        """Problem of a sum that lacks shares although each rank's moves are correct."""
+        return self._problem(
+            Cause.MISSING,
+            ("share",),
+            "the sum that the optimizer reads lacks what other ranks add",
+            "let all ranks of a group reduce the same gradients in the same order",
+            tuple(op for i in self._view.where(*_REDUCES) for op in self._ops(i)),
+        )
+
+    def scale(self, count: Count) -> Problem:
+        """Problem of a sum in which only the weight of tokens is wrong."""
+        view = self._view
+        scaled = [i for i, move in enumerate(view.moves) if move.factor != ONE or move.average]
+        cause = Cause.MAIN_SCALE if count.loss == MAIN_LOSS else Cause.OTHER_SCALE
+        if self._held.parameter.losses == ():
+            cause = Cause.MAIN_SCALE
+        ops = tuple(op for i in scaled for op in self._ops(i))
+        return self._problem(cause, (count.loss, str(count.found)), "", "", ops, count)
+
+
+_REDUCTIONS = (MoveKind.REDUCE, MoveKind.TOUCH)
+
+
+def unordered(graph: OpGraph, order: Order, held: HeldGradient) -> Iterator[Problem]:
+    """Pairs of a sum over copies and a neighbouring sum of the gradient that have no definite order."""
+    for rank, view in held.views.items():
+        for first, second in pairwise(view.where(*_REDUCTIONS)):
+            axes = {view.moves[first].axis, view.moves[second].axis}
+            if "pp" not in axes or len(axes) == 1:
+                continue
+            a, b = (int(view.ops[place][-1]) for place in (first, second))
+            if order.definitely_before(np.array([a]), np.array([b]))[0] or order.before(a, b):
+                continue
+            earlier, later = str(graph.ops[a]), str(graph.ops[b])
+            yield Problem(
+                Cause.COPIES,
+                ("unordered",),
+                rank,
+                int(graph.stage[a]),
+                f"nothing keeps {later} from starting before {earlier} is done: they are on different queues",
+                f"wait for {earlier} on the queue of {later} before it",
+                held.parameter.name,
+                (a, b),
+            )

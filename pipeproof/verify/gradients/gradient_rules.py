@@ -1,0 +1,232 @@
+"""The gradient rules in the order of their codes: problems with one root are one finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.verify.gradients.diagnose import diagnose
+from pipeproof.verify.gradients.explain_sum import Cause, Count, Problem
+from pipeproof.verify.subject import Rule, Subject, finding, of_small_plan
+
+MISSING = RuleDoc(
+    code="PP601",
+    title="a gradient is partial over an axis and nothing sums it there",
+    severity="error",
+    explanation=(
+        "Over dp, ep and cp ranks see different tokens, and with sequence parallelism a norm's weight sees the tokens "
+        "of one tp rank only: each rank has an addend of the gradient, and the weight's copies drift apart unless the "
+        "addends are summed before the optimizer step. Losses look normal. In a graph without a plan, all stages are "
+        "expected to be reduced over the data axes over which any stage is."
+    ),
+    wrong="rank 0: 0F0 1F0 1B0 0B0 0REDUCE_GRAD:dp 0STEP 1STEP",
+    right="rank 0: 0F0 1F0 1B0 0B0 0REDUCE_GRAD:dp 1REDUCE_GRAD:dp 0STEP 1STEP",
+)
+
+NEEDLESS = RuleDoc(
+    code="PP602",
+    title="a reduction spoils a gradient that is complete",
+    severity="error",
+    explanation=(
+        "A sum over ranks that all hold the whole gradient (or a second sum over the same ranks) multiplies it by "
+        "their number; a sum over ranks that hold different parts of a weight, or the maximum in place of a sum, "
+        "gives a gradient of nothing. An average of equal gradients changes nothing and is let pass."
+    ),
+    wrong="rank 0: 0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp 0STEP",
+    right="rank 0: 0F0 0B0 0REDUCE_GRAD:dp 0STEP",
+)
+
+WRONG_GROUP = RuleDoc(
+    code="PP603",
+    title="a gradient is reduced over the wrong ranks",
+    severity="error",
+    explanation=(
+        "The group of a reduction must be the ranks that hold the addends: all of one line of the mesh, for example "
+        "dp and not a half of it, and the same part of the weight. A group that is too small leaves addends out and "
+        "reports no error; one across tensor-parallel ranks adds up different parts of a weight."
+    ),
+    wrong=of_small_plan(
+        "{'pp': 1, 'tp': 2, 'dp': 2}",
+        "from dataclasses import replace as changed",
+        "pairs = [(0, 3), (1, 2)]",
+        "groups = [changed(g, ranks=pairs.pop()) if g.axis == 'dp' else g for g in base.graph.groups]",
+        "number = {rank: i for i, g in enumerate(groups) if g.axis == 'dp' for rank in g.ranks}",
+        "rows = [[changed(r, group=number[k]) if r.group >= 0 and groups[r.group].axis == 'dp' else r for r in own]",
+        "        for k, own in enumerate(rows)]",
+    ).replace("base.graph.groups))", "groups))"),
+    right=of_small_plan("{'pp': 1, 'tp': 2, 'dp': 2}"),
+)
+
+EARLY = RuleDoc(
+    code="PP604",
+    title="a gradient is reduced, or used by the optimizer, before it is whole",
+    severity="error",
+    explanation=(
+        "What a micro-batch adds after the reduction stays on its rank; what is added or reduced after the optimizer "
+        "step is not in the update. Deferred weight gradients (W) count too: the reduction comes after the last of "
+        "them."
+    ),
+    wrong="rank 0: 0F0 0F1 0B0 0REDUCE_GRAD:dp 0B1 0STEP",
+    right="rank 0: 0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp 0STEP",
+)
+
+LOST = RuleDoc(
+    code="PP605",
+    title="a micro-batch's gradient is written over or added twice",
+    severity="error",
+    explanation=(
+        "Gradients add up over the micro-batches of a step. A backward that writes where it should add (a copy into a "
+        "shared buffer, a buffer that is not kept) leaves the last micro-batch only; a hook and an explicit "
+        "call add twice. The first micro-batch of a step may write."
+    ),
+    wrong="rank 0: 0F0 0F1 0B0 0B1{reduction=overwrite} 0STEP",
+    right="rank 0: 0F0 0F1 0B0{reduction=overwrite} 0B1 0STEP",
+)
+
+MAIN_SCALE = RuleDoc(
+    code="PP606",
+    title="tokens count other than the loss is declared",
+    severity="error",
+    explanation=(
+        "In the update of every parameter each token's loss has an exact coefficient: what the forward multiplies the "
+        "loss by, times every scale and average that its gradient meets on the way, summed over the ranks that add "
+        "it. It must equal `loss.normalization` under every topology: one over the tokens of the whole step, "
+        "or the mean of the micro-batches' means. Scaling by 1/num_micro_batches twice, by the number of expert-data "
+        "ranks in place of data ranks, or the running sum at each micro-batch are the usual ways to miss it. In a "
+        "graph without a plan all micro-batches must count alike."
+    ),
+    wrong="rank 0: 0F0 0F1 0B0 0SCALE_GRAD{scale=1/2} 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
+    right="rank 0: 0F0 0F1 0B0 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
+)
+
+OTHER_SCALE = RuleDoc(
+    code="PP607",
+    title="tokens of an auxiliary loss count other than it is declared, or not at all",
+    severity="error",
+    explanation=(
+        "A load-balancing, z or multi-token-prediction loss has factors of its own, and they are easily scaled by tp, "
+        "cp, the number of micro-batches or of tokens once too often, or lost with the value that carries them. It is "
+        "reported where the loss is off by another factor than the main loss of the same gradient."
+    ),
+    wrong="rank 0: 0F0{scale=1,aux:0.01} 0F1{scale=1,aux:0} 0B0 0B1 0STEP",
+    right="rank 0: 0F0{scale=1,aux:0.01} 0F1{scale=1,aux:0.01} 0B0 0B1 0STEP",
+)
+
+COPIES = RuleDoc(
+    code="PP608",
+    title="the gradients of a weight's copies are not summed, or in no order with other sums",
+    severity="error",
+    explanation=(
+        "A weight that is stored on several stages (tied embedding), or a stage that two ranks compute (DualPipe), has "
+        "one gradient: the sum over its copies. Without that sum the copies drift apart. The sum over the copies and "
+        "the sums over data ranks work on one buffer and must come one after the other."
+    ),
+    wrong="rank 0: 0F0 0B0 0REDUCE_GRAD:dp{queue=side} 0REDUCE_GRAD:pp{queue=other} 0STEP",
+    right=(
+        "rank 0: 0F0 0B0 WAIT(0B0){queue=side} 0REDUCE_GRAD:dp{queue=side} 0REDUCE_GRAD:pp{queue=side} "
+        "WAIT(0REDUCE_GRAD:pp) 0STEP"
+    ),
+)
+
+EVALUATION = RuleDoc(
+    code="PP609",
+    title="tokens count other than declared in the loss of an evaluation",
+    severity="error",
+    explanation=(
+        "An evaluation adds up the same losses as a training step, without gradients to scale. A factor that belongs "
+        "to gradient accumulation (one over the number of micro-batches) makes its loss too small when the loss "
+        "function of training is used as it is."
+    ),
+    wrong="rank 0: 0F0{scale=1} 0F1{scale=1/2}",
+    right="rank 0: 0F0{scale=1/2} 0F1{scale=1/2}",
+)
+
+UNREADABLE = RuleDoc(
+    code="PP610",
+    title="a scale or the name of a gradient means nothing here",
+    severity="error",
+    explanation=(
+        "A scale is a product of numbers and named sizes: axes (dp, tp, ..), num_micro_batches, data_ranks, "
+        "global_tokens, and where one micro-batch or rank is meant micro_batch_tokens, rank_tokens and step_tokens. "
+        "On a forward `aux:0.01` scales one loss of its stage. A buffer `grad[NAME]` names a parameter. Nothing is "
+        "proved of what cannot be read."
+    ),
+    wrong="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dpp} 0STEP",
+    right="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
+)
+
+ALL = (MISSING, NEEDLESS, WRONG_GROUP, EARLY, LOST, MAIN_SCALE, OTHER_SCALE, COPIES, EVALUATION, UNREADABLE)
+
+
+_MOST_NAMED = 3
+"""Parameters, ranks and pairs of rows that a finding names; the rest are counted."""
+
+
+def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
+    cause = Cause(doc.code)
+
+    def check(subject: Subject) -> Iterator[Finding]:
+        groups: dict[tuple[str, ...], list[Problem]] = {}
+        for problem in subject.once(diagnose):
+            if problem.cause is cause:
+                groups.setdefault(problem.key, []).append(problem)
+        for problems in groups.values():
+            yield _finding(subject, doc, problems)
+
+    return check
+
+
+def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Finding:
+    first = problems[0]
+    forwards = [first.count.op] if first.count is not None and first.count.op is not None else []
+    witness = dict.fromkeys(forwards + [op for problem in problems[:_MOST_NAMED] for op in problem.ops])
+    return finding(
+        doc,
+        _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
+        location=subject.locate("loss" if first.count is not None else "schedule"),
+        help=_fix_text(first.count) if first.count is not None else first.fix,
+        witness=OpsWitness(tuple(subject.witness_op(op) for op in witness)) if witness else None,
+    )
+
+
+def _where(subject: Subject, problems: Sequence[Problem]) -> str:
+    """``rank 0 (pp 0), gradient of `a`, `b` and 4 more``, with how many other ranks have the same."""
+    first = problems[0]
+    parameters = dict.fromkeys(problem.parameter for problem in problems if problem.parameter)
+    ranks = {rank for problem in problems for rank in (problem.rank, *problem.alike)}
+    text = subject.coords_text(first.rank)
+    text += f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return f"{text}, gradient of {_names(list(parameters))}" if parameters else f"{text}, stage {first.stage}"
+
+
+def _names(parameters: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in parameters[:_MOST_NAMED])
+    more = len(parameters) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _count_text(count: Count, problems: Sequence[Problem]) -> str:
+    parameters = list(dict.fromkeys(problem.parameter for problem in problems if problem.parameter))
+    where = f" in the update of {_names(parameters)}" if parameters else ""
+    loss = f"the loss `{count.loss}` of stage {count.stage}"
+    if count.declared is None:
+        return (
+            f"{loss}: each token of {count.tokens} counts {count.found}{where}, but each of {count.like} "
+            f"{count.declared_text}; where nothing else is declared, all tokens count alike"
+        )
+    return f"{loss}: each token of {count.tokens} counts {count.found}{where}, declared {count.declared_text}"
+
+
+def _fix_text(count: Count) -> str:
+    if count.declared is None:
+        return "scale every micro-batch alike, and the sum once"
+    if not count.found.terms:
+        return f"let the backward pass take the loss `{count.loss}` along"
+    if len(count.found.terms) > 1:
+        return "scale what is added once, after the last micro-batch"
+    factor = count.declared * count.found.inverse
+    return f"multiply by {factor}: in the loss, in SCALE_GRAD, or by summing in place of averaging"
+
+
+RULES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in ALL)

@@ -1,0 +1,322 @@
+"""View of one parameter's gradient on one rank: the moves that its ledger makes of it.
+
+A ledger is read once for all ledgers with the same signature; parameters with
+the same moves have equal views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.schedule.columns import REDUCTIONS
+from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import NONE, IntColumn
+from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
+from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
+from pipeproof.verify.gradients.expected_gradients import Model
+from pipeproof.verify.gradients.ledgers import OVERWRITE, Ledgers, micro_batch_places
+
+REDUCING = frozenset(KIND_CODE[kind] for kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
+"""Codes of the collectives that sum."""
+
+_REDUCE = KIND_CODE[OpKind.REDUCE_GRAD]
+
+
+class Covers:
+    """Parameters that each collective below a REDUCE_GRAD sums, found for all collectives of its parent at once."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._known: dict[int, tuple[int, ...]] = {}
+        graph = model.graph
+        children = np.flatnonzero((graph.target_kind == _REDUCE) & np.isin(graph.kind, list(REDUCING)))
+        families = packed(*(column[children] for column in (graph.rank, graph.stage, graph.axis, graph.parent)))
+        order = np.argsort(families, kind="stable")
+        self._children, self._families = children[order], families[order]
+        self._family_of = dict(zip(children.tolist(), families.tolist(), strict=True))
+
+    def of(self, op: int) -> tuple[int, ...]:
+        """The parameters of one collective."""
+        if op not in self._known:
+            family = self._family_of[op]
+            first, last = np.searchsorted(self._families, [family, family + 1])
+            self._read(self._children[first:last])
+        return self._known[op]
+
+    def _read(self, children: IntColumn) -> None:
+        graph, facts = self._model.graph, self._model.facts
+        rank, stage = int(graph.rank[children[0]]), int(graph.stage[children[0]])
+        axis = AXES[int(graph.axis[children[0]])]
+        # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
+        for here in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
+            owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
+            if (axis == "pp" and not owed) or len(owed) < len(children) == len(here):
+                owed = here
+            if len(children) <= len(owed):
+                break
+        index = graph.index[children].tolist()
+        if facts.guessed:  # one gradient represents all of the stage's
+            cover = {i: tuple(here) for i in index if i == min(index)}
+        elif len(children) < len(owed) and index == list(range(len(children))):
+            cover = self._buckets(graph.stop[children].tolist(), owed)
+        else:
+            cover = {i: (p,) for i, p in enumerate(owed)}
+        self._known.update({op: cover.get(i, ()) for op, i in zip(children.tolist(), index, strict=True)})
+
+    def _buckets(self, expected: Sequence[int], owed: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Each collective takes as many of the next parameters as have its number of elements."""
+        result: dict[int, tuple[int, ...]] = {}
+        at = 0
+        for bucket, numel in enumerate(expected):
+            taken, last = 0, at
+            while last < len(owed) and (taken < numel or last == at):
+                taken += self._model.facts.parameters[owed[last]].numel or numel
+                last += 1
+            result[bucket], at = tuple(owed[at:last]), last
+        return result
+
+
+_MAX, _AVG = REDUCTIONS.index("max"), REDUCTIONS.index("avg")
+_REDUCE, _SCALE, _STEP = (KIND_CODE[kind] for kind in (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP))
+
+
+class MoveKind(Enum):
+    """Effect of a move on the gradient that the rank holds."""
+
+    ADD = auto()
+    OVERWRITE = auto()
+    SCALE = auto()
+    REDUCE = auto()
+    SPOIL = auto()
+    """A reduction that is not a sum: a maximum."""
+    TOUCH = auto()
+    """Reads and writes the gradient in a way that the facts do not describe."""
+    STEP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One move. ``axis`` of a reduction names the line of the grid that its group is, None for any other ``group``.
+
+    A reduction without a ``group`` is over the whole line.
+    """
+
+    kind: MoveKind
+    addend: int = NONE
+    factor: Coefficient = ONE
+    axis: str | None = None
+    group: int = NONE
+    average: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The moves of one parameter's gradient on one rank, in program order.
+
+    ``ops`` are the op ids of each move (all of an addition's). ``counts[a]``
+    is how often addend ``a`` holds each micro-batch of the step, ``stages[a]``
+    its stage.
+    """
+
+    moves: tuple[Move, ...]
+    ops: tuple[IntColumn, ...]
+    counts: tuple[IntColumn, ...]
+    stages: tuple[int, ...]
+
+    def where(self, *kinds: MoveKind) -> list[int]:
+        """Places of the moves of these kinds."""
+        return [i for i, move in enumerate(self.moves) if move.kind in kinds]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A view that is being read."""
+
+    moves: list[Move] = field(default_factory=list)
+    ops: list[IntColumn] = field(default_factory=list)
+    reduced: bool = False
+
+    def add(self, move: Move, ops: IntColumn) -> None:
+        self.moves.append(move)
+        self.ops.append(ops)
+        self.reduced |= move.kind is MoveKind.REDUCE
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads ledgers. ``unreadable`` collects op ids of rows whose scale is invalid, with the reason."""
+
+    model: Model
+    ledgers: Ledgers
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def views(self, account: Sequence[int], parameters: Sequence[int]) -> list[View]:
+        """One view for each parameter of the ledgers of one rank, whose moves are taken together."""
+        entries, line, named, addends, segments = self._entries_and_additions(account)
+        drafts = {p: _Draft() for p in parameters}
+        counts: list[IntColumn] = []
+        stages: list[int] = []
+        for place in range(len(entries) + 1):
+            for stage, ops, count in segments.get(place, ()):
+                for p in parameters:
+                    if stage in self.model.facts.parameters[p].stages:
+                        drafts[p].add(Move(MoveKind.ADD, len(counts)), ops)
+                counts.append(count)
+                stages.append(stage)
+            if place == len(entries):
+                break
+            op = int(entries[place])
+            if place in addends:
+                stage, count = addends[place]
+                for p in parameters:
+                    if stage in self.model.facts.parameters[p].stages:
+                        drafts[p].add(self._own_addition(op, len(counts)), entries[place : place + 1])
+                counts.append(count)
+                stages.append(stage)
+                continue
+            names = self.ledgers.names[int(named[place])]
+            for p, move in self._moves(op, int(line[place]), names, drafts):
+                drafts[p].add(move, entries[place : place + 1])
+        return [View(tuple(d.moves), tuple(d.ops), tuple(counts), tuple(stages)) for d in drafts.values()]
+
+    def _entries_and_additions(
+        self, account: Sequence[int]
+    ) -> tuple[
+        IntColumn,
+        IntColumn,
+        IntColumn,
+        dict[int, tuple[int, IntColumn]],
+        dict[int, list[tuple[int, IntColumn, IntColumn]]],
+    ]:
+        """Entries of some ledgers in program order with their lines and names, and the additions around them.
+
+        Those are (stage, counts) by the place of an entry that is an addition
+        of its own, and (stage, op ids, counts) by the place of the entry that follows.
+        """
+        ledgers, graph = self.ledgers, self.ledgers.graph
+        slices = [ledgers.entries_of(ledger) for ledger in account]
+        where = np.concatenate([np.arange(s.start, s.stop) for s in slices])
+        where = where[np.argsort(ledgers.entries[where], kind="stable")]
+        entries = ledgers.entries[where]
+        micro_batches = len(ledgers.micro_batches)
+        segments: dict[int, list[tuple[int, IntColumn, IntColumn]]] = {}
+        for ledger in account:
+            there = ledgers.adds_of(ledger)
+            adds, place = ledgers.adds[there], ledgers.place[there]
+            after = np.searchsorted(entries, adds)
+            for segment in np.unique(after).tolist():
+                selected = after == segment
+                count = np.bincount(place[selected & (place != NONE)], minlength=micro_batches)
+                segments.setdefault(segment, []).append((int(ledgers.stage[ledger]), adds[selected], count))
+        addends: dict[int, tuple[int, IntColumn]] = {}
+        alone = np.isin(graph.kind[entries], [KIND_CODE[kind] for kind in ledgers.add_kinds])
+        for at in np.flatnonzero(alone).tolist():
+            one = int(micro_batch_places(ledgers.micro_batches, graph.work_item[entries[at : at + 1]])[0])
+            count = np.bincount([] if one == NONE else [one], minlength=micro_batches)
+            addends[at] = int(graph.stage[entries[at]]), count
+        return entries, ledgers.line[where], ledgers.named[where], addends, segments
+
+    def _own_addition(self, op: int, addend: int) -> Move:
+        overwrites = int(self.model.graph.reduction[op]) == OVERWRITE
+        factor = self._factor(op, self.model.block_sizes)
+        return Move(MoveKind.OVERWRITE if overwrites else MoveKind.ADD, addend, factor)
+
+    def _factor(self, op: int, sizes: Mapping[str, Coefficient]) -> Coefficient:
+        """Factor of a row; 1, with a note in ``unreadable``, if its scale cannot be read."""
+        text = self.model.graph.scales[int(self.model.graph.scale[op])]
+        if not text:
+            return ONE
+        try:
+            parsed: dict[str, Factors] = parse_scale(text)
+            if set(parsed) != {""}:
+                raise ValueError("only forwards scale one loss apart from the others")  # noqa: TRY301
+            return self.model.product(parsed[""], sizes)
+        except ValueError as error:
+            self.unreadable[op] = str(error)
+            return ONE
+
+    def _moves(
+        self, op: int, line: int, names: frozenset[str], drafts: Mapping[int, _Draft]
+    ) -> Iterator[tuple[int, Move]]:
+        """(parameter, move) for each parameter that an entry changes."""
+        graph, facts = self.model.graph, self.model.facts
+        kind, stage = int(graph.kind[op]), int(graph.stage[op])
+        found = self.model.parameters_of.get(stage, ()) if names else self.model.settled(int(graph.rank[op]), stage)
+        here = [p for p in found if p in drafts]
+        if names:
+            here = [p for p in here if facts.parameters[p].name in names]
+            unknown = names - self._parameter_names
+            if unknown:
+                self.unreadable[op] = f"the model has no parameter {', '.join(f'`{name}`' for name in sorted(unknown))}"
+        if kind == _STEP:
+            yield from ((p, Move(MoveKind.STEP)) for p in here)
+        elif kind == _SCALE:
+            for p in here if names else [p for p in here if facts.parameters[p].made_by == "backward"]:
+                sizes = self.model.rank_sizes(int(graph.work_item[op]), reduced=drafts[p].reduced)
+                yield p, Move(MoveKind.SCALE, factor=self._factor(op, sizes))
+        elif kind == _REDUCE:
+            axis = None if graph.axis[op] == NONE else AXES[int(graph.axis[op])]
+            if int(graph.group[op]) != NONE or axis not in self._listed:
+                owed = self._owed(stage, axis)
+                yield from self._reductions(op, axis, line, here if names else [p for p in here if p in owed])
+        elif kind in REDUCING:
+            selected = here if names else [p for p in self._covers.of(op) if p in drafts]
+            yield from self._reductions(op, AXES[int(graph.axis[op])], line, selected)
+
+    def _owed(self, stage: int, axis: str | None) -> Sequence[int]:
+        """The parameters of a stage that a reduction over an axis is about when it lists none."""
+        facts, here = self.model.facts, self.model.parameters_of.get(stage, ())
+        if axis is None:
+            return here
+        owed = [p for p in here if self.model.is_reduced(facts.parameters[p], axis)]
+        return owed or (here if axis == "pp" or facts.guessed else ())
+
+    def _reductions(
+        self, op: int, axis: str | None, line: int, parameters: Sequence[int]
+    ) -> Iterator[tuple[int, Move]]:
+        graph, grid = self.model.graph, self.model.grid
+        sources = (op, int(graph.parent[op])) if graph.parent[op] != NONE else (op,)
+        how = int(graph.reduction[op])
+        for p in parameters:
+            parameter = self.model.facts.parameters[p]
+            factor = ONE
+            for source in sources:
+                factor *= self._factor(source, self.model.rank_sizes(NONE, reduced=True))
+            if self.model.facts.guessed and axis is not None and not self.model.is_reduced(parameter, axis):
+                yield p, Move(MoveKind.TOUCH, axis=axis)
+            elif how == _MAX:
+                yield p, Move(MoveKind.SPOIL, axis=axis)
+            elif line <= -2:
+                yield p, Move(MoveKind.REDUCE, NONE, factor, None, -2 - line, how == _AVG)
+            elif line != NONE:
+                named = grid.axes[line] if line < len(grid.axes) else None
+                if named is not None:
+                    yield p, Move(MoveKind.REDUCE, NONE, factor, named, int(graph.group[op]), how == _AVG)
+                elif factor != ONE:
+                    yield p, Move(MoveKind.SCALE, NONE, factor)
+            else:
+                lines = [axis] if axis is not None else [a for a in TOKEN_AXES if a not in parameter.sharded_over]
+                for i, one in enumerate(a for a in lines if a in grid.axes):
+                    yield p, Move(MoveKind.REDUCE, NONE, factor if i == 0 else ONE, one, NONE, how == _AVG)
+
+    @cached_property
+    def _parameter_names(self) -> frozenset[str]:
+        return frozenset(parameter.name for parameter in self.model.facts.parameters)
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        """The axes whose reductions are rows of their own below some REDUCE_GRAD of the graph."""
+        graph = self.model.graph
+        entries = self.ledgers.entries
+        children = entries[graph.target_kind[entries] == _REDUCE]
+        return frozenset(AXES[axis] for axis in np.unique(graph.axis[children]).tolist())
+
+    @cached_property
+    def _covers(self) -> Covers:
+        return Covers(self.model)

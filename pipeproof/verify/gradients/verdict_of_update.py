@@ -1,0 +1,258 @@
+"""Verdict on one parameter's update: the declared sum, or its gaps and wrong weights.
+
+Values come first: one more reduction, or a scale in another place, is correct
+if every token has its declared weight. Causes are searched only for wrong
+sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn
+from pipeproof.stages.describe.gradient_facts import (
+    BATCH_AXES,
+    TOKEN_AXES,
+    Loss,
+    LossPath,
+    ParameterGradient,
+)
+from pipeproof.verify.gradients.coefficient import ONE, ZERO, Coefficient
+from pipeproof.verify.gradients.expected_gradients import Model, Site, Sites, of_micro_batch
+from pipeproof.verify.gradients.explain_sum import Count, HeldGradient, repeated
+from pipeproof.verify.gradients.interpret import State
+
+_ALL = -2
+"""Coordinate that means the whole line of ranks."""
+
+Part = tuple[int, tuple[int, ...]]
+"""(stage, coordinates on the axes over which the gradient is partial)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """Addends of one rank by micro-batch, and their factor in the end."""
+
+    rank: int
+    counts: IntColumn
+    factor: Coefficient
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on a sum: whether it is wrong, what it lacks (``gaps``), and tokens with another weight."""
+
+    wrong: bool
+    gaps: tuple[str, ...] = ()
+    counts: tuple[Count, ...] = ()
+
+
+@dataclass(eq=False)
+class UpdateChecker:
+    """Check of the gradients of one model; remembers by loss the weight of tokens that have no declared one."""
+
+    model: Model
+    sites: Sites
+    _likes: dict[tuple[str, int], tuple[Coefficient, str]] = field(default_factory=dict)
+
+    def verdict(self, held: HeldGradient, rank: int, state: State) -> Verdict:
+        """Verdict on the update of a parameter that ``rank`` makes from ``state``."""
+        parameter = held.parameter
+        if self.model.facts.guessed and repeated(held.views[rank]):  # the factor is wrong in any case
+            return Verdict(wrong=True)
+        paths: Sequence[LossPath | None] = parameter.losses or (None,)
+        gaps: dict[str, None] = {}
+        counts: list[Count] = []
+        for path in paths:
+            parts = self._parts(held, path, rank, state)
+            if parts is None:
+                gaps["stray"] = None
+                continue
+            gaps |= dict.fromkeys(self._gaps(held, path, rank, parts))
+            counts += self._counts(parameter, path, parts)
+        return Verdict(bool(gaps or counts), tuple(gaps), tuple(counts))
+
+    def _parts(
+        self, held: HeldGradient, path: LossPath | None, rank: int, state: State
+    ) -> dict[Part, list[Addend]] | None:
+        """The state as one loss sees it, None if it has what is no part of the gradient.
+
+        Over an axis where all ranks hold the same, it does not matter whose it is.
+        """
+        grid, partial = self.model.grid, self._partial(held.parameter, path)
+        cut = [axis for axis in grid.axes if axis in held.parameter.sharded_over]
+        equal = [axis for axis in grid.axes if axis not in partial and axis not in cut and axis != "pp"]
+        parts: dict[Part, list[Addend]] = {}
+        for (source, addend, summed), value in state.items():
+            if source == NONE or any(
+                axis in summed or (axis not in held.folded and grid.place(source, axis) != grid.place(rank, axis))
+                for axis in cut
+            ):
+                return None
+            factor = value
+            for axis in equal:
+                factor *= grid.size(axis) if axis in summed else ONE
+            place = tuple(_ALL if axis in summed else grid.place(source, axis) for axis in partial)
+            view = held.views[source]
+            parts.setdefault((view.stages[addend], place), []).append(Addend(source, view.counts[addend], factor))
+        return parts
+
+    def _partial(self, parameter: ParameterGradient, path: LossPath | None) -> tuple[str, ...]:
+        return self.model.partial_axes(parameter, parameter.partial_axes(path))
+
+    def _gaps(
+        self, held: HeldGradient, path: LossPath | None, rank: int, parts: Mapping[Part, Sequence[Addend]]
+    ) -> Iterator[str]:
+        """Missing parts of the sum: axes, ``pp`` for another copy's share, ``lost`` for overwritten addends."""
+        partial = self._partial(held.parameter, path)
+        if not parts:
+            if held.views[rank].counts:
+                yield "lost"
+            return
+        yield from self._short(held, partial, parts)
+        for (stage, _), addends in parts.items():
+            there = np.any([addend.counts > 0 for addend in addends], axis=0)
+            if there.all():
+                continue
+            sources = {addend.rank for addend in addends}
+            if (_added(held, sources, stage) & ~there).any():
+                yield "lost"
+            others = {other for source in sources for other in self.model.grid.line(source, "pp")} - sources
+            if not self.model.facts.guessed and (_added(held, others, stage) & ~there).any():
+                yield "pp"
+
+    def _short(self, held: HeldGradient, partial: Sequence[str], parts: Mapping[Part, object]) -> Iterator[str]:
+        """Axes over which ranks are not in the sum; ``pp`` where they are, but not with every copy."""
+        expected = [self._line(axis, held.folded) for axis in partial]
+        everywhere = {place for _, place in parts}
+        missing = set(product(*expected)) - everywhere
+        if missing:
+            short = [axis for i, axis in enumerate(partial) if not set(expected[i]) <= {at[i] for at in everywhere}]
+            yield from short or partial
+        elif len(parts) < len(everywhere) * len(held.parameter.stages):
+            yield "pp"
+
+    def _line(self, axis: str, folded: frozenset[str]) -> Sequence[int]:
+        number = self.model.grid.size(axis).number
+        return [_ALL] if axis in folded or number is None else range(int(number))
+
+    def _counts(
+        self, parameter: ParameterGradient, path: LossPath | None, parts: Mapping[Part, Sequence[Addend]]
+    ) -> Iterator[Count]:
+        """Weights of tokens that differ from the declared ones."""
+        partial = self._partial(parameter, path)
+        for (stage, place), addends in parts.items():
+            coords = {axis: p for axis, p in zip(partial, place, strict=True) if p != _ALL}
+            for site in self._sites_of(parameter, path, stage):
+                for factor, micro_batches in _columns(addends):
+                    for code, also in site.seen(self.model, coords):
+                        both = np.flatnonzero(micro_batches & also)
+                        yield from self._differing(site, code, factor, both, coords)
+
+    def _sites_of(self, parameter: ParameterGradient, path: LossPath | None, stage: int) -> list[Site]:
+        if parameter.losses == ():
+            return [unscaled(parameter, stage)]
+        return self.sites.reaching(stage, None if path is None else path.loss)
+
+    def evaluation(self) -> Iterator[Count]:
+        """Weights of tokens in the losses themselves that differ from the declared ones."""
+        for site in self.sites.all:
+            for code, micro_batches in site.seen(self.model, {}):
+                yield from self._differing(site, code, ONE, np.flatnonzero(micro_batches), {})
+
+    def _differing(
+        self, site: Site, code: int, factor: Coefficient, places: IntColumn, coords: Mapping[str, int]
+    ) -> Iterator[Count]:
+        """The first micro-batch of ``places`` whose tokens count something else than they should."""
+        ratio = site.ratios[code] * factor
+        loss = site.loss
+        if site.declared is None:
+            for place in places[:1].tolist():
+                row = site.row(self.model, code, place, coords)
+                tokens = self._tokens(place, coords, row)
+                like, others = self._likes.setdefault((loss.name, loss.stage), (ratio, tokens))
+                if like != ratio:
+                    yield Count(loss.name, loss.stage, tokens, ratio, None, str(like), others, row)
+        elif ratio != ONE:
+            for place, data_rank in self._blocks(ratio, places, coords):
+                if self._seen_from(ratio, place, data_rank) != ONE:
+                    row = site.row(self.model, code, place, coords)
+                    found = self.model.in_numbers(ratio * site.declared, data_rank, place)
+                    declared = self.model.in_numbers(site.declared, data_rank, place)
+                    text = f"{declared} ({loss.scale})" if str(declared) != loss.scale else str(declared)
+                    tokens = self._tokens(place, coords, row)
+                    yield Count(loss.name, loss.stage, tokens, found, declared, text, op=row)
+                    return
+
+    def _blocks(self, ratio: Coefficient, places: IntColumn, coords: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+        """(micro-batch's place, data rank) of tokens that a ratio may mean different things for."""
+        if not self.model.facts.token_counts:
+            named = any("[" in name for name in ratio.names)
+            yield from ((place, 0) for place in (places if named else places[:1]).tolist())
+            return
+        lines = []
+        for axis in BATCH_AXES:
+            size = int(self.model.grid.size(axis).number or 1)
+            lines.append([coords[axis]] if axis in coords else range(size))
+        num_inner = int(self.model.grid.size(BATCH_AXES[1]).number or 1)
+        for outer, inner in product(*lines):
+            yield from ((place, outer * num_inner + inner) for place in places.tolist())
+
+    def _seen_from(self, ratio: Coefficient, place: int, data_rank: int) -> Coefficient:
+        """A ratio as a token of one micro-batch has it."""
+        for name in ("micro_batch_tokens", "rank_tokens"):
+            own = of_micro_batch(name, int(self.model.micro_batches[place]))
+            if own in ratio.names:
+                ratio = ratio.where(own, Coefficient.named(name))
+        return self.model.in_numbers(ratio, data_rank, place)
+
+    def _tokens(self, place: int, coords: Mapping[str, int], row: int | None) -> str:
+        """Text for tokens: those at some coordinates, or those of the rank of a forward with a scale."""
+        grid = self.model.grid
+        if row is not None:
+            rank = int(self.model.graph.rank[row])
+            axes = [axis for axis in grid.axes if axis in TOKEN_AXES and axis not in grid.folded]
+            coords = {axis: grid.place(rank, axis) for axis in axes}
+        where = "".join(f" on {axis} {at}" for axis, at in coords.items())
+        return f"micro-batch {self.model.graph.work_item_text(int(self.model.micro_batches[place]))}{where}"
+
+
+def unscaled(parameter: ParameterGradient, stage: int) -> Site:
+    """The site of a sum that no loss scales: what is added counts once."""
+    nothing = np.empty(0, dtype=np.int64)
+    return Site(Loss(parameter.name, stage, "1"), ONE, nothing, nothing, nothing, (ONE,))
+
+
+def _added(held: HeldGradient, ranks: set[int], stage: int) -> BoolColumn:
+    """Mask of the micro-batches that any of the ranks adds to the gradient of a stage's copy, lost or not."""
+    columns = [
+        counts > 0
+        for rank in sorted(ranks & held.views.keys())
+        for counts, of_stage in zip(held.views[rank].counts, held.views[rank].stages, strict=True)
+        if of_stage == stage
+    ]
+    return np.any(columns, axis=0) if columns else np.zeros(1, dtype=bool)
+
+
+def _columns(addends: Sequence[Addend]) -> Iterator[tuple[Coefficient, BoolColumn]]:
+    """(factor, micro-batches that have it) for all that are added at all."""
+    if len(addends) == 1 and (addends[0].counts == 1).all():
+        yield addends[0].factor, np.ones(len(addends[0].counts), dtype=bool)
+        return
+    table = np.stack([addend.counts for addend in addends])
+    if (table == table[:, :1]).all():
+        columns, which = table[:, :1], np.zeros(table.shape[1], dtype=np.int64)
+    else:
+        columns, which = np.unique(table, axis=1, return_inverse=True)
+        which = which.ravel()
+    for i, column in enumerate(columns.T.tolist()):
+        if any(column):
+            total = ZERO
+            for count, addend in zip(column, addends, strict=True):
+                total += addend.factor * Coefficient.of(count) if count else ZERO
+            yield total, which == i

@@ -1,0 +1,202 @@
+"""21x: index maps of saves, loads, reshards and re-indexed tensors are bijections, and both sides have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.stages.describe.index_map import NOWHERE, Count, IndexMap, counts, differences
+from pipeproof.verify.declared_facts import HeldTensor, MapUse
+from pipeproof.verify.subject import Rule, Subject, finding
+
+
+def _example(field: str, fact: str) -> str:
+    return (
+        "from pipeproof.schedule.op_table import build_graph\n"
+        "from pipeproof.stages.describe.index_map import IndexMap, expert_map, token_map\n"
+        "from pipeproof.verify.declared_facts import Facts\n"
+        "from pipeproof.verify.declared_facts import HeldTensor, LoadedParameter, MapUse\n"
+        "from pipeproof.verify.subject import graph_subject\n\n"
+        f"fact = {fact}\n"
+        f"subject = graph_subject(build_graph([[]], [], []), facts=Facts({field}=(fact,)))"
+    )
+
+
+NO_BIJECTION = RuleDoc(
+    code="PP210",
+    title="parts of a tensor leave elements out or hold some of them too often",
+    severity="error",
+    explanation=(
+        "The ranks' parts, each with its map from local to global indices, must hold every element of the whole "
+        "tensor as often as declared, and each local element must be one of them. A checkpoint whose expert-parallel "
+        "ranks number their experts from 0 has one rank's experts and lacks all others; one whose offsets overlap "
+        "overwrites what another rank wrote. Sizes are right, and nothing complains until the model is loaded."
+    ),
+    wrong=_example(
+        "held_tensors", 'HeldTensor("experts", 80, {0: expert_map(8, 10, 2, 0), 1: expert_map(8, 10, 2, 0)})'
+    ),
+    right=_example(
+        "held_tensors", 'HeldTensor("experts", 80, {0: expert_map(8, 10, 2, 0), 1: expert_map(8, 10, 2, 1)})'
+    ),
+    kind=ExampleKind.PYTHON,
+)
+
+
+def _check_bijection(subject: Subject) -> Iterator[Finding]:
+    for tensor in subject.facts.held_tensors:
+        pieces = [(start, length) for part in tensor.parts.values() for _, start, length in part.ranges]
+        wrong = [count for count in counts(pieces, tensor.numel) if count.times != _expected(tensor, count)]
+        overlaps = [rank for rank, part in tensor.parts.items() if _overlaps(part)]
+        if wrong or overlaps:
+            yield finding(
+                NO_BIJECTION,
+                f"`{tensor.name}` of {tensor.numel} elements: {'; '.join(_facts(tensor, wrong, overlaps))}",
+                help="add the rank's own offset to its local indices: its place among those that hold the tensor",
+                witness=RangesWitness((), tuple(_repeated(tensor, wrong))),
+            )
+
+
+def _expected(tensor: HeldTensor, count: Count) -> int:
+    return tensor.copies if 0 <= count.start < tensor.numel else 0
+
+
+def _overlaps(part: IndexMap) -> bool:
+    """Return True if two ranges of one rank claim the same local element."""
+    return bool((part.local[1:] < (part.local + part.length)[:-1]).any())
+
+
+def _facts(tensor: HeldTensor, wrong: list[Count], overlaps: list[int]) -> Iterator[str]:
+    """The first range of each kind of mistake, in words."""
+    for mistake in ("outside", "missing", "rare", "repeated"):
+        first = next((count for count in wrong if _mistake(tensor, count) == mistake), None)
+        if first is None:
+            continue
+        where = f"elements {first.start}..{first.stop}"
+        match mistake:
+            case "outside":
+                yield f"{where} do not exist and are held"
+            case "missing":
+                yield f"no rank holds {where}"
+            case _:
+                yield f"{where} are held {first.times} times, not {_times(tensor.copies)}"
+    for rank in overlaps[:1]:
+        yield f"two pieces of rank {rank} claim the same local elements"
+
+
+def _mistake(tensor: HeldTensor, count: Count) -> str:
+    if not 0 <= count.start < tensor.numel:
+        return "outside"
+    if not count.times:
+        return "missing"
+    return "rare" if count.times < tensor.copies else "repeated"
+
+
+def _times(copies: int) -> str:
+    return "once" if copies == 1 else f"{copies} times"
+
+
+def _repeated(tensor: HeldTensor, wrong: list[Count]) -> Iterator[ElementRange]:
+    """For what is held too often: each further holder gets the first holder's elements."""
+    for count in wrong:
+        if _mistake(tensor, count) != "repeated":
+            continue
+        length = count.stop - count.start
+        holders = [rank for rank, part in tensor.parts.items() if list(_owned(part, count.start, length))]
+        for rank in holders[tensor.copies :]:
+            yield from _ranges(rank, {holders[0]: tensor.parts[holders[0]]}, count.start, length)
+
+
+OTHER_INDICES = RuleDoc(
+    code="PP211",
+    title="local elements are taken for others than they are",
+    severity="error",
+    explanation=(
+        "One side lays a tensor out by one map from local to global indices, the other reads it by another. Both "
+        "are bijections, so that counts, shapes and bytes agree and no check of sizes can notice: a token index "
+        "computed as rank * tokens + i ignores the batch dim, a fused QKV weight is sliced by rows though its rows "
+        "interleave by key-value group, a buffer is cut along another dim of the same size."
+    ),
+    wrong=_example("map_uses", 'MapUse("tokens", {1: token_map(2, 8, 2, 1)}, {1: IndexMap.of([(0, 8, 8)])})'),
+    right=_example("map_uses", 'MapUse("tokens", {1: token_map(2, 8, 2, 1)}, {1: token_map(2, 8, 2, 1)})'),
+    kind=ExampleKind.PYTHON,
+)
+
+
+def _check_uses(subject: Subject) -> Iterator[Finding]:
+    for use in subject.facts.map_uses:
+        lost: list[ElementRange] = []
+        foreign: list[ElementRange] = []
+        for rank in sorted(use.holds.keys() | use.taken_for.keys()):
+            nothing = IndexMap.of([])
+            for one in differences(use.holds.get(rank, nothing), use.taken_for.get(rank, nothing)):
+                lost += _ranges(rank, use.holds, one.second, one.length)
+                foreign += _ranges(rank, {rank: use.holds.get(rank, nothing)}, one.first, one.length)
+        if lost or foreign:
+            yield finding(
+                OTHER_INDICES,
+                f"`{use.name}`: {_first(use)}",
+                help="use the map by which the tensor is laid out on both sides",
+                witness=RangesWitness(tuple(lost), tuple(foreign)),
+            )
+
+
+def _first(use: MapUse) -> str:
+    """The first element that is taken for another one."""
+    for rank in sorted(use.holds.keys() | use.taken_for.keys()):
+        nothing = IndexMap.of([])
+        for one in differences(use.holds.get(rank, nothing), use.taken_for.get(rank, nothing)):
+            here, there = (f"global {i}" if i != NOWHERE else "nothing" for i in (one.first, one.second))
+            return f"local element {one.local} of rank {rank} is {here} and is taken for {there}"
+    raise AssertionError("there is a difference")
+
+
+def _ranges(rank: int, holders: Mapping[int, IndexMap], start: int, length: int) -> Iterator[ElementRange]:
+    """The global range as ``rank`` misses or gets it: in local elements of the first rank that holds it."""
+    if start == NOWHERE:
+        return
+    for holder, part in holders.items():
+        owned = list(_owned(part, start, length))
+        for local, whole, num in owned:
+            yield ElementRange(rank, local, local + num, holder, f"global {whole} .. {whole + num - 1}")
+        if owned:
+            return
+
+
+def _owned(part: IndexMap, start: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(local, global, length) of what a part holds of a global range."""
+    for whole, local, num in part.inverted().part(start, start + length, start).ranges:
+        yield local, whole, num
+
+
+OTHER_MEMORY = RuleDoc(
+    code="PP212",
+    title="a parameter is loaded into memory that the model does not use",
+    severity="error",
+    explanation=(
+        "A loader writes into the tensors that it was given. Where one of them is a copy (a cast to another dtype, "
+        "a contiguous clone), the copy is filled and thrown away, and the model keeps its initial weights: "
+        "no error, and a loss at step 0 as of an untrained model."
+    ),
+    wrong=_example("loads", 'LoadedParameter("w", 0, target="bfloat16 copy of w", memory="w")'),
+    right=_example("loads", 'LoadedParameter("w", 0, target="w", memory="w")'),
+    kind=ExampleKind.PYTHON,
+)
+
+
+def _check_memory(subject: Subject) -> Iterator[Finding]:
+    for load in subject.facts.loads:
+        if load.target != load.memory:
+            yield finding(
+                OTHER_MEMORY,
+                f"on rank {load.rank} `{load.parameter}` is read into `{load.target}`, and the model computes with "
+                f"`{load.memory}`",
+                help=f"read into `{load.memory}`, or copy `{load.target}` there after the load",
+            )
+
+
+RULES = (
+    Rule(NO_BIJECTION, _check_bijection),
+    Rule(OTHER_INDICES, _check_uses),
+    Rule(OTHER_MEMORY, _check_memory),
+)

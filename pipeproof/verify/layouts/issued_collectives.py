@@ -1,0 +1,247 @@
+"""PP208: each computation of the graph has the collectives that its layers' types need, in that order.
+
+The rules on matching find members of a group that disagree. This rule finds
+what all members leave out, add or change alike, which no comparison between
+ranks can find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
+from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
+from pipeproof.specs.memory import MemorySpec
+from pipeproof.stages.describe.boundary import work_item_sizes
+from pipeproof.stages.describe.derive_types import TypedLayer
+from pipeproof.stages.describe.layers import Collective, CollectiveKind, is_block, layer_kind
+from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.verify.subject import Rule, Subject, finding
+
+
+def _example(left_out: str) -> str:
+    return (
+        "from pipeproof.schedule.op_table import build_graph\n"
+        "from pipeproof.specs.load_plan import plan_from_dict\n"
+        "from pipeproof.verify.subject import make_subject\n\n"
+        "subject = make_subject(plan_from_dict({\n"
+        '    "pipeproof": 1,\n'
+        '    "model": {"kind": "gpt", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 32, '
+        '"vocab_size": 32, "seq_length": 8},\n'
+        '    "topology": {"pp": 2, "tp": 2},\n'
+        '    "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 2},\n'
+        "}))\n"
+        f'rows = [[row for row in rank if str(row.op) != "{left_out}"] for rank in subject.graph.rows()]\n'
+        "subject = subject.with_graph(build_graph(rows, subject.graph.tensors, subject.graph.groups))"
+    )
+
+
+ISSUED = RuleDoc(
+    code="PP208",
+    title="a computation issues other collectives than its layers need",
+    severity="error",
+    explanation=(
+        "All members of a group issue the same collectives, and still they are not those that the layouts inside "
+        "the layers need: one is missing, is of another kind, size or type, or is at another place. Each rank then "
+        "continues with an addend in place of a sum, or with a shard in place of the whole. Nothing hangs, because all "
+        "ranks do the same."
+    ),
+    wrong=_example("0F0/1.ALL_REDUCE:tp"),
+    right=_example(""),
+    kind=ExampleKind.PYTHON,
+)
+
+_KINDS: Mapping[CollectiveKind, OpKind] = {
+    CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
+    CollectiveKind.ALL_GATHER: OpKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL: OpKind.ALL_TO_ALL,
+}
+_FORWARDS, _BACKWARDS = frozenset({OpKind.FORWARD}), frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
+_COMPUTES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+
+
+class _Needed:
+    """Collectives that each computation of a plan needs, by size of a work item, stage and kind, as columns."""
+
+    def __init__(self, subject: Subject) -> None:
+        plan, graph = subject.plan, subject.graph
+        self._num_stages = len(plan.stages)
+        sizes, self._by_work_item = work_item_sizes(plan.spec)
+        names = {name: code for code, name in enumerate(graph.reduction_names)}
+        self.of_activations = plan.spec.run.dtype
+        self._dtypes = dtypes = {dtype: code for code, dtype in enumerate({t.dtype: None for t in graph.tensors})}
+        self.calls: list[list[Collective]] = []
+        for size in sizes:
+            typed = typed_gpt(plan.spec, size)
+            for stage_layers in plan.stages:
+                layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
+                self.calls += [list(_calls(kind, layers, plan.spec.memory)) for kind in _COMPUTES]
+        self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
+        self.first = np.cumsum(self.count) - self.count
+        rows = [
+            (
+                KIND_CODE[_KINDS[c.kind]],
+                AXES.index(c.axis),
+                c.numel,
+                names.get(c.reduction, NONE),
+                NONE if self.dtype_of(c) == self.of_activations else dtypes.get(self.dtype_of(c), len(dtypes)),
+            )
+            for calls in self.calls
+            for c in calls
+        ]
+        self.table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+    def dtype_of(self, call: Collective) -> str:
+        """The type of the elements of a call."""
+        return call.dtype or self.of_activations
+
+    def found_dtypes(self, graph: OpGraph) -> IntColumn:
+        """By operation the type of its elements as in ``table``: ``NONE`` for that of activations."""
+        codes = [
+            NONE if tensor.dtype == self.of_activations else self._dtypes[tensor.dtype] for tensor in graph.tensors
+        ]
+        return np.array([*codes, NONE], dtype=np.int64)[graph.tensor]
+
+    def slots(self, graph: OpGraph, parents: IntColumn) -> IntColumn:
+        """The place of each computation in ``calls``; ``NONE`` for a stage or work item that the plan does not have."""
+        place_of_kind = np.full(max(KIND_CODE.values()) + 1, NONE, dtype=np.int64)
+        for place, kind in enumerate(_COMPUTES):
+            place_of_kind[KIND_CODE[kind]] = place
+        stage, work_item = graph.stage[parents], graph.work_item[parents]
+        known = (stage >= 0) & (stage < self._num_stages)
+        size = np.zeros_like(stage)
+        if self._by_work_item:
+            known &= (work_item >= 0) & (work_item < len(self._by_work_item))
+            size = np.array(self._by_work_item, dtype=np.int64)[np.where(known, work_item, 0)]
+        slot = (size * self._num_stages + stage) * len(_COMPUTES) + place_of_kind[graph.kind[parents]]
+        return np.where(known, slot, NONE)
+
+
+def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], memory: MemorySpec) -> Iterator[Collective]:
+    """The collectives of one computation.
+
+    A block that is computed again issues those of its forward again, right before those of its backward. The weights'
+    gradients issue none, unless what they read is gathered again; in a whole backward that comes last.
+    """
+    if kind in _FORWARDS:
+        for _, layer in layers:
+            yield from layer.forward
+        return
+    if kind in _BACKWARDS:
+        for name, layer in reversed(layers):
+            if memory.recompute == "full" and is_block(name):
+                yield from layer.forward
+            yield from layer.backward
+    if kind is not OpKind.BACKWARD_INPUT and memory.sequence_parallel_activations == "regather":
+        for _, layer in reversed(layers):
+            yield from layer.weights
+
+
+def _check_issued(subject: Subject) -> Iterator[Finding]:
+    graph = subject.graph
+    needed = _Needed(subject)
+    parents = np.flatnonzero(graph.is_kind(frozenset(_COMPUTES)))
+    wrong = _differs(graph, needed, parents)
+    if not wrong.any():
+        return
+    alike = _all_members(subject, parents, wrong)
+    reported: set[tuple[int, int]] = set()
+    for parent in parents[alike].tolist():
+        op = graph.ops[parent]
+        key = int(graph.stage[parent]), int(graph.kind[parent])
+        if key in reported:
+            continue
+        reported.add(key)
+        children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
+        same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
+        batches = len(np.unique(graph.work_item[parents[same]]))
+        yield finding(
+            ISSUED,
+            f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
+            + (f"; so in {batches} micro-batches" if batches > 1 else ""),
+            help="issue what the layers need, in their order, on every member of the group",
+            witness=OpsWitness(tuple(subject.witness_op(i) for i in (parent, *children))),
+        )
+
+
+def _differs(graph: OpGraph, needed: _Needed, parents: IntColumn) -> BoolColumn:
+    """Mask of the computations whose children are not those that they need."""
+    children = np.flatnonzero(graph.is_kind(CHILD_KINDS) & (graph.parent != NONE))
+    children = children[np.isin(graph.kind[graph.parent[children]], [KIND_CODE[kind] for kind in _COMPUTES])]
+    slot = np.full(graph.num_ops, NONE, dtype=np.int64)
+    slot[parents] = needed.slots(graph, parents)
+    num_children = np.bincount(graph.parent[children], minlength=graph.num_ops)
+    wrong = np.zeros(graph.num_ops, dtype=bool)
+    known = parents[slot[parents] != NONE]
+    wrong[known] = num_children[known] != needed.count[slot[known]]
+    parent = graph.parent[children]
+    place = place_in_group(parent)
+    fits = (slot[parent] != NONE) & (place < needed.count[slot[parent]])
+    children, parent, place = children[fits], parent[fits], place[fits]
+    if len(children):
+        expected = needed.table[needed.first[slot[parent]] + place]
+        found = np.stack(
+            [
+                graph.kind[children],
+                graph.axis[children],
+                (graph.stop - graph.start)[children],
+                graph.reduction[children],
+                needed.found_dtypes(graph)[children],
+            ],
+            axis=1,
+        )
+        wrong[parent[(found != expected).any(axis=1)]] = True
+    return wrong[parents]
+
+
+def _all_members(subject: Subject, parents: IntColumn, wrong: BoolColumn) -> BoolColumn:
+    """Mask of the wrong computations that are wrong on every rank of their tensor- and context-parallel groups."""
+    graph, mesh = subject.graph, subject.plan.mesh
+    rank = np.array(graph.global_rank, dtype=np.int64)
+    replica: IntColumn = np.zeros_like(rank)
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        rank, coord = np.divmod(rank, size)
+        replica = replica * size + (0 if axis in ("tp", "cp") else coord)
+    columns = (replica[graph.rank[parents]], *(c[parents] for c in (graph.stage, graph.kind, graph.work_item)))
+    _, team = np.unique(packed(*columns), return_inverse=True)
+    right = np.bincount(team, weights=~wrong)
+    members_right: BoolColumn = right[team] > 0
+    return wrong & ~members_right
+
+
+def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) -> str:
+    """The first call that is not as needed."""
+    expected = needed.calls[int(needed.slots(graph, np.array([parent]))[0])]
+    names = graph.reduction_names
+    for place in range(max(len(children), len(expected))):
+        call = expected[place] if place < len(expected) else None
+        child = children[place] if place < len(children) else None
+        needs = "none" if call is None else f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({call.label})"
+        if call is not None and call.dtype is not None:
+            needs += f" in {call.dtype}"
+        if child is None:
+            return f"{len(children)} collectives and needs {len(expected)}: number {place} should be {needs}"
+        found = graph.ops[child]
+        size = int(graph.stop[child] - graph.start[child])
+        tensor = int(graph.tensor[child])
+        dtype = needed.of_activations if tensor == NONE else graph.tensors[tensor].dtype
+        is_same = call is not None and (found.kind, found.axis, size, names[int(graph.reduction[child])], dtype) == (
+            _KINDS[call.kind],
+            call.axis,
+            call.numel,
+            call.reduction,
+            needed.dtype_of(call),
+        )
+        if not is_same:
+            own = "" if dtype == needed.of_activations else f" in {dtype}"
+            return f"{found.kind} of {size} over {found.axis}{own} as its collective {place}, and needs {needs}"
+    raise AssertionError("the computation was found wrong")
+
+
+RULES = (Rule(ISSUED, _check_issued, needs_plan=True),)

@@ -1,0 +1,222 @@
+"""Uses of buffers: the buffers that each operation reads, writes and frees.
+
+Rows may name buffers of their rank (``recv[0]``), or of another rank
+(``symmetric@1``: one-sided access to memory of rank 1). In addition, the kind
+of an operation implies what it does to the tensors of its stage and
+micro-batch, which are fresh in every step:
+
+- a receive writes the tensor that its stage gets; a forward, or a backward,
+  reads it, after the gather where a slice came;
+- a forward writes its output and what it keeps, a backward the gradient of
+  its input; sends read these, after the slice where a slice goes;
+- between two stages of one rank the second reads what the first wrote;
+- backwards read what was kept, and what the forward got, and add to the
+  stage's gradient, which reductions and scalings change and the optimizer reads;
+- ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
+  ``GATHER_WEIGHT`` reads and writes them;
+- ``FREE(x)`` frees what x reads and writes.
+
+An operation uses its buffers from its start to its done; a collective uses
+memory of another rank until that rank's member is done. Gradients, weights and
+named buffers last from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, OpKind
+from pipeproof.verify.lifetime.tensor_buffers import (
+    FREES,
+    GRADIENT,
+    INPUT_GRAD,
+    KEPT,
+    OUTPUT,
+    READS,
+    WRITES,
+    StageTensors,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Uses of buffers, one entry per (buffer, operation), by buffer and then program order.
+
+    ``mode`` has the bits READS, WRITES and FREES. Buffers are numbers: first
+    the tensors of one micro-batch, then from ``first_lasting`` gradients and
+    weights, then from ``first_named`` what rows name. ``names`` holds these by
+    place: ``(rank, name)``. A use lasts from the start of ``op`` to the done of
+    ``end``, which is another operation only where a collective uses memory of
+    another rank.
+    """
+
+    buffer: IntColumn
+    op: IntColumn
+    end: IntColumn
+    mode: IntColumn
+    first_lasting: int
+    first_named: int
+    names: Sequence[tuple[int, str]]
+    tensors: StageTensors
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    @cached_property
+    def last_change(self) -> tuple[IntColumn, IntColumn]:
+        """For each use, where the uses of its buffer begin, and the last write or free before it there (else NONE)."""
+        if not len(self):
+            return self.buffer, self.buffer
+        place = np.arange(len(self))
+        begins = np.maximum.accumulate(np.where(np.diff(self.buffer, prepend=NONE) != 0, place, 0))
+        changed = np.maximum.accumulate(np.where(self.changes, place, NONE))
+        last = np.concatenate([[NONE], changed[:-1]])
+        return begins, np.where(last >= begins, last, NONE)
+
+    @property
+    def reads(self) -> BoolColumn:
+        """Mask of the uses that read their buffer."""
+        return np.asarray((self.mode & READS) != 0)
+
+    @cached_property
+    def changes(self) -> BoolColumn:
+        """Mask of the uses that write or free their buffer."""
+        return np.asarray((self.mode & (WRITES | FREES)) != 0)
+
+    def at(self, places: IntColumn) -> Uses:
+        """The uses at these places, in this order."""
+        buffer, op, end, mode = (column[places] for column in (self.buffer, self.op, self.end, self.mode))
+        return replace(self, buffer=buffer, op=op, end=end, mode=mode)
+
+    @cached_property
+    def shared(self) -> set[int]:
+        """Buffers that collectives of several ranks use together: each member its part."""
+        return set(self.buffer[self.end != self.op].tolist())
+
+    @property
+    def is_kept(self) -> BoolColumn:
+        """Mask of the uses of activations that a forward keeps for its backward."""
+        return self.tensors.is_named(self.buffer, KEPT)
+
+    @property
+    def is_made(self) -> BoolColumn:
+        """Mask of the uses of a stage's output, or of the gradient of its input."""
+        return self.tensors.is_named(self.buffer, OUTPUT, INPUT_GRAD)
+
+    @property
+    def is_gradient(self) -> BoolColumn:
+        """Mask of the uses of a stage's gradient (not of a named buffer)."""
+        lasting = (self.buffer >= self.first_lasting) & (self.buffer < self.first_named)
+        return np.asarray(lasting & ((self.buffer - self.first_lasting) % 2 == GRADIENT))
+
+    def name_of(self, buffer: int) -> tuple[int, str] | None:
+        """The rank and name of a buffer that rows name, else None."""
+        return None if buffer < self.first_named else self.names[buffer - self.first_named]
+
+
+def uses_of(graph: OpGraph) -> Uses:
+    """All uses of a graph's buffers. Linear in rows, but for one sort."""
+    tensors = StageTensors(graph)
+    flow = list(tensors.flow())
+    first_lasting = tensors.num_buffers
+    first_named = first_lasting + tensors.num_lasting
+    named, names = _named(graph, first_named)
+    parts = [(buffer, op, np.full(len(op), bits)) for buffer, op, bits in flow]
+    parts.append(named)
+    parts.append(_freed(graph, parts))
+    parts += [(buffer + first_lasting, op, np.full(len(op), bits)) for buffer, op, bits in tensors.lasting()]
+    buffer, op, mode = _merged([np.concatenate(columns) for columns in zip(*parts, strict=True)], graph.num_ops)
+    end = _ends(graph, buffer, op, first_named, names)
+    return Uses(buffer, op, end, mode, first_lasting, first_named, names, tensors)
+
+
+def _named(graph: OpGraph, first: int) -> tuple[tuple[IntColumn, IntColumn, IntColumn], list[tuple[int, str]]]:
+    """Uses of buffers that rows name, numbered from ``first``, and the numbers' meaning."""
+    accesses = graph.accesses
+    rank = graph.rank[accesses.op]
+    numbers: dict[tuple[int, str], int] = {}
+    pairs, inverse = np.unique(rank * (len(graph.buffers) + 1) + accesses.buffer, return_inverse=True)
+    number = np.empty(len(pairs), dtype=np.int64)
+    for i, pair in enumerate(pairs.tolist()):
+        own_rank, code = divmod(pair, len(graph.buffers) + 1)
+        number[i] = numbers.setdefault(_where(graph.buffers[code], own_rank, graph.num_ranks), len(numbers))
+    buffer = number[inverse] + first
+    return (buffer, accesses.op, 1 << accesses.mode), list(numbers)
+
+
+def _ends(
+    graph: OpGraph, buffer: IntColumn, op: IntColumn, first_named: int, names: Sequence[tuple[int, str]]
+) -> IntColumn:
+    """By whose done each use has ended: the operation's own, or that of the member on the buffer's rank."""
+    named = np.flatnonzero(buffer >= first_named)
+    if not len(named):
+        return op
+    holder = np.array([rank for rank, _ in names], dtype=np.int64)[buffer[named] - first_named]
+    end = op.copy()
+    abroad = graph.is_kind(COLLECTIVE_KINDS)[op[named]] & (holder != graph.rank[op[named]])
+    for place, rank in zip(named[abroad].tolist(), holder[abroad].tolist(), strict=True):
+        members = graph.members_of(int(op[place]))
+        end[place] = next((member for member in members if graph.rank[member] == rank), op[place])
+    return end
+
+
+def _where(name: str, own_rank: int, num_ranks: int) -> tuple[int, str]:
+    """The rank that holds a buffer: the row's own, or, of ``name@rank``, that one."""
+    base, _, at = name.rpartition("@")
+    if base and at.isdecimal() and int(at) < num_ranks:
+        return int(at), base
+    return own_rank, name
+
+
+def _freed(
+    graph: OpGraph, parts: Sequence[tuple[IntColumn, IntColumn, IntColumn]]
+) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Buffers that each FREE(x) frees: all that x uses."""
+    frees = np.flatnonzero(graph.kind == KIND_CODE[OpKind.FREE])
+    target = _targets(graph, frees)
+    frees, target = frees[target != NONE], target[target != NONE]
+    buffer, op = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    by_op = np.argsort(op, kind="stable")
+    first, last = (np.searchsorted(op[by_op], target, side=side) for side in ("left", "right"))
+    count = last - first
+    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    return buffer[by_op[place]], np.repeat(frees, count), np.full(len(place), FREES)
+
+
+def _targets(graph: OpGraph, frees: IntColumn) -> IntColumn:
+    """The operation that each FREE names: the last of its name before it on its rank, else the first after it."""
+    target = np.full(len(frees), NONE, dtype=np.int64)
+    named = {int(graph.target_kind[free]) for free in frees}
+    candidates = np.flatnonzero(np.isin(graph.kind, list(named)) & (graph.target_kind == NONE))
+    columns = (graph.rank, graph.stage, graph.work_item, graph.axis)
+    kinds = np.concatenate([graph.target_kind[frees], graph.kind[candidates]])
+    both = np.concatenate([frees, candidates])
+    key = np.unique(np.stack([kinds, *(c[both] for c in columns)]), axis=1, return_inverse=True)[1].reshape(-1)
+    free_key, key = key[: len(frees)], key[len(frees) :]
+    order = np.argsort(key, kind="stable")
+    candidates, place_key = candidates[order], key[order] * graph.num_ops + candidates[order]
+    after = np.searchsorted(place_key, free_key * graph.num_ops + frees)
+    for place in (after, after - 1):  # the one before it, where there is one, has the last word
+        inside = (place >= 0) & (place < len(candidates))
+        fits = np.flatnonzero(inside)[place_key[place[inside]] // graph.num_ops == free_key[inside]]
+        target[fits] = candidates[place[fits]]
+    return target
+
+
+def _merged(columns: Sequence[IntColumn], num_ops: int) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Columns (buffer, op, mode) sorted by buffer and op, modes of one operation's uses of one buffer joined."""
+    buffer, op, mode = columns
+    bits = max(num_ops, 1).bit_length()
+    packed = np.sort((((buffer << bits) | op) << 3) | mode)
+    key, mode = packed >> 3, packed & 7
+    begins = np.flatnonzero(np.diff(key, prepend=NONE))
+    if len(begins) < len(key):
+        mode = np.bitwise_or.reduceat(mode, begins)
+        key = key[begins]
+    return key >> bits, key & ((1 << bits) - 1), mode

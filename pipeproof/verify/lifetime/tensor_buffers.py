@@ -1,0 +1,254 @@
+"""The buffers that the kinds of operations imply: the tensors of each stage and micro-batch, gradients, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.schedule.columns import FREE, READ, WRITE
+from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
+from pipeproof.schedule.ops import COMPUTE_KINDS, GATHER_KINDS, KIND_CODE, SLICE_KINDS, OpKind
+
+READS, WRITES, FREES = 1 << READ, 1 << WRITE, 1 << FREE
+"""Bits of what an operation does to a buffer."""
+
+Part = tuple[IntColumn, IntColumn, int]
+"""(buffer, operation, bits): uses of one kind as columns."""
+
+_RECVS = (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
+_SENDS = (OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD)
+_GATHERS = (OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD)
+_SLICES = (OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD)
+_FLOW_KINDS = COMPUTE_KINDS | GATHER_KINDS | SLICE_KINDS | {*_RECVS, *_SENDS}
+_BACKWARDS = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
+_ADDERS = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+_REDUCERS = (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD)
+
+OUTPUT, INPUT_GRAD, KEPT, INPUT, OUTPUT_GRAD = range(5)
+"""Tensors of a stage and micro-batch; INPUT and OUTPUT_GRAD only where they are gathered of slices."""
+_PER_PLACE = 5
+GRADIENT, WEIGHTS = 0, 1
+"""Tensors of a stage that last from step to step."""
+
+
+class _Numbering:
+    """Numbers 0, 1, .. for the keys that occur, in order; NONE for any other key."""
+
+    def __init__(self, keys: IntColumn) -> None:
+        room = int(keys.max(initial=NONE)) + 1
+        self._table: IntColumn | None = None
+        self._keys = keys
+        if room <= 8 * len(keys) + 2**20:
+            present = np.zeros(room, dtype=bool)
+            present[keys] = True
+            self._table = np.where(present, np.cumsum(present) - 1, NONE)
+            self.count = int(present.sum())
+        else:
+            self._keys = np.unique(keys)
+            self.count = len(self._keys)
+
+    def of(self, keys: IntColumn) -> IntColumn:
+        """The numbers of keys, all of them >= 0."""
+        if self._table is not None:
+            known = keys < len(self._table)
+            return np.where(known, self._table[np.where(known, keys, 0)], NONE) if len(self._table) else keys * 0 - 1
+        place = np.minimum(np.searchsorted(self._keys, keys), self.count - 1)
+        return np.where(self._keys[place] == keys, place, NONE)
+
+
+class StageTensors:
+    """Uses of what each stage has of each micro-batch (``flow``), and of what lasts over steps (``lasting``).
+
+    A *place* is a (rank, stage, micro-batch) that occurs in the graph.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._graph = graph
+        flows = graph.is_kind(_FLOW_KINDS) & (graph.work_item != NONE) & (graph.stage >= 0)
+        self.rows = np.flatnonzero(flows)
+        self._num_stages = int(graph.stage.max(initial=0)) + 1
+        self._num_work_items = int(graph.work_item.max(initial=0)) + 1
+        self._stages = _Numbering(self._stage_key(self.rows))
+        stage = self._stages.of(self._stage_key(self.rows))
+        self._places = _Numbering(stage * self._num_work_items + graph.work_item[self.rows])
+        self.place = np.full(graph.num_ops, NONE, dtype=np.int64)
+        self.place[self.rows] = self._places.of(stage * self._num_work_items + graph.work_item[self.rows])
+        self._kind_of_row = graph.kind[self.rows]
+
+    def _stage_key(self, rows: IntColumn, *, step: int = 0) -> IntColumn:
+        """A key of (rank, stage + ``step``), for ``step`` -1, 0 or 1."""
+        graph = self._graph
+        return graph.rank[rows] * (self._num_stages + 2) + graph.stage[rows] + step + 1
+
+    def of_kind(self, *kinds: OpKind) -> IntColumn:
+        """The operations of the given kinds that have a place, in program order."""
+        expected = np.zeros(len(KIND_CODE), dtype=bool)
+        expected[[KIND_CODE[kind] for kind in kinds]] = True
+        return self.rows[expected[self._kind_of_row]]
+
+    @property
+    def num_places(self) -> int:
+        """Number of (rank, stage, micro-batch) that occur."""
+        return self._places.count
+
+    def first_at(self, ops: IntColumn) -> IntColumn:
+        """By place the first of ``ops`` (in program order), else NONE."""
+        found = np.full(self.num_places, NONE, dtype=np.int64)
+        found[self.place[ops[::-1]]] = ops[::-1]
+        return found
+
+    def last_at(self, ops: IntColumn) -> IntColumn:
+        """By place the last of ``ops`` (in program order), else NONE."""
+        return self.first_at(ops[::-1])
+
+    def neighbour(self, ops: IntColumn, step: int) -> IntColumn:
+        """The place of the same micro-batch on the stage before or after, on the same rank; else NONE."""
+        stage = self._stages.of(self._stage_key(ops, step=step))
+        known = stage != NONE
+        key = np.where(known, stage, 0) * self._num_work_items + self._graph.work_item[ops]
+        return np.where(known, self._places.of(key), NONE)
+
+    @cached_property
+    def _portal(self) -> IntColumn:
+        """By operation, for what crosses the rank's border: a number for (place, direction, tensor, part).
+
+        Parts are what the messages of one tensor write, where several bring it.
+        """
+        graph = self._graph
+        rows = self.of_kind(*_RECVS, *_SENDS, *_GATHERS, *_SLICES)
+        forward = self._kind_is(rows, OpKind.RECV_FORWARD, OpKind.SEND_FORWARD, _GATHERS[0], _SLICES[0])
+        stage = self._stages.of(self._stage_key(rows))
+        key = (stage * (len(graph.tensors) + 1) + graph.tensor[rows] + 1) * 2 + forward
+        kinds = _Numbering(key)
+        key = kinds.of(key) * self._num_work_items + graph.work_item[rows]
+        key = _Numbering(key).of(key) * (int(graph.start[rows].max(initial=0)) + 1) + self._part(rows)
+        portal = np.full(graph.num_ops, NONE, dtype=np.int64)
+        portal[rows] = _Numbering(key).of(key)
+        return portal
+
+    def _part(self, rows: IntColumn) -> IntColumn:
+        """Offset in its tensor at which each receive begins to write, if no gather follows; else 0."""
+        graph = self._graph
+        gathered = np.unique(graph.tensor[self.of_kind(*_GATHERS)])
+        alone = (self._kind_is(rows, *_RECVS) == 1) & ~np.isin(graph.tensor[rows], gathered)
+        return np.where(alone, graph.start[rows], 0)
+
+    def _kind_is(self, ops: IntColumn, *kinds: OpKind) -> IntColumn:
+        return np.isin(self._graph.kind[ops], [KIND_CODE[kind] for kind in kinds]).astype(np.int64)
+
+    @cached_property
+    def num_buffers(self) -> int:
+        """Number of buffers of ``flow``."""
+        return self.num_places * _PER_PLACE + (int(self._portal.max(initial=NONE)) + 1)
+
+    def _at(self, place: IntColumn, name: int) -> IntColumn:
+        return place * _PER_PLACE + name
+
+    def _border(self, ops: IntColumn) -> IntColumn:
+        return self.num_places * _PER_PLACE + self._portal[ops]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if all computation is in order on the compute queues and the program frees nothing."""
+        graph = self._graph
+        special = graph.is_kind(frozenset({OpKind.FREE, OpKind.UNSHARD, OpKind.RESHARD}))
+        return not (special.any() or (graph.queue > 0).any() or (graph.batch != NONE).any())
+
+    def flow(self) -> Iterator[Part]:
+        """Uses of tensors that are fresh in every step."""
+        yield from self._incoming(_RECVS[0], _GATHERS[0], INPUT, OpKind.FORWARD)
+        yield from self._incoming(_RECVS[1], _GATHERS[1], OUTPUT_GRAD, *_BACKWARDS)
+        yield from self._made(OUTPUT, _RECVS[0], -1, OpKind.FORWARD)
+        yield from self._made(INPUT_GRAD, _RECVS[1], +1, *_BACKWARDS)
+        yield from self._outgoing(_SENDS[0], _SLICES[0], OUTPUT)
+        yield from self._outgoing(_SENDS[1], _SLICES[1], INPUT_GRAD)
+        if not self.is_plain:  # else a matter of program order alone, which other rules look at
+            yield from self._kept()
+
+    def _incoming(self, recv: OpKind, gather: OpKind, name: int, *consumers: OpKind) -> Iterator[Part]:
+        recvs, gathers = self.of_kind(recv), self.of_kind(gather)
+        yield self._border(recvs), recvs, WRITES
+        gathered = np.isin(self._portal[recvs], self._portal[gathers]) if len(gathers) else np.zeros(len(recvs), bool)
+        yield self._border(gathers), gathers, READS
+        yield self._at(self.place[gathers], name), gathers, WRITES
+        for users in self._users(consumers):
+            for arrived, buffer in (
+                (recvs[~gathered], self._border(recvs[~gathered])),
+                (gathers, self._at(self.place[gathers], name)),
+            ):
+                user = users[self.place[arrived]]
+                yield buffer[user != NONE], user[user != NONE], READS
+
+    def _users(self, consumers: tuple[OpKind, ...]) -> Iterator[IntColumn]:
+        """By place, who reads what arrives: the operation it is for, and what follows from it in the backward."""
+        yield self.first_at(self.of_kind(*consumers))
+        if not self.is_plain:
+            later = _BACKWARDS if OpKind.FORWARD in consumers else ()
+            yield from (self.first_at(self.of_kind(kind)) for kind in (*later, OpKind.BACKWARD_WEIGHT))
+
+    def _made(self, name: int, recv: OpKind, step: int, *makers: OpKind) -> Iterator[Part]:
+        made = self.of_kind(*makers)
+        yield self._at(self.place[made], name), made, WRITES
+        received = self.first_at(self.of_kind(recv)) != NONE
+        alone = made[~received[self.place[made]]]
+        source = self.neighbour(alone, step)
+        computed = self.first_at(made) != NONE
+        local = np.flatnonzero((source != NONE) & computed[source])
+        yield self._at(source[local], name), alone[local], READS
+
+    def _outgoing(self, send: OpKind, slicer: OpKind, name: int) -> Iterator[Part]:
+        sends, slices = self.of_kind(send), self.of_kind(slicer)
+        yield self._at(self.place[slices], name), slices, READS
+        yield self._border(slices), slices, WRITES
+        sliced = np.isin(self._portal[sends], self._portal[slices]) if len(slices) else np.zeros(len(sends), bool)
+        yield self._border(sends[sliced]), sends[sliced], READS
+        yield self._at(self.place[sends[~sliced]], name), sends[~sliced], READS
+
+    def _kept(self) -> Iterator[Part]:
+        for kind, bits in (
+            (OpKind.FORWARD, WRITES),
+            (OpKind.BACKWARD, READS),
+            (OpKind.BACKWARD_INPUT, READS | WRITES),
+            (OpKind.BACKWARD_WEIGHT, READS),
+        ):
+            ops = self.of_kind(kind)
+            yield self._at(self.place[ops], KEPT), ops, bits
+
+    def is_named(self, buffer: IntColumn, *names: int) -> BoolColumn:
+        """Mask of the numbers that are buffers of ``flow`` with one of these names (KEPT, ..)."""
+        return (buffer < self.num_places * _PER_PLACE) & np.isin(buffer % _PER_PLACE, names)
+
+    @property
+    def num_lasting(self) -> int:
+        """Number of buffers of ``lasting``."""
+        return 2 * self._graph.num_ranks * self._num_stages
+
+    def lasting(self) -> Iterator[Part]:
+        """Uses of each stage's gradients and weights, which the next step uses again."""
+        if self.is_plain:
+            return
+        graph = self._graph
+        sharded = bool(graph.is_kind(frozenset({OpKind.UNSHARD, OpKind.RESHARD})).any())
+        for kinds, name, bits in (
+            (_ADDERS, GRADIENT, READS | WRITES),
+            (_REDUCERS, GRADIENT, READS | WRITES),
+            ((OpKind.STEP,), GRADIENT, READS),
+            (tuple(COMPUTE_KINDS), WEIGHTS, READS),
+            ((OpKind.UNSHARD,), WEIGHTS, WRITES),
+            ((OpKind.RESHARD,), WEIGHTS, FREES),
+            (() if sharded else (OpKind.STEP,), WEIGHTS, WRITES),
+            ((OpKind.GATHER_WEIGHT,), WEIGHTS, READS | WRITES),
+        ):
+            ops = np.flatnonzero(graph.is_kind(frozenset(kinds)))
+            yield self._of_stage(ops, name), ops, bits
+        parent = graph.parent
+        for kind, name in ((OpKind.REDUCE_GRAD, GRADIENT), (OpKind.GATHER_WEIGHT, WEIGHTS)):
+            children = np.flatnonzero((parent != NONE) & (graph.kind[parent] == KIND_CODE[kind]))
+            yield self._of_stage(children, name), children, READS | WRITES
+
+    def _of_stage(self, ops: IntColumn, name: int) -> IntColumn:
+        graph = self._graph
+        return (graph.rank[ops] * self._num_stages + graph.stage[ops]) * 2 + name

@@ -1,0 +1,286 @@
+"""PP123 to PP127: each p2p tensor arrives once, from the rank that made it, and in time.
+
+A tensor flows from the stage that makes it to the rank that computes with it:
+an activation to the next stage, a gradient to the one before. Between two
+stages of one rank it stays in memory, in program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
+from pipeproof.schedule.ops import SEND_KINDS, OpKind
+from pipeproof.verify.completeness import is_expected
+from pipeproof.verify.fifo_matching import partner_of
+from pipeproof.verify.subject import Rule, Subject, finding, missing_op
+
+_PAYLOAD_KINDS = frozenset(
+    {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD},
+)
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """One direction: its receive, and where the maker's stage lies from the user's."""
+
+    receive: OpKind
+    source: int
+
+
+_DIRECTIONS = (_Direction(OpKind.RECV_FORWARD, -1), _Direction(OpKind.RECV_BACKWARD, +1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Messages:
+    """Transfers of tensors, as seen from the rank that is to compute with them.
+
+    ``row`` is the transfer, ``is_send`` which end it is; ``rank``, ``stage``
+    and ``work_item`` are where the tensor is needed, ``backward`` whether it
+    is a gradient, ``member`` which of the tensors that cross together it is.
+    """
+
+    row: IntColumn
+    is_send: BoolColumn
+    rank: IntColumn
+    stage: IntColumn
+    work_item: IntColumn
+    backward: IntColumn
+    member: IntColumn
+
+
+def _member_names(subject: Subject) -> list[str]:
+    return sorted({tensor.member for tensor in subject.graph.tensors} | {""})
+
+
+def _messages(subject: Subject) -> _Messages:
+    graph = subject.graph
+    row = np.flatnonzero(graph.is_kind(_PAYLOAD_KINDS))
+    is_send = graph.is_kind(SEND_KINDS)[row]
+    backward = graph.is_kind(frozenset({OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD}))[row].astype(np.int64)
+    step = np.where(is_send, np.where(backward == 1, -1, 1), 0)
+    names = _member_names(subject)
+    member_of = np.array([*(names.index(tensor.member) for tensor in graph.tensors), names.index("")], dtype=np.int64)
+    return _Messages(
+        row,
+        is_send,
+        np.where(is_send, graph.peer[row], graph.rank[row]),
+        graph.stage[row] + step,
+        graph.work_item[row],
+        backward,
+        member_of[graph.tensor[row]],
+    )
+
+
+def _needed(subject: Subject, direction: _Direction) -> tuple[IntColumn, IntColumn]:
+    """(entries that use a tensor of another stage, the entry of its maker on the same rank or ``NONE``)."""
+    table = subject.computes
+    uses = (table.forwards if direction.receive is OpKind.RECV_FORWARD else table.backwards) > 0
+    source = table.stage + direction.source
+    stages = np.array(sorted(subject.stage_owners), dtype=np.int64)
+    entries = np.flatnonzero(uses & np.isin(source, stages))
+    return entries, table.find(table.rank[entries], source[entries], table.work_item[entries])
+
+
+def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction: _Direction) -> BoolColumn:
+    """Mask of the entries whose input is made on the same rank: by the plan's placement, else by what it runs."""
+    if subject.lowered is None:
+        ran: BoolColumn = maker != NONE
+        return ran
+    table = subject.computes
+    return is_expected(subject, table.rank[entries], table.stage[entries] + direction.source, table.work_item[entries])
+
+
+NEVER_SENT = RuleDoc(
+    code="PP125",
+    title="a stage computes with a tensor that is never sent to it",
+    severity="error",
+    explanation=(
+        "Every stage but the first reads the activation of the stage before, every stage but the last the gradient "
+        "of the stage after. Where neither the send nor the receive is in the programs no backend notices: the "
+        "stage computes with the old contents of its buffer. Where a boundary has several tensors, each micro-batch "
+        "needs all of them."
+    ),
+    wrong="rank 0: 0F0 0SEND_F0{peer=1} 0F1 WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1F1",
+    right=(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1"
+    ),
+)
+
+
+def _check_never_sent(subject: Subject) -> Iterator[Finding]:
+    table, messages = subject.computes, _messages(subject)
+    expected = is_expected(subject, table.rank, table.stage, table.work_item)
+    names = _member_names(subject)
+    for backward, direction in enumerate(_DIRECTIONS):
+        entries, maker = _needed(subject, direction)
+        entries = entries[~_is_local(subject, entries, maker, direction) & expected[entries]]
+        here = messages.backward == backward
+        owed, member = _owed(subject, entries, messages.stage[here], messages.member[here])
+        known = packed(
+            np.concatenate([messages.rank[here], table.rank[owed]]),
+            np.concatenate([messages.stage[here], table.stage[owed]]),
+            np.concatenate([messages.work_item[here], table.work_item[owed]]),
+            np.concatenate([messages.member[here], member]),
+        )
+        num_sent = len(known) - len(owed)
+        for place in np.flatnonzero(~np.isin(known[num_sent:], known[:num_sent])).tolist():
+            yield _never_sent(subject, int(owed[place]), direction, names[int(member[place])])
+
+
+def _owed(subject: Subject, entries: IntColumn, stage: IntColumn, member: IntColumn) -> tuple[IntColumn, IntColumn]:
+    """(entry, member) of each tensor that must come to an entry, from (stage, member) of those that come to any.
+
+    What comes for one micro-batch is owed to all. With a plan at least one
+    tensor crosses each boundary; a graph alone may leave a boundary out.
+    """
+    num_members = len(_member_names(subject))
+    crossing = np.unique(stage * num_members + member)
+    users = subject.computes.stage[entries]
+    if subject.lowered is not None:
+        crossing = np.concatenate([crossing, np.setdiff1d(users, crossing // num_members) * num_members])
+    parts = [np.flatnonzero(np.isin(users * num_members + m, crossing)) for m in range(num_members)]
+    owing = np.concatenate(parts)
+    return entries[owing], np.repeat(np.arange(num_members), [len(part) for part in parts])
+
+
+def _never_sent(subject: Subject, entry: int, direction: _Direction, member: str) -> Finding:
+    graph, table = subject.graph, subject.computes
+    rank, stage, work_item = (int(column[entry]) for column in (table.rank, table.stage, table.work_item))
+    receive = graph.op_of(direction.receive, stage, work_item)
+    send = partner_of(receive)
+    forward = direction.receive is OpKind.RECV_FORWARD
+    user = int((table.first[OpKind.FORWARD] if forward else table.first_backward)[entry])
+    what = f"`{member}`, {send} to {receive}," if member else f"what {send} would send and {receive} receive"
+    makers, users = (_replicas(subject, of, work_item) for of in (send.stage, stage))
+    maker = makers[users.index(rank) % len(makers)]  # replicas have one order on every stage
+    return finding(
+        NEVER_SENT,
+        f"{subject.coords_text(rank)} runs {graph.ops[user]} without {what}: neither is in any program",
+        help=f"add {send} to the rank of stage {send.stage} and {receive} with its wait before {graph.ops[user]}",
+        witness=OpsWitness(
+            (
+                missing_op(graph.global_rank[maker], send),
+                missing_op(graph.global_rank[rank], receive),
+                subject.witness_op(user),
+            )
+        ),
+    )
+
+
+def _replicas(subject: Subject, stage: int, work_item: int) -> list[int]:
+    """The ranks that owe a work item of a stage: of several copies of the stage those of one."""
+    ranks = np.array(subject.stage_owners[stage], dtype=np.int64)
+    due = is_expected(subject, ranks, np.full_like(ranks, stage), np.full_like(ranks, work_item))
+    return [int(rank) for rank in ranks[due]]
+
+
+STRAY = RuleDoc(
+    code="PP126",
+    title="a tensor is sent that its stage does not use",
+    severity="error",
+    explanation=(
+        "Both ends agree, but the message has no place in the pipeline: the first stage receives an activation, the "
+        "last one a gradient, a rank sends what it does not compute or receives what it does not use, or the same "
+        "tensor crosses twice. At best it costs time; more often a rank has taken another one's role."
+    ),
+    wrong="rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 0F0",
+    right="rank 0: 0F0 0SEND_F0{peer=1} WAIT(0SEND_F0)\nrank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0",
+)
+
+
+def _check_stray(subject: Subject) -> Iterator[Finding]:
+    graph, messages = subject.graph, _messages(subject)
+    receives = np.flatnonzero(~messages.is_send & (graph.match[messages.row] != NONE))
+    row = messages.row[receives]
+    send = graph.match[row]
+    stage, work_item = messages.stage[receives], messages.work_item[receives]
+    source = stage + np.where(messages.backward[receives] == 1, 1, -1)
+
+    def has_no_place(rank: IntColumn, of_stage: IntColumn) -> BoolColumn:
+        """Not on a rank that owes the computation; one that computes nothing at all is not described, nor blamed."""
+        described = np.isin(rank, subject.computes.rank)
+        return described & ~is_expected(subject, rank, of_stage, work_item)
+
+    meant = (graph.stage[send] == source) & (graph.work_item[send] == work_item)  # else PP302 speaks
+    unused, unmade = meant & has_no_place(graph.rank[row], stage), meant & has_no_place(graph.rank[send], source)
+    again = meant & _come_already(graph, row)
+    for place in np.flatnonzero(unused | unmade | again).tolist():
+        ends = int(send[place]), int(row[place])
+        maker, user = graph.ops[ends[0]], graph.ops[ends[1]]
+        if unused[place]:
+            where = subject.coords_text(int(graph.rank[ends[1]]))
+            what = f"{where} receives {user}, but has no part in stage {user.stage}, which uses it"
+        elif unmade[place]:
+            where = subject.coords_text(int(graph.rank[ends[0]]))
+            what = f"{where} sends {maker}, but has no part in stage {maker.stage}, which makes it"
+        else:
+            where = subject.coords_text(int(graph.rank[ends[1]]))
+            what = f"{where} receives {user} again: the same elements of the same tensor have come already"
+        yield finding(
+            STRAY,
+            what,
+            help=f"remove {maker} and {user} with their waits, or compute where the tensor goes",
+            witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+        )
+
+
+def _come_already(graph: OpGraph, row: IntColumn) -> BoolColumn:
+    """Mask of the receives, given in program order, that bring elements of a tensor that an earlier one has brought."""
+    tensor = packed(graph.rank[row], graph.kind[row], graph.stage[row], graph.work_item[row], graph.tensor[row])
+    again = np.zeros(len(row), dtype=bool)
+    ordered = np.sort(tensor)
+    several = np.flatnonzero(np.isin(tensor, ordered[1:][ordered[1:] == ordered[:-1]]))  # none, or parts of a tensor
+    columns = [graph.peer[row[several]], graph.stop[row[several]], graph.start[row[several]], tensor[several]]
+    order = np.lexsort(columns)
+    same = np.all([column[order][1:] == column[order][:-1] for column in columns], axis=0)
+    again[several[order[1:][same]]] = True
+    return again
+
+
+LOCAL_ORDER = RuleDoc(
+    code="PP127",
+    title="a stage runs before the stage of the same rank that feeds it",
+    severity="error",
+    explanation=(
+        "Where a rank holds two neighbouring stages, as at the turn of a V schedule, nothing is sent between them: "
+        "the order of the rank's program alone ensures that the tensor is there. No transfer waits for it and no "
+        "backend notices."
+    ),
+    wrong="rank 0: 1F0 0F0 1B0 0B0",
+    right="rank 0: 0F0 1F0 1B0 0B0",
+)
+
+
+def _check_local_order(subject: Subject) -> Iterator[Finding]:
+    graph, table = subject.graph, subject.computes
+    expected = is_expected(subject, table.rank, table.stage, table.work_item)  # of the others PP124 speaks
+    for direction in _DIRECTIONS:
+        entries, maker = _needed(subject, direction)
+        local = (maker != NONE) & expected[entries] & expected[maker]
+        entries, maker = entries[local], maker[local]
+        first = table.first[OpKind.FORWARD] if direction.receive is OpKind.RECV_FORWARD else table.first_backward
+        user, feeder = first[entries], first[maker]
+        for place in np.flatnonzero(user < feeder).tolist():
+            ends = int(user[place]), int(feeder[place])
+            early, late = (graph.ops[op_id] for op_id in ends)
+            yield finding(
+                LOCAL_ORDER,
+                f"{subject.coords_text(int(graph.rank[ends[0]]))} runs {early} before {late}, whose result it reads",
+                help=f"move {late} before {early}",
+                witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+            )
+
+
+RULES = (
+    Rule(NEVER_SENT, _check_never_sent),
+    Rule(STRAY, _check_stray),
+    Rule(LOCAL_ORDER, _check_local_order),
+)

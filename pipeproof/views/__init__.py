@@ -1,0 +1,1 @@
+"""Timelines and tables as text, pictures and trace files."""

@@ -1,0 +1,138 @@
+"""A timeline as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+One process per rank, one thread per queue (the compute queue first), one
+complete event per span, a flow arrow from each send to the arrival of its
+message, and a counter of the activations that each rank holds.
+
+Times are microseconds since the first start, with three digits: whole
+nanoseconds is what viewers store. Both ends of a span are rounded and its
+duration is their difference, so that neighbouring slices never come to overlap.
+
+A viewer turns an arrow round where its head is on a slice that begins before
+the tail's, and a receive is posted early. So each arrow leads to a mark of no
+length at the end of the receive, in the category ``arrival``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.sim.timeline import Timeline
+from pipeproof.views.memory_curves import Curve, all_curves
+from pipeproof.views.trace_slices import Queue, Slices
+
+_Event = str
+"""An event written out. A dict for each and its encoding would take most of the time of a large file."""
+_SEND, _ARRIVAL, _SLICE, _COUNTER = range(4)
+"""Order of events at one time. A viewer binds an arrow to the slice that was opened last on the thread when it
+reads the arrow: a tail must follow its send, and a head must come before the next slice of its thread."""
+
+ARRIVAL = "arrival"
+"""The category of the marks that arrows lead to; they are no operations."""
+
+
+def trace_json(timeline: Timeline, curves: Sequence[Curve] = ()) -> str:
+    """The trace file's text, one event a line; the same bytes for the same timeline. ``curves`` are counters, too.
+
+    First the names of processes and threads, then slices, arrows and counters
+    by time. Spans of no length are left out, except compute and transfers.
+    """
+    slices = Slices(timeline)
+    threads = _threads(slices)
+    timed = [*_slices(slices, threads), *_arrows(slices, threads), *_counters(slices, all_curves(timeline, curves))]
+    timed.sort(key=itemgetter(0))
+    lines = ",\n".join([*_names(slices, threads), *(event for _, event in timed)])
+    other = json.dumps({"clock": timeline.clock}, separators=(",", ":"))
+    return f'{{"traceEvents":[\n{lines}\n],"displayTimeUnit":"ns","otherData":{other}}}\n'
+
+
+def write_trace(timeline: Timeline, path: Path, curves: Sequence[Curve] = ()) -> None:
+    """Write the trace file, overwriting what is there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(trace_json(timeline, curves), encoding="utf-8", newline="\n")
+
+
+_Key = tuple[int, int, int, int, int, int, int]
+"""(time, order at one time, process, thread, step, op id, slice before its arrow)."""
+_Threads = Mapping[Queue, int]
+
+
+def _threads(slices: Slices) -> _Threads:
+    """Thread ids of the queues of each rank, from 0."""
+    result: dict[Queue, int] = {}
+    counts = [0] * len(slices.timeline.ranks)
+    for rank, queue in slices.queues:
+        result[rank, queue] = counts[rank]
+        counts[rank] += 1
+    return result
+
+
+def _names(slices: Slices, threads: _Threads) -> Iterator[_Event]:
+    for rank, name in enumerate(slices.rank_names):
+        yield _metadata("process_name", rank, 0, {"name": name})
+        yield _metadata("process_sort_index", rank, 0, {"sort_index": rank})
+    for (rank, queue), thread in threads.items():
+        yield _metadata("thread_name", rank, thread, {"name": queue})
+        yield _metadata("thread_sort_index", rank, thread, {"sort_index": thread})
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> _Event:
+    return _written({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args})
+
+
+def _written(event: dict[str, Any]) -> _Event:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _slices(slices: Slices, threads: _Threads) -> Iterator[tuple[_Key, _Event]]:
+    for span in slices.shown:
+        start, end = slices.nanoseconds(span.start), slices.nanoseconds(span.end)
+        thread = threads[span.rank, span.queue]
+        phase = _SEND if slices.kinds[span.op] in SEND_KINDS else _SLICE
+        what = f'"name":"{span.op}","cat":"{slices.category(span)}","ph":"X"'
+        where = f'"pid":{span.rank},"tid":{thread},"ts":{start / 1000},"dur":{(end - start) / 1000}'
+        yield (
+            (start, phase, span.rank, thread, span.step, span.op_id, 0),
+            f'{{{what},{where},"args":{{"op_id":{span.op_id},"step":{span.step}}}}}',
+        )
+
+
+def _arrows(slices: Slices, threads: _Threads) -> Iterator[tuple[_Key, _Event]]:
+    for number, (send, recv) in enumerate(slices.messages):
+        sent, begun, arrived = (slices.nanoseconds(time) for time in (send.start, recv.start, recv.end))
+        tail, head = threads[send.rank, send.queue], threads[recv.rank, recv.queue]
+        common = f'"name":"message","cat":"message","id":{number}'
+        yield (
+            (sent, _SEND, send.rank, tail, send.step, send.op_id, 1),
+            f'{{{common},"ph":"s","pid":{send.rank},"tid":{tail},"ts":{sent / 1000}}}',
+        )
+        # A receive of no length is written at the time of the arrival, which must follow it.
+        phase = _SLICE if begun == arrived else _ARRIVAL
+        what = f'"name":"{recv.op} is there","cat":"{ARRIVAL}","ph":"X"'
+        where = f'"pid":{recv.rank},"tid":{head},"ts":{arrived / 1000}'
+        about = f'"args":{{"op_id":{recv.op_id},"step":{recv.step}}}'
+        yield (
+            (arrived, phase, recv.rank, head, recv.step, recv.op_id, 1),
+            f'{{{what},{where},"dur":0,{about}}}',
+        )
+        yield (
+            (arrived, phase, recv.rank, head, recv.step, recv.op_id, 2),
+            f'{{{common},"ph":"f","bp":"e",{where}}}',
+        )
+
+
+def _counters(slices: Slices, curves: Sequence[Curve]) -> Iterator[tuple[_Key, _Event]]:
+    for place, curve in enumerate(curves):
+        for rank, steps in enumerate(curve.ranks):
+            for time, value in steps:
+                at = slices.nanoseconds(time)
+                event = {"name": curve.name, "ph": "C", "pid": rank, "ts": at / 1000, "args": {curve.unit: value}}
+                yield (at, _COUNTER, rank, place, 0, 0, 0), _written(event)

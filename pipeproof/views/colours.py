@@ -1,0 +1,48 @@
+"""The colours of operations in every picture on light paper: by kind, and by the place of a stage on its rank.
+
+The page for a browser has the same colours in its style sheet. Letters carry the same information as colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pipeproof.schedule.ops import OpKind
+
+KIND_COLOURS: Mapping[OpKind, tuple[str, str]] = MappingProxyType(
+    {
+        OpKind.FORWARD: ("#3461c1", "#a9c4f2"),
+        OpKind.BACKWARD: ("#27803f", "#a4dbb2"),
+        OpKind.BACKWARD_INPUT: ("#38b6c9", "#b5e6ee"),
+        OpKind.BACKWARD_WEIGHT: ("#e0ac12", "#f6e2a0"),
+    }
+)
+"""Of a rank's first stage, and of its last: the later, the paler."""
+COLLECTIVE, OTHER, IDLE, HELD, MESSAGE = "#b03a9b", "#7d7d7d", "#eef0f3", "#8250df", "#57606a"
+"""Collectives, other work, idle time, what is held, and the arrows of messages."""
+TEXT, FAINT, PAPER = "#24292f", "#57606a", "#ffffff"
+
+
+def colour_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
+    """The colour of a computation, as ``#rrggbb``; ``chunk`` is the place of its stage among those of its rank."""
+    full, pale = KIND_COLOURS[kind]
+    share = chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    mixed = (round(a + (b - a) * share) for a, b in zip(channels(full), channels(pale), strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of ``#rrggbb``, each from 0 to 255."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return red, green, blue
+
+
+def is_dark(colour: str) -> bool:
+    """True if white text has the greater contrast on this colour (WCAG 2, relative luminance)."""
+    linear = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in channels(colour))
+    )
+    luminance = sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return (1.0 + 0.05) / (luminance + 0.05) > (luminance + 0.05) / 0.05

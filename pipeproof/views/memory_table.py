@@ -1,0 +1,102 @@
+"""Memory in a terminal: the peak of each rank with what it is made of, and what a stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.number_ranges import ranges_text, runs
+from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
+from pipeproof.sim.simulate import Simulation
+from pipeproof.sim.step_memory import stage_holdings
+from pipeproof.stages.describe.activation_memory import StoredActivation, is_flash
+from pipeproof.stages.describe.training_state import memory_dtype, optimizer_bytes, state_of_weights
+from pipeproof.views.byte_sizes import size_text, unit_name, unit_of
+from pipeproof.views.timeline_text import format_us
+
+
+def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console) -> None:
+    """Print the table of peaks, equal ranks grouped, and the comparison with the budget."""
+    curves = simulation.memory
+    power = unit_of(max(curve.peak for curve in curves))
+    parts = [part for part in PARTS if part not in STATES and any(curve.make_up[part] for curve in curves)]
+    console.print()
+    head = f"memory at each rank's peak, in {unit_name(power)}; states are weights with their gradients and optimizer's"
+    console.print(Text(head), soft_wrap=True)
+    console.print(Text(_assumptions(lowered)), soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for heading in ("peak", "at us", "states", *parts):
+        table.add_column(heading, justify="right")
+    for ranks in _alike(curves):
+        curve = curves[ranks[0]]
+        states = sum(curve.make_up[part] for part in STATES)
+        peak, *sizes = (
+            size_text(size, power, unit=False)
+            for size in (curve.peak, states, *(curve.make_up[part] for part in parts))
+        )
+        table.add_row(ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes)
+    console.print(table)
+    budget = lowered.spec.memory.budget_gib
+    if budget is not None:
+        over = sum(curve.peak > budget * GIB for curve in curves)
+        verdict = "no rank needs more" if not over else f"{over} of {len(curves)} ranks need more"
+        console.print(Text(f"memory.budget_gib is {budget:g}: {verdict}"), soft_wrap=True)
+
+
+def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
+    """Print what each stage has all along, and what one micro-batch of it keeps, operation by operation."""
+    stages = range(lowered.spec.num_stages)
+    held = [stage_holdings(lowered, stage) for stage in stages]
+    states = [
+        state_of_weights(lowered.spec, lowered.weights_of(stage, min(holders, default=0)))
+        for stage, holders in enumerate(lowered.holders)
+    ]
+    kinds = runs([(states[stage], held[stage]) for stage in stages])
+    splits = lowered.spec.schedule.num_sequence_splits
+    unit = "micro-batch" if splits == 1 else f"one of {splits} pieces of a micro-batch"
+    console.print(Text(f"one rank's memory by stage; activations of one {unit}; {_assumptions(lowered)}"))
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "held", "how long"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for first, last in kinds:
+        state = states[first]
+        rows = [
+            ("parameters", "always", size_text(state.parameters)),
+            ("gradients", "always", size_text(state.gradients)),
+            ("optimizer", "always", size_text(state.optimizer)),
+            *((one.name, one.lifetime.value, size_text(int(one.num_bytes))) for one in held[first]),
+            ("all activations", "from F on", size_text(_from_forward(held[first]))),
+        ]
+        for place, row in enumerate(rows):
+            name = str(first) if first == last else f"{first}-{last}"
+            table.add_row("" if place else name, *row)
+    console.print(table)
+
+
+def _from_forward(held: Iterable[StoredActivation]) -> int:
+    return int(sum(one.num_bytes for one in held if one.lifetime.is_from_forward))
+
+
+def _assumptions(lowered: LoweredPlan) -> str:
+    spec = lowered.spec
+    attention = "flash" if is_flash(spec) else "unfused"
+    again = "" if spec.memory.recompute == "none" else f", {spec.memory.recompute} recompute"
+    shared = " shared by dp ranks" if spec.memory.shard_optimizer == "dp" else ""
+    return (
+        f"{memory_dtype(spec)}, gradients in {spec.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "
+        f"parameter{shared}, {attention} attention{again}"
+    )
+
+
+def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:
+    """Ranks with equal peaks, at equal times and of equal parts, in order."""
+    groups: dict[object, list[int]] = {}
+    for rank, curve in enumerate(curves):
+        groups.setdefault((curve.peak_at_us, *curve.make_up.values()), []).append(rank)
+    return list(groups.values())

@@ -1,0 +1,43 @@
+"""The rows of a picture: a rank each, or the ranks of one pipeline place together where they all do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeproof.sim.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A row and the ranks that it represents; ``label`` names them: ``rank 3``, ``rank 0-3``, ``rank 0,4,..12``."""
+
+    label: str
+    ranks: tuple[int, ...]
+
+
+def rows_of(timeline: Timeline) -> list[RankRow]:
+    """One row per ``pp`` coordinate if its ranks all compute alike, else one per rank."""
+    by_pp: dict[int, list[int]] = {}
+    for rank, coords in enumerate(timeline.ranks):
+        by_pp.setdefault(coords["pp"], []).append(rank)
+    alike = all(len({_what_runs(timeline, rank) for rank in ranks}) == 1 for ranks in by_pp.values() if len(ranks) > 1)
+    if not alike:
+        return [RankRow(f"rank {rank}", (rank,)) for rank in range(len(timeline.ranks))]
+    return [RankRow(f"rank {_range_text(ranks)}", tuple(ranks)) for _, ranks in sorted(by_pp.items())]
+
+
+def _what_runs(timeline: Timeline, rank: int) -> tuple[tuple[str, Fraction, Fraction], ...]:
+    return tuple((span.op, timeline.us(span.start), timeline.us(span.end)) for span, _ in timeline.compute_spans(rank))
+
+
+def _range_text(ranks: Sequence[int]) -> str:
+    """``3``, ``0-3`` for consecutive ranks, ``0,4,..12`` for others."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) == 2:
+        return f"{ranks[0]},{ranks[1]}"
+    return f"{ranks[0]},{ranks[1]},..{ranks[-1]}"

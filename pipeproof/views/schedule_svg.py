@@ -1,0 +1,220 @@
+"""The times of a schedule as an SVG picture: a row per rank, a block per computation, time to the right.
+
+The picture is self-contained: no script, nothing loaded from elsewhere, its own
+background, and colours that follow the reader's light or dark setting. Colours
+are those of the terminal's timeline: one for each kind, paler for every second
+stage of a rank. Letters carry the same information, so that colours are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from html import escape
+from math import ceil, floor, log10
+
+from pipeproof.schedule.asap import Time, Timed
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.programs import stages_of
+from pipeproof.views.colours import KIND_COLOURS, is_dark
+
+_LEFT, _RIGHT = 60, 12
+"""Width next to the time axis, in pixels at full size."""
+_LEAST, _MOST, _SHORTEST = 888, 6000, 15
+"""Length of the time axis: long enough for the shortest block to have this width, within these bounds."""
+_TICK = 75
+"""Least distance of two times on the axis."""
+_TOP, _ROW, _BLOCK, _BELOW = 56, 36, 30, 44
+"""Above the rows; from row to row; height of a block; below the rows, for the legend."""
+_GAP = 1
+"""Between blocks that follow each other at once."""
+
+_SIZES = (11, 9, 8)
+"""Of labels, in pixels; a label that fits in none of them is left out."""
+_WIDTHS = {".": Fraction(8, 25), "W": Fraction(1)}
+_WIDTH_OF_OTHERS = Fraction(16, 25)
+"""Width of characters in a wide font, as a share of their size."""
+
+_KINDS = {
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.BACKWARD_INPUT: "gradient of inputs",
+    OpKind.BACKWARD_WEIGHT: "gradient of weights",
+}
+
+_FILLS = tuple(
+    (f"{kind.value}{number}", colour) for kind, pair in KIND_COLOURS.items() for number, colour in enumerate(pair)
+)
+"""Classes of blocks with their colours."""
+_STYLE = """\
+text{font-family:ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;font-size:11px;fill:#24292f}
+.block text{text-anchor:middle;fill:#111}.block .on{fill:#fff}.s9{font-size:9px}.s8{font-size:8px}.title{font-size:13px}
+.paper{fill:#fff}.lane{fill:#eef0f3}.tick{stroke:#8c959f;stroke-width:.5}
+FILLS
+@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.lane{fill:#1c2128}text{fill:#d1d7e0}}""".replace(
+    "FILLS", "\n".join("".join(f".{name}{{fill:{colour}}}" for name, colour in _FILLS[i : i + 4]) for i in (0, 4))
+)
+_LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
+"""Classes of blocks whose labels are white."""
+
+
+def schedule_svg(timed: Timed, title: str) -> str:
+    """The picture of a schedule, with ``title`` and the makespan above it."""
+    height = _TOP + _ROW * len(timed.programs) + _BELOW
+    head = f"{title}: makespan {_decimal(timed.makespan)}"
+    scale = _Scale(timed.makespan, _length(timed))
+    width = _LEFT + scale.length + _RIGHT
+    size = f'width="{width}" height="{height}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size} role="img">',
+        f"<title>{escape(head)}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="paper" {size}/>',
+        f'<text class="title" x="8" y="20">{escape(head)}</text>',
+        *_axis(scale, len(timed.programs)),
+    ]
+    for rank, stages in enumerate(stages_of(timed.programs)):
+        lines += _row(timed, rank, stages, scale)
+    lines += _legend(timed, height - 18)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    makespan: Time
+    length: int
+
+    def x(self, time: Time) -> Fraction:
+        """Horizontal position of a time, in pixels."""
+        return _LEFT + self.length * Fraction(time) / (Fraction(self.makespan) or 1)
+
+
+def _length(timed: Timed) -> int:
+    """Of the time axis, in pixels."""
+    times = (zip(*both, strict=True) for both in zip(timed.starts, timed.ends, strict=True))
+    shortest = min((end - start for rank in times for start, end in rank if start < end), default=0)
+    wanted = ceil(_SHORTEST * timed.makespan / shortest) if shortest else _LEAST
+    return max(_LEAST, min(wanted, _MOST))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One computation, or one of two that run side by side: ``part`` of ``parts`` from the top."""
+
+    op: Op
+    start: Time
+    end: Time
+    part: int = 0
+    parts: int = 1
+
+
+def _axis(scale: _Scale, num_ranks: int) -> Iterator[str]:
+    """Times above the rows, and a line through them at each."""
+    bottom = _TOP + _ROW * num_ranks - (_ROW - _BLOCK)
+    if not scale.makespan:
+        return
+    step = _round_up(Fraction(scale.makespan) * _TICK / scale.length)
+    for count in range(floor(scale.makespan / step) + 1):
+        x = _pixels(scale.x(count * step))
+        yield f'<text x="{x}" y="{_TOP - 10}" text-anchor="middle">{_decimal(count * step)}</text>'
+        yield f'<path class="tick" d="M{x} {_TOP - 6}V{bottom}"/>'
+
+
+def _round_up(time: Fraction) -> Fraction:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = Fraction(10) ** floor(log10(time))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
+
+
+def _row(timed: Timed, rank: int, stages: Sequence[int], scale: _Scale) -> Iterator[str]:
+    top = _TOP + _ROW * rank
+    yield f'<text x="8" y="{top + _BLOCK // 2 + 4}">rank {rank}</text>'
+    yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{scale.length}" height="{_BLOCK}"/>'
+    yield '<g class="block">'
+    for block in _blocks(timed, rank):
+        if block.start < block.end:
+            yield _drawn(block, stages.index(block.op.stage), top, scale)
+    yield "</g>"
+
+
+def _blocks(timed: Timed, rank: int) -> Iterator[_Block]:
+    """Computations of a rank; two with the same times overlap, since a rank does one thing at a time."""
+    program = timed.programs[rank]
+    times = list(zip(timed.starts[rank], timed.ends[rank], strict=True))
+    for place, (op, (start, end)) in enumerate(zip(program, times, strict=True)):
+        with_before = place > 0 and times[place - 1] == (start, end) and start < end
+        with_next = place + 1 < len(program) and times[place + 1] == (start, end) and start < end
+        yield _Block(op, start, end, int(with_before), 2 if with_before or with_next else 1)
+
+
+def _drawn(block: _Block, chunk: int, row_top: int, scale: _Scale) -> str:
+    look = f"{block.op.kind.value}{chunk % 2}"
+    left, right = scale.x(block.start), scale.x(block.end)
+    height = Fraction(_BLOCK, block.parts)
+    top = row_top + block.part * height
+    width = max(right - left - _GAP, Fraction(1, 2))
+    rect = (
+        f'<rect class="{look}" x="{_pixels(left)}" y="{_pixels(top)}" width="{_pixels(width)}" '
+        f'height="{_pixels(height)}"/>'
+    )
+    return rect + _label(block, width, (left + width / 2, top + height / 2), on_dark=look in _LIGHT_TEXT)
+
+
+def _label(block: _Block, width: Fraction, middle: tuple[Fraction, Fraction], *, on_dark: bool) -> str:
+    """``F3`` on one line, or the letter above the number; nothing where neither fits."""
+    letter = block.op.kind.value
+    number = f"{block.op.micro_batch}" + ("" if block.op.split is None else f".{block.op.split}")
+    lines, size = _fitting([[letter + number], [letter, number]] if block.parts == 1 else [[letter + number]], width)
+    classes = " ".join([f"s{size}"] * (size != _SIZES[0]) + ["on"] * on_dark)
+    attribute = f' class="{classes}"' if classes else ""
+    x, y = middle
+    first = y + size * (Fraction(9, 25) - Fraction(len(lines) - 1, 2))  # the base line of text that is centred
+    return "".join(
+        f'<text{attribute} x="{_pixels(x)}" y="{_pixels(first + place * size)}">{line}</text>'
+        for place, line in enumerate(lines)
+    )
+
+
+def _fitting(choices: Sequence[list[str]], width: Fraction) -> tuple[list[str], int]:
+    for lines in choices:
+        for size in _SIZES:
+            if max(map(_width_of, lines)) * size <= width:
+                return lines, size
+    return [], _SIZES[-1]
+
+
+def _width_of(text: str) -> Fraction:
+    return sum((_WIDTHS.get(character, _WIDTH_OF_OTHERS) for character in text), Fraction(0))
+
+
+def _legend(timed: Timed, y: int) -> Iterator[str]:
+    """The kinds of computation that there are, and what paler blocks are."""
+    there = {op.kind for program in timed.programs for op in program}
+    x = _LEFT
+    for kind, word in _KINDS.items():
+        if kind in there:
+            yield f'<rect class="{kind.value}0" x="{x}" y="{y - 10}" width="12" height="12"/>'
+            text = f"{kind.value} {word}"
+            yield f'<text x="{x + 17}" y="{y}">{text}</text>'
+            x += 32 + 6 * len(text)
+    sentences = []
+    most = max(map(len, stages_of(timed.programs)), default=0)
+    if most > 1:
+        sentences.append(f"paler: {'the' if most == 2 else 'every'} second stage of a rank")
+    if any(block.parts > 1 for rank in range(len(timed.programs)) for block in _blocks(timed, rank)):
+        sentences.append("one above the other: side by side")
+    if any(op.split is not None for program in timed.programs for op in program):
+        sentences.append("0.1: micro-batch 0, piece 1 of its sequences")
+    if sentences:
+        yield f'<text x="{x}" y="{y}">{"; ".join(sentences)}</text>'
+
+
+def _decimal(time: Time) -> str:
+    """A time with up to three digits after the point."""
+    return f"{float(time):.3f}".rstrip("0").rstrip(".")
+
+
+def _pixels(length: Fraction) -> str:
+    """A length to a hundredth of a pixel."""
+    return f"{float(length):.2f}".rstrip("0").rstrip(".")

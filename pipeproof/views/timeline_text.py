@@ -1,0 +1,282 @@
+"""A timeline and its figures in a terminal.
+
+The timeline needs no colour to be read: every operation is a block that
+starts with its letter and, where it fits, its micro-batch (``F0--``), gradient
+reductions and the optimizer are ``u``, and idle time is dots. Blocks of a
+rank's further stages are filled with other signs (``F0==``), and two
+operations that overlap are one block (``F3+B0``). Colours only
+help to distinguish letters and stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, gcd, lcm, log10
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeproof.schedule.ops import Op, OpKind, parse_op
+from pipeproof.sim.figures import RankFigures
+from pipeproof.sim.simulate import Simulation
+from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
+from pipeproof.views.picture_rows import rows_of
+
+_STYLES = {
+    OpKind.FORWARD: ("bold white on blue", "bold black on bright_blue"),
+    OpKind.BACKWARD: ("bold black on green", "bold black on bright_green"),
+    OpKind.BACKWARD_INPUT: ("bold black on cyan", "bold black on bright_cyan"),
+    OpKind.BACKWARD_WEIGHT: ("bold black on yellow", "bold black on bright_yellow"),
+}
+"""By kind, for a rank's first stage, its second, its third as its first, and so on."""
+_PAIR_STYLE = "bold white on magenta"
+_FILLS = "-=~:"
+"""Fill characters of the blocks of a rank's first stage, its second and so on, cyclically."""
+_WORDS = {
+    OpKind.FORWARD: "F forward",
+    OpKind.BACKWARD: "B backward",
+    OpKind.BACKWARD_INPUT: "I its part for inputs",
+    OpKind.BACKWARD_WEIGHT: "W that for weights",
+}
+
+
+def render_timeline(timeline: Timeline, console: Console, title: str = "", unit: str = " us") -> None:
+    """Print one row per rank over a time axis that is fitted to the console's width.
+
+    Ranks that differ only outside ``pp`` and have equal timelines share a row,
+    and a line below gives the number of ranks of each row. ``title`` begins the
+    line above the picture, which names the makespan; ``unit`` follows times.
+    """
+    rows, updates = rows_of(timeline), _updates(timeline)
+    label_width = max((len(row.label) for row in rows), default=0) + 1
+    scale = _fit(timeline, max(_MIN_COLUMNS, console.width - label_width - 1))
+    head = f"{title}, {timeline.clock}" if title else timeline.clock
+    column = format_us(1 / scale.columns_per_us) if scale.columns_per_us else "0"
+    makespan, of_column = f"{head}: makespan {format_us(timeline.makespan_us)}{unit}", f"one column is {column}{unit}"
+    together = f"{makespan}, {of_column}"
+    for words in (together,) if len(together) <= console.width else (f"{makespan},", of_column):
+        console.print(Text(words), soft_wrap=True)
+    console.print(Text(" " * label_width + _axis(scale)), soft_wrap=True)
+    for row in rows:
+        line = Text(row.label.ljust(label_width))
+        line.append_text(_picture(timeline, row.ranks[0], updates[row.ranks[0]], scale))
+        console.print(line, soft_wrap=True)
+    for sentence in _legend(timeline):
+        console.print(Text(sentence))
+    if any(updates):
+        console.print(Text("u: the update, gradient reductions and the optimizer."))
+    shared = len(rows[0].ranks) if rows else 1
+    if shared > 1:
+        console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
+
+
+def render_figures(simulation: Simulation, console: Console) -> None:
+    """Print the table of figures below an empty line, ranks taken together as in the timeline."""
+    console.print()
+    console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
+    rows = [(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows_of(simulation.timeline)]
+    table = figures_table(rows)
+    if _wraps(table, console):
+        console.print(_narrow_table(rows))
+        console.print(Text("bubble: of the makespan; peak: of activations"))
+    else:
+        console.print(table)
+
+
+def _wraps(table: Table, console: Console) -> bool:
+    """True if cells would be wrapped."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width
+
+
+def _narrow_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
+    """The figures that a terminal of 40 columns has room for."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for heading in ("span", "busy", "bubble", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, figures in rows:
+        bubble = f"{float(figures.bubble_makespan_ratio * 100):.1f} %"
+        table.add_row(name, format_us(figures.span_us), format_us(figures.busy_us), bubble, _peak_text(figures))
+    return table
+
+
+def figures_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
+    """Figures by the name of their rank, or ranks."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for heading in ("span", "busy", "bubble of span", "bubble of makespan", "peak activations"):
+        table.add_column(heading, justify="right")
+    for name, figures in rows:
+        table.add_row(
+            name,
+            format_us(figures.span_us),
+            format_us(figures.busy_us),
+            _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
+            _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
+            _peak_text(figures),
+        )
+    return table
+
+
+def format_us(time: Fraction) -> str:
+    """A time as people read it: whole where it is whole, else rounded to three digits after the point."""
+    return str(time.numerator) if time.denominator == 1 else f"{float(time):.3f}"
+
+
+def _p2p_text(simulation: Simulation) -> str:
+    if simulation.p2p == "backend":
+        return f"backend (a send is {simulation.send_completes})"
+    return simulation.p2p
+
+
+def _with_percent(time: Fraction, ratio: Fraction) -> str:
+    return f"{format_us(time)} ({float(ratio * 100):.1f} %)"
+
+
+def _peak_text(figures: RankFigures) -> str:
+    if figures.peak_activations == figures.peak_activations_at_i:
+        return str(figures.peak_activations)
+    return f"{figures.peak_activations} ({figures.peak_activations_at_i} at I)"
+
+
+_MIN_COLUMNS = 20
+_MIN_TICK_COLUMNS = 12
+_MOST_COLUMNS_PER_STEP = 4
+"""Short schedules need not fill a wide terminal."""
+_ORDERS = ("first", "second", "third", "fourth")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Scale of time over columns: column i begins ``i / columns_per_us`` after the first start."""
+
+    columns_per_us: Fraction
+    num_columns: int
+    step_us: Fraction
+    """The unit that all times of the picture are whole multiples of."""
+
+
+def _fit(timeline: Timeline, width: int) -> _Scale:
+    """Whole columns per unit of time where the picture fits so; else the makespan over the whole width."""
+    makespan = timeline.makespan_us
+    if makespan == 0:
+        return _Scale(Fraction(0), 0, Fraction(0))
+    first = timeline.us(timeline.first_start)
+    times = {makespan}
+    for rank in range(len(timeline.ranks)):
+        for span, _ in timeline.compute_spans(rank):
+            times |= {timeline.us(span.start) - first, timeline.us(span.end) - first}
+    denominator = lcm(*(time.denominator for time in times))
+    step = Fraction(gcd(*(int(time * denominator) for time in times)), denominator)
+    num_steps = int(makespan / step)
+    if num_steps <= width:
+        columns_per_step = min(width // num_steps, _MOST_COLUMNS_PER_STEP)
+        return _Scale(columns_per_step / step, columns_per_step * num_steps, step)
+    return _Scale(width / makespan, width, step)
+
+
+def _axis(scale: _Scale) -> str:
+    """Times along the columns, each starting at its own column."""
+    if not scale.num_columns:
+        return "0"
+    interval = _round_up(_MIN_TICK_COLUMNS / scale.columns_per_us)
+    line = ""
+    for count in range(ceil(scale.num_columns / (interval * scale.columns_per_us))):
+        column, label = floor(count * interval * scale.columns_per_us), f"|{format_us(count * interval)}"
+        if column + len(label) <= scale.num_columns:
+            line = line.ljust(column) + label
+    return line
+
+
+def _round_up(time: Fraction) -> Fraction:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = Fraction(10) ** floor(log10(time))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
+
+
+def _updates(timeline: Timeline) -> list[list[tuple[Time, Time]]]:
+    """By rank, when its gradients are reduced, its optimizer steps and weights are gathered, in order.
+
+    Reductions and gathers include their collectives; operations that overlap computations are left out.
+    """
+    by_rank: list[list[tuple[Time, Time]]] = [[] for _ in timeline.ranks]
+    for span in timeline.spans:
+        is_update = any(name in span.op for name in ("REDUCE_GRAD", "STEP", "GATHER_WEIGHT"))
+        if span.end > span.start and span.queue == COMPUTE_QUEUE and is_update and not span.op.startswith("WAIT"):
+            by_rank[span.rank].append((span.start, span.end))
+    return [sorted(intervals) for intervals in by_rank]
+
+
+def _picture(timeline: Timeline, rank: int, updates: Sequence[tuple[Time, Time]], scale: _Scale) -> Text:
+    first = timeline.us(timeline.first_start)
+    stages = timeline.stages(rank)
+    line = Text()
+    blocks: list[tuple[Time, Time, list[Span]]] = [(start, end, []) for start, end in updates]
+    blocks += [
+        (min(span.start for span in together), max(span.end for span in together), together)
+        for together in _side_by_side(timeline, rank)
+    ]
+    for *ends, together in sorted(blocks, key=lambda block: block[:2]):
+        start, end = (_column(timeline.us(time) - first, scale) for time in ends)
+        start = max(start, len(line))
+        if start < end:
+            line.append("." * (start - len(line)), style="dim")
+            if together:
+                line.append(*_block([parse_op(span.op) for span in together], stages, end - start))
+            else:
+                line.append("u" * (end - start))
+    line.append("." * (scale.num_columns - len(line)), style="dim")
+    return line
+
+
+def _side_by_side(timeline: Timeline, rank: int) -> Iterator[list[Span]]:
+    """The compute operations of a rank in order of time, those that overlap together."""
+    together: list[Span] = []
+    for span, _ in timeline.compute_spans(rank):
+        if together and span.start >= max(before.end for before in together):
+            yield together
+            together = []
+        together.append(span)
+    if together:
+        yield together
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    """Meaning of letters and signs; those of the common case are always listed."""
+    kinds = {OpKind.FORWARD, OpKind.BACKWARD}
+    num_stages, overlaps, splits = 1, False, False
+    for rank in range(len(timeline.ranks)):
+        kinds |= {kind for _, kind in timeline.compute_spans(rank)}
+        num_stages = max(num_stages, len(timeline.stages(rank)))
+        overlaps |= any(len(together) > 1 for together in _side_by_side(timeline, rank))
+        splits |= any(".s" in span.op for span, _ in timeline.compute_spans(rank))
+    words = ", ".join(word for kind, word in _WORDS.items() if kind in kinds)
+    yield f"{words}, with the micro-batch where it fits; dots are idle."
+    if num_stages > 1:
+        fills = ", ".join(f"{fill} its {order}" for fill, order in zip(_FILLS, _ORDERS[:num_stages], strict=False))
+        yield f"Blocks are filled by the stage of the rank: {fills}{' and so on' if num_stages > len(_FILLS) else ''}."
+    if overlaps:
+        yield "F3+B0 are side by side."
+    if splits:
+        yield "F0.1 is piece 1 of the sequences of micro-batch 0."
+
+
+def _column(time: Fraction, scale: _Scale) -> int:
+    """The first column whose middle is at or after ``time``."""
+    return ceil(time * scale.columns_per_us - Fraction(1, 2))
+
+
+def _block(ops: Sequence[Op], stages: Sequence[int], width: int) -> tuple[str, str]:
+    """``F12---`` and its style; only the letter, ``F-----``, where the micro-batch does not fit."""
+    labels = "+".join(map(_label, ops)), "+".join(op.kind.value for op in ops), "+"
+    label = next((label for label in labels if len(label) <= width), "")
+    chunk = stages.index(ops[0].stage)
+    style = _STYLES[ops[0].kind][chunk % 2] if len(ops) == 1 else _PAIR_STYLE
+    return label.ljust(width, _FILLS[chunk % len(_FILLS)]), style
+
+
+def _label(op: Op) -> str:
+    return f"{op.kind.value}{op.micro_batch}" + ("" if op.split is None else f".{op.split}")

@@ -1,0 +1,145 @@
+"""Plans of custom layers are checked without their file; the commands accept them like other plans."""
+
+import json
+
+import pytest
+
+from pipeproof.comm.lower import lower_loaded
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.op_table import build_graph
+from pipeproof.sim.simulate import simulate
+from pipeproof.sim.step_memory import stage_holdings
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.verify.check_plan import check, check_subject
+from pipeproof.verify.subject import make_subject
+from tests.cli.commands import invoke
+
+LAYERS = [
+    {"name": "stem", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [3, 4]}]},
+    {"name": "act", "out": [{"shape": ["b", 4]}]},
+    {"name": "mid", "out": [{"shape": ["b", 4]}, {"shape": ["b", 2], "dtype": "int64"}]},
+    {"name": "head", "parameters": [{"name": "bias", "shape": [3]}], "borrows": ["stem.weight"]},
+]
+
+
+def plan(layers=LAYERS, **sections):
+    base = {
+        "pipeproof": 1,
+        "model": {"kind": "layers", "build": "nowhere.py:build", "layers": layers},
+        "topology": {"pp": 2},
+        "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2},
+        "loss": {"normalization": "mean_of_micro_batches"},
+    }
+    for name, value in sections.items():
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+def refused(**sections):
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_dict(plan(**sections))
+    return [(finding.code, finding.message) for finding in caught.value.findings]
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [
+    (2, {"kind": "1f1b"}), (4, {"kind": "gpipe"}), (2, {"kind": "zb_v", "num_chunks": 2}), (4, {"kind": "dualpipe"}),
+])  # fmt: skip
+def test_check_proves_and_simulate_times_it_without_the_file(pp, schedule):
+    report = check(plan_from_dict(plan(topology={"pp": pp, "dp": 2}, schedule={"num_micro_batches": 8, **schedule})))
+    assert report.errors == ()
+    assert report.certificate is not None
+    assert simulate(report.subject.plan).timeline.makespan_us > 0
+
+
+def test_what_crosses_is_what_the_last_layer_of_a_stage_gives():
+    lowered = lower_loaded(plan_from_dict(plan(stages=[["stem", "act", "mid"], ["head"]])))
+    ((states, ids),) = lowered.edges[0].variants
+    assert (states.shape, states.dtype, states.has_gradient, states.member) == ((2, 4), "float32", True, "0")
+    assert (ids.shape, ids.dtype, ids.has_gradient, ids.member) == ((2, 2), "int64", False, "1")
+    assert lowered.boundary.shape == (2, 4)
+    assert lowered.shared_weights.places(0, "stem.weight") == (0, 1)
+    assert layer_kind(lowered.spec.model, "stem") == "stem"
+
+
+def test_stages_take_equally_many_layers_the_first_ones_more():
+    cut = [len(names) for names in lower_loaded(plan_from_dict(plan(topology={"pp": 3}))).stages]
+    assert cut == [2, 1, 1]
+
+
+def test_a_missing_reduction_is_found():
+    subject = make_subject(plan_from_dict(plan(topology={"pp": 2, "dp": 2})))
+    rows = [[row for row in rank if "0REDUCE_GRAD" not in str(row.op)] for rank in subject.graph.rows()]
+    changed = subject.with_graph(build_graph(rows, subject.graph.tensors, subject.graph.groups))
+    assert {finding.code for finding in check_subject(changed).errors} & {"PP601", "PP602", "PP603"}
+
+
+def test_known_memory_is_weights_and_inputs_of_layers():
+    lowered = lower_loaded(plan_from_dict(plan(stages=[["stem", "act"], ["mid", "head"]])))
+    assert [float(held.num_bytes) for held in stage_holdings(lowered, 0)] == [2 * 4 * 4]
+    assert [float(held.num_bytes) for held in stage_holdings(lowered, 1)] == [2 * 4 * 4 + 2 * 4 * 4 + 2 * 2 * 8]
+
+
+def changed(index, **about):
+    return [{**layer, **about} if number == index else layer for number, layer in enumerate(LAYERS)]
+
+
+@pytest.mark.parametrize(("sections", "code", "words"), [
+    ({"model": {"build": "model.py"}}, "PP106", "FILE.py:FUNCTION"),
+    ({"layers": []}, "PP106", "is empty"),
+    ({"layers": changed(0, name="a b")}, "PP106", "letters, digits"),
+    ({"layers": changed(1, name="stem")}, "PP106", "has the name `stem` of layer 0"),
+    ({"layers": changed(1, out=[])}, "PP104", "`act` "),
+    ({"layers": changed(3, out=[{"shape": ["b"]}])}, "PP106", "is the last layer"),
+    ({"layers": changed(0, out=[{"shape": ["b"], "dtype": "int64"}])}, "PP106", "has a gradient"),
+    ({"layers": changed(2, out=[{"shape": [2]}, {"shape": [2], "dtype": "bool", "gradient": True}])}, "PP106",
+     "a tensor of bool has no gradient"),
+    ({"layers": changed(0, out=[{"shape": ["c", 4]}])}, "PP106", "a size is `b`"),
+    ({"layers": changed(0, out=[{"shape": [0]}])}, "PP106", "a size is `b`"),
+    ({"layers": changed(3, borrows=["stem.weigth"])}, "PP106", "which no layer before it has"),
+    ({"layers": changed(0, parameters=[{"name": "w", "shape": [1]}] * 2)}, "PP106", "declared twice"),
+    ({"topology": {"tp": 2}}, "PP106", "topology.tp is 2"),
+    ({"topology": {"cp": 2}}, "PP106", "topology.cp is 2"),
+    ({"topology": {"ep": 2}}, "PP106", "topology.ep is 2"),
+    ({"schedule": {"last_micro_batch_size": 1}}, "PP106", "one shape"),
+    ({"schedule": {"seq_lengths": [1, 1, 1, 1]}}, "PP106", "one shape"),
+    ({"schedule": {"kind": "seq1f1b", "num_sequence_splits": 2}}, "PP106", "sequences"),
+    ({"loss": {"normalization": "global_tokens"}}, "PP106", "micro-batch"),
+    ({"boundaries": [{"name": "x", "dims": "b"}]}, "PP106", "their `out`"),
+    ({"stages": "uniform"}, "PP106", "class names"),
+    ({"memory": {"recompute": "full"}}, "PP106", "recompute"),
+    ({"memory": {"budget_gib": 1}}, "PP106", "budget"),
+    ({"cost": {"analytic": "h200"}}, "PP106", "the work of"),
+    ({"run": {"main_grad_dtype": "float64"}}, "PP106", "in run.dtype"),
+    ({"model": {"num_layers": 3}}, "PP102", "no key `num_layers`"),
+])  # fmt: skip
+def test_refusals(sections, code, words):
+    found = refused(**sections)
+    assert any(one == code and words in message for one, message in found), found
+
+
+def test_the_cut_is_refused_at_its_place():
+    for sections, code in (
+        ({"topology": {"pp": 5}}, "PP110"),
+        ({"stages": [["stem", "act", "middle"], ["head"]]}, "PP111"),
+    ):
+        with pytest.raises(PlanFileError) as caught:
+            lower_loaded(plan_from_dict(plan(**sections)))
+        assert caught.value.findings[0].code == code
+
+
+def test_the_digest_does_not_depend_on_where_the_file_is():
+    one, other = (
+        check(plan_from_dict(plan(model={"build": build}))).digest for build in ("a.py:build", "/somewhere/b.py:make")
+    )
+    assert one == other
+    said = changed(0, kind="Stem", buffers=[{"name": "mean", "shape": [4]}])
+    assert one == check(plan_from_dict(plan(layers=said))).digest  # no operation reads it
+    assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
+
+
+@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"], ["jitter"]])
+def test_commands(command, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))
+    assert invoke(command[0], file, *command[1:]).exit_code == 0

@@ -1,0 +1,19 @@
+"""How much a function does, counted: the same on every machine, as a time is not."""
+
+import sys
+
+
+def num_calls(function, *arguments):
+    """Calls of Python's and of built-in functions until it returns."""
+    count = 0
+
+    def on_event(frame, event, argument):
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    sys.setprofile(on_event)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count

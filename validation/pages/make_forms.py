@@ -1,0 +1,116 @@
+"""Write the generated parts of ``docs/pictures.md``: one plan in every output format of a timeline.
+
+``python validation/pages/make_forms.py`` writes, ``--check`` exits 1 if a part is stale.
+``make_timeline_picture.py`` makes the screenshot of the page for a browser.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from google.protobuf import text_format
+from pages import DOCS, ROOT, fill, main, table
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+from rich.console import Console
+
+from pipeproof import load_plan, lower
+from pipeproof.cli.timeline_option import write_timeline
+from pipeproof.sim.simulate import simulate
+from pipeproof.views.timeline_csv import COLUMNS
+from pipeproof.views.timeline_text import render_timeline
+
+PLAN = ROOT / "examples" / "gpt_pp4.yaml"
+PICTURE = DOCS / "images" / "plan.svg"
+COLUMN_MEANINGS = {
+    "rank": "the global rank",
+    "queue": "`compute`, or the channel of a transfer",
+    "op": "the operation, in its text form",
+    "kind": "the kind of operation: `F`, `B`, `I`, `W`, `SEND_F`, `WAIT` ...",
+    "stage": "the global stage",
+    "micro_batch": "of a computation or transfer, and of the target of a wait or child collective; else empty",
+    "split": "the sequence split, if sequences are split",
+    "start_us": "start, in microseconds since the first start",
+    "end_us": "end, likewise",
+    "exact": "`no` if one of the times is no finite decimal (1/3) and is rounded to nine digits",
+    "bytes": "bytes of its rank's tensor that a transfer moves; for a collective, if the graph contains them",
+    "peer": "the rank at the other end of a transfer",
+    "step": "the training step of a run, 0 in a simulation",
+    "op_id": "the operation's index in the graph; the same in every step",
+    "clock": "`simulated` or `measured`, the same in every row",
+}
+
+
+def terminal() -> str:
+    """Return the timeline of the terminal, 80 columns wide."""
+    console = Console(file=io.StringIO(), width=80)
+    render_timeline(simulate(lower(load_plan(PLAN).spec)).timeline, console)
+    assert isinstance(console.file, io.StringIO)
+    return _block("text", "$ pipeproof simulate examples/gpt_pp4.yaml\n" + console.file.getvalue())
+
+
+def written(suffix: str) -> bytes:
+    """Return the content that ``simulate -o`` writes into a file with this suffix."""
+    lowered = lower(load_plan(PLAN).spec)
+    simulation = simulate(lowered)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"plan{suffix}"
+        write_timeline(path, PLAN.stem, simulation.timeline, lowered.graph, simulation.memory)
+        return path.read_bytes()
+
+
+def picture() -> str:
+    """Return the SVG; the existing one, if another version of matplotlib made it from the same figures."""
+    fresh = written(".svg").decode()
+    existing = PICTURE.read_text(encoding="utf-8") if PICTURE.exists() else ""
+    return existing if _about(existing)[0] == _about(fresh)[0] and _about(existing) != _about(fresh) else fresh
+
+
+def _about(svg: str) -> tuple[list[str], list[str]]:
+    """Return the title, and the version of matplotlib that made the picture."""
+    return re.findall(r"<dc:title>(.*)</dc:title>", svg), re.findall(r"Matplotlib v[\d.]+", svg)
+
+
+def chrome() -> str:
+    """Return the first message in the Chrome trace, from send to arrival, and a counter."""
+    lines = written(".json").decode().splitlines()
+    wanted = ('"name":"0SEND_F0"', '"id":0,"ph":"s"', '"name":"1RECV_F0 is there"', '"id":0,"ph":"f"', '"ph":"C"')
+    return _block("json", "\n".join(next(line for line in lines if part in line) for part in wanted))
+
+
+def perfetto() -> str:
+    """Return the tracks of a rank, and the packet in which its first send begins."""
+    packets = Trace.FromString(written(".pftrace")).packet
+    tracks = [packet.track_descriptor for packet in packets if packet.HasField("track_descriptor")]
+    first = next(track.uuid for track in tracks if track.HasField("process"))
+    names = [track.name for track in tracks if track.parent_uuid == first]
+    send = next(packet for packet in packets if packet.track_event.flow_ids)
+    return f"Tracks of rank 0: {', '.join(names)}. The packet in which its first send begins:\n\n" + _block(
+        "text", text_format.MessageToString(send)
+    )
+
+
+def csv() -> str:
+    """Return the first rows, and the meanings of the columns."""
+    head = "\n".join(written(".csv").decode().splitlines()[:6])
+    assert tuple(COLUMN_MEANINGS) == COLUMNS
+    columns = table(("column", "content"), [(f"`{name}`", meaning) for name, meaning in COLUMN_MEANINGS.items()])
+    return f"{_block('text', head)}\n{columns}"
+
+
+def _block(kind: str, text: str) -> str:
+    return f"```{kind}\n{text.strip()}\n```\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return the page and its picture."""
+    page = DOCS / "pictures.md"
+    parts = {"terminal": terminal(), "chrome": chrome(), "perfetto": perfetto(), "csv": csv()}
+    return {page: fill(page, parts), PICTURE: picture()}
+
+
+if __name__ == "__main__":
+    sys.exit(main("validation/pages/make_forms.py", pages()))

@@ -1,0 +1,137 @@
+"""Hooks that turn the pages into a site: they are written for the repository, and link to files outside ``docs/``."""
+
+from __future__ import annotations
+
+import importlib
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+"""Pages of the repository's root, and their paths on the site."""
+
+PUBLIC = ("pipeproof", "pipeproof.testing", "pipeproof.interop", "pipeproof.interop.traces")
+"""Packages whose public names must all be on the page of the Python interface."""
+
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
+_FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]+`")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Replace directories in the navigation by their pages."""
+    config.nav = expanded(config.nav or [], Path(config.docs_dir))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the root, and each file outside ``docs/`` that a page links to."""
+    from mkdocs.structure.files import File
+
+    for name, place in OF_THE_ROOT.items():
+        files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+    linked = {path for page in files.documentation_pages() for path in linked_paths(page.content_string, page.src_uri)}
+    for path in sorted(linked):
+        place = place_of(path)
+        # the strict build reports missing files, with the page and its link
+        if files.get_file_from_path(place) is None and (ROOT / path).is_file():
+            files.append(File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Return the page in the form that the site needs."""
+    return for_the_site(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Require the page of the Python interface to be complete.
+
+    Raises:
+        PluginError: a public name is not on it.
+    """
+    from mkdocs.exceptions import PluginError
+
+    if page.file.src_uri == "api.md":
+        missing = [name for name in public_names() if f'id="{name}"' not in html]
+        if missing:
+            raise PluginError(f"api.md does not show {', '.join(missing)}")
+    return html
+
+
+def public_names() -> list[str]:
+    """Return every name that a public package exports, except modules."""
+    return [
+        f"{package}.{name}"
+        for package in PUBLIC
+        for name in importlib.import_module(package).__all__
+        if not name.startswith("__")
+    ]
+
+
+def expanded(nav: list[Any], docs: Path) -> list[Any]:
+    """Return the navigation with each path that ends with a slash as a section of that directory's pages."""
+    items: list[Any] = []
+    for item in nav:
+        ((title, value),) = item.items()
+        if isinstance(value, list):
+            items.append({title: expanded(value, docs)})
+        elif value.endswith("/"):
+            names = sorted((page.name for page in (docs / value).glob("*.md")), key=lambda n: (n != "README.md", n))
+            items.append({title: [{_title(docs / value / name): value + name} for name in names]})
+        else:
+            items.append(item)
+    return items
+
+
+def _title(page: Path) -> str:
+    """Return the page's first heading, which the site's tools do not find below a comment; for schedules, the name."""
+    heading = re.search(r"^# (?:`(\w+)`:.*|(.*))$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return (heading[1] or heading[2]).replace("`", "") if heading else page.stem
+
+
+def linked_paths(markdown: str, src_uri: str) -> set[str]:
+    """Return the paths in the repository that a page of the site links to."""
+    prose = _FENCED.sub("", markdown)
+    return {_target(link, src_uri) for link in _LINK.findall(prose)}
+
+
+def for_the_site(markdown: str, src_uri: str) -> str:
+    """Return the page with the links of the site, and without escapes inside code in tables.
+
+    Code hosts need a bar inside code in a table escaped; the site would show the backslash.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        place = place_of(_target(match[1], src_uri))
+        return posixpath.relpath(place, posixpath.dirname(src_uri) or ".")
+
+    def row(match: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: code[0].replace(r"\|", "|"), match[0])
+
+    parts = _FENCED.split(markdown)
+    parts[::2] = [_ROW.sub(row, _LINK.sub(link, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def place_of(path: str) -> str:
+    """Return the path of a repository file on the site; sources end with .txt, so that browsers show them."""
+    if path in OF_THE_ROOT:
+        return OF_THE_ROOT[path]
+    inside = path.removeprefix("docs/")
+    return inside if inside != path and not inside.endswith(".py") else f"source/{path}.txt"
+
+
+def _target(link: str, src_uri: str) -> str:
+    """Return the path in the repository of a link on a page of the site."""
+    in_repository = next((name for name, place in OF_THE_ROOT.items() if place == src_uri), f"docs/{src_uri}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), link))

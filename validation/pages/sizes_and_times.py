@@ -1,0 +1,108 @@
+"""A schedule for given sizes and times, as shown on the pages of schedules, and the command that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeproof.schedule.asap import StageCosts, Time, Timed, asap
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.programs import Schedule
+
+Times = Time | tuple[Time, ...]
+"""One time for all stages, or one for each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of schedule with sizes and times.
+
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: stages of a rank; None for the fewest that the kind supports.
+        k: splits of a sequence.
+        f, i, w: times of a micro-batch on a stage: F, and the two parts of a backward.
+        c: time of a message between two ranks.
+        d: time of a forward overlapped with a whole backward; None for the sum of the two.
+    """
+
+    kind: str
+    p: int = 4
+    m: int = 8
+    v: int | None = None
+    k: int = 1
+    f: Times = 1
+    i: Times = 1
+    w: Times = 1
+    c: Time = 0
+    d: Time | None = None
+    variant: str | None = None
+    memory_limit: int | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of a rank."""
+        return SCHEDULE_KINDS[self.kind].min_chunks if self.v is None else self.v
+
+    @property
+    def costs(self) -> StageCosts:
+        """Times by stage, of one split of a sequence if sequences are split."""
+        num_stages = self.p * self.num_chunks
+        forward, inputs, weights = (_by_stage(times, num_stages, self.k) for times in (self.f, self.i, self.w))
+        overlapped = None if self.d is None else _by_stage(self.d, num_stages, self.k)
+        return StageCosts(forward, inputs, weights, self.c, overlapped)
+
+    def schedule(self) -> Schedule:
+        """Return the schedule.
+
+        Raises:
+            UnfitSizesError: the kind has no schedule for these sizes.
+        """
+        kind = SCHEDULE_KINDS[self.kind]
+        variant = self.variant or next(iter(kind.variants), None)
+        request = Request(
+            self.p, self.m, self.num_chunks, self.k, variant,
+            costs=self.costs, memory_limit=self.memory_limit,
+        )  # fmt: skip
+        return kind.generate(request)
+
+    def timed(self) -> Timed:
+        """Return the schedule with each computation as early as possible."""
+        return asap(self.schedule(), self.costs)
+
+    def command(self, *further: str) -> tuple[str, ...]:
+        """Return the command line that shows this case."""
+        words = ["pipeproof", "schedule", "show", self.kind, "-p", str(self.p), "-m", str(self.m)]
+        return (*words, *self._options(), *further)
+
+    def _options(self) -> Iterator[str]:
+        kind = SCHEDULE_KINDS[self.kind]
+        if self.num_chunks != kind.min_chunks:
+            yield from ("-v", str(self.num_chunks))
+        if self.variant is not None and self.variant != kind.variants[0]:
+            yield from ("--variant", self.variant)
+        if self.k > 1:
+            yield from ("--splits", str(self.k))
+        if self.memory_limit is not None:
+            yield from ("--memory-limit", str(self.memory_limit))
+        times = {"forward": self.f, "backward-input": self.i, "backward-weight": self.w}
+        if any(isinstance(time, tuple) for time in times.values()):
+            for name, time in times.items():
+                yield from (f"--{name}", _text(time))
+        elif (self.f, self.i, self.w) != (1, 1, 1):
+            yield from ("--cost", ",".join(map(_text, times.values())))
+        if self.d is not None:
+            yield from ("--overlapped", str(self.d))
+        if self.c:
+            yield from ("--latency", str(self.c))
+
+
+def _by_stage(times: Times, num_stages: int, share: int) -> tuple[Time, ...]:
+    each = times if isinstance(times, tuple) else (times,) * num_stages
+    return tuple(Fraction(time) / share for time in each)
+
+
+def _text(times: Times) -> str:
+    return ",".join(map(str, times)) if isinstance(times, tuple) else str(times)
