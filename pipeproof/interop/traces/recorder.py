@@ -243,4 +243,19 @@ def _renewed(call: Call, version_of: Any) -> Call:
 
 
 def _is_written(call: Call, version_of: Any) -> bool:
-    return any(version_of(tensor.tensor) != tensor.version for tensor in (*call.inputs, *call.outputs))
+    """True if the program wrote to memory of a call since it was issued.
+
+    A process group copies into the outputs of collectives (gloo from a thread of its own), and the frameworks count
+    that as a write, too. So of a collective only the inputs that share no memory with another tensor's are looked at.
+    """
+    tensors = (
+        call.outputs if call.op == "recv" else [each for each in call.inputs if not _is_shared(each, call.outputs)]
+    )
+    return any(version_of(tensor.tensor) != tensor.version for tensor in tensors)
+
+
+def _is_shared(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(
+        tensor.tensor is not other.tensor and tensor.start < other.stop and other.start < tensor.stop
+        for other in others
+    )
