@@ -210,9 +210,19 @@ def schedule_path(loaded: LoadedPlan) -> Path:
 
 
 def absolute_build(loaded: LoadedPlan) -> str:
-    """``model.build`` of custom layers with an absolute path of its file."""
+    """``model.build`` of custom layers with an absolute path of its file.
+
+    Raises:
+        PlanFileError: PP911, the plan has none: its layers are modules of a training script.
+    """
     assert loaded.spec.custom_layers is not None
-    file, function = loaded.spec.custom_layers.file_and_function
+    build = loaded.spec.custom_layers.build
+    if build is None:
+        message = "the plan has no `model.build`: its layers are the modules of a training script"
+        fix = "run the script; `pipeproof check` and `pipeproof simulate` take the plan as it is"
+        location = None if loaded.source is None else loaded.source.locate(("model",), key=True)
+        raise PlanFileError(Finding("PP911", Severity.ERROR, message, location, fix), source=loaded.source)
+    file, _, function = build.rpartition(":")
     return f"{(_folder(loaded) / file).resolve()}:{function}"
 
 

@@ -12,21 +12,27 @@ from pipeproof.specs.section import FROM_LIST, Section
 ROWS = "b"
 """The size of a shape that means the rows of a micro-batch."""
 
+SEQUENCE = "s"
+"""The size of a shape that means the sequence length of a micro-batch."""
+
 _MAX_SIZE = 2**40
 
 
 def _size(value: object) -> object:
-    """Accept one size of a shape: a number, or the letter of the rows."""
-    if value == ROWS or (type(value) is int and 1 <= value <= _MAX_SIZE):
+    """Accept one size of a shape: a number, or the letter of the rows or of the sequence length."""
+    if (type(value) is str and value in (ROWS, SEQUENCE)) or (type(value) is int and 1 <= value <= _MAX_SIZE):
         return value
-    message = f"a size is `{ROWS}` (the rows of a micro-batch) or an integer from 1 to 2^40, found "
+    letters = f"`{ROWS}` (the rows of a micro-batch), `{SEQUENCE}` (its sequence length)"
+    message = f"a size is {letters} or an integer from 1 to 2^40, found "
     raise problems_error([Problem("PP106", (), message + describe_value(value))])
 
 
-Size = Annotated[int | Literal["b"], BeforeValidator(_size)]
+Size = Annotated[int | Literal["b", "s"], BeforeValidator(_size)]
 
 
-LayerDtype: TypeAlias = Literal["float32", "float64", "int64", "int32", "bool"]
+LayerDtype: TypeAlias = Literal[
+    "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
+]
 """A type of layer outputs and buffers, and of their copies in saved states."""
 
 
@@ -34,7 +40,8 @@ class LayerOutputSpec(Section):
     """A tensor that a layer passes to the next one; it crosses between stages where a stage ends."""
 
     shape: Annotated[tuple[Size, ...], FROM_LIST] = Field(
-        description="Sizes of the dims for one micro-batch; b represents schedule.micro_batch_size.",
+        description="Sizes of the dims for one micro-batch; b represents schedule.micro_batch_size, "
+        "s the length in schedule.seq_lengths.",
     )
     dtype: LayerDtype | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
     gradient: bool | None = Field(
@@ -46,9 +53,10 @@ class LayerOutputSpec(Section):
         """True if the receiver sends a gradient back."""
         return (self.dtype is None or "float" in self.dtype) if self.gradient is None else self.gradient
 
-    def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Return the shape for a micro-batch of ``num_rows`` rows."""
-        return tuple(size if isinstance(size, int) else num_rows for size in self.shape)
+    def sizes(self, num_rows: int, seq_length: int = 1) -> tuple[int, ...]:
+        """Return the shape for a micro-batch of ``num_rows`` rows of ``seq_length``."""
+        letters = {ROWS: num_rows, SEQUENCE: seq_length}
+        return tuple(size if isinstance(size, int) else letters[size] for size in self.shape)
 
 
 class LayerWeightSpec(Section):
@@ -95,15 +103,24 @@ class CustomLayerSpec(Section):
     borrows: Annotated[tuple[str, ...], FROM_LIST] = Field(
         default=(), description="Weights of earlier layers that this layer also uses, as LAYER.NAME."
     )
+    activation_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        le=_MAX_SIZE,
+        description="Bytes that the layer keeps of one micro-batch for its backward, its input included, as measured; "
+        "without it, the bytes of its input.",
+    )
 
 
 class CustomModelSpec(Section):
-    """A sequence of your own ``paddle.nn.Layer``s, and the tensors that cross between them."""
+    """A sequence of custom layers, and the tensors that cross between them."""
 
     kind: Literal["layers"] = Field(description="The family of the model.")
-    build: str = Field(
-        description="FILE.py:FUNCTION, relative to the plan file. The function returns the layers, the loss function "
-        "and the data function. Runs call it; `check` and `simulate` never do.",
+    build: str | None = Field(
+        default=None,
+        description="FILE.py:FUNCTION, relative to the plan file. The function returns Paddle layers, the loss "
+        "function and the data function. `pipeproof run` calls it; `check` and `simulate` never do. Without it, the "
+        "layers are the modules of a training script that uses `pipeproof.torch` or `pipeproof.paddle`.",
         json_schema_extra={"pattern": "^.+\\.py:[A-Za-z_][A-Za-z0-9_]*$"},
     )
     layers: Annotated[tuple[CustomLayerSpec, ...], FROM_LIST] = Field(
@@ -125,9 +142,3 @@ class CustomModelSpec(Section):
     def unpadded_vocab_size(self) -> None:
         """None: padding of token ids is not declared."""
         return
-
-    @property
-    def file_and_function(self) -> tuple[str, str]:
-        """The two halves of ``build``."""
-        file, _, function = self.build.rpartition(":")
-        return file, function

@@ -21,7 +21,7 @@ from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 7
 """Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
-_OF_CUSTOM_LAYERS = {"kind": True, "buffers": True}
+_OF_CUSTOM_LAYERS = {"kind": True, "buffers": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
     "build": True,
     "unpadded_vocab_size": True,

@@ -80,6 +80,24 @@ def test_known_memory_is_weights_and_inputs_of_layers():
     assert [float(held.num_bytes) for held in stage_holdings(lowered, 1)] == [2 * 4 * 4 + 2 * 4 * 4 + 2 * 2 * 8]
 
 
+def test_sizes_of_the_sequence_length_differ_between_micro_batches():
+    layers = [
+        {"name": "stem", "out": [{"shape": ["b", "s", 4]}, {"shape": ["s", "s"], "dtype": "bool"}]},
+        {"name": "mid", "out": [{"shape": ["b", 4]}]},
+        {"name": "head"},
+    ]
+    content = plan(layers, model={"build": None}, topology={"pp": 3}, schedule={"seq_lengths": [5, 3, 5, 7]})
+    content["model"]["layers"] = layers
+    report = check(plan_from_dict(content))
+    assert report.errors == ()
+    first, second = report.subject.plan.edges
+    shapes = [[member.shape for member in first.members(index)] for index in range(4)]
+    assert shapes == [[(2, n, 4), (n, n)] for n in (5, 3, 5, 7)]
+    assert {second.members(index)[0].shape for index in range(4)} == {(2, 4)}
+    (held,) = stage_holdings(report.subject.plan, 1)
+    assert held.num_bytes == 2 * 7 * 4 * 4 + 7 * 7  # the longest
+
+
 def changed(index, **about):
     return [{**layer, **about} if number == index else layer for number, layer in enumerate(LAYERS)]
 
@@ -96,6 +114,9 @@ def changed(index, **about):
      "a tensor of bool has no gradient"),
     ({"layers": changed(0, out=[{"shape": ["c", 4]}])}, "PP106", "a size is `b`"),
     ({"layers": changed(0, out=[{"shape": [0]}])}, "PP106", "a size is `b`"),
+    ({"layers": changed(0, out=[{"shape": ["b", "s"]}])}, "PP106", "schedule.seq_lengths is not given"),
+    ({"model": {"build": None}, "schedule": {"seq_lengths": [1, 2]}}, "PP109", "has 2 entries"),
+    ({"schedule": {"seq_lengths": [1, 2, 3, 4]}}, "PP106", "one shape for all micro-batches"),
     ({"layers": changed(3, borrows=["stem.weigth"])}, "PP106", "which no layer before it has"),
     ({"layers": changed(0, parameters=[{"name": "w", "shape": [1]}] * 2)}, "PP106", "declared twice"),
     ({"topology": {"tp": 2}}, "PP106", "topology.tp is 2"),

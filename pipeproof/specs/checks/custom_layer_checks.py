@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, nearest_name
-from pipeproof.specs.custom_layers import CustomLayerSpec, CustomModelSpec
+from pipeproof.specs.custom_layers import SEQUENCE, CustomLayerSpec, CustomModelSpec
 from pipeproof.specs.plan_sections import PlanSections
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
@@ -15,11 +15,27 @@ _BUILD = re.compile(r".+\.py:[A-Za-z_]\w*", re.ASCII)
 
 def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
     """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
-    return [*_check_layers(model), *_check_other_sections(plan)]
+    return [*_check_layers(model), *_check_lengths(plan, model), *_check_other_sections(plan, model)]
+
+
+def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
+    """PP106, PP109: lengths of sequences, and the size `s` that represents them."""
+    lengths, num = plan.schedule.seq_lengths, plan.schedule.num_micro_batches
+    if lengths is not None and len(lengths) != num:
+        message = f"`schedule.seq_lengths` has {len(lengths)} entries, and schedule.num_micro_batches is {num}"
+        yield Problem("PP109", ("schedule", "seq_lengths"), message, help=f"give {num}")
+    for index, layer in enumerate(model.layers):
+        for position, out in enumerate(layer.out):
+            if SEQUENCE in out.shape and lengths is None:
+                path = ("model", "layers", index, "out", position, "shape")
+                message = (
+                    f"an output of `{layer.name}` has the size `{SEQUENCE}`, and schedule.seq_lengths is not given"
+                )
+                yield Problem("PP106", path, message, help="give the length of each micro-batch, or write a number")
 
 
 def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
-    if not _BUILD.fullmatch(model.build):
+    if model.build is not None and not _BUILD.fullmatch(model.build):
         message = f"`model.build` must be FILE.py:FUNCTION, found {describe_value(model.build)}"
         yield Problem("PP106", ("model", "build"), message, help="write for example my_model.py:build")
     if not model.layers:
@@ -78,7 +94,7 @@ def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tu
             )
 
 
-def _check_other_sections(plan: PlanSections) -> Iterator[Problem]:
+def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
     """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
     topology, schedule, memory = plan.topology, plan.schedule, plan.memory
     reason = "custom layers do not declare how they are sharded"
@@ -94,10 +110,10 @@ def _check_other_sections(plan: PlanSections) -> Iterator[Problem]:
             "set it to 1",
         ),
         (
-            schedule.seq_lengths is not None,
+            schedule.seq_lengths is not None and model.build is not None,
             ("schedule", "seq_lengths"),
-            "custom layers declare one shape for all micro-batches",
-            "remove it",
+            "the data function of `model.build` returns one shape for all micro-batches",
+            "remove it, or train with `pipeproof.torch`",
         ),
         (
             schedule.last_micro_batch_size is not None,

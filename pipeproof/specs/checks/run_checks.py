@@ -18,13 +18,15 @@ def check_run(plan: PlanSections) -> list[Problem]:
     """
     run, problems = plan.run, []
     if run.backend == "paddle":
-        if run.dtype in _SIXTEEN_BITS:
+        of_script = plan.custom_layers is not None and plan.custom_layers.build is None
+        if run.dtype in _SIXTEEN_BITS and not of_script:
             message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
             fix = "use float32 or float64, or `backend: torch`"
             problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
-    elif plan.custom_layers is not None:
-        message = "custom layers are `paddle.nn` layers, and run.backend is torch"
-        problems.append(Problem("PP106", ("run", "backend"), message, help="use `backend: paddle`"))
+    elif plan.custom_layers is not None and plan.custom_layers.build is not None:
+        message = "`model.build` returns `paddle.nn` layers, and run.backend is torch"
+        fix = "use `backend: paddle`, or train the modules in a script with pipeproof.torch.Pipeline"
+        problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
     if run.replay:
         problems += _check_replay(plan)
     if run.weight_dtype == "float16" and run.optimizer == "adamw":

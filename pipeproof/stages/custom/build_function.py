@@ -45,7 +45,8 @@ def call_build(model: CustomModelSpec) -> Built:
     Raises:
         BadPlanError: PP911, the file or function does not exist, it raises, or it returns something else.
     """
-    name, function_name = model.file_and_function
+    assert model.build is not None, "``absolute_build`` refuses such a plan"
+    name, _, function_name = model.build.rpartition(":")
     file = Path(name).resolve()
     if not file.is_file():
         raise cannot_build(f"there is no file `{name}`", "the path is relative to the plan file")

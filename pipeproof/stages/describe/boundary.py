@@ -110,10 +110,10 @@ def describe_boundary(plan: PlanSpec) -> Boundary:
 
 
 def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
-    """The size of the ``index``-th micro-batch of a data-parallel rank. For custom layers only the rows count."""
+    """The size of the ``index``-th micro-batch of a data-parallel rank. Custom layers may have no length: 1."""
     schedule = plan.schedule
     if plan.custom_layers is not None:
-        return MicroBatchSize(1, schedule.micro_batch_size)
+        return MicroBatchSize((schedule.seq_lengths or {index: 1})[index], schedule.micro_batch_size)
     is_last = index == schedule.num_micro_batches - 1
     return MicroBatchSize(
         plan.model.seq_length if schedule.seq_lengths is None else schedule.seq_lengths[index],
@@ -128,7 +128,7 @@ def work_item_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[i
     """
     schedule, num_splits = plan.schedule, plan.schedule.num_sequence_splits
     last = schedule.last_micro_batch_size
-    if plan.custom_layers is not None:
+    if plan.custom_layers is not None and schedule.seq_lengths is None:
         return (micro_batch_size(plan, 0),), ()
     if schedule.seq_lengths is None and last is None:
         return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
