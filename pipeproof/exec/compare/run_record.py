@@ -78,7 +78,7 @@ class Recorder:
         run = plan.spec.run
         header = Header("run", __version__, digest, run.backend, run.dtype, run.steps, options.layers, options.values)
         self._run, self._reference = (
-            _Writer(options.directory / head.who, head) for head in (header, replace(header, who="reference"))
+            RecordWriter(options.directory / head.who, head) for head in (header, replace(header, who="reference"))
         )
 
     def put(
@@ -201,7 +201,20 @@ def _step(step: int, loss: Loss, tensors: Sequence[Recorded], others: Mapping[st
     )
 
 
-class _Writer:
+def recorded_gradients(plan: LoweredPlan, step: int, loss: Loss, ranks: Sequence[Mapping[str, Array]]) -> RecordedStep:
+    """Return a step of whole gradients, which ``ranks`` hold by the plan's names, from the last layer to the first."""
+    tensors = []
+    for layer in reversed([*plan.layer_by_name]):
+        for parameter in reversed(plan.layer_by_name[layer].parameters):
+            arrays = {rank: own[parameter.name] for rank, own in enumerate(ranks) if parameter.name in own}
+            parts = {rank: _RankPart(tuple((0, n) for n in array.shape), array) for rank, array in arrays.items()}
+            if parts:
+                blank = Recorded(step, layer, (), "", "", 0.0, (), parameter=parameter.name)
+                tensors.append(_recorded(blank, parts, assembled(parts), {}))
+    return _step(step, loss, tensors, {})
+
+
+class RecordWriter:
     """One record on disk. A step's values are written before its lines, and its lines in one write."""
 
     def __init__(self, directory: Path, header: Header) -> None:

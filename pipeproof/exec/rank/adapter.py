@@ -46,6 +46,8 @@ class RankAdapter:
 
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
     ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
+    ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
+    ``frees_sends`` is as of ``RankTransfers``.
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class RankAdapter:
         enter: Callable[[int, int], None],
         watch: LayerWatch | None = None,
         clock: Clock | None = None,
+        make_step_end: Callable[..., StepEnd] = StepEnd,
+        *,
+        frees_sends: bool = False,
     ) -> None:
         self.rank = rank
         self._clock = HostClock() if clock is None else clock
@@ -79,8 +84,8 @@ class RankAdapter:
             lent |= stage.parameters
         routers = {number: self._factory.routers(stage) for number, stage in self._stages.items()}
         self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
-        self._step_end = StepEnd(plan, self._coords, self._stages, self._children, framework)
-        self._transfers = RankTransfers(plan, rank, world.channels, framework.arrays)
+        self._step_end = make_step_end(plan, self._coords, self._stages, self._children, framework)
+        self._transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
         self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
@@ -138,6 +143,11 @@ class RankAdapter:
         self._step = step
         self._factory.load(step)
         self._step_end.begin()
+
+    def clear(self) -> None:
+        """Drop the tensors of a step that has ended, or failed."""
+        self._transfers.begin()
+        self._losses.clear()
 
     def finish(self) -> None:
         """End a step: put the times into its log, and read its results into ``outcome``."""

@@ -17,6 +17,7 @@ from math import prod
 
 from pipeproof.comm.boundary_tensors import tensors_of
 from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.completed_sends import completed_sends
 from pipeproof.comm.entry_order import EntryOrder
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import (
@@ -107,17 +108,22 @@ class _Order:
 
 
 class RankTransfers:
-    """Tensors of one rank's work items, and their transfers to and from other ranks."""
+    """Tensors of one rank's work items, and their transfers to and from other ranks.
 
-    def __init__(self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays) -> None:
+    With ``frees_sends`` the memory of a send is given back as soon as its end is known, not when the plan waits for it.
+    """
+
+    def __init__(
+        self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *, frees_sends: bool = False
+    ) -> None:
         self._plan, self._channels, self._arrays = plan, channels, arrays
         self._member = {
             number: (stage - 1 if side.startswith("input") else stage, variant, member)
             for (side, stage, variant, member), number in tensors_of(plan.edges, plan.layers).index.items()
         }
-        buffers = plan.spec.buffers
+        buffers, row_rank = plan.spec.buffers, plan.graph.global_rank.index(rank)
         self._receive_slots, self._send_slots = (
-            None if num_slots is None else Slots(num_slots, plan.graph, rank, kinds, arrays)
+            None if num_slots is None else Slots(num_slots, plan.graph, row_rank, kinds, arrays)
             for num_slots, kinds in ((buffers.receive_slots, RECV_KINDS), (buffers.send_slots, SEND_KINDS))
         )
         by_backend = not (buffers.receive_slots or buffers.send_slots) and buffers.free_output == "after_backward"
@@ -125,18 +131,21 @@ class RankTransfers:
         """Set if the backend moves slices itself. A slot has room only for the slice, and an output that is freed early
         must be sliced before, so neither is combined with this."""
         self._is_one_queue = plan.spec.transport.queue == "device"
+        self._completed = completed_sends(plan.graph, row_rank) if frees_sends else {}
         self._entries = EntryOrder(plan.graph, ChannelModel(plan.spec.transport.queue or "directed_edge"))
         self._messages: dict[int, _Message] = {}
         self._orders: dict[int, _Order] = {}
         self._last: dict[Hashable, list[Transfer]] = {}
         self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
         self._posted: dict[int, Transfer] = {}
+        self._freed: dict[int, LogEntry] = {}
         self._tensors: dict[tuple[int, int], WorkItemTensors] = {}
 
     def begin(self) -> None:
         """Begin a step: drop all tensors, and start with the first slots."""
         self._tensors.clear()
         self._posted.clear()
+        self._freed.clear()
         self._last.clear()
         for slots in (self._receive_slots, self._send_slots):
             if slots is not None:
@@ -169,6 +178,8 @@ class RankTransfers:
             buffer = tensors.sliced[forward, member]
         else:
             buffer = tensors.outgoing(member, forward=forward).detach().contiguous()
+            if message.is_whole and not forward and not message.changes_layout:
+                del tensors.input_grad[member]  # nothing else reads it, and the plan may wait for the send much later
             if not message.is_whole:
                 buffer = buffer.flatten()[message.start : message.stop].clone()
         if self._send_slots is None or isinstance(buffer, Slice):  # slices exist only without slots
@@ -225,6 +236,13 @@ class RankTransfers:
     def wait(self, step: int, op_id: int) -> LogEntry:
         """Block until the transfer that an operation waits for is done; return its log entry."""
         target = int(self._plan.graph.waits_for[op_id])
+        entry = self._freed.pop(target, None) or self._end(step, target)
+        for send in self._completed.get(op_id, ()):
+            self._freed[send] = self._end(step, send)
+        return entry
+
+    def _end(self, step: int, target: int) -> LogEntry:
+        """End a posted transfer, and forget its buffer."""
         transfer = self._posted.pop(target)
         transfer.wait()
         message, order = self._message(target), self._order(target)

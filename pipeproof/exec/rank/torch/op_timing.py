@@ -143,22 +143,26 @@ class WatchedChannels:
     def __init__(self, channels: TorchChannels) -> None:
         self._channels = channels
         self._posted: dict[Channel, SimpleQueue[WatchedTransfer | None]] = {}
+        self._threads: list[threading.Thread] = []
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[WatchedTransfer] = ()) -> WatchedTransfer:
         """Post a transfer, see ``TorchChannels.post``."""
         posted = self._posted.get(channel)
         if posted is None:
             posted = self._posted[channel] = SimpleQueue()
-            threading.Thread(target=_watch, args=[posted], name=f"times {channel}", daemon=True).start()
+            self._threads.append(threading.Thread(target=_watch, args=[posted], name=f"times {channel}", daemon=True))
+            self._threads[-1].start()
         plain = self._channels.post(channel, buffer)
         transfer = WatchedTransfer(buffer, plain.work, plain.posted_ns, plain.posted_ns)
         posted.put(transfer)
         return transfer
 
     def close(self) -> None:
-        """End the threads, after all waits."""
+        """End the threads, after all waits: one that is in C++ when the interpreter ends would abort the process."""
         for posted in self._posted.values():
             posted.put(None)
+        for thread in self._threads:
+            thread.join()
         self._channels.close()
 
 
