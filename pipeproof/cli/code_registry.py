@@ -18,6 +18,7 @@ from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
 from pipeproof.stages.custom.custom_codes import CUSTOM_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.state.aoa.aoa_codes import AOA_CODES
+from pipeproof.state.dcp.dcp_codes import DCP_CODES
 from pipeproof.state.flex.flex_codes import FLEX_CODES
 from pipeproof.state.names.name_codes import NAMES_CODES
 from pipeproof.state.reshard.reshard_codes import PROOF_CODES, REFUSED_CODES
@@ -55,5 +56,6 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *NAMES_CODES,
         *REFUSED_CODES,
         *FLEX_CODES,
+        *DCP_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 FILE = ".safetensors"
+_DCP = "dcp"
 _WITH_CONFIG = "huggingface"
 """The convention whose directories have a configuration with the weights."""
 
@@ -41,7 +42,7 @@ class ReshardOptions:
     aoa: Path | None
     names: str | None
     weights_only: bool
-    by_paddle: bool
+    save_format: str
     picture: Path | None
     jobs: int
     as_json: bool
@@ -60,8 +61,13 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
     if options.plan is not None and (options.plan.is_dir() or options.plan.suffix == FILE):
         kind = "a directory" if options.plan.is_dir() else "a file of tensors"
         raise click.UsageError(f"{options.plan} is {kind}: --to names the plan that resumes")
-    if options.by_paddle and (options.plan is None or options.out is None):
-        raise click.UsageError("--save-format is for the state of a plan: give --to PLAN and -o OUT")
+    if options.save_format == "flex" and (options.plan is None or options.out is None):
+        raise click.UsageError("--save-format flex is for the state of a plan: give --to PLAN and -o OUT")
+    if options.save_format == _DCP:
+        if options.out is None or options.plan is not None:
+            raise click.UsageError("--save-format dcp writes whole tensors: give -o OUT, and no plan")
+        if options.out.suffix == FILE:
+            raise click.UsageError(f"a checkpoint of PyTorch is a directory: OUT may not end with {FILE}")
     if options.out is not None and options.picture is not None and options.out.absolute() == options.picture.absolute():
         raise click.UsageError(f"-o and --picture name the same file, {options.out}: name another picture")
     if options.out is None:
@@ -71,9 +77,10 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
             raise click.UsageError("give the plan that resumes: --to PLAN")
         if is_plan(options.source) and options.names is not None:
             raise click.UsageError("SOURCE is a plan, whose states have pipeproof's own names: leave --names out")
-    elif (options.plan is None) != (options.out.suffix == FILE):
+    elif options.save_format != _DCP and (options.plan is None) != (options.out.suffix == FILE):
         if options.plan is None and options.names != _WITH_CONFIG:
-            raise click.UsageError(f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}")
+            message = f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}, or --save-format dcp"
+            raise click.UsageError(message)
         if options.plan is not None:
             raise click.UsageError(f"the state of a plan is a directory: OUT may not end with {FILE}")
 
@@ -101,8 +108,9 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
               help="Convention of the tensor names in the one file (huggingface, megatron, paddleformers, ..); with a "
               "plan, of those in SOURCE.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer state: training begins at step 0.")
-@click.option("--save-format", type=click.Choice(["pipeproof", "flex"]), default="pipeproof", show_default=True,
-              help="Format of the state of a plan; flex: Paddle's own checkpoint, with our index.")  # fmt: skip
+@click.option("--save-format", type=click.Choice(["pipeproof", "flex", _DCP]), default="pipeproof", show_default=True,
+              help="Format of a directory; flex: the state of a plan as Paddle's own checkpoint, with our index; dcp: "
+              "whole tensors as PyTorch's distributed checkpoint.")  # fmt: skip
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", callback=_svg_file,
               help="Draw the flow of tensors between ranks or files.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
@@ -115,15 +123,15 @@ def reshard(
     """Reshard a checkpoint for another plan, or merge it into one file, after a proof that nothing is lost.
 
     SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
-    Hugging Face has it, or a checkpoint of Paddle's; with --check, also a plan. The output appears complete or not at
-    all. If the command is interrupted, run the same command again to resume.
+    Hugging Face has it, or a checkpoint of Paddle's or PyTorch's (DCP); with --check, also a plan. The output appears
+    complete or not at all. If the command is interrupted, run the same command again to resume.
     """
     if target_plan is not None and to_plan is not None:
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
     cores = len(os.sched_getaffinity(0))  # two jobs per core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
-    jobs, by_paddle = jobs or min(2 * cores, _MOST_JOBS), save_format == "flex"
-    options = ReshardOptions(source, plan, out, aoa, names, weights_only, by_paddle, picture, jobs, form == "json")
+    jobs = jobs or min(2 * cores, _MOST_JOBS)
+    options = ReshardOptions(source, plan, out, aoa, names, weights_only, save_format, picture, jobs, form == "json")
     _require_consistent(options, check=check)
     with refusing_bad_plans(form, source if plan is None else plan):
         try:
@@ -168,7 +176,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.signals import TerminatedError, terminate_raises
-    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint
+    from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
     from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import layout_of_checkpoint
@@ -182,6 +190,10 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     status, outcome = _prove(options, layout_of_checkpoint(source), task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:
         return status
+    if source.others:
+        more = f" and {len(source.others) - 1:,} more" if len(source.others) > 1 else ""
+        click.echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
+    require_crcs(source)
     if num_checksummed(source) < len(source.files):
         click.echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
@@ -195,14 +207,40 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     except TerminatedError as error:
         click.echo(f"{error}: {resume}", err=True)
         sys.exit(128 + error.signum)
+    seconds = time.monotonic() - started
+    md5 = _require_same_md5(source, task, options.out) if _DCP in (source.kind, options.save_format) else None
     try:
-        show_outcome(outcome, options.as_json, options.out, result, time.monotonic() - started, options.plan)
+        show_outcome(outcome, options.as_json, options.out, result, seconds, options.plan, md5)
     except BrokenPipeError:
         raise
     except OSError:
         click.echo(f"{options.out} is complete, but its report could not be written", err=True)
         raise
     return status
+
+
+def _require_same_md5(source: Checkpoint, task: ReshardTask, out: Path) -> str | None:
+    """Return the MD5 that the tensors of source and output have; None if the output's tensors are not the source's.
+
+    Raises:
+        StateError: A tensor of the output differs.
+    """
+    from pipeproof.state.checkpoint import md5_of_all, tensor_md5s
+    from pipeproof.state.open_checkpoint import open_checkpoint
+    from pipeproof.state.state_codes import StateError
+    from pipeproof.state.tensor_map import identity_map
+
+    names = task.target.tensors.keys()
+    same = {name: entry for name, entry in source.tensors.items() if name in names}
+    if dict(task.state_map.tensors) != dict(identity_map(dict(task.target.tensors)).tensors) or len(same) != len(names):
+        return None
+    before, after = tensor_md5s(replace(source, tensors=same)), tensor_md5s(open_checkpoint(out))
+    differ = [name for name in before if before[name] != after.get(name)]
+    if differ or len(after) != len(before):
+        name = differ[0] if differ else next(name for name in after if name not in before)
+        fix = f"remove {out} and run the command again: the source or the disk changed while it was read"
+        raise StateError(f"{out} has {name} with another MD5 than {source.path}", fix)
+    return md5_of_all(before)
 
 
 def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[ReshardTask, tuple[Finding, ...]]:
@@ -255,12 +293,16 @@ def _task_of(
     if plan is not None:
         name = str(options.plan if options.out is None else options.out)
         task = task_for_plan(source, plan, name, digest, named, weights_only=weights_only)
-        if options.by_paddle:
+        if options.save_format == "flex":
             from pipeproof.state.flex.flex_output import as_flex
 
             return as_flex(task)
         return task
     model = Path(f"model{FILE}")
+    if options.save_format == _DCP:
+        from pipeproof.state.dcp.dcp_output import as_dcp
+
+        return as_dcp(task_for_file(source, model, named, weights_only=weights_only), str(options.out))
     if options.out is None or options.out.suffix == FILE:
         return task_for_file(source, options.out or model, named, weights_only=weights_only)
     from pipeproof.state.reshard.map_options import config_files

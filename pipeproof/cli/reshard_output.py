@@ -62,10 +62,14 @@ def show_outcome(
     result: ReshardResult | None = None,
     seconds: float = 0.0,
     plan: Path | None = None,
+    md5: str | None = None,
 ) -> None:
-    """Print the outcome, and the output with the command that resumes from it."""
+    """Print the outcome, and the output with the command that resumes from it.
+
+    ``md5`` is that of all tensors, where those of the output were compared with those of the source.
+    """
     if as_json:
-        click.echo(json.dumps(_to_json(outcome, out, result, seconds), indent=2))
+        click.echo(json.dumps(_to_json(outcome, out, result, seconds, md5), indent=2))
         return
     if not outcome.proved:
         num = sum(finding.severity is Severity.ERROR for finding in outcome.findings)
@@ -89,6 +93,8 @@ def show_outcome(
             has_speed = result.size_bytes >= _LARGE and not before
             speed = f", {size_words(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
             click.echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
+        if md5 is not None:
+            click.echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
             click.echo(f"resume: {shlex.join(['pipeproof', 'run', str(plan), '--resume', str(out)])}")
 
@@ -147,7 +153,9 @@ def _num_parts(side: ShardLayout) -> int:
     return sum(map(len, side.shards.values()))
 
 
-def _to_json(outcome: Outcome, out: Path | None, result: ReshardResult | None, seconds: float) -> dict[str, Any]:
+def _to_json(
+    outcome: Outcome, out: Path | None, result: ReshardResult | None, seconds: float, md5: str | None
+) -> dict[str, Any]:
     from pipeproof.diagnostics.text_output import finding_to_json
 
     content: dict[str, Any] = {
@@ -164,4 +172,6 @@ def _to_json(outcome: Outcome, out: Path | None, result: ReshardResult | None, s
             "size_bytes": result.size_bytes,
             "seconds": round(seconds, 3),
         }
+        if md5 is not None:
+            content["output"]["md5"] = md5
     return content

@@ -36,8 +36,9 @@ def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form
     """Show the contents of a checkpoint; with OTHER, the differences between the two.
 
     A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
-    them, or one of Paddle's. The two may be of any topologies and kinds. An MD5 is that of a whole tensor's bytes,
-    for any sharding. The exit status is 1 where --verify finds a fault or the two differ.
+    them, one of Paddle's, or PyTorch's distributed checkpoint (DCP). The two may be of any topologies and kinds. An MD5
+    is that of a whole tensor's bytes, for any sharding. The exit status is 1 where --verify finds a fault or the two
+    differ.
     """
     for checkpoint in filter(None, (path, other)):
         if is_plan(checkpoint) and checkpoint.is_file():
@@ -94,6 +95,8 @@ def _print_verified(opened: Checkpoint) -> None:
     if bare:
         subject = "it" if num_files == 1 else f"{bare} of them"
         result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
+    elif opened.crcs:
+        result = "has the CRC-32 of its content" if num_files == 1 else "has the CRC-32 of each tensor in it"
     elif opened.checksums:
         result = "matches its own SHA-256"
     else:

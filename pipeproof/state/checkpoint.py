@@ -49,7 +49,7 @@ class Checkpoint:
 
     path: Path
     kind: str
-    """``state``, ``merged`` (whole tensors in one file or several) or ``flex`` (Paddle's)."""
+    """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's) or ``dcp`` (PyTorch's)."""
     tensors: Mapping[str, TensorEntry]
     """Whole tensors by name."""
     shards: Mapping[str, tuple[StoredShard, ...]]
@@ -60,6 +60,11 @@ class Checkpoint:
     """Index of a state; of a merged file the one in its metadata, if any."""
     checksums: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
     """By file the checksum in its own metadata, of merged files that were written here (see ``array_files``)."""
+
+    others: tuple[str, ...] = ()
+    """Names of what is stored next to the tensors of model and optimizer, such as learning rates and RNG states."""
+    crcs: Mapping[StoredShard, int] = field(default_factory=lambda: MappingProxyType({}))
+    """CRC-32 of the content of each shard, where its file has one; -1 where it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
         """Return True if there is a checksum to compare the content of a file with."""

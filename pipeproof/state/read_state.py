@@ -52,7 +52,12 @@ def find_state(path: Path) -> SavedState:
         states = _states_below(path)
         if not states:
             fix = "name the directory that `--save` named, or one of the states below it"
-            if any(path.glob("*.metadata")):
+            if (path / ".metadata").exists():
+                fix = (
+                    "PyTorch's checkpoint does not record its training; a run can start from its weights: "
+                    f"`pipeproof reshard {path} --to PLAN --names CONVENTION -o STATE`, then `--resume STATE`"
+                )
+            elif any(path.glob("*.metadata")):
                 fix = (
                     "Paddle's checkpoint does not record its training; a run can start from its weights: "
                     f"`pipeproof reshard {path} --to PLAN -o STATE`, then `--resume STATE`"

@@ -1,9 +1,10 @@
 """Pickles, read and written without importing what they name: calls stay records, and bytes stay in the file.
 
 ``pickle.load`` imports and calls everything that a file names. Paddle's metadata and its ``.distcp`` files are pickles,
-so a checkpoint from an unknown source could execute anything. Here the operations of the pickle machine (Python's
-``pickletools`` documents each) move plain values only. A function or class is a ``GlobalName``, the result of a call a
-``PickledObject``, and bytes a ``ByteRange`` of the file, so that arrays of many GB are located and not read.
+and so is the metadata of PyTorch's checkpoints (``state.dcp``), so a checkpoint from an unknown source could execute
+anything. Here the operations of the pickle machine (Python's ``pickletools`` documents each) move plain values only. A
+function or class is a ``GlobalName``, the result of a call a ``PickledObject``, and bytes a ``ByteRange`` of the file,
+so that arrays of many GB are located and not read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class GlobalName:
 
 @dataclass(slots=True, eq=False)
 class PickledObject:
-    """The result that a call would have; ``state`` would be set on it afterwards."""
+    """The result that a call would have; ``state`` would be set on it afterwards.
+
+    With a state it is written as an instance of a class, otherwise as the result of a call.
+    """
 
     global_name: GlobalName
     arguments: Any
@@ -46,31 +50,59 @@ class ByteRange:
     length: int
 
 
-class _UnreadableError(Exception):
+@dataclass(frozen=True, slots=True)
+class PersistentId:
+    """A reference to an object that is stored outside of the pickle, such as the elements of a PyTorch tensor."""
+
+    value: Any
+
+
+class UnreadablePickleError(Exception):
     """The pickle uses an unknown operation, or is damaged."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a pickle as dicts, lists, sets, tuples, text, numbers and the three records of this module.
+    """Read a pickle as dicts, lists, sets, tuples, text, numbers and the four records of this module.
 
     Raises:
         FlexError: It cannot be read, is cut short, or uses an operation that Paddle's pickles lack.
     """
     try:
-        size = regular_size(path)
-        with path.open("rb") as stream:
-            return _Machine(stream, size).run()
+        return unpickled(path)
     except OSError as error:
         raise FlexError(f"{path} cannot be read: {error.strerror}", _FIX) from error
-    except (_UnreadableError, struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except UnreadablePickleError as error:
         raise FlexError(f"{path} is damaged, or no pickle of Paddle's: {error}", _FIX) from error
 
 
-class _Machine:
-    """Stack, marks and memo of a pickle being read."""
+class ForeignNameError(UnreadablePickleError):
+    """The pickle names a function or class that its kind of pickle has no use for."""
 
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream, self._size, self._at = stream, size, 0
+
+def unpickled(
+    path: Path, start: int = 0, length: int | None = None, allows: Callable[[GlobalName], bool] = lambda _: True
+) -> Any:
+    """Read the pickle at the bytes ``start`` to ``start + length`` of a file, or from ``start`` on, as records.
+
+    Raises:
+        OSError: The file cannot be read.
+        ForeignNameError: The pickle has a name that ``allows`` refuses.
+        UnreadablePickleError: The pickle is damaged, or uses an operation that is not read.
+    """
+    size = regular_size(path)
+    with path.open("rb") as stream:
+        stream.seek(start)
+        try:
+            return _Machine(stream, size if length is None else min(size, start + length), start, allows).run()
+        except (struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UnreadablePickleError(str(error)) from error
+
+
+class _Machine:
+    """Stack, marks and memo of a pickle being read; ``size`` is the byte of the file where it must have ended."""
+
+    def __init__(self, stream: BinaryIO, size: int, start: int, allows: Callable[[GlobalName], bool]) -> None:
+        self._stream, self._size, self._at, self._allows = stream, size, start, allows
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -82,7 +114,7 @@ class _Machine:
             if code == _STOP:
                 return self._stack.pop()
             if code not in operations:
-                raise _UnreadableError(f"operation {bytes([code])!r} at byte {self._at - 1}")
+                raise UnreadablePickleError(f"operation {bytes([code])!r} at byte {self._at - 1}")
             operations[code](self)
 
     def take_bytes(self, length: int) -> bytes:
@@ -90,7 +122,7 @@ class _Machine:
         self._require(length)
         content = self._stream.read(length)
         if len(content) < length:
-            raise _UnreadableError("it is cut short")
+            raise UnreadablePickleError("it is cut short")
         self._at += length
         return content
 
@@ -117,15 +149,21 @@ class _Machine:
         content = self._stream.readline(_LONGEST_NAME)
         self._at += len(content)
         if not content.endswith(b"\n"):
-            raise _UnreadableError("it is cut short")
+            raise UnreadablePickleError("it is cut short")
         return content[:-1].decode()
 
     def _require(self, length: int) -> None:
         if length > self._size - self._at:
-            raise _UnreadableError(f"{length} bytes are missing from byte {self._at} on")
+            raise UnreadablePickleError(f"{length} bytes are missing from byte {self._at} on")
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
+
+    def push_global(self, module: str, name: str) -> None:
+        global_name = GlobalName(module, name)
+        if not self._allows(global_name):
+            raise ForeignNameError(f"{module}.{name}")
+        self.push(global_name)
 
     def pop(self) -> Any:
         return self._stack.pop()
@@ -133,7 +171,7 @@ class _Machine:
     def take(self, count: int) -> tuple[Any, ...]:
         """Take the last values off the stack."""
         if not 0 <= count <= len(self._stack):
-            raise _UnreadableError("the stack is empty")
+            raise UnreadablePickleError("the stack is empty")
         taken = tuple(self._stack[len(self._stack) - count :])
         del self._stack[len(self._stack) - count :]
         return taken
@@ -157,28 +195,28 @@ class _Machine:
 def _put(machine: _Machine, pairs: tuple[Any, ...]) -> None:
     table = machine.top()
     if not isinstance(table, dict) or len(pairs) % 2:
-        raise _UnreadableError("pairs are put into what is no dict")
+        raise UnreadablePickleError("pairs are put into what is no dict")
     table.update(zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def _append(machine: _Machine, values: tuple[Any, ...]) -> None:
     content = machine.top()
     if not isinstance(content, list):
-        raise _UnreadableError("values are appended to what is no list")
+        raise UnreadablePickleError("values are appended to what is no list")
     content.extend(values)
 
 
 def _global(machine: _Machine) -> None:
     module, name = machine.take(2)
     if not isinstance(module, str) or not isinstance(name, str):
-        raise _UnreadableError("a name is no text")
-    machine.push(GlobalName(module, name))
+        raise UnreadablePickleError("a name is no text")
+    machine.push_global(module, name)
 
 
 def _call(machine: _Machine) -> None:
     global_name, arguments = machine.take(2)
     if not isinstance(global_name, GlobalName) or not isinstance(arguments, tuple):
-        raise _UnreadableError("what is called is no name")
+        raise UnreadablePickleError("what is called is no name")
     machine.push(PickledObject(global_name, arguments))
 
 
@@ -186,13 +224,13 @@ def _build(machine: _Machine) -> None:
     (state,) = machine.take(1)
     made = machine.top()
     if not isinstance(made, PickledObject):
-        raise _UnreadableError("a state is put into what was not made")
+        raise UnreadablePickleError("a state is put into what was not made")
     made.state = state
 
 
 def _global_by_lines(machine: _Machine) -> None:
     module = machine.line()
-    machine.push(GlobalName(module, machine.line()))
+    machine.push_global(module, machine.line())
 
 
 def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
@@ -228,6 +266,7 @@ def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
     yield b"\x81", _call  # an instance of a class
     yield b"R", _call  # what a function gives
     yield b"b", _build
+    yield b"Q", lambda m: m.push(PersistentId(m.pop()))
 
 
 _STOP = ord(".")
@@ -266,6 +305,9 @@ class _Writer:
         elif isinstance(value, PickledObject):
             self._write_once(value.global_name)
             self.write(value.arguments)
+            if value.state is None:
+                content += b"R"
+                return
             content += b"\x81"
             self.write(value.state)
             content += b"b"
