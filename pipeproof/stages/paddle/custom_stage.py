@@ -55,7 +55,8 @@ class CustomStage:
             self._borrow(layer, lent)
         used = [*self.parameters.values(), *(borrowed.used for borrowed in self._lent)]
         self._step, self._inputs = -1, dict[int, Value]()
-        self._split_backward = SplitBackward(self._layers, used) if splits else None
+        modules = [layer.entry.module for layer in self._layers if layer.entry.module is not None]
+        self._split_backward = SplitBackward(modules, used) if splits else None
 
     def _borrow(self, layer: BuiltLayer, lent: Mapping[str, Tensor]) -> None:
         """Let a layer use the rank's own weight with a separate gradient, or keep the copy that the layer has."""
@@ -151,15 +152,14 @@ Products: TypeAlias = list[tuple[Tensor, Tensor, frozenset[int]]]
 
 
 class SplitBackward:
-    """The split backward of a stage's layers; ``weights`` are all weights that get gradients."""
+    """The split backward of a stage's modules; ``weights`` are all weights that get gradients."""
 
-    def __init__(self, layers: Sequence[BuiltLayer], weights: Sequence[Tensor]) -> None:
+    def __init__(self, modules: Sequence[paddle.nn.Layer], weights: Sequence[Tensor]) -> None:
         self._weights = [*weights]
         self._aside: Gradients | None = None
         self._products: Products = []
         for index, weight in enumerate(self._weights):
             weight.register_hook(partial(self._keep_aside, index))
-        modules = [layer.entry.module for layer in layers if layer.entry.module is not None]
         for module in modules:
             for sublayer in module.sublayers(include_self=True):
                 if type(sublayer) is paddle.nn.Linear:
@@ -247,10 +247,12 @@ class _Product(PyLayer):  # type: ignore[misc]  # Paddle ships no types
     def forward(ctx: Any, x: Tensor, module: paddle.nn.Linear, defer: Callable[[Tensor, Tensor], None]) -> Tensor:
         with paddle.enable_grad():
             value = F.linear(x.detach(), module.weight, module.bias)
-        ctx.value, ctx.weight, ctx.defer = value, module.weight.detach(), defer
+        ctx.value, ctx.weight, ctx.defer, ctx.dtype = value, module.weight.detach(), defer, x.dtype
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         ctx.defer(ctx.value, gradient)
-        return paddle.matmul(gradient, ctx.weight, transpose_y=True)
+        weight = ctx.weight if ctx.weight.dtype == gradient.dtype else ctx.weight.astype(gradient.dtype)  # autocast
+        product = paddle.matmul(gradient, weight, transpose_y=True)
+        return product if product.dtype == ctx.dtype else product.astype(ctx.dtype)

@@ -1,0 +1,350 @@
+"""Communication of a pipeline that trains a script's Paddle layers: groups of its own, not the script's or Fleet's.
+
+On gloo every channel and every pair has a two-rank group (``exec.rank.paddle.comm`` gives the reasons), and both ends
+of a message meet before it moves. A thread for each channel executes its transfers, so that a failure elsewhere can
+wake the rank.
+
+On other devices the groups have Paddle's default backend (NCCL on GPUs), and a post never blocks the host.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group as PaddleGroup
+
+from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
+from pipeproof.exec.train.paddle.meetings import Meeting, TransfersEnded, connect_meetings
+from pipeproof.exec.train.paddle.store import PaddleStore
+from pipeproof.schedule.op_table import Channel, OpGraph
+
+Tensor: TypeAlias = paddle.Tensor
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.0001, 0.005
+_GET_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """Work of another thread on a tensor, and its outcome; a ``Transfer``."""
+
+    buffer: Tensor
+    act: Callable[[], None]
+    posted_ns: int = field(default_factory=time.monotonic_ns)
+    start_ns: int = 0
+    end_ns: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until the work is done; raise its error."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class TaskQueue:
+    """A FIFO of tasks and the thread that executes them."""
+
+    def __init__(self, name: str) -> None:
+        self._fifo: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._open: list[Task] = []
+        self._lock = threading.Lock()
+        self._has_ended = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def post(self, buffer: Tensor, act: Callable[[], None]) -> Task:
+        """Queue work on a tensor."""
+        task = Task(buffer, act)
+        with self._lock:
+            if self._has_ended:
+                raise TransfersEnded("the pipeline has failed")
+            self._open.append(task)
+        self._fifo.put(task)
+        return task
+
+    def abort(self) -> None:
+        """End all tasks with an error, and accept no more. A task that runs is left to its thread."""
+        with self._lock:
+            self._has_ended = True
+            tasks, self._open = self._open, []
+        for task in tasks:
+            task.error = TransfersEnded("the pipeline has failed")
+            task.done.set()
+
+    def _run(self) -> None:
+        while not self._has_ended:
+            task = self._fifo.get()
+            task.start_ns = time.monotonic_ns()
+            error: Exception | None = None
+            try:
+                task.act()
+            except Exception as raised:  # noqa: BLE001 - the wait for the task raises it
+                error = raised
+            task.end_ns = time.monotonic_ns()
+            with self._lock:
+                if task not in self._open:  # ended meanwhile
+                    return
+                self._open.remove(task)
+            task.error = error
+            task.done.set()
+
+
+class GlooChannels:
+    """Ends of the channels of one rank, by the graph's ranks; a ``Channels``."""
+
+    def __init__(self, index: int, groups: Mapping[Channel, PaddleGroup], meetings: Mapping[Channel, Meeting]) -> None:
+        self._index, self._groups, self._meetings = index, groups, meetings
+        self._queues = {channel: TaskQueue(f"pipeproof {channel}") for channel in groups}
+
+    def post(self, channel: Channel, buffer: Tensor, after: Sequence[Any] = ()) -> Task:
+        """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
+        group, is_send = self._groups[channel].process_group, self._index == channel.src
+
+        def move() -> None:
+            self._meetings[channel].meet()
+            if is_send:
+                group.send(buffer, 1, True).wait()  # noqa: FBT003 - Paddle's argument `sync_op`
+            else:
+                group.recv(buffer, 0, True).wait()  # noqa: FBT003
+
+        return self._queues[channel].post(buffer, move)
+
+    def abort(self) -> None:
+        """End all transfers with an error."""
+        for each in self._queues.values():
+            each.abort()
+
+    def close(self) -> None:
+        """Do nothing: the threads end with the process."""
+
+
+class Sums(Protocol):
+    """Sums and copies over some of the pipeline's ranks; a ``Collectives`` for gradients of shared weights."""
+
+    ranks: tuple[int, ...]
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """Return the sum over the members, added in group order."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
+        ...
+
+
+class GlooSums:
+    """``Sums`` by exchanges between pairs, always in one order of pairs."""
+
+    def __init__(
+        self,
+        index: int,
+        ranks: tuple[int, ...],
+        pairs: Mapping[tuple[int, int], PaddleGroup],
+        meetings: Mapping[tuple[int, int], Meeting],
+        tasks: TaskQueue,
+    ) -> None:
+        self.ranks = ranks
+        self._index, self._pairs, self._meetings, self._tasks = index, pairs, meetings, tasks
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """Return the sum over the members, added in group order."""
+        assert reduction == "sum"
+        parts = {self._index: tensor}
+
+        def exchange() -> None:
+            for pair, member in self._own_pairs():
+                received: list[Tensor] = [paddle.empty_like(tensor) for _ in pair]
+                self._meetings[pair].meet()
+                self._pairs[pair].process_group.all_gather(received, tensor, True).wait()  # noqa: FBT003
+                parts[pair[1 - member]] = received[1 - member]
+
+        self._tasks.post(tensor, exchange).wait()
+        first, *others = (parts[rank] for rank in self.ranks)
+        total = first
+        for part in others:
+            total = total + part
+        return total
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a member."""
+
+        def move() -> None:
+            for pair, member in self._own_pairs():
+                if source not in pair:
+                    continue
+                self._meetings[pair].meet()
+                group = self._pairs[pair].process_group
+                if self._index == source:
+                    group.send(tensor, 1 - member, True).wait()  # noqa: FBT003
+                else:
+                    group.recv(tensor, 1 - member, True).wait()  # noqa: FBT003
+
+        self._tasks.post(tensor, move).wait()
+
+    def _own_pairs(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """The pairs of this rank in their common order, with its place in each."""
+        for pair in combinations(self.ranks, 2):
+            if self._index in pair:
+                yield pair, pair.index(self._index)
+
+
+class Copies(Protocol):
+    """Copies of a small tensor of one rank on all ranks of the pipeline."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a rank."""
+        ...
+
+
+class StoreCopies:
+    """``Copies`` of a flat float64 tensor through the store: without a group for each pair of ranks.
+
+    Nobody can be two copies ahead: the next step's messages need all ranks.
+    """
+
+    def __init__(self, index: int, store: PaddleStore) -> None:
+        self._index, self._store, self._count = index, store, 0
+        self._has_ended = threading.Event()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a rank."""
+        self._count += 1
+        if self._index == source:
+            self._store.set("copy", json.dumps(tensor.numpy().tolist()))
+            return
+        pause = _FIRST_POLL_S
+        while self._store.count("copy#") < self._count:
+            if self._has_ended.wait(pause):
+                raise TransfersEnded("the pipeline has failed")
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        tensor.set_value(np.array(json.loads(self._store.get("copy", _GET_S)), dtype="float64"))
+
+    def abort(self) -> None:
+        """Let nobody wait any more."""
+        self._has_ended.set()
+
+
+class DeviceSums(NcclCollectives):
+    """``Sums`` by one group on a device."""
+
+    def __init__(self, index: int, ranks: tuple[int, ...], group: PaddleGroup) -> None:
+        super().__init__(index, ranks, group, computes=True)
+        self._process_group = group
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a member."""
+        dist.stream.broadcast(tensor, src=source, group=self._process_group, use_calc_stream=True)
+
+
+@dataclass(frozen=True)
+class StageWorld:
+    """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
+
+    rank: int
+    channels: GlooChannels | NcclChannels
+    collectives: dict[int, Sums]
+    """By index of the graph's groups, without groups of one member."""
+    everyone: Copies | None
+    """Copies on all ranks of the pipeline; None for one rank."""
+    meetings: Sequence[Meeting] = ()
+    tasks: TaskQueue | None = None
+
+    def barrier(self) -> None:
+        """Not needed: a step has no barrier."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Give up all communication, so that ranks that wait for this one end with an error.
+
+        On a device nothing can end a transfer under way: the stall watch ends the process.
+        """
+        for meeting in self.meetings:
+            meeting.end()
+        if self.tasks is not None:
+            self.tasks.abort()
+        if isinstance(self.everyone, StoreCopies):
+            self.everyone.abort()
+        if isinstance(self.channels, GlooChannels):
+            self.channels.abort()
+
+
+def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> StageWorld:
+    """Make the groups of a pipeline in one order, and use each once on a device.
+
+    Raises:
+        PipelineError: a rank cannot connect; every rank raises it.
+    """
+    index, num_ranks = agreement.rank, agreement.num_ranks
+    if num_ranks == 1:
+        return StageWorld(index, GlooChannels(index, {}, {}), {}, None)
+    backend, everyone = str(dist.get_backend()).lower(), tuple(range(num_ranks))
+    is_gloo = backend == "gloo"
+    sums = {number: group.ranks for number, group in enumerate(graph.groups) if len(group.ranks) > 1}
+    pairs = sorted({pair for ranks in sums.values() for pair in combinations(ranks, 2)})
+    wanted: list[tuple[int, ...]] = [(channel.src, channel.dst) for channel in graph.channels]
+    num_channels = len(wanted)
+    wanted += pairs if is_gloo else sorted({*sums.values(), everyone})
+    first_id = agreement.gather("group ids", lambda: 0 if index else store.reserve_group_ids(len(wanted)))[0]
+    if is_gloo:
+        made = gloo_pairs(wanted, first_id, agreement)
+    else:
+        made = _device_groups(wanted, first_id, backend, agreement, store)
+    channels = {channel: made[position] for position, channel in enumerate(graph.channels) if position in made}
+    groups = {wanted[position]: group for position, group in made.items() if position >= num_channels}
+    if is_gloo:
+        met = connect_meetings(wanted, agreement)
+        of_channel = {channel: met[position] for position, channel in enumerate(graph.channels) if position in met}
+        of_pair = {(wanted[n][0], wanted[n][1]): meeting for n, meeting in met.items() if n >= num_channels}
+        by_pair = {(ranks[0], ranks[1]): group for ranks, group in groups.items()}
+        tasks = TaskQueue("pipeproof sums")
+        collectives: dict[int, Sums] = {
+            number: GlooSums(index, ranks, by_pair, of_pair, tasks) for number, ranks in sums.items() if index in ranks
+        }
+        ends, copies = GlooChannels(index, channels, of_channel), StoreCopies(index, store)
+        return StageWorld(index, ends, collectives, copies, tuple(met.values()), tasks)
+    _use_once(index, channels, groups)
+    of_ranks = {ranks: DeviceSums(index, ranks, group) for ranks, group in groups.items()}
+    collectives = {number: of_ranks[ranks] for number, ranks in sums.items() if index in ranks}
+    return StageWorld(index, NcclChannels(index, channels), collectives, of_ranks[everyone])
+
+
+def _device_groups(
+    wanted: Sequence[tuple[int, ...]], first_id: int, backend: str, agreement: Agreement, store: PaddleStore
+) -> dict[int, PaddleGroup]:
+    """The groups that have this rank, by their position in ``wanted``; they connect at their first use."""
+    index = agreement.rank
+    made: dict[int, PaddleGroup] = {}
+
+    def make() -> None:
+        for position, ranks in enumerate(wanted):
+            if index in ranks:
+                made[position] = process_group(ranks, index, backend, store.client, first_id + position)
+
+    agreement.gather("groups", make)
+    return made
+
+
+def _use_once(
+    index: int, channels: Mapping[Channel, PaddleGroup], groups: Mapping[tuple[int, ...], PaddleGroup]
+) -> None:
+    """Use every channel and every group once, in one order on all ranks: NCCL connects at first use."""
+    token = paddle.ones([1])
+    for channel, group in channels.items():
+        call = dist.send if index == channel.src else dist.recv
+        peer = channel.dst if index == channel.src else channel.src
+        call(token, peer, group=group)
+    for group in groups.values():
+        dist.all_reduce(token, group=group)
+    token.numpy()  # waits for all of it

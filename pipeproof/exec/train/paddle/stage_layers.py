@@ -1,0 +1,230 @@
+"""The layers of a rank's stages: those of a Fleet ``PipelineLayer``, or of a list that is cut and built here.
+
+A list is built as a ``PipelineLayer`` builds it: layer I after ``paddle.seed(1234 + I)``, so that its weights have the
+same values on any partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import paddle
+from paddle import nn
+from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SegmentLayers
+from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
+
+from pipeproof.exec.train.train_errors import PipelineError
+
+Tensor: TypeAlias = paddle.Tensor
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+_FIRST_SEED = 1234
+"""``PipelineLayer._base_seed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerItem:
+    """One entry of the list of layers on this rank: its position in the list, and its layer (None for a function).
+
+    ``shared`` has the weights that Fleet shares with other entries: the key and attribute of each, by its name in the
+    layer.
+    """
+
+    position: int
+    module: nn.Layer | None
+    shared: Mapping[str, str]
+
+
+class StageLayers(Protocol):
+    """The stages of one rank."""
+
+    layers: nn.Layer
+    """All layers of the rank."""
+    losses: Sequence[LossFunction | None]
+    numbers: tuple[int, ...]
+    """Global numbers of the rank's stages."""
+    parts: Sequence[int]
+    """Stage S has the entries ``parts[S]`` to ``parts[S + 1] - 1`` of the list."""
+
+    def call(self, number: int, value: Any) -> Any:
+        """Run a stage on the value that the stage before it returned."""
+        ...
+
+    def module(self, number: int) -> nn.Layer:
+        """The layers of one stage."""
+        ...
+
+    def items(self, number: int) -> list[LayerItem]:
+        """The entries of one stage."""
+        ...
+
+
+class FleetStages:
+    """The stages of a ``PipelineLayer`` that Fleet has cut and built."""
+
+    def __init__(self, layers: PipelineLayer) -> None:
+        self.layers = layers
+        self.losses: Sequence[LossFunction | None] = list(layers._loss_fn)  # noqa: SLF001 - Fleet's own classes read these
+        self.parts: Sequence[int] = layers.segment_parts
+        self._is_chunked = layers._use_dualpipev or layers._num_virtual_pipeline_stages > 1  # noqa: SLF001
+        rank, num_ranks = layers._stage_id, layers._num_stages  # noqa: SLF001
+        if layers._use_dualpipev:  # noqa: SLF001
+            self.numbers: tuple[int, ...] = (rank, 2 * num_ranks - 1 - rank)
+        else:
+            num_chunks = layers._num_virtual_pipeline_stages  # noqa: SLF001
+            self.numbers = tuple(range(rank, num_ranks * num_chunks, num_ranks))
+
+    def call(self, number: int, value: Any) -> Any:
+        """Run a stage, with the recomputation that the ``PipelineLayer`` asks for."""
+        return self.layers.forward(value, chunk_id=self.numbers.index(number) if self._is_chunked else None)
+
+    def module(self, number: int) -> nn.Layer:
+        """The layers of one stage."""
+        return self.layers._model_chunks[self.numbers.index(number)] if self._is_chunked else self.layers  # noqa: SLF001
+
+    def items(self, number: int) -> list[LayerItem]:
+        """The entries of one stage.
+
+        Raises:
+            PipelineError: Fleet has grouped entries into CUDA graphs.
+        """
+        module = self.module(number)
+        functions = module.get_run_function() if self._is_chunked else self.layers.run_function
+        first, end = self.parts[number], self.parts[number + 1]
+        if len(functions) != end - first:
+            raise PipelineError("the entries of a PipelineLayer with use_cudagraph are not known one by one")
+        described = self.layers._layers_desc  # noqa: SLF001
+        return [_item(position, described[position], each) for position, each in enumerate(functions, first)]
+
+
+class ListStages:
+    """The stages of a list of layers, functions and Fleet's descriptions, of which this rank builds its own.
+
+    ``parts`` are as those of ``StageLayers``. State dicts name a layer by its position in the list.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], parts: Sequence[int], numbers: Sequence[int], losses: Sequence[LossFunction | None]
+    ) -> None:
+        self.parts, self.numbers, self.losses = parts, tuple(numbers), losses
+        self.layers = nn.Layer()
+        self._shared = nn.LayerDict()
+        self._modules: dict[int, nn.Layer] = {}
+        self._functions: dict[int, list[Any]] = {}
+        self._described = layers
+        state, tracked = paddle.get_rng_state(), get_rng_state_tracker().get_states_tracker()
+        for number in numbers:
+            self._build(number)
+        paddle.set_rng_state(state)
+        get_rng_state_tracker().set_states_tracker(tracked)
+        if self._shared:
+            self.layers.add_sublayer("shared_layers", self._shared)
+
+    def _build(self, number: int) -> None:
+        stage = self._modules[number] = nn.Layer()
+        functions: list[Any] = []
+        for position in range(self.parts[number], self.parts[number + 1]):
+            described = self._described[position]
+            paddle.seed(_FIRST_SEED + position)
+            if isinstance(described, SharedLayerDesc):
+                key = described.layer_name
+                if key not in self._shared:
+                    self._shared[key] = described.build_layer()
+                shared = self._shared[key]
+                stage.add_sublayer(f"shared_layers.{key}", shared)
+                functions.append(shared if described.forward_func is None else partial(described.forward_func, shared))
+                continue
+            built = described.build_layer() if isinstance(described, LayerDesc) else described
+            if isinstance(built, nn.Layer):
+                self.layers.add_sublayer(str(position), built)
+                stage.add_sublayer(str(position), built)
+            functions.append(built)
+        self._functions[number] = functions
+
+    def call(self, number: int, value: Any) -> Any:
+        """Run the entries of a stage, each on what the one before it returned."""
+        for function in self._functions[number]:
+            value = function(value)
+        return value
+
+    def module(self, number: int) -> nn.Layer:
+        """The layers of one stage."""
+        return self._modules[number]
+
+    def items(self, number: int) -> list[LayerItem]:
+        """The entries of one stage."""
+        functions = enumerate(self._functions[number], self.parts[number])
+        return [_item(position, self._described[position], function) for position, function in functions]
+
+
+def _item(position: int, described: Any, function: Any) -> LayerItem:
+    module = function.args[0] if isinstance(described, SharedLayerDesc) and isinstance(function, partial) else function
+    if not isinstance(module, nn.Layer):
+        return LayerItem(position, None, {})
+    return LayerItem(position, module, _shared_weights(described, module))
+
+
+def _shared_weights(described: Any, module: nn.Layer) -> dict[str, str]:
+    """``KEY.ATTRIBUTE`` of the weights that an entry shares, by their names in its layer."""
+    if not isinstance(described, SharedLayerDesc):
+        return {}
+    found: dict[str, str] = {}
+    for attribute in described.shared_weight_attr:
+        weight: Any = module
+        for part in attribute.split("."):
+            weight = getattr(weight, part)
+        names = [name for name, each in module.named_parameters() if each is weight]
+        if not names:
+            raise PipelineError(f"`{attribute}` of the shared layer `{described.layer_name}` is not a parameter")
+        found[names[0]] = f"{described.layer_name}.{attribute}"
+    return found
+
+
+def trained(module: nn.Layer | None) -> dict[str, Tensor]:
+    """The parameters that the optimizer updates, by their names in the layers."""
+    if module is None:
+        return {}
+    return {name: weight for name, weight in module.named_parameters() if not weight.stop_gradient}
+
+
+def cut_layers(layers: Sequence[Any], num_stages: int, method: str | Sequence[int]) -> list[int]:
+    """The first entry of each stage, and the number of entries, by Fleet's ``seg_method``.
+
+    Raises:
+        PipelineError: the method does not fit the layers.
+    """
+    if len(layers) < num_stages:
+        raise PipelineError(f"{len(layers)} layers cannot be cut into {num_stages} stages")
+    try:
+        parts = SegmentLayers(list(layers), num_stages, method if isinstance(method, str) else [*method]).do_segment()
+    except (AssertionError, ValueError) as error:
+        raise PipelineError(
+            f"seg_method {method!r} does not cut {len(layers)} layers into {num_stages}: {error}"
+        ) from None
+    return [int(part) for part in parts]
+
+
+def ties_of(stages: StageLayers) -> dict[str, dict[int, str]]:
+    """This rank's weights that several stages use, each as {stage: name in that stage}, by a key that ranks share.
+
+    Fleet's shared weights are known by their key and attribute. A parameter that only stages of this rank use has a key
+    of its own.
+    """
+    keys: dict[int, str] = {}
+    for number in stages.numbers:
+        for item in stages.items(number):
+            for name, key in item.shared.items():
+                assert item.module is not None
+                keys[id(trained(item.module).get(name))] = key
+    users: dict[int, dict[int, str]] = {}
+    for number in stages.numbers:
+        for name, weight in trained(stages.module(number)).items():
+            users.setdefault(id(weight), {})[number] = name
+    return {
+        keys.get(weight, f"of stages {min(names)}: {names[min(names)]}"): names
+        for weight, names in users.items()
+        if weight in keys or len(names) > 1
+    }

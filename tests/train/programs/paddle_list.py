@@ -1,0 +1,230 @@
+"""Lists of layers in ``pipeproof.paddle.Pipeline`` without Fleet: ``paddle_list.py OUTPUT CASE``, on two CPU processes.
+
+Each rank writes what a case found, as JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from pipeproof.exec.launch.rendezvous import await_store
+from pipeproof.stages.paddle.runtime import quiet_native, start_paddle
+
+start_paddle()
+import paddle  # noqa: E402
+from paddle import nn  # noqa: E402
+from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc  # noqa: E402
+
+from pipeproof.paddle import Pipeline, PipelineError  # noqa: E402
+from tests.train.programs.fleet_script import Block, Last, cross_entropy, embed, floats, head, square, tokens  # noqa: E402
+
+STEPS, COUNT, SEED = 3, 4, 1234
+RANK = int(os.environ["PADDLE_TRAINER_ID"])
+
+
+def blocks(count, dropout=0.0):
+    return [*(LayerDesc(Block, dropout=dropout) for _ in range(count - 1)), LayerDesc(Last)]
+
+
+def tied():
+    first, last = (SharedLayerDesc("embedding", nn.Embedding, forward, "weight", 16, 8) for forward in (embed, head))
+    return [first, *(LayerDesc(Block) for _ in range(4)), last]
+
+
+def adamw(weights):
+    return paddle.optimizer.AdamW(0.01, parameters=weights, weight_decay=0.1)
+
+
+class Unpartitioned:
+    """The whole model in one process, by plain autograd: layer I is built after the seed 1234 + I."""
+
+    def __init__(self, described, loss):
+        self.calls, self.weights, shared = [], {}, {}
+        for position, each in enumerate(described):
+            paddle.seed(SEED + position)
+            if isinstance(each, SharedLayerDesc):
+                layer = shared.setdefault(each.layer_name, None) or each.build_layer()
+                shared[each.layer_name] = layer
+                self.calls.append(lambda x, layer=layer, each=each: each.forward_func(layer, x))
+                name = f"shared_layers.{each.layer_name}"
+            else:
+                layer = each.build_layer()
+                self.calls.append(layer)
+                name = str(position)
+            self.weights |= {f"{name}.{inner}": weight for inner, weight in layer.named_parameters()}
+        self.loss = loss
+        self.optimizer = adamw([*self.weights.values()])
+
+    def forward(self, x):
+        for call in self.calls:
+            x = call(x)
+        return x
+
+    def train(self, data):
+        losses = []
+        for x, y in zip(*(paddle.split(whole, COUNT) for whole in data), strict=True):
+            loss = self.loss(self.forward(x), y) / COUNT
+            losses.append(loss.detach())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        total = paddle.zeros_like(losses[0])
+        for loss in losses:
+            total += loss
+        return total
+
+
+def compared(described, loss, data, **arguments):
+    """Train both; the values that differ, and the greatest difference of a weight."""
+    whole = Unpartitioned(described(), loss)
+    pipe = Pipeline(described(), loss_fn=loss, num_micro_batches=COUNT, timeout_s=60, **arguments)
+    optimizer = adamw(pipe.parameters())
+    wrong = []
+    for step in range(STEPS):
+        batch = data(step, COUNT)
+        expected, found = whole.train(batch), pipe.train_batch(batch, optimizer)
+        if expected.numpy().tobytes() != found.numpy().tobytes():
+            wrong.append(f"loss of step {step}")
+    own = {name.removeprefix("_layers."): weight for name, weight in pipe.named_parameters()}
+    assert set(own) <= set(whole.weights), sorted(own)
+    wrong += [name for name, weight in own.items() if weight._md5sum() != whole.weights[name]._md5sum()]
+    greatest = max(float(abs(weight - whole.weights[name]).max()) for name, weight in own.items())
+    outputs = pipe.eval_batch(data(9, COUNT))
+    with paddle.no_grad():
+        expected = [whole.forward(x) for x in paddle.split(data(9, COUNT)[0], COUNT)]
+    if pipe.is_pipeline_last_stage():
+        assert len(outputs) == COUNT
+        if not wrong:
+            assert all(a._md5sum() == b._md5sum() for a, b in zip(outputs, expected, strict=True))
+    else:
+        assert outputs == []
+    facts = {"wrong": wrong, "greatest": greatest, "names": sorted(own), "schedule": pipe.plan.content["schedule"]}
+    facts["digest"] = pipe.plan.certificate.graph_digest
+    return facts, pipe
+
+
+def same_as_unpartitioned(output):
+    found = {}
+    for kind in ("zb_v", "zb_h1"):
+        found[kind], pipe = compared(lambda: blocks(6), square, floats, schedule=kind)
+        pipe.close()
+    for kind in ("zb_v", "1f1b"):  # on one rank, and on two
+        found[f"tied {kind}"], pipe = compared(tied, cross_entropy, tokens, schedule=kind)
+        pipe.close()
+    interleaved = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
+    found["interleaved"], pipe = compared(lambda: blocks(6), square, floats, plan=interleaved)
+    pipe.close()
+    # the plan that was made, from its file; and one that declares every layer, with its own partition
+    file = f"{output}.{RANK}.yaml"
+    pipe.plan.save(file)
+    found["again"], pipe = compared(lambda: blocks(6), square, floats, plan=file)
+    pipe.close()
+    found["declared"], pipe = compared(lambda: blocks(4), square, floats, plan=declared())
+    pipe.close()
+    return found
+
+
+def declared(rows=2):
+    """A plan with an entry for each of four layers, two stages of three and one."""
+    block = {"norm.weight": [8], "norm.bias": [8], "up.weight": [8, 16], "up.bias": [16], "down.weight": [16, 8],
+             "down.bias": [8]}  # fmt: skip
+    weights = [block] * 3 + [{"linear.weight": [8, 8], "linear.bias": [8]}]
+    layers = [
+        {
+            "name": f"part.{number}",
+            "parameters": [{"name": name, "shape": shape} for name, shape in named.items()],
+            **({"out": [{"shape": ["b", 8]}]} if number < 3 else {}),
+        }
+        for number, named in enumerate(weights)
+    ]
+    return {
+        "pipeproof": 1, "model": {"kind": "layers", "layers": layers}, "topology": {"pp": 2},
+        "schedule": {"kind": "1f1b", "num_micro_batches": COUNT, "micro_batch_size": rows},
+        "stages": [["part.0", "part.1", "part.2"], ["part.3"]],
+    }  # fmt: skip
+
+
+class Breaks(nn.Layer):
+    """Raises in the forward, or makes another shape, of one micro-batch; counts its forwards."""
+
+    def __init__(self, at, *, shrinks=False):
+        super().__init__()
+        self.linear, self.at, self.shrinks, self.count = nn.Linear(8, 8), at, shrinks, 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.count == self.at and self.shrinks:
+            return self.linear(x)[:, :4]
+        if self.count == self.at:
+            raise ValueError("the fifth wheel")
+        return self.linear(x)
+
+
+def error_of(call):
+    """The kind and the text of the error of a call; asserts that it comes within seconds."""
+    begins = time.monotonic()
+    try:
+        call()
+    except PipelineError as error:
+        assert time.monotonic() - begins < 30
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def errors(output):
+    found = {}
+
+    def train(layers, data=None, steps=2, **arguments):
+        arguments = {"num_micro_batches": COUNT, "loss_fn": square, "timeout_s": 30, **arguments}
+        pipe = Pipeline(layers, **arguments)
+        optimizer = adamw(pipe.parameters())
+        for step in range(steps):
+            pipe.train_batch(floats(step, COUNT) if data is None else data(step), optimizer)
+
+    one = [LayerDesc(Block)]
+    # micro-batch 2 of the second step: the first forward of all finds the shapes
+    found["layer"] = error_of(lambda: train([Breaks(1 + COUNT + 3), *one]))
+    found["last layer"] = error_of(lambda: train([*one, Breaks(1 + COUNT + 3)]))
+    found["shape"] = error_of(lambda: train([Breaks(1 + 2, shrinks=True), *one]))
+    found["example"] = error_of(lambda: train([*one, Breaks(1)]))
+    found["rows"] = error_of(lambda: train([*one, *one], data=lambda step: [paddle.ones([8 - step, 8])] * 2))
+    found["no data"] = error_of(lambda: train([*one, *one], data=lambda step: None))
+    found["no loss"] = error_of(lambda: train([*one, *one], loss_fn=None))
+    found["cut"] = error_of(lambda: train(one))
+    found["count"] = error_of(lambda: train([*one, *one], num_micro_batches=4 + RANK))
+    clip = nn.ClipGradByGlobalNorm(1.0)
+
+    def clipped():
+        pipe = Pipeline([*one, *one], loss_fn=square, num_micro_batches=COUNT, timeout_s=30)
+        weights = pipe.parameters()
+        pipe.train_batch(floats(0, COUNT), paddle.optimizer.SGD(0.1, parameters=weights, grad_clip=clip))
+
+    found["clip"] = error_of(clipped)
+    deadlock = [
+        [op for n in range(COUNT) for op in (f"0F{n}", f"0B{n}")],
+        [*(f"1F{n}" for n in range(COUNT)), *(f"1B{n}" for n in range(COUNT))],
+    ]
+    found["refused"] = error_of(lambda: train([*one, *one], schedule=deadlock))
+    found["early"] = error_of(lambda: Pipeline([*one, *one], num_micro_batches=4).plan)
+    # rank 1 comes too late: both raise what rank 0 waited for
+    pipe = Pipeline([*one, *one], loss_fn=square, num_micro_batches=COUNT, timeout_s=3)
+    optimizer = adamw(pipe.parameters())
+    pipe.train_batch(floats(0, COUNT), optimizer)
+    time.sleep(8 * RANK)
+    found["stall"] = error_of(lambda: pipe.train_batch(floats(1, COUNT), optimizer))
+    return found
+
+
+def main(output, case):
+    if RANK:
+        await_store(os.environ["PADDLE_MASTER"])
+    with quiet_native():
+        paddle.distributed.init_parallel_env()
+    found = {"same": same_as_unpartitioned, "errors": errors}[case](output)
+    Path(f"{output}.{RANK}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
