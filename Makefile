@@ -88,8 +88,15 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
 	touch $@
 
+# What its trainer imports on a CPU; its own requirements would replace PyTorch and bring Triton.
+TORCHTITAN := 'torchtitan==0.3.0' 'spmd_types==0.2.3' 'torchdata==0.11.0' 'torch_checkpointing==0.1.1' \
+  'datasets==4.7.0' 'tyro==1.0.17' 'docstring_parser==0.18.0' 'typeguard==4.6.0' 'einops==0.8.2' \
+  'tensorboard==2.21.0' 'pyarrow==26.0.1' 'multiprocess==0.70.19' 'dill==0.4.1' 'xxhash==4.1.0' 'pandas>=2' \
+  'fsspec>=2024'
+
 $(VENV)/.torch: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TORCHTITAN)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

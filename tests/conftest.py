@@ -37,6 +37,8 @@ OPTIONAL = {
     "paddle": "the extra `cpu`",
     "perfetto": "the extra `trace`",
     "torch": "the extra `torch`",
+    "torchtitan": "`make test-rest`",
+    "transformers": "the extra `transformers`",
 }
 """Packages that a test may need, by the name that it imports, and what installs them."""
 

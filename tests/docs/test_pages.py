@@ -71,8 +71,8 @@ def commands(page):
             yield words[0].removeprefix(".venv/bin/"), words[1:]
 
 
-TYPED = ("tutorial.md", "fleet-bug.md")
-"""Pages whose commands are typed in a shell, with their output: tests/docs/test_typed_pages.py."""
+TYPED = ("tutorial.md", "fleet-bug.md", "train.md")
+"""Pages whose commands are typed in a shell: tests/docs/test_typed_pages.py, tests/train/test_train_page.py."""
 
 ALL_COMMANDS = sorted(
     {(name, *arguments) for page in HAND_WRITTEN if page.name not in TYPED for name, arguments in commands(page)}

@@ -54,6 +54,8 @@ NOT_RUN = {
     "PP933": ("dumps of a run that hung", "interop/hang/test_hang.py"),
     "PP934": ("dumps of a run that hung", "interop/hang/test_hang.py"),
     "PP935": ("dumps of a run that hung", "interop/hang/test_hang.py"),
+    "PP936": ("a checkpoint of PyTorch's", "state/dcp/test_without_torch.py"),
+    "PP937": ("modules of a training", "train/test_dcp_state.py"),
     "PP940": ("a directory of logs", "interop/record/test_read.py"),
     "PP941": ("logs of a program", "interop/record/test_check_log.py"),
     "PP942": ("logs of a program", "interop/record/test_check_log.py"),

@@ -37,6 +37,7 @@ EXEMPT = {
     "backends.md": "asks the machine; tests/testing/test_doctor.py",
     "ci.md": "plans of another repository; tests/cli",
     "comparing.md": "files of earlier runs; tests/cli/test_compare.py",
+    "dcp.md": "checkpoints of PyTorch; tests/state/dcp and tests/train/test_dcp_state.py",
     "equality.md": "a quarter of an hour of runs; tests/docs/test_equality.py",
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",
     "fleet.md": "runs of Fleet's pipeline beside ours; tests/interop",
@@ -56,6 +57,7 @@ EXEMPT = {
     "sweep.md": "a cluster, and worker processes; tests/sweep",
     "tutorial.md": "`make tutorial` follows it, installation and all, in a fresh environment; .ci/run calls it",
     "custom-layers.md": "runs; tests/custom",
+    "train.md": "processes of PyTorch; tests/train/test_train_page.py",
 }
 """Pages whose commands are not typed by these tests, and why; links of pages and their options are tested for all."""
 

@@ -98,7 +98,7 @@ def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, s
             yield (section, match[1]), Location(name, number, match.start(1) + 1, match.end(1))
 
 
-_SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
+SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
     {
         "1F1B": ("1f1b", 1),
         "GPipe": ("gpipe", 1),
@@ -245,12 +245,12 @@ class _Job:
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
-        known = {pytorch.lower(): pytorch for pytorch in _SCHEDULES}
-        schedule = _SCHEDULES.get(known.get(given.lower(), ""))
+        known = {pytorch.lower(): pytorch for pytorch in SCHEDULES}
+        schedule = SCHEDULES.get(known.get(given.lower(), ""))
         single = given.lower() == "pipelineschedulesingle"
         if schedule is None and not path:
-            near = nearest_name(given, _SCHEDULES)
-            suggestion = f"did you mean {near}?" if near else f"known are {listed(list(_SCHEDULES), 'and')}"
+            near = nearest_name(given, SCHEDULES)
+            suggestion = f"did you mean {near}?" if near else f"known are {listed(list(SCHEDULES), 'and')}"
             raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=suggestion)
         kind, chunks = schedule or ("file", 1 if single else 2)
         if pp == 1:

@@ -52,7 +52,7 @@ def record_torch(directory: str | Path) -> Iterator[Recorder]:
     if not dist.is_initialized():
         raise ValueError("record_torch needs a process group: call torch.distributed.init_process_group first")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    recorder = Recorder(Path(directory), rank, num_ranks, f"torch {torch.__version__}", _version_of)
+    recorder = Recorder(Path(directory), rank, num_ranks, f"torch {torch.__version__}", version_of)
     with ExitStack() as at_end:
         patches = Patches()
         at_end.callback(patches.undo)
@@ -200,10 +200,11 @@ def tensor_of(tensor: torch.Tensor) -> Tensor:
     start = local.data_ptr()
     stop = start + (sum(extents) + 1) * local.element_size() if local.numel() else start
     name = str(local.dtype).removeprefix("torch.")
-    return Tensor(tuple(local.shape), name, tuple(local.stride()), start, stop, _version_of(local), local)
+    return Tensor(tuple(local.shape), name, tuple(local.stride()), start, stop, version_of(local), local)
 
 
-def _version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's count of in-place writes."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  # PyTorch documents it, with its underscore
 
 

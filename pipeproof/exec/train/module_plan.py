@@ -1,0 +1,238 @@
+"""The plan of a script's own modules: one layer for each stage, described by the stages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeproof.comm.generated_schedule import plan_schedule
+from pipeproof.comm.lower import blaming_plan, own_schedule
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.source import read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.programs import stages_of
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.verify.certificate import Certificate
+
+_SCHEDULE_SUFFIXES = {".csv", ".txt", ".json"}
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """One stage as its rank describes it: JSON values.
+
+    ``kind`` is the module's class; ``parameters`` and ``outputs`` have the keys of the plan's layers. ``outputs`` is
+    empty for the last stage. ``activation_bytes`` and the times are measured, or None.
+    """
+
+    kind: str
+    parameters: list[dict[str, Any]]
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    activation_bytes: int | None = None
+    forward_us: float | None = None
+    backward_us: float | None = None
+
+
+def stage_name(number: int) -> str:
+    """Name of a stage's layer in the plan."""
+    return f"stage.{number}"
+
+
+def schedule_section(schedule: str | Path | Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The keys of ``schedule`` for a kind, a file of a written schedule, or the operations of each rank."""
+    if isinstance(schedule, Path) or (isinstance(schedule, str) and Path(schedule).suffix in _SCHEDULE_SUFFIXES):
+        return {"kind": "file", "path": str(Path(schedule).resolve())}
+    if isinstance(schedule, str):
+        return {"kind": schedule}
+    return {"kind": "custom", "programs": [list(program) for program in schedule]}
+
+
+def given_plan(plan: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a plan file or dict, not yet validated; paths in it are made absolute.
+
+    Raises:
+        PlanFileError: the file cannot be read, or a section of the plan is not one.
+        PipelineError: the model is a GPT, or ``plan`` is neither.
+    """
+    data: Any
+    if isinstance(plan, str | Path):
+        file = Path(plan)
+        tree = parse_text(read_text(str(file)), str(file))
+        if tree.problems or not _has_sections(tree.data):
+            load_plan(file)  # raises with every finding
+        data, folder = tree.data, file.parent
+    elif isinstance(plan, Mapping):
+        if not _has_sections(plan):
+            plan_from_dict(plan)  # raises
+        data, folder = plan, Path()
+    else:
+        raise PipelineError(f"plan is a {type(plan).__name__}: give the name of a file, or a dict with its keys")
+    content = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+    for section, key in (("schedule", "path"), ("cost", "profile")):
+        if isinstance(content.get(section), dict) and content[section].get(key):
+            content[section][key] = str((folder / content[section][key]).resolve())
+    model = content.setdefault("model", {"kind": "layers"})
+    if model.get("kind") != "layers":
+        raise PipelineError(
+            f"the plan's model is a {model.get('kind')}, and Pipeline trains your modules: remove `model`, or write "
+            "`model: {kind: layers}`"
+        )
+    return content
+
+
+def _has_sections(plan: object) -> bool:
+    """True if a plan is a mapping, and its sections are."""
+    sections = ("model", "topology", "schedule", "run", "memory", "cost", "loss")
+    return isinstance(plan, Mapping) and all(isinstance(plan.get(key, {}), Mapping) for key in sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Arguments of a script's Pipeline, equal on every rank."""
+
+    plan: dict[str, Any] | None
+    schedule: dict[str, Any]
+    num_micro_batches: int | None
+    backend: str
+    device: str
+    dtype: str
+    num_ranks: int
+    num_replicas: int
+
+    def skeleton(self, num_stages: int, given_stages: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+        """The plan without its layers. ``given_stages`` are those that each rank has, for uneven numbers of them.
+
+        Raises:
+            PipelineError: the number of micro-batches is not given, or the plan contradicts the script.
+        """
+        content = dict(self.plan or {})
+        content.setdefault("pipeproof", 1)
+        content.setdefault("model", {"kind": "layers"})
+        topology = content.setdefault("topology", {})
+        topology.setdefault("pp", self.num_ranks)
+        if self.num_replicas > 1:
+            topology.setdefault("dp", self.num_replicas)
+        self._agree("topology.pp", topology["pp"], self.num_ranks, "the pipeline's group has that many ranks")
+        self._agree("topology.dp", topology.get("dp", 1), self.num_replicas, "the modules are replicated that often")
+        schedule = content.setdefault("schedule", dict(self.schedule))
+        if self.num_micro_batches is not None:
+            schedule.setdefault("num_micro_batches", self.num_micro_batches)
+            given = schedule["num_micro_batches"]
+            self._agree("schedule.num_micro_batches", given, self.num_micro_batches, "the script asks for that many")
+        if "num_micro_batches" not in schedule:
+            raise PipelineError("give Pipeline a plan, or num_micro_batches")
+        if "placement" not in schedule and num_stages % self.num_ranks and given_stages:
+            schedule["placement"] = [list(stages) for stages in given_stages]
+        elif "placement" not in schedule and num_stages > self.num_ranks:
+            schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
+        run = content.setdefault("run", {})
+        run |= {"backend": self.backend, "device": self.device}
+        run.setdefault("dtype", self.dtype)
+        content.setdefault("loss", {"normalization": "mean_of_micro_batches"})
+        return content
+
+    def _agree(self, key: str, planned: Any, actual: Any, why: str) -> None:
+        if planned != actual:
+            raise PipelineError(f"the plan has {key} {planned}, and here it is {actual}: {why}")
+
+
+def complete_plan(
+    skeleton: Mapping[str, Any],
+    stages: Sequence[StageFacts],
+    tied: Sequence[Mapping[int, str]],
+    num_rows: int,
+    seq_lengths: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """The plan with its layers, their measured times and memory.
+
+    ``num_rows`` is the size of a micro-batch, and ``seq_lengths`` are the lengths of all where they differ. Each of
+    ``tied`` is one weight by stage: the first stage owns it.
+
+    Raises:
+        PipelineError: the plan has other lengths.
+    """
+    content = dict(skeleton)
+    content["schedule"] = {**content["schedule"], "micro_batch_size": num_rows}
+    if seq_lengths is not None:
+        planned = content["schedule"].setdefault("seq_lengths", list(seq_lengths))
+        if list(planned) != list(seq_lengths):
+            raise PipelineError(f"the plan has schedule.seq_lengths {list(planned)}, and the example {seq_lengths}")
+    if not content["model"].get("layers"):
+        content["model"] = {"kind": "layers", "layers": [_layer(n, facts, tied) for n, facts in enumerate(stages)]}
+    content.setdefault("memory", {"gradient_dtype": content["run"]["dtype"]})
+    forward, backward = ([getattr(facts, key) for facts in stages] for key in ("forward_us", "backward_us"))
+    if "cost" not in content and None not in forward:
+        content["cost"] = {"forward_us": forward, "backward_us": backward}
+    return content
+
+
+def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]]:
+    """The stages of each pipeline rank by a plan whose layers are not known yet.
+
+    Raises:
+        PlanFileError: the schedule does not exist for these sizes, or cannot be read.
+    """
+    facts = [StageFacts("", [], [{"shape": ["b"]}] if n < num_stages - 1 else [], 0) for n in range(num_stages)]
+    schedule = {key: value for key, value in skeleton["schedule"].items() if key != "seq_lengths"}
+    unknown = {**skeleton, "model": {"kind": "layers"}, "schedule": schedule}
+    loaded = plan_from_dict(complete_plan(unknown, facts, (), 1))
+    with blaming_plan(loaded):
+        foreign = own_schedule(loaded)
+        programs = plan_schedule(loaded.spec).programs if foreign is None else foreign.schedule.programs
+    return [list(stages) for stages in stages_of(programs)]
+
+
+def stages_of_rank(schedule: str | Path, num_ranks: int, num_stages: int, rank: int) -> list[int]:
+    """The stages that a schedule puts on one of ``num_ranks`` pipeline ranks, for scripts that build only those.
+
+    Raises:
+        PlanFileError: the schedule does not exist for these sizes.
+    """
+    request = Request(None, schedule_section(schedule), 2 * num_stages, "torch", "cpu", "float32", num_ranks, 1)
+    return placement_of(request.skeleton(num_stages), num_stages)[rank]
+
+
+def forward_plan(content: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -> dict[str, Any]:
+    """The plan of a step without backwards: the forwards of ``programs``, in their order."""
+    forwards = [[str(op) for op in program if op.kind is OpKind.FORWARD] for program in programs]
+    kept = ("num_micro_batches", "micro_batch_size", "seq_lengths", "num_chunks", "placement")
+    sizes = {key: content["schedule"][key] for key in kept if key in content["schedule"]}
+    others = {key: value for key, value in content.items() if key != "cost"}
+    return {**others, "schedule": {"kind": "custom", "programs": forwards, **sizes}}
+
+
+def _layer(number: int, facts: StageFacts, tied: Sequence[Mapping[int, str]]) -> dict[str, Any]:
+    borrowed = {names[number]: f"{stage_name(min(names))}.{names[min(names)]}" for names in tied if number in names}
+    is_owner = {names[number] for names in tied if number in names and number == min(names)}
+    layer: dict[str, Any] = {"name": stage_name(number), "kind": facts.kind}
+    if facts.outputs:
+        layer["out"] = facts.outputs
+    layer["parameters"] = [p for p in facts.parameters if p["name"] not in borrowed or p["name"] in is_owner]
+    names = [name for local, name in borrowed.items() if local not in is_owner]
+    if names:
+        layer["borrows"] = names
+    if facts.activation_bytes is not None:
+        layer["activation_bytes"] = facts.activation_bytes
+    return layer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPlan:
+    """The plan that a pipeline trains by: its keys, the plan as loaded and lowered, and its certificate."""
+
+    content: dict[str, Any]
+    lowered: LoweredPlan
+    certificate: Certificate
+    findings: tuple[Finding, ...] = ()
+    """The errors of a plan that is not proved; a pipeline with ``unsafe`` alone has such a plan."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, for `pipeproof check`, `simulate` and `advise`."""
+        Path(path).write_text(yaml.safe_dump(self.content, sort_keys=False, default_flow_style=None, width=120))

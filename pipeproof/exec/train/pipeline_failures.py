@@ -1,0 +1,86 @@
+"""One error on every rank from a failure on one: the store reports it, and transfers are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.train_errors import PipelineError
+
+_REPORT_S = 1.0
+"""Time in which the rank that failed reports why, after its transfers have ended: it reports before it ends them."""
+_STALL_REPORT_S = 15.0
+"""The same while a rank collects what all others do."""
+_ADVICE = re.compile(r"^\[/[^\]]*\] |\. This is typically .*")
+"""Parts of gloo's messages that name its source files and guess."""
+
+
+class PipelineFailures:
+    """The failures of one rank's pipeline; ``abort`` ends its transfers."""
+
+    def __init__(self, agreement: Agreement, abort: Callable[[], None]) -> None:
+        self._agreement, self._abort = agreement, abort
+        self._text: str | None = None
+        self.is_own = False
+        """True if this rank has failed first."""
+
+    @property
+    def is_broken(self) -> bool:
+        """True after a failure of this rank, or of another that it knows of."""
+        return self._text is not None
+
+    def require_sound(self, failure: str | None = None) -> None:
+        """Refuse to run after a failure: other ranks may be in another step. ``failure`` is one that was seen since.
+
+        Raises:
+            PipelineError: this rank or another has failed.
+        """
+        if self._text is not None:
+            raise PipelineError.reported(f"this pipeline has failed before; make a new one. It failed by: {self._text}")
+        if failure is not None:
+            raise PipelineError.reported(failure)
+
+    def fail(self, text: str, *, is_reported: bool = False) -> None:
+        """Report to all ranks why this one ends, and end the transfers that they wait for.
+
+        With ``is_reported`` the text is that of another rank, or of all.
+        """
+        if self._text is None:
+            self._text, self.is_own = text if is_reported else f"rank {self._agreement.rank}: {text}", not is_reported
+            with contextlib.suppress(Exception):
+                self._agreement.fail(self._text)
+        self._abort()
+
+    def elsewhere(self, error: Exception, place: str = "") -> str:
+        """After a transfer has ended with an error: the failure that another rank reported, or this one's own.
+
+        ``place`` is what this rank was doing: the operation, and the peer that it waits for.
+        """
+        reported = self._reported()
+        if reported is not None:
+            self.fail(reported, is_reported=True)
+            return reported
+        text = _ADVICE.sub("", str(error).partition("\n")[0])
+        if is_of_peer(error):
+            text = f"its communication ended while it {place}; the peer's process has probably ended ({text})"
+        elif place:
+            text = f"{type(error).__name__} while it {place}: {text}"
+        self.fail(text)
+        return str(self._text)
+
+    def _reported(self) -> str | None:
+        try:
+            if self._agreement.is_published("failed", _REPORT_S):
+                return self._agreement.failure()
+            if self._agreement.has("stalled") and self._agreement.is_published("failed", _STALL_REPORT_S):
+                return self._agreement.failure()
+        except Exception:  # noqa: BLE001 - the store has gone with the rank that held it
+            return None
+        return None
+
+
+def is_of_peer(error: Exception) -> bool:
+    """True for an error of a transfer whose other end has gone."""
+    return any(word in str(error) for word in ("onnection", "NCCL", "peer"))

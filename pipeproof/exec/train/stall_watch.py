@@ -1,0 +1,197 @@
+"""Thread of each rank that sees a step without progress or the failure of a rank, reports it, and ends its rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeproof.exec.train.agreement import STORE_LOST, Agreement
+from pipeproof.exit_status import ExitStatus
+
+ANSWER_S = 5.0
+"""Time in which ranks answer a stalled one, and in which a rank may still end by itself after a failure."""
+OUTSIDE_S = 10.0
+"""Time in which a rank may come back to ``step``, which raises, after a failure."""
+_LONGEST_POLL_S = 1.0
+
+
+class StallWatch:
+    """The watch of one rank. ``describe`` gives the facts of an operation by its number; ``abort`` ends transfers.
+
+    ``read_device`` returns the last step and operation that a GPU reached, for ranks whose host runs ahead.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        timeout_s: float,
+        describe: Callable[[int], Mapping[str, Any]],
+        abort: Callable[[], None],
+        read_device: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        self._agreement, self._timeout_s, self._describe, self._abort = agreement, timeout_s, describe, abort
+        self._read_device, self._main = read_device, threading.get_ident()
+        self._at: tuple[int, int] | None = None
+        self._on_device: tuple[int, int] | None = None
+        """The last operation whose beginning the device will report, until the host begins one that it will not."""
+        self._call = ""
+        self._since, self._device_at = time.monotonic(), (-1, -1)
+        self._failure: str | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pipeproof stall watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that is in C++ when the interpreter ends would abort the process
+
+    @property
+    def failure(self) -> str | None:
+        """The failure that a rank has reported, once this rank has seen it."""
+        return self._failure
+
+    def enter(self, step: int, op_id: int, *, on_device: bool = False) -> None:
+        """Note that the host begins an operation; with ``on_device`` the device reports it when it gets there."""
+        self._at, self._since, self._main = (step, op_id), time.monotonic(), threading.get_ident()
+        self._on_device = self._at if on_device else None
+
+    def leave(self) -> None:
+        """Note that the host has left the step; a device may still be in it."""
+        self._at, self._since = None, time.monotonic()
+
+    @property
+    def is_calling(self) -> bool:
+        """True in a call outside of the plan."""
+        return bool(self._call)
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Watch a call outside of the plan that waits for other ranks, such as ``clip_grad_norm_``."""
+        self._call = call
+        self.enter(-1, -1)
+        try:
+            yield
+        finally:
+            self._call = ""
+            self.leave()
+
+    def close(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+
+    def _watch(self) -> None:
+        poll_s = min(_LONGEST_POLL_S, self._timeout_s / 10)
+        answered, has_store = False, True
+        while not self._ended.wait(poll_s):
+            try:
+                if has_store:
+                    self._failure = self._agreement.failure()
+                    if self._failure is not None:
+                        self._end_soon()
+                        return
+                    if not answered and self._agreement.has("stalled"):
+                        self._agreement.publish(f"state/{self._agreement.rank}", self.state())
+                        answered = True
+            except Exception:  # noqa: BLE001 - the job may be ending well: only a step without progress is reported
+                has_store = False
+            if self._is_stalled():
+                self._report(has_store=has_store)
+                self._end_soon()
+                return
+
+    def _is_stalled(self) -> bool:
+        if self._read_device is not None:
+            at = self._read_device()
+            if at != self._device_at:
+                self._device_at, self._since = at, time.monotonic()
+        return self._is_busy() and time.monotonic() - self._since > self._timeout_s
+
+    def _is_busy(self) -> bool:
+        """True while the host is in a step, or the device behind it."""
+        if self._at is not None or self._on_device is None or self._read_device is None:
+            return self._at is not None
+        return self._read_device() != self._on_device
+
+    def state(self, *, with_line: bool = True) -> str:
+        """Return the activity of the rank: the operation and the peer that it waits for, and the line of the script."""
+        line = _user_line(self._main) if with_line else ""
+        where = f", at {line}" if line else ""
+        if self._call:
+            return f"is in {self._call}{where}"
+        at = self._at
+        if self._on_device is not None and self._is_busy() and self._device_at[0] == self._on_device[0]:
+            at = self._device_at  # the host is ahead
+        if at is None:
+            return f"is outside of step(){where}"
+        facts = self._describe(at[1])
+        if facts["peer"] >= 0:
+            return f"waits in step {at[0]} for rank {facts['peer']}: {facts['op']}{where}"
+        return f"is in step {at[0]}, {facts['op']} (stage {facts['stage']}, micro-batch {facts['micro_batch']}){where}"
+
+    def _report(self, *, has_store: bool) -> None:
+        """Collect what every rank is doing, and report it to all."""
+        headline = f"the pipeline made no progress for {self._timeout_s:g} s"
+        own = f"{headline}\n  rank {self._agreement.rank} {self.state()}\n  {STORE_LOST}"
+        try:
+            self._failure = f"{headline}\n{self._states()}" if has_store else own
+            self._agreement.fail(self._failure)
+            self._failure = self._agreement.failure()  # another rank's report may have been first
+        except Exception:  # noqa: BLE001 - the store has gone
+            self._failure = own
+
+    def _states(self) -> str:
+        self._agreement.publish("stalled", self._agreement.rank)
+        self._agreement.publish(f"state/{self._agreement.rank}", self.state())
+        ends = time.monotonic() + min(ANSWER_S, self._timeout_s) + 2
+        ranks = range(self._agreement.num_ranks)
+        while time.monotonic() < ends and not all(self._agreement.has(f"state/{rank}") for rank in ranks):
+            time.sleep(0.1)
+        return "\n".join(
+            f"  rank {rank} {self._agreement.read(f'state/{rank}', 'no state')}"
+            if self._agreement.has(f"state/{rank}")
+            else f"  rank {rank} does not answer: its process has ended or is stopped, or its pipeline is closed"
+            for rank in ranks
+        )
+
+    def acknowledge(self) -> None:
+        """Note that the script has got the failure as an error: it may do as it likes."""
+        self._ended.set()
+
+    def _end_soon(self) -> None:
+        """Wake the main thread by ending its transfers; end the process if the script does not get the failure."""
+        if self._at is not None or self._on_device is None:  # what a device computes with lost messages is wrong
+            self._abort()
+        begin = time.monotonic()
+        while not self._ended.wait(0.1):
+            if time.monotonic() - begin > (ANSWER_S if self._is_busy() else OUTSIDE_S):
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                text = f"pipeproof: rank {self._agreement.rank} ends while it {self.state()}: {self._failure}"
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+                os._exit(ExitStatus.WORKER_FAILED)
+
+
+_LIBRARIES = tuple(
+    path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name)) is not None
+)
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
+
+
+def _user_line(thread: int) -> str:
+    """``file:line`` of the innermost frame of a thread that is in no library and not in pipeproof."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to see another thread
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, _OWN, "<frozen")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,1 @@
+"""The runtime on PyTorch: modules as stages, their boundaries, and what `torch.distributed` offers around them."""

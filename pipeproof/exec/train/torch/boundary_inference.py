@@ -1,0 +1,190 @@
+"""Shapes and types at the boundaries, from the modules themselves: each stage runs once on tensors without values.
+
+A small stage on the CPU runs with values, which is faster than importing what runs without them. A module that cannot
+run so (compiled, sharded, or with values that decide its shapes) runs once with values and without gradients. Buffers
+and the random state are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeproof.exec.train.torch.split_linear import is_compiled
+from pipeproof.exec.train.torch.stage_values import Form, LeafSpec, Leaves, leaves_of
+from pipeproof.exec.train.train_errors import PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """Result of one run of a stage. ``activation_bytes`` are kept for its backward; None if not seen.
+
+    ``recomputes_reentrantly`` is True for activation checkpointing with ``use_reentrant=True``, where it was seen.
+    """
+
+    form: Form
+    leaves: tuple[LeafSpec, ...]
+    activation_bytes: int | None
+    recomputes_reentrantly: bool = False
+
+
+def run_stage(
+    number: int,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    is_last: bool = False,
+) -> StageRun:
+    """Run one stage on the arguments of a micro-batch; tensors may be on the meta device.
+
+    What the last stage returns is between it and the loss function, and is not described.
+
+    Raises:
+        PipelineError: the module raises, or returns something that cannot cross.
+    """
+    torch.clear_autocast_cache()  # of a script that makes the pipeline under autocast
+    try:
+        if not needs_real_run(module):
+            try:
+                return _run_with_gradients(number, module, args, kwargs, device, is_last=is_last)
+            except PipelineError:
+                raise
+            except Exception:  # noqa: BLE001, S110 - values may decide shapes; the real run names a real fault
+                pass
+        return _run_with_values(number, module, args, kwargs, device, is_last=is_last)
+    finally:
+        torch.clear_autocast_cache()  # it may hold weights without values
+
+
+def _run_with_values(
+    number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
+    *, is_last: bool,
+) -> StageRun:  # fmt: skip
+    try:
+        with torch.no_grad(), _unchanged(module), torch.random.fork_rng():
+            real_args, real_kwargs = tree_map_only(
+                torch.Tensor, lambda x: _real(x, device), (tuple(args), dict(kwargs))
+            )
+            value = module(*real_args, **real_kwargs)
+    except Exception as error:
+        raise PipelineError(f"stage {number} fails on the example: {type(error).__name__}: {error}") from error
+    if is_last:
+        return StageRun(Form("tensor"), (), None)
+    form, leaves = leaves_of(value, f"stage {number}")
+    specs = tuple(LeafSpec.of(leaf, has_gradient=leaf.is_floating_point()) for leaf in leaves)
+    return StageRun(form, specs, None)
+
+
+def needs_real_run(module: nn.Module) -> bool:
+    """True if the module is compiled, or wraps its parameters: tensors without values do not go through it."""
+    if any(is_compiled(part) or type(part).__name__ in _WRAPPERS for part in module.modules()):
+        return True
+    return any(type(weight) not in (nn.Parameter, torch.Tensor) for weight in module.parameters())
+
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+_SMALL = 2**20
+"""Numbers in a stage on the CPU that runs for real: importing what runs without values takes seconds."""
+
+
+def _is_small(module: nn.Module, args: Sequence[Any], device: torch.device) -> bool:
+    tensors = (*module.parameters(), *(arg for arg in args if isinstance(arg, torch.Tensor)))
+    return device.type == "cpu" and sum(int(tensor.numel()) for tensor in tensors) <= _SMALL
+
+
+def _run_with_gradients(
+    number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
+    *, is_last: bool,
+) -> StageRun:  # fmt: skip
+    storages: dict[int, int] = {}
+    own = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}  # noqa: SLF001 - identity
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and id(tensor) not in weights:  # noqa: SLF001
+            storages[storage._cdata] = storage.nbytes()  # noqa: SLF001
+        return tensor
+
+    has_values = _is_small(module, args, device)
+    mode = None if has_values else FakeTensorMode(allow_non_fake_inputs=True)
+    make = partial(_real if has_values else _fake, device=device)
+    with _unchanged(module), torch.random.fork_rng(devices=[]) if mode is None else mode, torch.enable_grad():
+        weights = set() if mode is None else {id(mode.from_tensor(weight)) for weight in module.parameters()}
+        run_args, run_kwargs = tree_map_only(torch.Tensor, make, (tuple(args), dict(kwargs)))
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            value = module(*run_args, **run_kwargs)
+        form, leaves = (Form("tensor"), ()) if is_last else leaves_of(value, f"stage {number}")
+        is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
+        specs = tuple(
+            LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad)
+            for leaf in leaves
+        )
+        inputs = [x for x in tree_leaves((run_args, run_kwargs)) if isinstance(x, torch.Tensor)]
+        for leaf in inputs:
+            storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()  # noqa: SLF001
+        reentrant = _has_node(value, "CheckpointFunctionBackward")
+    return StageRun(form, specs, sum(storages.values()), reentrant)
+
+
+def _has_node(value: Any, name: str) -> bool:
+    """True if a node of that name is in the graph of some output."""
+    nodes = [x.grad_fn for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == name:
+            return True
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        nodes += following
+    return False
+
+
+def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The example's own values, or zeros: valid as token ids and as indices."""
+    if tensor.is_meta:
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        made = tensor.detach().to(device, copy=True)  # the module may write into it
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def meta_leaves(leaves: Sequence[LeafSpec]) -> Leaves:
+    """Tensors without memory in the place of received ones."""
+    return tuple(
+        torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").requires_grad_(spec.has_gradient)
+        for spec in leaves
+    )
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Put the module's buffers back as they were, those that the run replaced included."""
+    kept = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]  # noqa: SLF001
+    values = [None if buffer is None or buffer.is_meta else buffer.detach().clone() for _, _, buffer in kept]
+    try:
+        yield
+    finally:
+        for (part, name, buffer), value in zip(kept, values, strict=True):
+            if part._buffers.get(name) is not buffer:  # noqa: SLF001
+                part._buffers[name] = buffer  # noqa: SLF001
+            if buffer is not None and value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)

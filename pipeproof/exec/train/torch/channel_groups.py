@@ -1,0 +1,163 @@
+"""Communication of a pipeline that trains a script's modules: groups of its own, in addition to the script's.
+
+Each channel, and each group that sums shared weights, has a process group of its own that the script cannot reach: no
+hook or library can put its messages between the pipeline's. They are made from the store of the script's default group
+by their members alone, so that pipelines of one mesh need not agree on an order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from pipeproof.exec.rank.torch.comm import Transfer
+from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
+from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.schedule.op_table import Channel, Group, OpGraph
+
+_TAG: Final = 0
+AFTER_WATCH_S: Final = 60.0
+"""The backend's own time limit is this much later than that of the stall watch, which knows the operation.
+
+gloo takes the one that it was made with for messages; ``set_timeout`` changes that of collectives alone.
+"""
+
+
+class StageChannels:
+    """Ends of the channels of one rank, by the graph's ranks; a ``Channels``."""
+
+    def __init__(self, index: int, backends: dict[Channel, Any]) -> None:
+        self._index, self._backends = index, backends
+
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+        """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
+        posted_ns = time.monotonic_ns()
+        backend = self._backends[channel]
+        if self._index != channel.src:  # a group of two: the source is member 0
+            return Transfer(buffer, backend.recv([buffer], 0, _TAG), posted_ns)
+        return Transfer(buffer, backend.send([buffer], 1, _TAG), posted_ns)
+
+    def close(self) -> None:
+        """Do nothing: the groups end with the world."""
+
+
+class OrderedSums:
+    """Sums over one group of ranks, added in group order; a ``Collectives`` for gradients of shared weights.
+
+    ``members`` are places in the pipeline, and ``ranks`` the same ranks in the plan's mesh.
+    """
+
+    def __init__(self, members: tuple[int, ...], ranks: tuple[int, ...], backend: Any) -> None:
+        self.members, self.ranks, self._backend = members, ranks, backend
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the sum over the members, in group order."""
+        assert reduction == "sum"
+        parts = self.gathered(tensor)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all members, in group order."""
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self._backend.allgather([parts], [tensor.contiguous()]).wait()
+        return parts
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite the tensor with that of the first member."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._backend.broadcast([tensor], options).wait()
+
+
+@dataclass(frozen=True)
+class StageWorld:
+    """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
+
+    rank: int
+    channels: StageChannels
+    collectives: dict[int, OrderedSums]
+    """By index of the graph's groups, without groups of one member."""
+    backends: tuple[Any, ...]
+    group: dist.ProcessGroup
+    connections: tuple[Connection, ...] = ()
+    """Those of gloo backends."""
+
+    def barrier(self) -> None:
+        """Wait until all ranks of the pipeline have called this."""
+        dist.barrier(self.group)
+
+    def abort(self) -> None:
+        """Give up all communication, so that ranks that wait for this one end with an error."""
+        for end in (*(backend.abort for backend in self.backends), *(each.shut_down for each in self.connections)):
+            try:
+                end()
+            except (RuntimeError, OSError):  # it has already ended
+                continue
+
+
+def connect_stages(
+    graph: OpGraph, index: int, device: torch.device, store: dist.Store, group: dist.ProcessGroup, timeout_s: float
+) -> StageWorld:
+    """Make this rank's groups and use each once, so that the first step connects nothing.
+
+    ``index`` is the rank's place in the pipeline, which is its rank in ``graph``; ``store`` is the pipeline's own, and
+    ``group`` the script's.
+
+    Raises:
+        PipelineError: a peer did not come, or the device has no backend.
+    """
+    backends: list[Any] = []
+    connections: list[Connection] = []
+    by_channel: dict[Channel, Any] = {}
+    token = torch.ones(1, device=device)
+
+    def connected(name: str, members: Sequence[int]) -> Any:
+        member, size, limit_s = members.index(index), len(members), timeout_s + AFTER_WATCH_S
+        backend, own = connections_of(partial(_backend, name, member, size, device, store, limit_s))
+        backends.append(backend)
+        connections.extend(own if device.type == "cpu" else ())
+        return backend
+
+    try:
+        for channel in graph.channels:
+            if index in (channel.src, channel.dst):
+                backend = by_channel[channel] = connected(str(channel), (channel.src, channel.dst))
+                work = backend.send([token], 1, _TAG) if index == channel.src else backend.recv([token], 0, _TAG)
+                work.wait()
+        sums = {number: _sums(group, number, index, graph, connected) for number, group in enumerate(graph.groups)}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise PipelineError(f"the pipeline's ranks cannot connect: {error}") from None
+    collectives = {number: each for number, each in sums.items() if each is not None}
+    return StageWorld(index, StageChannels(index, by_channel), collectives, tuple(backends), group, tuple(connections))
+
+
+def _sums(group: Group, number: int, index: int, graph: OpGraph, connected: Any) -> OrderedSums | None:
+    if index not in group.ranks or len(group.ranks) == 1:
+        return None
+    ranks = tuple(graph.global_rank[member] for member in group.ranks)
+    return OrderedSums(group.ranks, ranks, connected(f"{group.axis}.{number}", group.ranks))
+
+
+def _backend(name: str, member: int, size: int, device: torch.device, store: dist.Store, timeout_s: float) -> Any:
+    own, timeout = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001 - the documented way to set it
+        backend = dist.ProcessGroupNCCL(own, member, size, options)
+        backend.bound_device_id = device
+        return backend
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(own, member, size, timeout=timeout)
+    raise PipelineError(f"modules on {device.type} are not supported: put them on the CPU or on a CUDA device")

@@ -1,0 +1,176 @@
+"""Comparison of gradients with those of the unpartitioned module, run on one rank in the plan's order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeproof.comm.accumulation_order import sum_orders
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.torch.stage_values import micro_batches
+from pipeproof.exec.train.train_errors import PipelineError
+
+NameOf = Callable[[int, str], str]
+"""The reference's name of a stage's parameter."""
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDifference:
+    """One parameter whose gradient has other bits than the reference's.
+
+    ``distance`` is the largest absolute difference, ``bound`` the largest that other orders of the same sums can make
+    (0 where the order is the reference's).
+    """
+
+    name: str
+    stage: int
+    distance: float
+    bound: float
+
+    def __str__(self) -> str:
+        state = "within" if self.distance <= self.bound else "BEYOND"
+        return f"stage {self.stage}, {self.name}: {self.distance:.3g} apart, {state} the bound {self.bound:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of ``Pipeline.compare``, equal on all ranks."""
+
+    loss: float
+    reference_loss: float
+    num_parameters: int
+    differences: tuple[GradientDifference, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the loss and every gradient have the reference's bits."""
+        return self.loss == self.reference_loss and not self.differences
+
+    @property
+    def is_within_bounds(self) -> bool:
+        """True if every gradient is as near as the order of its sums allows."""
+        return all(difference.distance <= difference.bound for difference in self.differences)
+
+    def __str__(self) -> str:
+        if self.is_exact:
+            return f"loss {self.loss:.9g} and {self.num_parameters} gradients have the reference's bits"
+        lines = [f"loss {self.loss:.9g}, reference {self.reference_loss:.9g}"]
+        lines.append(f"{len(self.differences)} of {self.num_parameters} gradients have other bits")
+        return "\n".join([*lines, *map(str, self.differences)])
+
+
+def default_names(reference: nn.Module) -> NameOf:
+    """Stages whose parameters have the reference's names; else ``stage.name``, as in a list of the stages."""
+    known = dict(reference.named_parameters())
+
+    def name_of(stage: int, name: str) -> str:
+        found = next((each for each in (name, f"{stage}.{name}") if each in known), None)
+        if found is None:
+            raise PipelineError(
+                f"the reference has no parameter {name!r}, as stage {stage} calls it, nor {stage}.{name!r}: pass "
+                "`name_of=` with the reference's name of each"
+            )
+        return found
+
+    return name_of
+
+
+def compare_with_reference(
+    reference: nn.Module,
+    plan: LoweredPlan,
+    shards: Sequence[Mapping[str, Any]],
+    args: Sequence[Any],
+    target: Any,
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    name_of: NameOf,
+    *,
+    is_mean: bool,
+) -> Comparison:
+    """Load the pipeline's weights into the reference, run it, and compare.
+
+    ``shards`` has of each rank the keys ``loss``, ``weights``, ``buffers`` and ``gradients``, the last three by
+    (stage, name). Micro-batches are those of the step.
+    """
+    weights, gradients = ({k: v for shard in shards for k, v in shard[key].items()} for key in ("weights", "gradients"))
+    names = {key: name_of(*key) for key in weights}
+    parameters = dict(reference.named_parameters())
+    with torch.no_grad():
+        for key, value in weights.items():
+            parameters[names[key]].copy_(value)
+    num = plan.spec.schedule.num_micro_batches
+    runs = _Runs(reference, micro_batches(tuple(args), num, "args"), micro_batches(target, num, "target"),
+                 [dict(zip(kwargs, parts, strict=True)) for parts in zip(*kwargs.values(), strict=True)] or [{}] * num,
+                 loss_fn, num if is_mean else 1)  # fmt: skip
+    orders = sum_orders(plan)
+    differences = []
+    shared = _shared_names(names)
+    for (stage, name), gradient in sorted(gradients.items()):
+        whole = names[stage, name]
+        expected = runs.summed(orders.by_stage[stage])[whole]
+        mine = gradient.to(expected.device)
+        if torch.equal(mine, expected):
+            continue
+        bound = runs.order_bound(whole) if whole in shared else 0.0
+        distance = float((mine - expected).abs().max())
+        differences.append(GradientDifference(whole, stage, distance, bound))
+    loss = next(shard["loss"] for shard in shards if shard["loss"] is not None)
+    return Comparison(float(loss), float(runs.loss()), len(gradients), tuple(differences))
+
+
+class _Runs:
+    """Gradients of the reference, added up in several orders of micro-batches."""
+
+    def __init__(
+        self, module: nn.Module, args: Sequence[Any], targets: Sequence[Any], kwargs: Sequence[Mapping[str, Any]],
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None, num_losses: int,
+    ) -> None:  # fmt: skip
+        self._module, self._args, self._targets, self._kwargs = module, args, targets, kwargs
+        self._loss_fn, self._num_losses = loss_fn, num_losses
+        self._by_order: dict[Order, dict[str, torch.Tensor]] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def summed(self, orders: Sequence[Order]) -> dict[str, torch.Tensor]:
+        """The gradients of all micro-batches: each order's sum, and these added in turn, as copies of a stage do."""
+        parts = [self._of(order) for order in orders]
+        total = dict(parts[0])
+        for part in parts[1:]:
+            total = {name: total[name] + part[name] for name in total}
+        return total
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the step."""
+        total = torch.stack([self._losses[index] for index in sorted(self._losses)]).sum()
+        return total / len(self._losses) if self._num_losses > 1 else total
+
+    def order_bound(self, name: str) -> float:
+        """The largest difference that two orders of a sum can have: 2 n u times the sum of the addends' sizes."""
+        sizes = sum(self._of((index,))[name].abs().double() for index in range(len(self._args)))
+        unit = torch.finfo(self._of((0,))[name].dtype).eps / 2
+        return float(2 * 2 * len(self._args) * unit * torch.as_tensor(sizes).max()) * 2
+
+    def _of(self, order: Order) -> dict[str, torch.Tensor]:
+        if order not in self._by_order:
+            self._module.zero_grad(set_to_none=True)
+            for index in order:
+                output = self._module(*self._args[index], **self._kwargs[index])
+                loss = output if self._loss_fn is None else self._loss_fn(output, self._targets[index])
+                self._losses[index] = loss.detach()
+                (loss / self._num_losses if self._num_losses > 1 else loss).backward()
+            self._by_order[order] = {
+                name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+                for name, weight in self._module.named_parameters()
+            }
+            self._module.zero_grad(set_to_none=True)
+        return self._by_order[order]
+
+
+def _shared_names(names: Mapping[tuple[int, str], str]) -> set[str]:
+    """Names in the reference that several stages have: their sums are added per stage."""
+    values = list(names.values())
+    return {name for name in values if values.count(name) > 1}

@@ -1,0 +1,30 @@
+"""All stages of a model that was cut, of which every rank keeps those that the schedule places on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+Tied = Mapping[int, str]
+"""One weight that several stages use: its name in each of them, by global stage number."""
+
+
+class ModelStages(Mapping[int, nn.Module]):
+    """The stages of a whole model by global stage number, and the weights that several of them use.
+
+    Every rank makes the same ones, on the meta device if the model is large; ``Pipeline`` keeps those of its rank.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tied] = ()) -> None:
+        self._stages = list(stages)
+        self.tied = tuple(dict(names) for names in tied)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self._stages[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._stages)))
+
+    def __len__(self) -> int:
+        return len(self._stages)

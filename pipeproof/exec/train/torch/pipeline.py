@@ -1,0 +1,916 @@
+"""``Pipeline``: a script's own modules, trained by a checked plan in the script's own processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.op_log import Clock, LogEntry
+from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
+from pipeproof.exec.train.agreement import Agreement, require_equal
+from pipeproof.exec.train.module_plan import (
+    Request,
+    StageFacts,
+    complete_plan,
+    forward_plan,
+    given_plan,
+    placement_of,
+    schedule_section,
+)
+from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
+from pipeproof.exec.train.stall_watch import StallWatch
+from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
+from pipeproof.exec.train.torch.channel_groups import OrderedSums, StageWorld, connect_stages
+from pipeproof.exec.train.torch.compare_reference import (
+    Comparison,
+    GradientDifference,
+    compare_with_reference,
+    default_names,
+)
+from pipeproof.exec.train.torch.data_parallel import (
+    Replicas,
+    ReplicatedStepEnd,
+    groups_of,
+    layout_of,
+    local_part,
+)
+from pipeproof.exec.train.torch.model_stages import ModelStages, Tied
+from pipeproof.exec.train.torch.module_framework import ModuleFramework
+from pipeproof.exec.train.torch.module_stage import (
+    Boundaries,
+    LossFunction,
+    ModuleStage,
+    StepData,
+    plan_names,
+    trained,
+)
+from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.stage_values import Form, LeafSpec, MicroBatches, dtype_name, micro_batches
+from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
+from pipeproof.exec.train.torch.varied_lengths import (
+    Examples,
+    declared_examples,
+    examples_of,
+    plan_entries,
+    rows_of,
+)
+from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
+from pipeproof.schedule.ops import OpKind
+
+if TYPE_CHECKING:
+    from pipeproof.exec.rank.framework_protocol import Framework, World
+    from pipeproof.exec.train.torch.record_steps import StepRecord
+
+Split = Literal["whole", "linear"]
+_Start = TypeVar("_Start", bound=Callable[..., None])
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def _reports_failure(start: _Start) -> _Start:
+    """Make a failed start known to all ranks, those that wait in another phase of it included."""
+
+    @wraps(start)
+    def reporting(self: Pipeline, *args: Any, **kwargs: Any) -> None:
+        try:
+            start(self, *args, **kwargs)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    return cast("_Start", reporting)
+
+
+class Pipeline:
+    """The stages of this rank in a pipeline that runs a checked plan.
+
+    Args:
+        stages: the rank's stages by global stage number, or a ``ModelStages``, from which the rank keeps its own.
+        plan: a plan file or a dict; without it, a plan is made of ``schedule`` and ``num_micro_batches``.
+        schedule: a kind (``pipeproof schedule list``), a file of a written schedule (text or CSV), or the operations
+            of each rank.
+        num_micro_batches: number of micro-batches in a step.
+        loss_fn: ``(output, target) -> scalar``, called on the last stage; None if the last module returns the loss.
+        example: positional arguments of the first stage for one micro-batch, the same on all ranks. Boundaries are
+            found with it; without it they are those that the plan declares.
+        example_kwargs: keyword arguments that every stage gets, likewise.
+        group: the ranks of the pipeline: a process group or a DeviceMesh dimension. Default: the world.
+        data_group: the ranks that hold the same stages with other data; gradients are averaged over them. With
+            ``fully_shard`` or DDP leave it out.
+        split: ``whole``: a backward is one call, and W does nothing. ``linear``: W computes the weight gradients of
+            ``nn.Linear``.
+        tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
+            first stage.
+        same_kwargs: names of keyword arguments that each micro-batch gets whole.
+        scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
+        check_finite: whether each output is tested for NaN and infinity, for which the host waits.
+        timeout_s: time without progress after which a report is printed and all ranks end.
+        unsafe: train by a plan that is not proved.
+
+    Raises:
+        PlanRefused: the plan is not proved.
+        PipelineError: the ranks do not fit together; every rank raises it, within the start-up.
+    """
+
+    @_reports_failure
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        plan: str | Path | Mapping[str, Any] | None = None,
+        schedule: str | Path | Sequence[Sequence[str]] = "1f1b",
+        num_micro_batches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        example: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+        data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+        split: Split = "whole",
+        tied: Sequence[Tied] = (),
+        same_kwargs: Sequence[str] = (),
+        scale_grads: bool = True,
+        check_finite: bool = False,
+        timeout_s: float = 600.0,
+        unsafe: bool = False,
+    ) -> None:
+        pipeline_group = self._process_group = _group(group)
+        store = store_of(pipeline_group)
+        ranks = dist.get_process_group_ranks(pipeline_group)
+        self.rank, self.num_ranks = ranks.index(dist.get_rank()), len(ranks)
+        self._store = store
+        self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
+        self._timeout_s, self._same_kwargs, self._scale_grads = timeout_s, frozenset(same_kwargs), scale_grads
+        self._loss_fn, self._check_finite = loss_fn, check_finite
+        shards = None if data_group is None else _group(data_group)
+
+        def request() -> dict[str, Any]:
+            if split not in ("whole", "linear"):
+                raise PipelineError(f"split is {split!r}: use 'whole' or 'linear'")
+            if timeout_s <= 0:
+                raise PipelineError(f"timeout_s is {timeout_s}: give a number of seconds")
+            numbers, modules = list(stages), list(stages.values())
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise PipelineError(f"`stages` has the keys {numbers}: they are numbers of stages, from 0")
+            if not modules or not all(isinstance(module, nn.Module) for module in modules):
+                raise PipelineError("give this rank at least one stage: stages={number: module}")
+            sizes = {Replicas(number, module, shards).size for number, module in stages.items()}
+            if len(sizes) > 1:
+                raise PipelineError(f"stages of one rank have {sorted(sizes)} replicas: all need the same number")
+            return {
+                "request": asdict(
+                    Request(
+                        None if plan is None else given_plan(plan),
+                        schedule_section(schedule),
+                        num_micro_batches,
+                        "torch",
+                        "gpu" if device_of(modules, allow_meta=True).type == "cuda" else "cpu",
+                        _dtype_of(modules),
+                        self.num_ranks,
+                        sizes.pop(),
+                    )
+                ),
+                "settings": {
+                    "split": split,
+                    "same_kwargs": sorted(same_kwargs),
+                    "scale_grads": scale_grads,
+                    "unsafe": unsafe,
+                },
+                "whole": len(stages) if isinstance(stages, ModelStages) else None,
+                "stages": sorted(stages),
+                "tied": [dict(names) for names in (*getattr(stages, "tied", ()), *tied)],
+            }
+
+        answers = agreement.gather("request", request)
+        asked = _same_request(answers)
+        every_stage = sorted({number for other in answers for number in other["stages"]})
+        by_rank = () if isinstance(stages, ModelStages) else [other["stages"] for other in answers]
+        skeleton = agreement.gather("sizes", lambda: asked.skeleton(len(every_stage), by_rank))[0]
+        placed = agreement.gather("placement", lambda: _placed(answers, every_stage, skeleton))[0]
+        own = placed[self.rank]
+        self.stages: dict[int, nn.Module] = {number: stages[number] for number in own}
+        self.num_stages = len(every_stage)
+        tied = [{int(number): str(name) for number, name in names.items()} for names in answers[0]["tied"]]
+
+        def own_modules() -> list[str]:
+            self._device = device_of(self.stages.values())
+            return _tied_layouts(self.stages, tied)
+
+        layouts = agreement.gather("modules", own_modules)
+        agreement.gather("tied weights", lambda: _require_same_layouts(tied, layouts))
+        self._replicas = {n: Replicas(n, module, shards) for n, module in self.stages.items()}
+        self._split = split
+        agreement.gather("split", self._require_splittable)
+
+        facts, boundaries, num_rows, seq_lengths = self._describe(example, example_kwargs or {}, placed, skeleton)
+        content = complete_plan(skeleton, facts, tied, num_rows, seq_lengths)
+        self.num_micro_batches: int = content["schedule"]["num_micro_batches"]
+        self.micro_batch_size = num_rows
+        self.plan = checked_plan(content, agreement, "plan", unsafe=unsafe)
+        lowered = self.plan.lowered
+        require_supported(lowered.spec)
+        splitting = (
+            {op.stage for op in lowered.programs[self.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
+            if split == "linear"
+            else set()
+        )
+
+        def make_stages() -> None:
+            self._modules = {
+                number: ModuleStage(
+                    number, self._replicas[number].call(), boundaries[number], loss_fn,
+                    plan_names(number, self._replicas[number].call(), tied),
+                    num_losses=self.num_micro_batches if scale_grads else 1,
+                    splits=number in splitting, check_finite=check_finite,
+                )
+                for number in own
+            }  # fmt: skip
+            weights = {n: {name: w.shape for name, w in stage.parameters.items()} for n, stage in self._modules.items()}
+            outputs = {n: [(spec.dtype, spec.shape) for spec in boundaries[n].outputs] for n in own}
+            require_fits(lowered, self.rank, weights, outputs)
+
+        agreement.gather("connecting", make_stages)
+        self._world = connect_stages(
+            lowered.graph, self.rank, self._device, dist.PrefixStore("channels/", self._store), pipeline_group,
+            timeout_s,
+        )  # fmt: skip
+        self._failures = PipelineFailures(agreement, self._world.abort)
+        _share_start(self._world, lowered, self._modules, self.rank)
+        self._framework = ModuleFramework(self._device, self._modules)
+        self._progress = TorchProgress(lowered.graph.num_ops) if self._device.type == "cuda" else None
+        self._train = self._rank_of(lowered)
+        self._eval: TrainRank | None = None
+        self._current = self._train
+        self._watch = StallWatch(
+            agreement.through(TorchStore(self._store.clone())), timeout_s, lambda op_id: self._current.describe(op_id),
+            self._world.abort, None if self._progress is None else self._progress.read,
+        )  # fmt: skip
+        self._step = 0
+        self._record: StepRecord | None = None
+
+    def _abandon(self, error: BaseException) -> None:
+        """Report why the start failed, and end what it began."""
+        known = isinstance(error, PipelineError) and error.is_reported
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        if hasattr(self, "_agreement"):
+            with contextlib.suppress(Exception):
+                self._agreement.fail(text if known else f"rank {self.rank}: {text}")
+        if hasattr(self, "_world"):
+            self._world.abort()
+        if hasattr(self, "_watch"):
+            self._watch.close()
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.plan.lowered.has_copies
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank has the first stage, which gets the positional arguments of a step."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has the last stage, which gets the target and returns the loss."""
+        return self.num_stages - 1 in self.stages
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        losses: list[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Run forward and backward of all micro-batches; gradients are added to ``.grad`` of the parameters.
+
+        ``args`` are needed where the first stage is, ``target`` where the last is; tensors are split into micro-batches
+        along their first dim. ``kwargs`` go to every stage of this rank. ``scaler`` scales the loss, and an
+        overflow on one rank becomes one on all, so that all skip the same steps. ``losses`` collects those of
+        micro-batches.
+
+        Returns the mean loss (the sum without ``scale_grads``) where the last stage is, else None.
+
+        Raises:
+            PipelineError: a module raised on some rank, or the data does not fit; every rank raises it.
+        """
+        if scaler is not None and scaler.is_enabled():
+            scaler.scale(torch.zeros((), device=self._device))  # begins it also where no loss is
+        with self._one_error():
+            data = self._run(self._train, args, target, kwargs, scaler)
+            if scaler is not None and scaler.is_enabled():
+                with self._watch.calling("the exchange of overflows"):
+                    self._share_overflow()
+            found = self._losses_of(data)
+        if losses is not None:
+            losses.extend(found)
+        loss = self._loss_of(found)
+        if self._record is not None:
+            gradients = {name: value for (_, name), value in self._tensors("gradients", planned=True).items()}
+            arrays = {name: self._framework.arrays.to_numpy(value) for name, value in gradients.items()}
+            self._record.put(self._step - 1, None if loss is None else float(loss), arrays)
+        return loss
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Run the forwards alone. Modules keep their mode: call ``eval()`` on them for evaluation.
+
+        Returns, where the last stage is, the mean loss if there is a target, else the output of all rows; else None.
+        """
+        with torch.no_grad(), self._one_error():
+            if self._eval is None:
+                content = forward_plan(self.plan.content, self.plan.lowered.programs)
+                is_unsafe = bool(self.plan.findings)
+                plan = checked_plan(content, self._agreement, "forward plan", unsafe=is_unsafe, warns=False)
+                self._eval = self._rank_of(plan.lowered)
+            data = self._run(self._eval, args, target, kwargs, None)
+            for replicas in self._replicas.values():
+                replicas.reshard()
+            torch.clear_autocast_cache()  # it may hold casts without a graph
+            losses = [] if data.outputs else self._losses_of(data)
+        if data.outputs:
+            return _joined([data.outputs[index] for index in sorted(data.outputs)])
+        return self._loss_of(losses)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their common norm is at most ``max_norm``; return the norm.
+
+        On any topology the norm has the bits of ``torch.nn.utils.clip_grad_norm_`` on the whole model, which would see
+        this rank alone. A weight that several stages share counts once.
+        """
+        if norm_type != 2.0:
+            raise PipelineError("only the 2-norm is summed over the ranks")
+        lowered = self.plan.lowered
+        every = (w.name for n in range(self.num_stages) for w in lowered.weights_of(n, lowered.holders[n][0]))
+        position = {name: index for index, name in enumerate(dict.fromkeys(every))}
+        dtype = torch.float64 if lowered.spec.run.dtype == "float64" else torch.float32
+        norms = torch.zeros(len(position), dtype=dtype, device=self._device)
+        for name, weight in self._counted().items():
+            norm = torch.linalg.vector_norm(weight.grad, dtype=dtype)
+            norms[position[name]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        with self._one_error(), self._watch.calling("clip_grad_norm_"):
+            dist.all_reduce(norms, group=self._process_group)  # exact: each is on one rank, and zero on all others
+        total = torch.linalg.vector_norm(norms)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for weight in {id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+        return total
+
+    def _describe(
+        self,
+        example: Sequence[Any] | None,
+        kwargs: Mapping[str, Any],
+        placed: Sequence[Sequence[int]],
+        skeleton: Mapping[str, Any],
+    ) -> tuple[list[StageFacts], dict[int, Boundaries], int, list[int] | None]:
+        """Facts of all stages, boundaries of this rank's, the rows of a micro-batch, and the lengths of all.
+
+        Each stage runs on its first rank, which publishes its boundary for the next one in the store.
+        """
+        homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
+        schedule, made = skeleton["schedule"], list[Examples | None]()
+
+        def make_examples() -> None:
+            made.append(None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"]))
+
+        self._agreement.gather("example", make_examples)
+        examples = made[0] or declared_examples(schedule.get("seq_lengths"))
+
+        def describe() -> dict[str, Any]:
+            own: dict[str, Any] = {}
+            for number in range(self.num_stages):
+                if homes[number] == self.rank:
+                    try:
+                        own[str(number)] = self._facts(number, examples, skeleton)
+                    except Exception as error:
+                        for later in range(number, self.num_stages):  # other ranks may wait for one of these
+                            if homes[later] == self.rank:
+                                self._agreement.publish(f"boundary/{later}", {"error": str(error)})
+                        raise
+                    self._agreement.publish(f"boundary/{number}", own[str(number)])
+            return own
+
+        answers = self._agreement.gather("boundaries", describe)
+        entries = {int(number): entry for own in answers for number, entry in own.items()}
+        entries = {number: entries[number] for number in range(self.num_stages)}
+        num_rows = entries[0]["rows"]
+        forms = {n: Form(e["form"][0], tuple(e["form"][1])) for n, e in entries.items()}
+        specs = {
+            n: [tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out) for out in e["out"]]
+            for n, e in entries.items()
+        }
+        facts = [
+            StageFacts(e["kind"], e["parameters"], plan_entries(specs[n], num_rows, examples.lengths, n), e["kept"])
+            for n, e in entries.items()
+        ]
+        boundaries = {
+            n: Boundaries(
+                forms[n - 1] if n else None, forms[n], specs[n][0],
+                tuple(specs[n][variant] for variant in examples.by_micro_batch),
+            )
+            for n in self.stages
+        }  # fmt: skip
+        return facts, boundaries, num_rows, examples.seq_lengths
+
+    def _facts(self, number: int, examples: Examples, skeleton: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON facts of one stage of this rank, after those of the stage before it."""
+        module = self._replicas[number].call()
+        is_last = number == self.num_stages - 1
+        before: dict[str, Any] = {}
+        if number:
+            before = self._agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
+            if "error" in before:
+                raise PipelineError.reported(str(before["error"]))
+        declared = skeleton["model"].get("layers")
+        if not examples.distinct and not declared:
+            raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
+        entry: dict[str, Any] = {
+            "kind": type(module).__name__,
+            "parameters": [
+                {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
+            ],
+            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"),
+        }  # fmt: skip
+        if not examples.distinct:
+            return self._declared_facts(number, entry, skeleton, examples.lengths)
+        runs = []
+        for variant, (args, kwargs) in enumerate(examples.distinct):
+            named: Mapping[str, Any] = {}
+            if number:
+                form = Form(before["form"][0], tuple(before["form"][1]))
+                leaves = meta_leaves([LeafSpec(tuple(shape), *rest) for shape, *rest in before["out"][variant]])
+                args, named = form.arguments(leaves)
+            runs.append(run_stage(number, module, args, {**kwargs, **named}, self._device, is_last=is_last))
+        run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
+        self._replicas[number].reshard()
+        if not number:
+            entry["rows"] = rows_of(examples)
+        if run.recomputes_reentrantly and self._split == "linear":
+            raise PipelineError(
+                f"stage {number} uses activation checkpointing with use_reentrant=True, whose backward cannot be "
+                "split: pass use_reentrant=False, or use split='whole'"
+            )
+        entry["kept"] = max(kept, default=None)
+        entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
+        if any(each.form != run.form for each in runs):
+            raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
+        if not is_last:
+            if not any(spec.has_gradient for spec in run.leaves):
+                raise PipelineError(f"no output of stage {number} has a gradient, so no stage before it would learn")
+            entry["form"] = [run.form.kind, list(run.form.keys)]
+        return entry
+
+    def _require_splittable(self) -> None:
+        for number, replicas in self._replicas.items():
+            if self._split == "linear":
+                require_splittable(number, replicas.call(), is_sharded=replicas.is_sharded)
+
+    def _declared_facts(
+        self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]
+    ) -> dict[str, Any]:
+        """The boundary that the plan declares after a stage: one tensor, or a tuple."""
+        layers, rows = skeleton["model"]["layers"], skeleton["schedule"].get("micro_batch_size")
+        if rows is None or len(layers) != self.num_stages:
+            raise PipelineError(
+                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage: "
+                f"this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline an `example`"
+            )
+        out = layers[number].get("out", [])
+        dtype = skeleton["run"]["dtype"]
+        entry["rows"] = rows
+        entry["form"] = ["tensor" if len(out) == 1 else "tuple", []]
+        for length in lengths or (None,):
+            letters = {"b": rows, "s": length}
+            entry["out"].append([])
+            for leaf in out:
+                of = leaf.get("dtype") or dtype
+                gradient = leaf.get("gradient")
+                shape = [letters.get(size, size) for size in leaf["shape"]]
+                entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
+        return entry
+
+    def _rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
+        """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
+        own = self._world if channels is None else replace(self._world, channels=channels)
+        step_end = partial(ReplicatedStepEnd, self._replicas)
+        framework, world = cast("Framework", self._framework), cast("World", own)  # without optimizers
+        return TrainRank(lowered, self.rank, framework, world, self._enter, step_end, clock)
+
+    def _enter(self, step: int, op_id: int) -> None:
+        progress = self._progress if self._current is self._train else None
+        self._watch.enter(step, op_id, on_device=progress is not None)
+        if progress is not None:
+            progress.write(op_id)
+
+    def _run(
+        self, rank: TrainRank, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any],
+        scaler: torch.amp.GradScaler | None,
+    ) -> StepData:  # fmt: skip
+        """Run one step of a plan, and turn what goes wrong on any rank into one error on every rank."""
+        step, self._step, self._current = self._step, self._step + 1, rank
+        is_training = rank is self._train
+        try:
+            data = self._step_data(args, target, kwargs, scaler, is_training=is_training)
+            versions = self._versions()
+            for stage in self._modules.values():
+                stage.begin(data)
+            for replicas in self._replicas.values():
+                replicas.begin()
+            if is_training and self._progress is not None:
+                self._progress.begin(step)
+            rank.run(step)
+            self._require_unchanged(versions)
+        finally:
+            rank.adapter.clear()
+            for stage in self._modules.values():
+                stage.begin(StepData())
+        return data
+
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Turn what goes wrong on any rank into one error on every rank, and into its report."""
+        self._failures.require_sound(self._watch.failure)
+        try:
+            yield
+            self._failures.require_sound(self._watch.failure)  # values of ended transfers are no results
+        except PipelineError as error:
+            self._failures.fail(str(error), is_reported=error.is_reported)
+            raise
+        except RuntimeError as error:  # mostly a transfer that ended: a peer has failed
+            if self._current.op_id >= 0 and not self._watch.is_calling:
+                self._watch.enter(self._step - 1, self._current.op_id)
+            text = self._failures.elsewhere(error, self._watch.state())
+            raise PipelineError.reported(text) from (error if self._failures.is_own and not is_of_peer(error) else None)
+        except BaseException as error:
+            state = self._watch.state(with_line=False)
+            self._failures.fail(f"{type(error).__name__} {f'({error}) ' if str(error) else ''}while it {state}")
+            raise
+        finally:
+            self._watch.leave()
+            if self._failures.is_broken:
+                self._watch.acknowledge()
+
+    def _step_data(
+        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None,
+        *, is_training: bool,
+    ) -> StepData:  # fmt: skip
+        """Split what the script passed into micro-batches.
+
+        Raises:
+            PipelineError: something is missing, or its rows do not fit the plan.
+        """
+        num, data = self.num_micro_batches, StepData(scaler=scaler)
+        if self.is_first:
+            if not args and self._modules[0].takes_arguments:
+                raise PipelineError("this rank has the first stage: pass its arguments to step()")
+            self._require_rows(args)
+            data.args = micro_batches(tuple(args), num, "args") if args else [()] * num
+        if kwargs:
+            whole = {name: value for name, value in kwargs.items() if name in self._same_kwargs}
+            parts = {n: micro_batches(value, num, n) for n, value in kwargs.items() if n not in whole}
+            data.kwargs = [{**whole, **{n: part[index] for n, part in parts.items()}} for index in range(num)]
+        if self.is_last:
+            if target is not None:
+                data.targets = micro_batches(target, num, "target")
+            elif self._has_copies and not is_training:
+                raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
+            elif self._loss_fn is not None and is_training:
+                raise PipelineError("this rank has the last stage: pass `target` to step()")
+        return data
+
+    def _require_rows(self, args: Sequence[Any]) -> None:
+        expected = self.num_micro_batches * self.micro_batch_size
+        for position, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != expected:
+                raise PipelineError(
+                    f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
+                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}: pass {expected} rows"
+                )
+
+    def _versions(self) -> list[int]:
+        """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
+        if any(each.is_sharded for each in self._replicas.values()):
+            return []  # fully_shard writes gathered weights
+        return [weight._version for module in self.stages.values() for weight in module.parameters()]  # noqa: SLF001
+
+    def _require_unchanged(self, versions: Sequence[int]) -> None:
+        if versions and list(versions) != self._versions():
+            raise PipelineError(
+                "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
+                "Pipeline.step (not in a hook)"
+            )
+
+    def _share_overflow(self) -> None:
+        """Make gradients that are not finite on one rank so on all, without waiting for the device."""
+        gradients = [w.grad for m in self.stages.values() for w in m.parameters() if w.grad is not None]
+        local = [part for part in map(local_part, gradients) if part.numel()]
+        bad = torch.zeros((), device=self._device)
+        for part in local:
+            bad = torch.maximum(bad, part.isfinite().all().logical_not().float())
+        for group in (*groups_of(gradients), self._process_group):  # first over the shards of this rank's stages
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+        factor = torch.where(bad > 0, float("inf"), 1.0)
+        for dtype in {part.dtype for part in local}:  # one element of each, as each optimizer looks at its own
+            firsts = [part[(0,) * part.dim()] for part in local if part.dtype == dtype]
+            torch._foreach_mul_(firsts, factor.to(dtype))
+
+    def _losses_of(self, data: StepData) -> list[torch.Tensor]:
+        """The losses of all micro-batches where the last stage is, in order; copies of it share the micro-batches."""
+        if not self._has_copies or not self.is_last:
+            return [data.losses[index] for index in sorted(data.losses)]
+        group = next(each for each in self._world.collectives.values() if self._is_of_last(each))
+        own = torch.zeros(self.num_micro_batches, dtype=torch.float64, device=self._device)
+        for index, loss in data.losses.items():
+            own[index] = loss
+        dtype = next(iter(data.losses.values())).dtype
+        return list(group.reduce(own, "sum").to(dtype))
+
+    def _is_of_last(self, sums: OrderedSums) -> bool:
+        return sums.members == self.plan.lowered.holders[-1]
+
+    def _loss_of(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if not losses:
+            return None
+        total = torch.stack(list(losses)).sum()
+        return total / len(losses) if self._scale_grads else total
+
+    def _counted(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients this rank counts in a norm, by the plan's names.
+
+        Shared ones count on their first holder.
+        """
+        shared, lowered = self.plan.lowered.shared_weights, self.plan.lowered
+        return {
+            weight.name: stage.parameters[weight.name]
+            for number, stage in self._modules.items()
+            for weight in lowered.weights_of(number, self.rank)
+            if shared.places(number, weight.name)[0] == self.rank and stage.parameters[weight.name].grad is not None
+        }
+
+    def compare(
+        self,
+        reference: nn.Module | None,
+        *args: Any,
+        target: Any = None,
+        name_of: Callable[[int, str], str] | None = None,
+        **kwargs: Any,
+    ) -> Comparison:
+        """Run one step, and compare its loss and every gradient with those of the unpartitioned module.
+
+        The first rank of the pipeline needs the ``reference``, and all arguments of the step; the reference gets the
+        pipeline's weights, and runs the micro-batches one by one in the plan's order. ``name_of`` gives the reference's
+        name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
+        before are put back. Dropout draws other numbers in the reference: compare without.
+        """
+        with self._gradients_aside():
+            loss = self.step(*args, target=target, **kwargs)
+            own = {
+                "loss": None if loss is None else float(loss),
+                "weights": self._tensors("weights"),
+                "gradients": self._tensors("gradients"),
+            }
+        shards: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
+        first = dist.get_process_group_ranks(self._process_group)[0]
+        dist.gather_object(own, shards, dst=first, group=self._process_group)
+
+        def compared() -> dict[str, Any] | None:
+            if shards is None:
+                return None
+            if reference is None:
+                raise PipelineError("the first rank of the pipeline needs the reference module")
+            found = compare_with_reference(
+                reference, self.plan.lowered, shards, args, target, kwargs, self._loss_fn,
+                name_of or default_names(reference), is_mean=self._scale_grads,
+            )  # fmt: skip
+            return asdict(found)
+
+        result = self._agreement.gather(f"comparison {self._step}", compared)[0]
+        differences = tuple(GradientDifference(**each) for each in result["differences"])
+        return Comparison(**{**result, "differences": differences})
+
+    @contextlib.contextmanager
+    def record(self, directory: str | Path) -> Iterator[None]:
+        """Record the steps of this block into a directory that does not exist.
+
+        ``pipeproof check --log DIRECTORY/messages`` reads the messages, ``pipeproof align`` the losses and gradients
+        in ``DIRECTORY/values``.
+        """
+        from pipeproof.exec.train.torch.record_steps import RecordedChannels, StepRecord
+        from pipeproof.interop.traces.recorder import Recorder
+        from pipeproof.interop.traces.torch_calls import version_of
+
+        folder, lowered = Path(directory), self.plan.lowered
+        ranks = dist.get_process_group_ranks(self._process_group)
+        version = f"torch {torch.__version__}"
+        recorder = Recorder(folder / "messages", dist.get_rank(), dist.get_world_size(), version, version_of)
+        channels = RecordedChannels(self._world.channels, recorder, lowered.graph, self.rank, ranks)
+        values = folder if ranks[0] == 0 else folder / f"from rank {ranks[0]}"
+        self._record = StepRecord(values, lowered, self.plan.certificate.graph_digest, self.rank, self._process_group)
+        usual, self._train = self._train, self._rank_of(lowered, channels)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._train, self._record = usual, None
+            recorder.close(error)
+
+    def profile(self, file: str | Path, *args: Any, target: Any = None, num_steps: int = 5, **kwargs: Any) -> None:
+        """Run some steps with timed operations and messages; write them for ``cost: {profile: FILE}`` of the plan.
+
+        ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are.
+        """
+        from pipeproof.exec.train.torch.profile_steps import profile_steps, timed_channels
+
+        channels, clock = timed_channels(self._world.channels, self._device)
+        usual, self._train = self._train, self._rank_of(self.plan.lowered, channels, clock)
+
+        def run() -> list[LogEntry]:
+            self.step(*args, target=target, **kwargs)
+            return list(clock.timed_entries(self._train.adapter.log))
+
+        try:
+            with self._gradients_aside():
+                found = profile_steps(
+                    self._train, clock, self._world, self._device, self.plan, self._agreement, run,
+                    f"profile {self._step}", num_steps,
+                )  # fmt: skip
+        finally:
+            self._train = usual
+            channels.close()
+        if found is not None:
+            Path(file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Put the gradients aside for steps that are not the script's, and back again."""
+        weights = [weight for module in self.stages.values() for weight in module.parameters()]
+        aside = [weight.grad for weight in weights]
+        try:
+            for weight in weights:
+                weight.grad = None
+            yield
+        finally:
+            for weight, gradient in zip(weights, aside, strict=True):
+                weight.grad = gradient
+
+    def _tensors(self, what: Literal["weights", "gradients"], *, planned: bool = False) -> dict[tuple[int, str], Any]:
+        """Whole copies on the CPU of this rank's weights or their gradients, by stage and name (the plan's name)."""
+        found: dict[tuple[int, str], torch.Tensor] = {}
+        for number, stage in self._modules.items():
+            weights = stage.parameters if planned else trained(stage.module)
+            for name, weight in weights.items():
+                tensor = weight if what == "weights" else weight.grad
+                if tensor is None:
+                    tensor = torch.zeros_like(weight)
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                found[number, name] = whole.detach().cpu().clone()
+        return found
+
+    def close(self) -> None:
+        """End the pipeline's thread. Its groups end with the process."""
+        self._watch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group of an argument.
+
+    Raises:
+        PipelineError: no process group is initialised, this rank is not in it, or the mesh has several dims.
+    """
+    if not dist.is_initialized():
+        raise PipelineError("initialise torch.distributed first: start the script with torchrun and call "
+                            "torch.distributed.init_process_group")  # fmt: skip
+    if group is None:
+        return dist.group.WORLD
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise PipelineError(f"the mesh has dims {group.mesh_dim_names}: pass one, such as mesh['pp']")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise PipelineError("this rank is not a member of the group: make its Pipeline on the members alone")
+    return group
+
+
+def _dtype_of(modules: Sequence[nn.Module]) -> str:
+    """The type of most parameters."""
+    counts: Counter[str] = Counter()
+    for module in modules:
+        for weight in module.parameters():
+            counts[dtype_name(weight.dtype)] += weight.numel()
+    return next((name for name, _ in counts.most_common() if name in _DTYPES), "float32")
+
+
+def _same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
+    """The request, which must be one on all ranks; types may differ where one has no floating-point parameters."""
+    for key, name in (("tied", "`tied`"), ("whole", "the number of stages of a ModelStages")):
+        require_equal([other[key] for other in answers], name)
+    require_equal([other["settings"] for other in answers], "an argument of Pipeline")
+    requests = [dict(other["request"]) for other in answers]
+    dtypes = [request.pop("dtype") for request in requests]
+    for key in requests[0]:
+        require_equal([request[key] for request in requests], f"`{key}`")
+    return Request(**requests[0], dtype=dtypes[0])
+
+
+def _placed(
+    answers: Sequence[Mapping[str, Any]], numbers: Sequence[int], skeleton: Mapping[str, Any]
+) -> list[list[int]]:
+    """The stages of each rank by the plan, which must be those that the ranks have.
+
+    Raises:
+        PipelineError: a stage is missing, on the wrong rank or on two.
+    """
+    num_stages = len(numbers)
+    missing = [number for number in range(max(numbers) + 1) if number not in numbers]
+    if missing:
+        raise PipelineError(f"no rank has stage {missing[0]}: stages are numbered from 0 to {max(numbers)}")
+    placed = placement_of(skeleton, num_stages)
+    for number in range(num_stages):
+        holders = [rank for rank, other in enumerate(answers) if other["whole"] is None and number in other["stages"]]
+        planned = [rank for rank, own in enumerate(placed) if number in own]
+        if len(holders) > len(planned):
+            raise PipelineError(f"stage {number} is on ranks {holders}, and the schedule puts it on {planned} alone")
+    for rank, other in enumerate(answers):
+        given, planned = list(other["stages"]), list(placed[rank])
+        if other["whole"] is None and given != planned:
+            raise PipelineError(
+                f"rank {rank} has stages {given}, and {skeleton['schedule']['kind']} on {len(placed)} ranks puts "
+                f"stages {planned} there; `stages_of_rank` gives them"
+            )
+    return placed
+
+
+def _tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tied]) -> list[str]:
+    """This rank's part of each tied weight as text; empty for one that it does not have.
+
+    Raises:
+        PipelineError: a name does not exist, or stages of one rank have separate copies of one weight.
+    """
+    layouts = []
+    for names in tied:
+        held = []
+        for number, name in names.items():
+            if number in stages:
+                weights = trained(stages[number])
+                if name not in weights:
+                    raise PipelineError(f"`tied` names {name!r} of stage {number}, which has no such trained parameter")
+                held.append(weights[name])
+        if len({id(weight) for weight in held}) > 1:
+            raise PipelineError(f"{dict(names)} are on one rank and must be one Parameter: assign it to both modules")
+        layouts.append(layout_of(held[0]) if held else "")
+    return layouts
+
+
+def _require_same_layouts(tied: Sequence[Tied], layouts: Sequence[Sequence[str]]) -> None:
+    for index, names in enumerate(tied):
+        by_rank = {rank: own[index] for rank, own in enumerate(layouts) if own[index]}
+        if len(set(by_rank.values())) > 1:
+            shown = ", ".join(f"{layout} on rank {rank}" for rank, layout in by_rank.items())
+            raise PipelineError(f"tied weights {dict(names)} must have one type, shape and distribution: {shown}")
+
+
+def _share_start(world: StageWorld, plan: LoweredPlan, stages: Mapping[int, ModuleStage], rank: int) -> None:
+    """Give the copies of a weight, or of a stage, the values of its first holder."""
+    by_ranks = {each.members: each for each in world.collectives.values()}
+    with torch.no_grad():
+        for holders in sorted(by_ranks):
+            for number in sorted(stages):
+                for weight in plan.weights_of(number, rank):
+                    if plan.shared_weights.places(number, weight.name) == holders:
+                        by_ranks[holders].broadcast(local_part(stages[number].parameters[weight.name].data))
+                if plan.holders[number] == holders:
+                    for buffer in stages[number].module.buffers():
+                        by_ranks[holders].broadcast(buffer)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of all micro-batches along their first dim."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        if len({output.shape[1:] for output in outputs}) > 1:
+            return MicroBatches(outputs)
+        return torch.cat([output if output.dim() else output[None] for output in outputs])
+    if isinstance(first, Mapping):
+        return {key: _joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(_joined([output[position] for output in outputs]) for position in range(len(first)))
+    return list(outputs)

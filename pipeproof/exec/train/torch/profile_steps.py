@@ -1,0 +1,57 @@
+"""Measured times of a pipeline's operations and messages, as a profile for `pipeproof simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.op_log import Clock, HostClock, LogEntry, Timing
+from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.rank.torch.op_timing import DeviceChannels, DeviceClock, WatchedChannels, timing_of
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.module_plan import TrainedPlan
+from pipeproof.exec.train.torch.channel_groups import StageWorld
+from pipeproof.exec.train.train_rank import TrainRank
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.profile_file import Profile
+from pipeproof.verify.subject import make_subject
+
+if TYPE_CHECKING:
+    from pipeproof.exec.rank.framework_protocol import World
+
+
+def timed_channels(channels: Any, device: torch.device) -> tuple[Any, Clock]:
+    """The channels with timed transfers, and the clock of operations."""
+    if device.type == "cpu":
+        return WatchedChannels(channels), HostClock()
+    clock = DeviceClock(device)
+    return DeviceChannels(channels, clock, device), clock
+
+
+def profile_steps(
+    rank: TrainRank, clock: Clock, world: StageWorld, device: torch.device, plan: TrainedPlan, agreement: Agreement,
+    run: Callable[[], list[LogEntry]], name: str, num_steps: int,
+) -> Profile | None:  # fmt: skip
+    """Run steps and return their profile on the first rank, else None. ``run`` runs one and returns its log."""
+    ends = time_idle_messages(
+        cast("World", world), TorchArrays(device), rank.plan.graph, on_device=device.type == "cuda"
+    )
+    entries = [entry for _ in range(num_steps) for entry in run()]
+    answers = agreement.gather(
+        name,
+        lambda: [
+            [entry.to_json() for entry in entries], [asdict(end) for end in ends], asdict(timing_of(clock)),
+        ],
+    )  # fmt: skip
+    if agreement.rank:
+        return None
+    logs = {index: [LogEntry.from_json(entry) for entry in own] for index, (own, _, _) in enumerate(answers)}
+    idle = {index: [IdleMessageEnd(**end) for end in own] for index, (_, own, _) in enumerate(answers)}
+    timings = {index: Timing(**own) for index, (_, _, own) in enumerate(answers)}
+    subject = make_subject(plan_from_dict(plan.content)).with_graph(rank.plan.graph)
+    return measured_profile(subject, plan.certificate.graph_digest, logs, idle, torch.get_num_threads(), timings)

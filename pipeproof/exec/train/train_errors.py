@@ -1,0 +1,61 @@
+"""Errors of the runtime. Their messages name the rank, the stage and the micro-batch, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from pipeproof.diagnostics.finding import Finding, Location, Severity
+
+
+class PipelineError(RuntimeError):
+    """A failure that a training script cannot continue from: it is raised on every rank of the pipeline.
+
+    ``is_reported`` is True where the other ranks already know the text.
+    """
+
+    is_reported = False
+
+    @classmethod
+    def reported(cls, text: str) -> PipelineError:
+        """The error of a failure that all ranks know or can read."""
+        error = cls(text)
+        error.is_reported = True
+        return error
+
+
+class PlanRefused(PipelineError):  # noqa: N818 - the name of the public contract
+    """A plan that is not valid or not proved, with the ``findings`` that explain it; ``headline`` is which of them."""
+
+    def __init__(
+        self,
+        findings: Sequence[Finding],
+        headline: str = "the plan is not proved, so nothing is trained by it (unsafe=True overrides)",
+    ) -> None:
+        super().__init__(f"{headline}:\n{findings_text(findings)}")
+        self.findings, self.headline = tuple(findings), headline
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """Findings as indented lines: code, place in the file, message and suggested fix."""
+    return "\n".join(
+        f"  {_place(f)}{f.code}: {f.message}" + (f"\n    help: {f.help}" if f.help else "") for f in findings
+    )
+
+
+def _place(finding: Finding) -> str:
+    at = finding.location
+    return "" if at is None else f"{at.file}:{at.line}:{at.column}: "
+
+
+def finding_content(finding: Finding) -> dict[str, Any]:
+    """JSON of a finding for other ranks: all but its witness."""
+    return asdict(replace(finding, witness=None))
+
+
+def finding_of(content: Mapping[str, Any]) -> Finding:
+    """The finding of ``finding_content``."""
+    at = content["location"]
+    location = None if at is None else Location(**at)
+    return Finding(content["code"], Severity(content["severity"]), content["message"], location, content["help"])

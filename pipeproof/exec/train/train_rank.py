@@ -1,0 +1,188 @@
+"""One rank of a pipeline that trains a script's modules: its checked plan, and a step by the rank's program."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.framework_protocol import Framework, World
+from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rank.op_log import Clock
+from pipeproof.exec.rank.step_end import StepEnd
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.module_plan import TrainedPlan
+from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, finding_content, finding_of, findings_text
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.subject import make_subject
+
+
+def checked_plan(
+    content: dict[str, Any], agreement: Agreement, phase: str, *, unsafe: bool, warns: bool = True
+) -> TrainedPlan:
+    """Lower a plan on every rank and check it on the first; all ranks compare what they derived with its certificate.
+
+    With ``unsafe`` a plan that is not proved is used, and the first rank warns of it if ``warns``.
+
+    Raises:
+        PlanRefused: it is not proved, unless ``unsafe``.
+        PipelineError: a rank derives another graph, or has other rules, or the plan is not valid.
+    """
+    lowered: list[LoweredPlan] = []
+
+    def derive() -> list[Any]:
+        subject = make_subject(plan_from_dict(content))
+        lowered.append(subject.plan)
+        if agreement.rank:
+            certificate = certificate_of(subject, graph_digest(subject), Verdict.PROVED)
+            return [certificate.graph_digest, certificate.rule_set_version, certificate.backend_table_version]
+        report = check_subject(subject)
+        if report.errors and not unsafe:
+            raise PlanRefused(report.errors)
+        found = report.conclusion
+        errors = [finding_content(finding) for finding in report.errors]
+        return [found.graph_digest, found.rule_set_version, found.backend_table_version, found.verdict, errors]
+
+    derived = agreement.gather(phase, derive)
+    _require_same(derived)
+    digest, rules, table, verdict, errors = derived[0]
+    findings = tuple(finding_of(content) for content in errors)
+    if findings and warns and not agreement.rank:
+        text = f"the plan is not proved, and is used all the same (unsafe=True):\n{findings_text(findings)}"
+        warnings.warn(text, stacklevel=_script_level())
+    plan = lowered[0]
+    trained_by = replace(plan, graph=plan.canonical)
+    return TrainedPlan(content, trained_by, Certificate(digest, rules, table, Verdict(verdict)), findings)
+
+
+def _script_level() -> int:
+    """The ``stacklevel`` of the script's line for a warning by the caller."""
+    level, frame = 1, inspect.currentframe()
+    frame = None if frame is None else frame.f_back
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("pipeproof."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def require_supported(spec: PlanSpec) -> None:
+    """Refuse keys of a plan that belong to the script here.
+
+    Raises:
+        PipelineError: names the key and what to use.
+    """
+    refused = (
+        (spec.run.clip_norm is not None, "run.clip_norm", "call Pipeline.clip_grad_norm_"),
+        (spec.memory.shard_optimizer != "none", "memory.shard_optimizer", "use fully_shard on the stages"),
+        (
+            spec.buffers.free_output != "after_backward",
+            "buffers.free_output",
+            "a module's backward may read its output",
+        ),
+        (spec.run.replay, "run.replay", "capture the step yourself"),
+        (spec.transport.queue not in (None, "directed_edge"), "transport.queue", "each channel has its own group"),
+    )
+    for given, key, fix in refused:
+        if given:
+            raise PipelineError(f"the plan has {key}, which a script's modules cannot have: remove it; {fix}")
+
+
+def require_fits(
+    plan: LoweredPlan,
+    rank: int,
+    weights: Mapping[int, Mapping[str, Sequence[int]]],
+    outputs: Mapping[int, Sequence[tuple[str, Sequence[int]]]],
+) -> None:
+    """Refuse modules that are not those of the plan, by this rank's stages.
+
+    ``weights`` are the shapes of trained weights by their names in the plan; ``outputs`` are the types and shapes of
+    the tensors that cross after a stage.
+
+    Raises:
+        PipelineError: names the stage and the weight or the output.
+    """
+    again = "the plan was made of other modules: correct its `model.layers`, or remove `model`, which makes them again"
+    planned = {weight.name: (n, list(weight.shape)) for n in weights for weight in plan.weights_of(n, rank)}
+    actual = {name: (n, list(shape)) for n, shapes in weights.items() for name, shape in shapes.items()}
+    for name in dict.fromkeys((*planned, *actual)):
+        number = (actual if name in actual else planned)[name][0]
+        here, there = (f"{of[name][1]}" if name in of else "none" for of in (actual, planned))
+        if here != there:
+            raise PipelineError(
+                f"stage {number}, weight {name}: shape {here} in the module, {there} in the plan; {again}"
+            )
+    for number, specs in outputs.items():
+        if number == len(plan.edges) or len(plan.edges[number].variants) > 1:
+            continue
+        members = [(member.dtype, member.shape) for member in plan.edges[number].variants[0]]
+        here, there = (", ".join(f"{dtype}{list(shape)}" for dtype, shape in side) for side in (specs, members))
+        if here != there:
+            raise PipelineError(f"stage {number} returns {here}, and the plan has {there} after it; {again}")
+
+
+def _require_same(derived: list[list[Any]]) -> None:
+    names = ("graph digest", "rule set version", "backend table version")
+    for rank, other in enumerate(derived):
+        differ = [
+            f"{name} {str(there)[:12]}, not {str(here)[:12]}"
+            for name, there, here in zip(names, other, derived[0], strict=False)
+            if there != here
+        ]
+        if differ:
+            raise PipelineError.reported(
+                f"rank {rank} derives another certificate than rank 0: {', '.join(differ)}; install the same "
+                "pipeproof on every host, and give every rank the same plan"
+            )
+
+
+class TrainRank:
+    """The machine and the adapter of one rank for one plan; ``index`` is the rank's place in the pipeline.
+
+    ``enter`` is called with the step and number of each host operation before it runs.
+    """
+
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        index: int,
+        framework: Framework,
+        world: World,
+        enter: Callable[[int, int], None],
+        make_step_end: Callable[..., StepEnd] = StepEnd,
+        clock: Clock | None = None,
+    ) -> None:
+        self.plan, self.index = plan, index
+        self.op_id = -1
+        """The last operation that was begun; unlike those of ``enter`` it may be a transfer that is posted."""
+        self._machine = RankMachine(plan.graph, index)
+        self.adapter = RankAdapter(
+            plan, plan.graph.global_rank[index], framework, world, enter, clock=clock, make_step_end=make_step_end,
+            frees_sends=True,
+        )  # fmt: skip
+
+    def run(self, step: int) -> None:
+        """Run one step, operation by operation; the log has its entries alone."""
+        adapter, machine = self.adapter, self._machine
+        adapter.log.clear()
+        adapter.begin(step)
+        instructions = machine.handle(Begin(step))
+        while instructions:
+            for instruction in instructions:
+                self.op_id = instruction.op_id
+                adapter.execute(instruction)
+            instructions = machine.handle(Finished(instructions[-1].op_id))
+
+    def describe(self, op_id: int) -> Mapping[str, Any]:
+        """The operation with its stage, micro-batch and the peer it waits for, as JSON values."""
+        graph = self.plan.graph
+        op = graph.ops[op_id]
+        about = op.target if op.target is not None else op
+        waits_for = int(graph.waits_for[op_id])
+        peer = int(graph.peer[waits_for if waits_for >= 0 else op_id])
+        return {"op": str(op), "stage": about.stage, "micro_batch": about.micro_batch, "peer": peer}

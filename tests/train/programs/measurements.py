@@ -1,0 +1,53 @@
+"""Compares, records and profiles a pipeline of small blocks on two ranks; the argument is a directory."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pipeproof.torch import Pipeline, stages_of_rank
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, num_ranks = dist.get_rank(), dist.get_world_size()
+
+
+def block(seed):
+    """A small block with the weights of a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+torch.manual_seed(0)
+inputs, target = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
+pipe = Pipeline(
+    {number: block(number) for number in stages_of_rank("zb_v", num_ranks, 4, rank)},
+    schedule="zb_v", num_micro_batches=4, loss_fn=F.mse_loss, example=(inputs[:2],), split="linear",
+)  # fmt: skip
+pipe.step(inputs, target=target)
+before = [weight.grad.clone() for stage in pipe.stages.values() for weight in stage.parameters()]
+
+reference = nn.Sequential(*(block(9) for _ in range(4))) if rank == 0 else None
+found = pipe.compare(reference, inputs, target=target)
+assert found.is_exact, str(found)
+assert found.num_parameters == 24
+
+other = nn.Sequential(*(nn.Sequential(*block(9)[:3], nn.Tanh(), block(9)[3]) for _ in range(4))) if rank == 0 else None
+wrong = pipe.compare(other, inputs, target=target, name_of=lambda stage, name: f"{stage}.{name}".replace(".3.", ".4."))
+assert not wrong.is_exact
+assert not wrong.is_within_bounds
+assert len(wrong.differences) == 24
+
+with pipe.record(folder / "record"):
+    pipe.step(inputs, target=target)
+pipe.profile(folder / "profile.json", inputs, target=target, num_steps=2)
+for weight, gradient in zip((w for s in pipe.stages.values() for w in s.parameters()), before, strict=True):
+    torch.testing.assert_close(weight.grad, gradient * 2)  # the recorded step's came on top, the others' went
+if rank == 0:
+    pipe.plan.save(folder / "plan.yaml")
+pipe.close()
+dist.destroy_process_group()

@@ -1,0 +1,378 @@
+"""Stages of Hugging Face models, in one process, against the whole model: loss and all gradients bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
+
+pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+MIX = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama_eager": ("Llama", {"attn_implementation": "eager"}),
+    "llama_scaled_rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, "attention_bias": True},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 3}),
+    "qwen2_sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0, "layer_types": MIX},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "sliding_window": None}),
+    "gemma3": ("Gemma3", {"sliding_window": 3, "layer_types": MIX, "query_pre_attn_scalar": 8}),
+}
+
+
+def model_of(name="llama", **options):
+    family, more = MODELS[name]
+    config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config_class(**{**SIZES, **tokens, **more, **options})).train()
+
+
+def batch(rows=2, length=10):
+    """Token ids, labels of which some do not count, and a mask with padding at the right of the last row."""
+    ids = torch.randint(3, 37, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    mask[-1, -3:] = 0
+    labels[mask == 0] = -100
+    labels[0, :2] = -100
+    return ids, labels, mask
+
+
+def whole_step(model, ids, labels, **keywords):
+    model.zero_grad()
+    loss = model(ids, labels=labels, use_cache=False, **keywords).loss
+    loss.backward()
+    return loss.detach(), grads_of(model)
+
+
+def staged_step(stages, ids, labels, **keywords):
+    """Forward and backward stage after stage, with hidden states and their gradients alone at the boundaries."""
+    inputs, outputs = [], []
+    for number, stage in stages.items():
+        inputs.append(outputs[-1].detach().requires_grad_() if number else ids)
+        outputs.append(stage(inputs[-1], **keywords))
+    loss = causal_lm_loss(outputs[-1], labels)
+    loss.backward()
+    for number in reversed(range(len(stages) - 1)):
+        outputs[number].backward(inputs[number + 1].grad)
+    return loss.detach()
+
+
+def grads_of(module):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def assert_same_step(model, stages, ids, labels, **keywords):
+    reference = copy.deepcopy(model)
+    loss, grads = whole_step(reference, ids, labels, **keywords)
+    model.zero_grad()
+    assert torch.equal(staged_step(stages, ids, labels, **keywords), loss)
+    staged = {name: grad for stage in stages.values() for name, grad in grads_of(stage).items()}
+    for names in stages.tied:  # the model lists a shared weight once, by its first name
+        (first, *others) = [names[number] for number in sorted(names)]
+        assert all(torch.equal(staged.pop(name), staged[first]) for name in others if name != first)
+    assert staged.keys() == grads.keys()
+    different = [name for name, grad in grads.items() if grad is None or not torch.equal(grad, staged[name])]
+    assert different == []
+    assert any(grad.abs().max() > 0 for grad in grads.values())
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_are_the_model_bit_for_bit(name, tied):
+    model = model_of(name, tie_word_embeddings=tied)
+    stages = stages_of_transformers(model, 3, blocks_per_stage=[1, 2, 1])
+    ids, labels, mask = batch()
+    assert stages.tied == (({0: "model.embed_tokens.weight", 2: "lm_head.weight"},) if tied else ())
+    assert_same_step(model, stages, ids, labels)
+    assert_same_step(model, stages, ids, labels, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[4], [2, 2], [1, 3], [0, 4], [4, 0], [0, 1, 3, 0], [0, 2, 1, 1, 0], [1, 0, 2, 0, 1]], ids=str
+)
+def test_any_sizes_give_the_same_bits(sizes):
+    model = model_of(tie_word_embeddings=True)
+    stages = stages_of_transformers(model, len(sizes), blocks_per_stage=sizes)
+    assert [len(stage.blocks) for stage in stages.values()] == sizes
+    assert [number for stage in stages.values() for number in stage.blocks] == [0, 1, 2, 3]
+    assert_same_step(model, stages, *batch()[:2])
+
+
+@pytest.mark.parametrize(("num_stages", "sizes"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
+def test_the_first_stages_have_more_blocks_without_sizes(num_stages, sizes):
+    stages = stages_of_transformers(model_of(), num_stages)
+    assert [len(stage.blocks) for stage in stages.values()] == sizes
+
+
+def test_position_ids_may_be_given():
+    model = model_of()
+    stages = stages_of_transformers(model, 2)
+    ids, labels, _ = batch()
+    positions = torch.arange(10).flip(0).expand(2, 10)
+    assert_same_step(model, stages, ids, labels, position_ids=positions)
+    assert not torch.equal(whole_step(model, ids, labels, position_ids=positions)[0], whole_step(model, ids, labels)[0])
+
+
+def test_sequences_packed_into_one_row_stay_apart():
+    model = model_of()
+    stages = stages_of_transformers(model, 2)
+    ids, labels, _ = batch(rows=1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    assert_same_step(model, stages, ids, labels, position_ids=positions)
+    after = [stages[1](stages[0](tokens, position_ids=positions), position_ids=positions) for tokens in (ids, ids * 1)]
+    ids[0, 0] = 36
+    changed = stages[1](stages[0](ids, position_ids=positions), position_ids=positions)
+    assert torch.equal(after[0], after[1])
+    assert not torch.equal(changed[0, :4], after[0][0, :4])
+    assert torch.equal(changed[0, 4:], after[0][0, 4:])
+
+
+def test_dropout_is_that_of_the_model():
+    model = model_of(attention_dropout=0.5)
+    stages = stages_of_transformers(model, 2)
+    ids, labels, _ = batch()
+    torch.manual_seed(5)
+    loss, _ = whole_step(model, ids, labels)
+    torch.manual_seed(5)
+    assert torch.equal(staged_step(stages, ids, labels), loss)
+    assert not torch.equal(staged_step(stages, ids, labels), loss)
+    for stage in stages.values():
+        stage.eval()
+    assert torch.equal(staged_step(stages, ids, labels), model.eval()(ids, labels=labels).loss.detach())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("after_the_cut", [False, True])
+def test_gradient_checkpointing_works_as_in_the_model(reentrant, after_the_cut):
+    model = model_of()
+    ids, labels, mask = batch()
+    plain, _ = whole_step(model, ids, labels, attention_mask=mask)
+    stages = stages_of_transformers(model, 2) if after_the_cut else None
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    stages = stages or stages_of_transformers(model, 2)
+    calls = []
+    model.model.layers[3].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert torch.equal(staged_step(stages, ids, labels, attention_mask=mask), plain)
+    assert len(calls) == 2
+    assert_same_step(model, stages, ids, labels, attention_mask=mask)
+
+
+def test_the_loss_is_that_of_transformers():
+    model = model_of()
+    ids, labels, _ = batch()
+    output = model(ids, labels=labels)
+    assert torch.equal(causal_lm_loss(output.logits, labels), output.loss)
+    half = output.logits.bfloat16()
+    assert torch.equal(causal_lm_loss(half, labels), model.loss_function(half, labels, 37))
+    assert causal_lm_loss(half, labels).dtype == torch.float32
+
+
+# --- names, objects, devices ---
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_have_the_parameters_and_names_of_the_model(tied):
+    model = model_of(tie_word_embeddings=tied)
+    before = model.state_dict()
+    stages = stages_of_transformers(model, 3)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for stage in stages.values():
+        assert all(parameter is weights[name] for name, parameter in stage.named_parameters())
+    states = [stage.state_dict() for stage in stages.values()]
+    assert sum(map(len, states)) == len(before)
+    assert {name for state in states for name in state} == before.keys() == model.state_dict().keys()
+    assert "model.layers.2.self_attn.q_proj.weight" in states[1]
+    assert next(iter(states[0])) == "model.embed_tokens.weight"
+    assert list(states[2])[-2:] == ["model.norm.weight", "lm_head.weight"]
+
+
+def test_the_model_itself_is_not_changed():
+    model = model_of()
+    model.model.layers[1].eval()
+    described, (loss, grads) = repr(model), whole_step(model, *batch()[:2])
+    stages = stages_of_transformers(model, 3)
+    stages[0].model.register_forward_pre_hook(lambda *_: pytest.fail("a hook of a stage is called by the model"))
+    assert repr(model) == described
+    assert [block.training for block in model.model.layers] == [True, False, True, True]
+    again, grads_again = whole_step(model, *batch()[:2])
+    assert torch.equal(again, loss)
+    assert all(torch.equal(grad, grads_again[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_eager", "qwen2_sliding", "qwen3_moe", "mixtral", "gemma3"])
+def test_a_model_on_the_meta_device_is_cut_and_gives_shapes(name):
+    with torch.device("meta"):
+        stages = stages_of_transformers(model_of(name, tie_word_embeddings=True), 2)
+        ids, mask = torch.zeros(2, 10, dtype=torch.long), torch.ones(2, 10, dtype=torch.long)
+    for keywords in ({}, {"attention_mask": mask}):
+        hidden = stages[0](ids, **keywords)
+        assert (hidden.device.type, tuple(hidden.shape)) == ("meta", (2, 10, 32))
+        assert tuple(stages[1](hidden, **keywords).shape) == (2, 10, 37)
+    assert len(stages.tied) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_sliding"])
+def test_shapes_are_found_with_fake_tensors(name):
+    stages = stages_of_transformers(model_of(name), 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = stages[0](torch.zeros(2, 10, dtype=torch.long), attention_mask=torch.ones(2, 10, dtype=torch.long))
+        assert tuple(stages[1](hidden).shape) == (2, 10, 37)
+
+
+def test_a_copied_stage_is_complete():
+    model = model_of()
+    stages = stages_of_transformers(model, 2)
+    ids, labels, _ = batch()
+    twin = copy.deepcopy(stages[1])
+    hidden = stages[0](ids).detach()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert torch.equal(stages[1](hidden), torch.zeros(2, 10, 37))
+    causal_lm_loss(twin(hidden), labels).backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_module_replaced_in_a_stage_is_used():
+    stages = stages_of_transformers(model_of(), 2)
+    stages[1].lm_head = torch.nn.Linear(32, 5, bias=False)
+    assert stages[1](stages[0](batch()[0])).shape == (2, 10, 5)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "sizes", "expected"),
+    [
+        (0, None, "from 1 to 4"),
+        (5, None, "from 1 to 4"),
+        (2, [1, 2, 1], "has 3 sizes, and num_stages is 2"),
+        (2, [1, 2], "adds up to 3, and the model has 4 blocks"),
+        (3, [5, -2, 1], "leaves stage 1 -2 blocks"),
+        (2, [5, -1], "leaves stage 1 -1 blocks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(num_stages, sizes, expected):
+    with pytest.raises(ValueError, match=expected):
+        stages_of_transformers(model_of(), num_stages, blocks_per_stage=sizes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_router_loss_is_refused(name):
+    with pytest.raises(ValueError, match=r"config.output_router_logits = False"):
+        stages_of_transformers(model_of(name, output_router_logits=True), 2)
+
+
+def changed_layers(model):
+    del model.model.layers[3]
+
+
+def no_head(model):
+    model.lm_head = None
+
+
+def second_head(model):
+    model.value_head = torch.nn.Linear(32, 1)
+
+
+def second_norm(model):
+    model.model.input_norm = torch.nn.LayerNorm(32)
+
+
+def replaced_forward(model):
+    model.model.forward = model.model.forward
+
+
+def scaled_inputs(model):
+    class Scaled(type(model.model)):
+        def forward(self, *args, inputs_embeds=None, **kwargs):
+            return super().forward(*args, inputs_embeds=inputs_embeds * 2.0, **kwargs)
+
+    model.model.__class__ = Scaled
+
+
+def layers_that_talk(model):
+    class Talking(type(model.model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, first_attention=[], **kwargs)
+
+    model.model.__class__ = Talking
+
+
+def norm_first(model):
+    class Upside(type(model.model)):
+        def forward(self, inputs_embeds, **kwargs):
+            return super().forward(inputs_embeds=self.norm(inputs_embeds), **kwargs)
+
+    model.model.__class__ = Upside
+
+
+def no_embeddings_given(model):
+    class Closed(type(model.model)):
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+    model.model.__class__ = Closed
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (changed_layers, r"no one list of 4 blocks, such as `model.layers`; found \['layers'\]"),
+        (no_head, "no head of its own, such as `lm_head`"),
+        (second_head, "embedding, blocks, one final norm and head: value_head"),
+        (second_norm, "embedding, blocks, one final norm and head: norm, input_norm"),
+        (replaced_forward, "forward of this LlamaModel was replaced"),
+        (scaled_inputs, "no Scaled.forward that leaves hidden states as blocks return them"),
+        (layers_that_talk, "layers.0 gets first_attention"),
+        (norm_first, "no Upside.forward that calls each block once, and then the norm"),
+        (no_embeddings_given, "no Closed.forward that takes hidden states as `inputs_embeds`"),
+    ],
+)
+def test_a_model_of_another_structure_is_refused(change, expected):
+    model = model_of()
+    change(model)
+    with pytest.raises(ValueError, match=expected):
+        stages_of_transformers(model, 2)
+
+
+def test_known_models_are_named_where_a_model_is_refused():
+    for module in (model_of().model, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=r"no base model .* Known models: .* Llama, .*, Mixtral, .* Qwen3-MoE"):
+            stages_of_transformers(module, 2)
+    sizes = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be cut: it has parameters outside .*: wpe, ln_f"):
+        stages_of_transformers(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), 2)
+
+
+def test_a_forward_that_scales_embeddings_is_refused():
+    config = transformers.GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, embedding_multiplier=2.0)
+    with pytest.raises(ValueError, match=r"no GraniteModel.forward that leaves hidden states"):
+        stages_of_transformers(transformers.GraniteForCausalLM(config), 2)

@@ -1,0 +1,202 @@
+"""The thread that sees a step stand still, by a store in memory and ranks that are objects of one process."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from pipeproof.exec.train import stall_watch as module
+from pipeproof.exec.train.agreement import STORE_LOST, Agreement
+from pipeproof.exec.train.pipeline_failures import PipelineFailures
+from pipeproof.exec.train.stall_watch import StallWatch
+from pipeproof.exec.train.train_errors import PipelineError
+from tests.train.fake_store import FakeStore, wait_until
+
+OPS = {
+    3: {"op": "WAIT(0RECV_B1)", "stage": 0, "micro_batch": 1, "peer": 1},
+    4: {"op": "1F1", "stage": 1, "micro_batch": 1, "peer": -1},
+}
+
+
+class Ranks:
+    """The watches of some ranks; what they end is noted instead."""
+
+    def __init__(self, num_ranks, timeout_s=0.3, read_device=None):
+        self.store, self.aborted, self.exits = FakeStore(), [], []
+        self.agreements = [Agreement(self.store, rank, num_ranks, timeout_s) for rank in range(num_ranks)]
+        self.watches = [
+            StallWatch(own, timeout_s, OPS.__getitem__, lambda rank=rank: self.aborted.append(rank), read_device)
+            for rank, own in enumerate(self.agreements)
+        ]
+
+    def close(self):
+        for watch in self.watches:
+            watch.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made = []
+
+    def make(*args, **options):
+        made.append(Ranks(*args, **options))
+        return made[-1]
+
+    def end(status):
+        for each in made:
+            each.exits.append(int(status))
+        sys.exit()  # of the watch's thread
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(module, "OUTSIDE_S", 1.0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_stall_names_the_op_the_peer_and_the_line_of_every_rank(ranks, capsys):
+    two = ranks(2)
+    two.watches[0].enter(7, 3)
+    two.watches[1].enter(7, 4)
+    wait_until(lambda: two.watches[0].failure)
+    text = two.watches[0].failure
+    assert text.startswith("the pipeline made no progress for 0.3 s\n")
+    assert (
+        f"rank 0 waits in step 7 for rank 1: WAIT(0RECV_B1), at {__file__.removesuffix('test_stall_watch.py')}" in text
+    )
+    assert "rank 1 is in step 7, 1F1 (stage 1, micro-batch 1), at " in text
+    wait_until(lambda: two.watches[1].failure)
+    assert two.watches[1].failure == text
+    wait_until(lambda: set(two.aborted) == {0, 1})
+
+
+def test_a_rank_outside_of_a_step_is_named(ranks):
+    two = ranks(2)
+    two.watches[0].enter(0, 3)
+    wait_until(lambda: two.watches[0].failure)
+    assert "rank 1 is outside of step(), at " in two.watches[0].failure
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks):
+    two = ranks(2)
+    two.watches[1].close()
+    two.watches[0].enter(0, 3)
+    wait_until(lambda: two.watches[0].failure)
+    assert "rank 1 does not answer" in two.watches[0].failure
+
+
+def test_a_call_for_all_ranks_is_watched_by_its_name(ranks):
+    one = ranks(1)
+    with one.watches[0].calling("clip_grad_norm_"):
+        wait_until(lambda: one.watches[0].failure)
+    assert "rank 0 is in clip_grad_norm_, at " in one.watches[0].failure
+
+
+def test_progress_is_no_stall(ranks):
+    one = ranks(1, timeout_s=1.0)
+    for _ in range(20):
+        one.watches[0].enter(0, 4)
+        time.sleep(0.1)
+    one.watches[0].leave()
+    time.sleep(0.3)
+    assert one.watches[0].failure is None
+
+
+def test_a_rank_that_never_comes_back_is_ended_with_the_text(ranks, capsys):
+    one = ranks(1)
+    one.watches[0].enter(0, 4)
+    wait_until(lambda: one.exits == [3])
+    assert "pipeproof: rank 0 ends while it is in step 0, 1F1" in capsys.readouterr().err
+
+
+def test_a_failure_elsewhere_ends_a_rank_outside_of_its_step_later(ranks, capsys):
+    two = ranks(2, timeout_s=10.0)
+    two.agreements[0].fail("rank 0: it broke")
+    wait_until(lambda: two.exits)
+    assert "ends while it is outside of step()" in capsys.readouterr().err
+
+
+def test_a_script_that_has_got_the_failure_is_not_ended(ranks):
+    two = ranks(2, timeout_s=5.0)
+    two.agreements[0].fail("rank 0: it broke")
+    wait_until(lambda: all(watch.failure for watch in two.watches))
+    for watch in two.watches:
+        watch.acknowledge()
+    time.sleep(1.5)
+    assert two.exits == []
+
+
+def test_a_device_behind_the_host_is_watched_after_the_step(ranks):
+    at = [(-1, -1)]
+    one = ranks(1, read_device=lambda: at[0])
+    watch = one.watches[0]
+    watch.enter(0, 3, on_device=True)
+    watch.enter(0, 4, on_device=True)
+    watch.leave()
+    at[0] = (0, 3)
+    wait_until(lambda: watch.failure)
+    assert "rank 0 waits in step 0 for rank 1: WAIT(0RECV_B1)" in watch.failure
+    assert one.aborted == []  # what the device would go on to compute is wrong
+
+
+def test_a_device_that_has_ended_is_no_stall(ranks):
+    one = ranks(1, read_device=lambda: (0, 4))
+    one.watches[0].enter(0, 4, on_device=True)
+    one.watches[0].leave()
+    time.sleep(1.0)
+    assert one.watches[0].failure is None
+
+
+def test_without_the_store_only_a_stall_ends_the_rank(ranks):
+    one = ranks(1)
+    one.store.end()
+    time.sleep(0.5)
+    assert one.watches[0].failure is None
+    one.watches[0].enter(0, 4)
+    wait_until(lambda: one.watches[0].failure)
+    assert one.watches[0].failure.endswith(STORE_LOST)
+
+
+# --- failures ---
+
+
+def test_a_failure_is_reported_before_transfers_are_ended():
+    own = Agreement(FakeStore(), 1, 2, 1.0)
+    seen = []
+    failures = PipelineFailures(own, lambda: seen.append(own.failure()))
+    failures.fail("bad batch")
+    assert seen == ["rank 1: bad batch"]
+    assert failures.is_broken
+    assert failures.is_own
+    with pytest.raises(PipelineError, match=r"failed before.*rank 1: bad batch"):
+        failures.require_sound()
+
+
+def test_an_ended_transfer_is_explained_by_the_rank_that_failed():
+    store = FakeStore()
+    Agreement(store, 1, 2, 1.0).fail("rank 1: bad batch")
+    failures = PipelineFailures(Agreement(store, 0, 2, 1.0), lambda: None)
+    assert failures.elsewhere(RuntimeError("Connection closed by peer"), "waits") == "rank 1: bad batch"
+    assert not failures.is_own
+
+
+def test_an_ended_transfer_that_nobody_explains_names_what_waited(monkeypatch):
+    monkeypatch.setattr("pipeproof.exec.train.pipeline_failures._REPORT_S", 0.05)
+    own = Agreement(FakeStore(), 0, 2, 1.0)
+    error = RuntimeError("[/build/gloo/pair.cc:1] Connection closed by peer [::1]:1. This is typically caused by a\nx")
+    text = PipelineFailures(own, lambda: None).elsewhere(error, "waits in step 2 for rank 1: WAIT(0RECV_B1)")
+    assert text == (
+        "rank 0: its communication ended while it waits in step 2 for rank 1: WAIT(0RECV_B1); the peer's process has "
+        "probably ended (Connection closed by peer [::1]:1)"
+    )
+    assert own.failure() == text
+
+
+def test_another_error_is_not_called_a_communication(monkeypatch):
+    monkeypatch.setattr("pipeproof.exec.train.pipeline_failures._REPORT_S", 0.05)
+    failures = PipelineFailures(Agreement(FakeStore(), 0, 1, 1.0), lambda: None)
+    assert failures.elsewhere(RuntimeError("odd"), "is in F") == "rank 0: RuntimeError while it is in F: odd"
