@@ -151,6 +151,39 @@ def test_a_device_that_has_ended_is_no_stall(ranks):
     assert one.watches[0].failure is None
 
 
+def test_the_end_of_the_script_waits_for_a_device_behind_it(ranks):
+    at = [(0, 3)]
+    one = ranks(1, read_device=lambda: at[0])
+    one.watches[0].enter(0, 4, on_device=True)
+    one.watches[0].leave()
+    end = threading.Thread(target=one.close)
+    end.start()
+    time.sleep(0.1)
+    assert end.is_alive()
+    at[0] = (0, 4)
+    end.join(5)
+    assert not end.is_alive()
+    assert one.exits == []
+
+
+def test_a_device_that_never_gets_there_ends_the_rank_at_the_end_of_its_script(ranks, capsys):
+    one = ranks(1, read_device=lambda: (0, 3))
+    one.watches[0].enter(0, 4, on_device=True)
+    one.watches[0].leave()
+    one.close()
+    assert len(one.exits) == 1
+    assert "WAIT(0RECV_B1)" in capsys.readouterr().err
+
+
+def test_a_rank_ends_though_its_transfers_cannot_be_ended(ranks, monkeypatch):
+    monkeypatch.setattr(module, "_ABORT_S", 0.1)
+    one, blocked = ranks(1), threading.Event()
+    monkeypatch.setattr(one.watches[0], "_abort", blocked.wait)  # as NCCL's may
+    one.watches[0].enter(0, 3)
+    wait_until(lambda: one.exits)
+    blocked.set()
+
+
 def test_without_the_store_only_a_stall_ends_the_rank(ranks):
     one = ranks(1)
     one.store.end()

@@ -21,6 +21,9 @@ ANSWER_S = 5.0
 OUTSIDE_S = 10.0
 """Time in which a rank may come back to ``step``, which raises, after a failure."""
 _LONGEST_POLL_S = 1.0
+_DEVICE_POLL_S = 0.01
+_ABORT_S = 2.0
+"""Time for ending the transfers: NCCL's call may itself wait for what the device waits for."""
 
 
 class StallWatch:
@@ -81,8 +84,10 @@ class StallWatch:
             self.leave()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, once a device that is behind its host has finished: it may wait for another rank for ever."""
         atexit.unregister(self.close)
+        while self._is_behind() and self._thread.is_alive() and not self._ended.is_set():
+            time.sleep(_DEVICE_POLL_S)
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
@@ -116,9 +121,11 @@ class StallWatch:
 
     def _is_busy(self) -> bool:
         """True while the host is in a step, or the device behind it."""
-        if self._at is not None or self._on_device is None or self._read_device is None:
-            return self._at is not None
-        return self._read_device() != self._on_device
+        return self._at is not None or self._is_behind()
+
+    def _is_behind(self) -> bool:
+        """True while a device has not reached the host's last operation."""
+        return self._on_device is not None and self._read_device is not None and self._read_device() != self._on_device
 
     def state(self, *, with_line: bool = True) -> str:
         """Return the activity of the rank: the operation and the peer that it waits for, and the line of the script."""
@@ -168,7 +175,9 @@ class StallWatch:
     def _end_soon(self) -> None:
         """Wake the main thread by ending its transfers; end the process if the script does not get the failure."""
         if self._at is not None or self._on_device is None:  # what a device computes with lost messages is wrong
-            self._abort()
+            abort = threading.Thread(target=self._abort, name="pipeproof abort", daemon=True)
+            abort.start()
+            abort.join(_ABORT_S)
         begin = time.monotonic()
         while not self._ended.wait(0.1):
             if time.monotonic() - begin > (ANSWER_S if self._is_busy() else OUTSIDE_S):
