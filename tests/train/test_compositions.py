@@ -6,7 +6,7 @@ of its cases in one start of its processes.
 
 import pytest
 
-from tests.train.launch import launch
+from tests.train.launch import launch, run
 
 pytestmark = pytest.mark.needs_torch
 
@@ -36,3 +36,15 @@ def test_stages_on_four_ranks_that_are_replicated_sharded_or_distributed(sharded
 @pytest.mark.parametrize("case", ["compiled", "checkpointed", "hooked", "autocast"])
 def test_stages_that_are_compiled_recomputed_or_under_autocast(composed, case):
     require_done(composed, 2, case)
+
+
+@pytest.mark.needs("transformers")
+def test_a_qwen3_moe_of_hugging_face_has_its_experts_on_two_ranks():
+    output = run("qwen3_experts.py", 4).stdout
+    assert output.count("gradients, at most") == 4
+
+
+@pytest.mark.needs("transformers")
+def test_a_llama_of_hugging_face_is_sharded_by_fsdp_on_two_pipeline_ranks():
+    output = run("llama_sharded.py", 4).stdout
+    assert output.count("20 steps, gradients at most") == 4
