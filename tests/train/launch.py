@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 
-def launch(program, num_processes, *args, timeout=100, env=()):
+def launch(program, num_processes, *args, timeout=400, env=()):
     """The finished ``torchrun`` of ``programs/<program>`` with its output; stdout and stderr of all ranks are one text.
 
     The launcher and its ranks are ended after ``timeout`` seconds; the return code is then that of a killed process.
@@ -36,7 +36,7 @@ def launch(program, num_processes, *args, timeout=100, env=()):
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def run(program, num_processes, *args, timeout=100, env=()):
+def run(program, num_processes, *args, timeout=400, env=()):
     """The output of a program that ended well; what a rank asserted fails the test with the output of all.
 
     Returns the ``CompletedProcess``; its ``stdout`` has the output of all ranks.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 
-def run_ranks(program, num_ranks, *args, timeout=80):
+def run_ranks(program, num_ranks, *args, timeout=300):
     """The exit status and the output of each rank of ``programs/<program>``; ranks that do not end are killed."""
     with reserved_ports(num_ranks + 1) as ports:
         started = [

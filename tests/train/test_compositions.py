@@ -19,12 +19,12 @@ def require_done(ran, num_processes, case):
 
 @pytest.fixture(scope="module")
 def sharded():
-    return launch("sharded_stages.py", 4, timeout=110)
+    return launch("sharded_stages.py", 4, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def composed():
-    return launch("compositions.py", 2, timeout=110)
+    return launch("compositions.py", 2, timeout=400)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
 from tests.train.dcp_ranks import digests_of, optimizer_of, stages_of
 
 pytestmark = pytest.mark.needs_torch
-PATIENCE_S = 150
+PATIENCE_S = 400
 
 
 @pytest.fixture(scope="module")

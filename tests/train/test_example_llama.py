@@ -95,7 +95,7 @@ def trained(tmp_path_factory):
     """The digests of all cases, trained in one launch of four processes."""
     out = tmp_path_factory.mktemp("llama")
     cases = {name: (model, options.replace("OUT", str(out))) for name, (model, options) in CASES.items()}
-    run("llama_example.py", 4, out, json.dumps(cases), timeout=200)
+    run("llama_example.py", 4, out, json.dumps(cases), timeout=500)
     return out
 
 
@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_on_another_topology_with_the_same_bits(tmp_path):
                 ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
                 os.kill(int(ranks[1]), signal.SIGKILL)
                 break
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=200)
     finally:
         killed.terminate()
     assert killed.returncode != 0

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.needs_torch
 
 @pytest.fixture(scope="module")
 def ran():
-    return launch("stage_inputs.py", 2, timeout=110)
+    return launch("stage_inputs.py", 2, timeout=400)
 
 
 @pytest.mark.parametrize("case", ["structured", "uneven", "inside", "lengths"])

@@ -33,7 +33,7 @@ def trained(folder, name, *, num_processes=2, schedule="1F1B", steps=10, paralle
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     files = [path.with_suffix(f".rank{rank}") for rank in range(num_processes)]
