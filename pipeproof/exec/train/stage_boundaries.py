@@ -16,6 +16,12 @@ class Form:
     kind: str
     keys: tuple[str, ...] = ()
 
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the next stage's module."""
+        if self.kind == "dict":
+            return (), dict(zip(self.keys, leaves, strict=True))
+        return tuple(leaves), {}
+
     def value(self, leaves: Sequence[Any]) -> Any:
         """The value that the stage returned."""
         if self.kind == "tensor":

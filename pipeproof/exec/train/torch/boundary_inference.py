@@ -18,8 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
 from pipeproof.exec.train.torch.split_linear import is_compiled
-from pipeproof.exec.train.torch.stage_values import Form, LeafSpec, Leaves, leaves_of
+from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 
@@ -80,7 +81,7 @@ def _run_with_values(
         raise PipelineError(f"stage {number} fails on the example: {type(error).__name__}: {error}") from error
     if is_last:
         return StageRun(Form("tensor"), (), None)
-    form, leaves = leaves_of(value, f"stage {number}")
+    form, leaves = plain_leaves_of(value, f"stage {number}")
     specs = tuple(LeafSpec.of(leaf, has_gradient=leaf.is_floating_point()) for leaf in leaves)
     return StageRun(form, specs, None)
 
@@ -125,7 +126,7 @@ def _run_with_gradients(
         run_args, run_kwargs = tree_map_only(torch.Tensor, make, (tuple(args), dict(kwargs)))
         with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
             value = module(*run_args, **run_kwargs)
-        form, leaves = (Form("tensor"), ()) if is_last else leaves_of(value, f"stage {number}")
+        form, leaves = (Form("tensor"), ()) if is_last else plain_leaves_of(value, f"stage {number}")
         is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
         specs = tuple(
             LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad)

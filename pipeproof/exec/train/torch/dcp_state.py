@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.dcp_files import (
     RNG_RESTORED,
     Ranks,
@@ -52,7 +53,6 @@ from pipeproof.exec.train.torch.model_names import (
     outline_of,
     ties_of,
 )
-from pipeproof.exec.train.torch.model_stages import Tied
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED, require_content
 from pipeproof.state.dcp.dcp_codes import DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata
@@ -66,7 +66,7 @@ def save_dcp(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     *,
     extra: Mapping[str, Any] | None = None,
-    tied: Sequence[Tied] = (),
+    tied: Sequence[Tie] = (),
     names: Names = "auto",
     group: Any = None,
 ) -> None:
@@ -122,7 +122,7 @@ def load_dcp(
     stages: Mapping[int, nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     *,
-    tied: Sequence[Tied] = (),
+    tied: Sequence[Tie] = (),
     verify: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:

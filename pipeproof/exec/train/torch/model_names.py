@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.exec.train.torch.model_stages import Tied
+from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED
 from pipeproof.state.dcp.dcp_codes import DcpMismatchError
 
@@ -86,7 +86,7 @@ def outline_of(held: Iterable[HeldTensor]) -> Outline:
     return names, [locations for locations in same.values() if len(locations) > 1]
 
 
-def ties_of(stages: Mapping[int, nn.Module], tied: Sequence[Tied]) -> list[list[Location]]:
+def ties_of(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[list[Location]]:
     """Return the places of each weight that is declared as tied, here or by the stages."""
     declared = [*tied, *getattr(stages, "tied", ())]
     return [[(stage, name.replace("_orig_mod.", "")) for stage, name in sorted(one.items())] for one in declared]

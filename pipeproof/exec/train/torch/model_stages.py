@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-Tied = Mapping[int, str]
-"""One weight that several stages use: its name in each of them, by global stage number."""
+from pipeproof.exec.train.tied_weights import Tie
 
 
 class ModelStages(Mapping[int, nn.Module]):
@@ -16,7 +15,7 @@ class ModelStages(Mapping[int, nn.Module]):
     Every rank makes the same ones, on the meta device if the model is large; ``Pipeline`` keeps those of its rank.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tied] = ()) -> None:
+    def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tie] = ()) -> None:
         self._stages = list(stages)
         self.tied = tuple(dict(names) for names in tied)
 

@@ -12,25 +12,10 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.train.scripts_optimizer import ScriptsOptimizer
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage
 from pipeproof.specs.plan_sections import RunSpec
-
-
-class ScriptsOptimizer:
-    """The place of the script's optimizer in the plan: the step ends before it; an ``Optimizer``."""
-
-    def zero_grad(self) -> None:
-        """Do nothing: gradients are the script's to reset, so that it may accumulate over steps."""
-
-    def step(self) -> None:
-        """Do nothing: the script steps after ``Pipeline.step``."""
-
-    def state(self) -> dict[tuple[str, str], torch.Tensor]:
-        return {}
-
-    def restore_state(self, weights: Mapping[str, Any], slots: Mapping[tuple[str, str], Any]) -> None:
-        """Do nothing: the script loads its optimizer."""
 
 
 class ModuleFramework:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeproof.exec.train.module_plan import stage_name
+from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
 from pipeproof.exec.train.torch.split_linear import LinearSplit
-from pipeproof.exec.train.torch.stage_values import Form, LeafSpec, Leaves, leaves_of
+from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 _WRAPPER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -137,7 +137,7 @@ class ModuleStage:
 
     def _checked(self, value: Any, index: int) -> Leaves:
         """The leaves of an output, which must be those of the boundary: the next rank waits for these."""
-        form, leaves = leaves_of(value, self._place(index))
+        form, leaves = plain_leaves_of(value, self._place(index))
         expected = self._boundaries.outputs_of(index)
         if form != self._boundaries.output_form:
             raise PipelineError(
@@ -243,16 +243,6 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
     named = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
     return {_WRAPPER_NAMES.sub("", name): weight for name, weight in named.items()}
-
-
-def plan_names(number: int, module: nn.Module, tied: Sequence[Mapping[int, str]]) -> dict[str, str]:
-    """The plan's name of each trained parameter of a stage: a tied one has the name that its first stage gives it."""
-    names = {name: f"{stage_name(number)}.{name}" for name in trained(module)}
-    for group in tied:
-        if number in group:
-            first = min(group)
-            names[group[number]] = f"{stage_name(first)}.{group[first]}"
-    return names
 
 
 def _module_path(error: BaseException, root: nn.Module) -> str:

@@ -29,7 +29,9 @@ from pipeproof.exec.train.module_plan import (
     schedule_section,
 )
 from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
+from pipeproof.exec.train.stage_boundaries import Form, LeafSpec, dtype_name
 from pipeproof.exec.train.stall_watch import StallWatch
+from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
 from pipeproof.exec.train.torch.channel_groups import OrderedSums, StageWorld, connect_stages
 from pipeproof.exec.train.torch.compare_reference import (
@@ -45,18 +47,17 @@ from pipeproof.exec.train.torch.data_parallel import (
     layout_of,
     local_part,
 )
-from pipeproof.exec.train.torch.model_stages import ModelStages, Tied
+from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_framework import ModuleFramework
 from pipeproof.exec.train.torch.module_stage import (
     Boundaries,
     LossFunction,
     ModuleStage,
     StepData,
-    plan_names,
     trained,
 )
 from pipeproof.exec.train.torch.split_linear import require_splittable
-from pipeproof.exec.train.torch.stage_values import Form, LeafSpec, MicroBatches, dtype_name, micro_batches
+from pipeproof.exec.train.torch.stage_values import MicroBatches, micro_batches
 from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
 from pipeproof.exec.train.torch.varied_lengths import (
     Examples,
@@ -137,7 +138,7 @@ class Pipeline:
         group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         split: Split = "whole",
-        tied: Sequence[Tied] = (),
+        tied: Sequence[Tie] = (),
         same_kwargs: Sequence[str] = (),
         scale_grads: bool = True,
         check_finite: bool = False,
@@ -150,8 +151,7 @@ class Pipeline:
         self.rank, self.num_ranks = ranks.index(dist.get_rank()), len(ranks)
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
-        self._timeout_s, self._same_kwargs, self._scale_grads = timeout_s, frozenset(same_kwargs), scale_grads
-        self._loss_fn, self._check_finite = loss_fn, check_finite
+        self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
         shards = None if data_group is None else _group(data_group)
 
         def request() -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Pipeline:
             self._modules = {
                 number: ModuleStage(
                     number, self._replicas[number].call(), boundaries[number], loss_fn,
-                    plan_names(number, self._replicas[number].call(), tied),
+                    names_in_plan(number, trained(self._replicas[number].call()), tied),
                     num_losses=self.num_micro_batches if scale_grads else 1,
                     splits=number in splitting, check_finite=check_finite,
                 )
@@ -859,7 +859,7 @@ def _placed(
     return placed
 
 
-def _tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tied]) -> list[str]:
+def _tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[str]:
     """This rank's part of each tied weight as text; empty for one that it does not have.
 
     Raises:
@@ -880,7 +880,7 @@ def _tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tied]) -> list
     return layouts
 
 
-def _require_same_layouts(tied: Sequence[Tied], layouts: Sequence[Sequence[str]]) -> None:
+def _require_same_layouts(tied: Sequence[Tie], layouts: Sequence[Sequence[str]]) -> None:
     for index, names in enumerate(tied):
         by_rank = {rank: own[index] for rank, own in enumerate(layouts) if own[index]}
         if len(set(by_rank.values())) > 1:

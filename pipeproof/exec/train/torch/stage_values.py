@@ -1,90 +1,28 @@
-"""Arguments and results of a stage: a tensor, a tuple, a list or a dict of tensors, with shapes and types as JSON."""
+"""Tensors that cross between stages, and the split of a step's values into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from pipeproof.exec.train.stage_boundaries import Form, leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 Leaves = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Structure of a boundary's value. ``kind`` is tensor, tuple, list or dict, with its ``keys``."""
-
-    kind: str
-    keys: tuple[str, ...] = ()
-
-    def arguments(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the next stage's module."""
-        if self.kind == "dict":
-            return (), dict(zip(self.keys, leaves, strict=True))
-        return tuple(leaves), {}
-
-    def value(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """The value that the stage returned."""
-        if self.kind == "tensor":
-            return leaves[0]
-        if self.kind == "dict":
-            return dict(zip(self.keys, leaves, strict=True))
-        return tuple(leaves) if self.kind == "tuple" else list(leaves)
-
-
-def leaves_of(value: Any, what: str) -> tuple[Form, Leaves]:
+def plain_leaves_of(value: Any, what: str) -> tuple[Form, Leaves]:
     """The form and the tensors of a stage's output; ``what`` names the stage in the error.
 
     Raises:
-        PipelineError: the value is something else.
+        PipelineError: the value is something else, or has a tensor that cannot cross.
     """
-    if isinstance(value, torch.Tensor):
-        _require_plain(value, what)
-        return Form("tensor"), (value,)
-    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
-        form, leaves = Form("dict", tuple(value)), tuple(value.values())
-    elif isinstance(value, tuple | list) and value:
-        form, leaves = Form("tuple" if isinstance(value, tuple) else "list"), tuple(value)
-    else:
-        raise PipelineError(f"{what} returns {_kind(value)}: return a tensor, or a tuple, list or dict of tensors")
-    for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            place = f"[{form.keys[position]!r}]" if form.keys else f"[{position}]"
-            raise PipelineError(f"{what} returns {_kind(leaf)} at {place}: only tensors cross between stages")
+    form, leaves = leaves_of(value, what, torch.Tensor)
+    for leaf in leaves:
         _require_plain(leaf, what)
     return form, leaves
-
-
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """Shape and type of a tensor that crosses a boundary, and whether a gradient comes back."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    has_gradient: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-    @classmethod
-    def of(cls, leaf: torch.Tensor, *, has_gradient: bool) -> LeafSpec:
-        """The spec of a tensor."""
-        return cls(tuple(leaf.shape), dtype_name(leaf.dtype), has_gradient)
-
-    def plan_entry(self, num_rows: int) -> dict[str, Any]:
-        """The entry of the plan's ``out``; a first dim of ``num_rows`` is the rows of a micro-batch."""
-        shape: list[int | str] = list(self.shape)
-        if shape[:1] == [num_rows]:
-            shape[0] = "b"
-        return {"shape": shape, "dtype": self.dtype, "gradient": self.has_gradient}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The plan's name of a type."""
-    return str(dtype).removeprefix("torch.")
 
 
 class MicroBatches(tuple[Any, ...]):
@@ -140,7 +78,3 @@ def _require_plain(leaf: torch.Tensor, what: str) -> None:
         )
     if leaf.layout is not torch.strided:
         raise PipelineError(f"{what} returns a tensor of layout {leaf.layout}: stages exchange dense tensors")
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.exec.train.torch.stage_values import LeafSpec, MicroBatches
+from pipeproof.exec.train.stage_boundaries import LeafSpec
+from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.train_errors import PipelineError
 
 
