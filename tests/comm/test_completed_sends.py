@@ -44,3 +44,12 @@ def test_how_many_sends_of_gradients_the_plan_still_waits_for(kind, kept):
     freed = {send for sends in completed_sends(graph, 1).values() for send in sends}
     late = [i for i in graph.rank_ops(1) if "SEND_B" in str(graph.ops[i]) and not str(graph.ops[i]).startswith("WAIT")]
     assert len(late) - len(freed & set(late)) == kept
+
+
+def test_a_deadlocked_plan_frees_nothing_that_it_has_not_sent():
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]
+    schedule = {"kind": "custom", "num_micro_batches": 2, "programs": programs}
+    graph = make_subject(plan_from_dict(plan_dict(topology={"pp": 2}, schedule=schedule))).unfolded().graph
+    for rank in range(2):
+        for wait, sends in completed_sends(graph, rank).items():
+            assert all(send < wait for send in sends)

@@ -139,6 +139,17 @@ def test_refusals(sections, code, words):
     assert any(one == code and words in message for one, message in found), found
 
 
+def test_a_budget_is_checked_where_every_layer_has_its_activations():
+    known = [{**layer, "activation_bytes": 2**20} for layer in plan()["model"]["layers"]]
+    for budget, codes in ((1, []), (0.0001, ["PP701"])):
+        loaded = plan_from_dict(plan(layers=known, memory={"budget_gib": budget}))
+        found = check(loaded).errors
+        assert [finding.code for finding in found] == codes
+        assert not any("recompute" in str(finding.help) for finding in found)  # not for custom layers
+    partly = refused(layers=[*known[:-1], plan()["model"]["layers"][-1]], memory={"budget_gib": 1})
+    assert [code for code, _ in partly] == ["PP106"]
+
+
 def test_the_cut_is_refused_at_its_place():
     for sections, code in (
         ({"topology": {"pp": 5}}, "PP110"),

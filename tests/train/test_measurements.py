@@ -30,6 +30,8 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     assert sum("parameter" in line and bool(line["parameter"]) for line in record) == 24
 
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert all(time > 0 for key in ("forward_us", "backward_us") for time in content["cost"][key])
+    assert len(content["cost"]["forward_us"]) == 4
     content["cost"] = {"profile": "profile.json"}
     (tmp_path / "measured.yaml").write_text(yaml.safe_dump(content))
     measured = load_plan(tmp_path / "measured.yaml")

@@ -34,6 +34,8 @@ REFUSED = {
     "other_arguments": "scale_grads is false on rank 0, true on rank 1",
     "unknown_split": "split is 'parts'",
     "no_example": "rank 0: give Pipeline an `example`",
+    "profile_without_example": "rank 0: profile=True measures the stages on the example",
+    "profile_of_given_times": r"the plan has cost\.forward_us, and profile=True measures it",
     "example_of_no_tensor": "rank 0: stage 0 fails on the example: TypeError: linear",
     "no_time": "timeout_s is 0",
     "on_meta": r"rank 1: inner\.0\.weight of a stage of this rank is on the meta device",

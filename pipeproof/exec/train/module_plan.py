@@ -168,9 +168,21 @@ def complete_plan(
         content["model"] = {"kind": "layers", "layers": [_layer(n, facts, tied) for n, facts in enumerate(stages)]}
     content.setdefault("memory", {"gradient_dtype": content["run"]["dtype"]})
     forward, backward = ([getattr(facts, key) for facts in stages] for key in ("forward_us", "backward_us"))
-    if "cost" not in content and None not in forward:
-        content["cost"] = {"forward_us": forward, "backward_us": backward}
+    if None not in forward:
+        content["cost"] = {**content.get("cost", {}), "forward_us": forward, "backward_us": backward}
     return content
+
+
+def require_no_times(content: Mapping[str, Any]) -> None:
+    """Refuse a plan with times of stages, where they are to be measured.
+
+    Raises:
+        PipelineError: ``cost`` has some.
+    """
+    names = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "analytic", "profile")
+    given = [name for name in names if content.get("cost", {}).get(name) is not None]
+    if given:
+        raise PipelineError(f"the plan has cost.{given[0]}, and profile=True measures it: leave out one of the two")
 
 
 def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]]:

@@ -72,9 +72,9 @@ def _run_with_values(
     *, is_last: bool,
 ) -> StageRun:  # fmt: skip
     try:
-        with torch.no_grad(), _unchanged(module), torch.random.fork_rng():
+        with torch.no_grad(), unchanged_buffers(module), torch.random.fork_rng():
             real_args, real_kwargs = tree_map_only(
-                torch.Tensor, lambda x: _real(x, device), (tuple(args), dict(kwargs))
+                torch.Tensor, lambda x: real_tensor(x, device), (tuple(args), dict(kwargs))
             )
             value = module(*real_args, **real_kwargs)
     except Exception as error:
@@ -120,8 +120,8 @@ def _run_with_gradients(
 
     has_values = _is_small(module, args, device)
     mode = None if has_values else FakeTensorMode(allow_non_fake_inputs=True)
-    make = partial(_real if has_values else _fake, device=device)
-    with _unchanged(module), torch.random.fork_rng(devices=[]) if mode is None else mode, torch.enable_grad():
+    make = partial(real_tensor if has_values else _fake, device=device)
+    with unchanged_buffers(module), torch.random.fork_rng(devices=[]) if mode is None else mode, torch.enable_grad():
         weights = set() if mode is None else {id(mode.from_tensor(weight)) for weight in module.parameters()}
         run_args, run_kwargs = tree_map_only(torch.Tensor, make, (tuple(args), dict(kwargs)))
         with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
@@ -158,7 +158,7 @@ def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def real_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The example's own values, or zeros: valid as token ids and as indices."""
     if tensor.is_meta:
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
@@ -176,7 +176,7 @@ def meta_leaves(leaves: Sequence[LeafSpec]) -> Leaves:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Put the module's buffers back as they were, those that the run replaced included."""
     kept = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]  # noqa: SLF001
     values = [None if buffer is None or buffer.is_meta else buffer.detach().clone() for _, _, buffer in kept]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import torch
@@ -26,6 +27,7 @@ from pipeproof.exec.train.module_plan import (
     forward_plan,
     given_plan,
     placement_of,
+    require_no_times,
     schedule_section,
 )
 from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
@@ -54,9 +56,11 @@ from pipeproof.exec.train.torch.module_stage import (
     LossFunction,
     ModuleStage,
     StepData,
+    gradients_aside,
     trained,
 )
 from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.stage_times import time_stage
 from pipeproof.exec.train.torch.stage_values import MicroBatches, micro_batches
 from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
 from pipeproof.exec.train.torch.varied_lengths import (
@@ -111,6 +115,7 @@ class Pipeline:
             ``fully_shard`` or DDP leave it out.
         split: ``whole``: a backward is one call, and W does nothing. ``linear``: W computes the weight gradients of
             ``nn.Linear``.
+        profile: measure each stage's forward and backward on the example, as the times of the plan (``cost``).
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
         same_kwargs: names of keyword arguments that each micro-batch gets whole.
@@ -138,6 +143,7 @@ class Pipeline:
         group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         split: Split = "whole",
+        profile: bool = False,
         tied: Sequence[Tie] = (),
         same_kwargs: Sequence[str] = (),
         scale_grads: bool = True,
@@ -182,6 +188,7 @@ class Pipeline:
                 ),
                 "settings": {
                     "split": split,
+                    "profile": profile,
                     "same_kwargs": sorted(same_kwargs),
                     "scale_grads": scale_grads,
                     "unsafe": unsafe,
@@ -195,7 +202,14 @@ class Pipeline:
         asked = _same_request(answers)
         every_stage = sorted({number for other in answers for number in other["stages"]})
         by_rank = () if isinstance(stages, ModelStages) else [other["stages"] for other in answers]
-        skeleton = agreement.gather("sizes", lambda: asked.skeleton(len(every_stage), by_rank))[0]
+
+        def sizes() -> dict[str, Any]:
+            made = asked.skeleton(len(every_stage), by_rank)
+            if profile:
+                require_no_times(made)
+            return made
+
+        skeleton = agreement.gather("sizes", sizes)[0]
         placed = agreement.gather("placement", lambda: _placed(answers, every_stage, skeleton))[0]
         own = placed[self.rank]
         self.stages: dict[int, nn.Module] = {number: stages[number] for number in own}
@@ -209,7 +223,7 @@ class Pipeline:
         layouts = agreement.gather("modules", own_modules)
         agreement.gather("tied weights", lambda: _require_same_layouts(tied, layouts))
         self._replicas = {n: Replicas(n, module, shards) for n, module in self.stages.items()}
-        self._split = split
+        self._split, self._profile = split, profile
         agreement.gather("split", self._require_splittable)
 
         facts, boundaries, num_rows, seq_lengths = self._describe(example, example_kwargs or {}, placed, skeleton)
@@ -410,7 +424,13 @@ class Pipeline:
             for n, e in entries.items()
         }
         facts = [
-            StageFacts(e["kind"], e["parameters"], plan_entries(specs[n], num_rows, examples.lengths, n), e["kept"])
+            StageFacts(
+                e["kind"],
+                e["parameters"],
+                plan_entries(specs[n], num_rows, examples.lengths, n),
+                e["kept"],
+                *e["times"],
+            )
             for n, e in entries.items()
         ]
         boundaries = {
@@ -432,6 +452,8 @@ class Pipeline:
             if "error" in before:
                 raise PipelineError.reported(str(before["error"]))
         declared = skeleton["model"].get("layers")
+        if self._profile and not examples.distinct:
+            raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
         if not examples.distinct and not declared:
             raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
         entry: dict[str, Any] = {
@@ -439,11 +461,16 @@ class Pipeline:
             "parameters": [
                 {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
             ],
-            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"),
+            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"), "times": [None, None],
         }  # fmt: skip
         if not examples.distinct:
             return self._declared_facts(number, entry, skeleton, examples.lengths)
-        runs = []
+        if self._profile and self._replicas[number].is_sharded:
+            raise PipelineError(
+                f"stage {number} is sharded by fully_shard, which communicates in each run: leave out profile=True, "
+                "and measure steps with `profile(file, ...)`"
+            )
+        runs, times = [], []
         for variant, (args, kwargs) in enumerate(examples.distinct):
             named: Mapping[str, Any] = {}
             if number:
@@ -451,6 +478,8 @@ class Pipeline:
                 leaves = meta_leaves([LeafSpec(tuple(shape), *rest) for shape, *rest in before["out"][variant]])
                 args, named = form.arguments(leaves)
             runs.append(run_stage(number, module, args, {**kwargs, **named}, self._device, is_last=is_last))
+            if self._profile:
+                times.append(time_stage(number, module, args, {**kwargs, **named}, self._device))
         run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
         self._replicas[number].reshard()
         if not number:
@@ -461,6 +490,9 @@ class Pipeline:
                 "split: pass use_reentrant=False, or use split='whole'"
             )
         entry["kept"] = max(kept, default=None)
+        if times:  # means over the micro-batches, which may differ in length
+            every = [times[variant] for variant in examples.by_micro_batch] or times
+            entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
         entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
         if any(each.form != run.form for each in runs):
             raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
@@ -672,7 +704,7 @@ class Pipeline:
         name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
         before are put back. Dropout draws other numbers in the reference: compare without.
         """
-        with self._gradients_aside():
+        with gradients_aside(self.stages.values()):
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
@@ -742,7 +774,7 @@ class Pipeline:
             return list(clock.timed_entries(self._train.adapter.log))
 
         try:
-            with self._gradients_aside():
+            with gradients_aside(self.stages.values()):
                 found = profile_steps(
                     self._train, clock, self._world, self._device, self.plan, self._agreement, run,
                     f"profile {self._step}", num_steps,
@@ -752,19 +784,6 @@ class Pipeline:
             channels.close()
         if found is not None:
             Path(file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
-
-    @contextlib.contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
-        """Put the gradients aside for steps that are not the script's, and back again."""
-        weights = [weight for module in self.stages.values() for weight in module.parameters()]
-        aside = [weight.grad for weight in weights]
-        try:
-            for weight in weights:
-                weight.grad = None
-            yield
-        finally:
-            for weight, gradient in zip(weights, aside, strict=True):
-                weight.grad = gradient
 
     def _tensors(self, what: Literal["weights", "gradients"], *, planned: bool = False) -> dict[tuple[int, str], Any]:
         """Whole copies on the CPU of this rank's weights or their gradients, by stage and name (the plan's name)."""
