@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
-from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.op_table import OpGraph, TensorSpec
 from pipeproof.schedule.ops import KINDS
 from pipeproof.verify.subject import Subject
 
@@ -97,12 +97,17 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
         "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],
         "unusual": {str(op_id): str(op) for op_id, op in columns.unusual.items()},
-        "tensors": [astuple(tensor) for tensor in graph.tensors],
+        "tensors": [_by_value(tensor) for tensor in graph.tensors],
         "groups": [astuple(group) for group in graph.groups],
         "global_rank": graph.global_rank,
         "plan": None if subject.lowered is None else _plan_content(subject.lowered),
         "facts": astuple(subject.facts),
     }
+
+
+def _by_value(tensor: TensorSpec) -> tuple[object, ...]:
+    """The fields by which tensors are equal."""
+    return tuple(getattr(tensor, field.name) for field in fields(tensor) if field.compare)
 
 
 def _plain(value: object) -> list[Any]:
