@@ -47,8 +47,8 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int) -
             for kind in comparison.kinds
         ]  # fmt: skip
         console.print("operations that both have:")
-        headings = (">number", ">median B / A", ">median error", ">farthest", ">start: median", ">farthest")
-        print_table(("kind", *headings), kinds, console)
+        numbers = (">number", ">median B / A", ">median error", ">farthest", ">start: median", ">farthest")
+        print_table(("kind", *numbers), kinds, console)
         console.print()
     else:
         console.print("no operation is in both")
