@@ -77,7 +77,7 @@ def test_a_stage_of_them_alone_keeps_nothing_and_is_no_error():
     assert not check_subject(one).errors
     console = Console(file=io.StringIO(), width=200)
     render_show(one.plan, console)
-    assert "│ 2     │ 2     │ empty.1             │ 0          │" in console.file.getvalue()
+    assert ["2", "2", "empty.1", "0"] in map(str.split, console.file.getvalue().splitlines())
 
 
 def test_they_get_none_of_a_stages_time():
