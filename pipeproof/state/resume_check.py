@@ -53,7 +53,7 @@ def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> None
     _require_tensors(state, plan)
     _require_shards(state, plan)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:  # hashing lets other threads run
-        list(pool.map(lambda file: require_whole(state.directory, file, index.tensors), index.files))
+        list(pool.map(lambda file: require_whole(state.directory / file.name, file, index.tensors), index.files))
 
 
 def _require_tensors(state: SavedState, plan: LoweredPlan) -> None:

@@ -114,19 +114,23 @@ def index_of_plan(
     files: tuple[ShardFile, ...] = (),
 ) -> StateIndex:
     """Return the index of a state of a plan, with the versions of the running software added to ``versions``."""
-    running = {"pipeproof": __version__, "numpy": np.__version__, "python": platform.python_version()}
     return StateIndex(
         pipeproof_state=1,
         steps_done=steps_done,
         digest=digest,
         from_beginning=from_beginning,
         framework=plan.spec.run.backend,
-        versions={**versions, **running},
+        versions={**versions, **running_versions()},
         mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
         values=values_of(plan.spec),
         tensors=dict(tensors),
         files=files,
     )
+
+
+def running_versions() -> dict[str, str]:
+    """Return the versions of the running software."""
+    return {"pipeproof": __version__, "numpy": np.__version__, "python": platform.python_version()}
 
 
 def remove_partial_states(root: Path, job: str) -> None:

@@ -25,6 +25,8 @@ TOPOLOGIES = {
     "pp2_sd2": {"topology": {"pp": 2, "dp": 2}, "num": 2, "memory": {"shard_optimizer": "dp"}},
     "ep2_tp2": {"topology": {"pp": 1, "ep": 2, "tp": 2}, "num": 2},
     "ep2_pp2": {"topology": {"pp": 2, "ep": 2}, "num": 2},
+    "tp2_sp_pp2": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}},
+    "pp4": {"topology": {"pp": 4}},
 }
 
 
