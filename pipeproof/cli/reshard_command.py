@@ -244,7 +244,7 @@ def _require_same_md5(source: Checkpoint, task: ReshardTask, out: Path) -> str |
 
 
 def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[ReshardTask, tuple[Finding, ...]]:
-    """Return the task, and findings of elements that statements map to elements of another meaning."""
+    """Return the task, its notes, and findings of elements that statements map to ones of another meaning."""
     from pipeproof.state.reshard.reshard_targets import has_training_steps
 
     plan, digest = None, ""
@@ -273,10 +273,10 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
             click.echo(f"names are for weights: {num_left_out} tensors of the optimizer are left out", err=True)
     task = _task_of(source, options, plan, digest, named, weights_only=weights_only)
     if options.aoa is None or options.names is None or named is None:
-        return task, ()
+        return task, task.notes
     from pipeproof.state.reshard.map_options import meaning_findings
 
-    return task, meaning_findings(options.names, named, source, plan, task.target_layout)
+    return task, (*task.notes, *meaning_findings(options.names, named, source, plan, task.target_layout))
 
 
 def _missing_provenance(source: Checkpoint) -> str:

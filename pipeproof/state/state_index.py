@@ -121,6 +121,14 @@ class ShardFile(_Frozen):
         return (self.keys or {}).get(tensor, tensor)
 
 
+class DataPosition(_Frozen):
+    """Data that training has used: the micro-batches of all data-parallel ranks."""
+
+    steps: _Count = Field(description="Number of optimizer steps.")
+    sequences: _Count = Field(description="Number of sequences in these steps.")
+    tokens: _Count | None = Field(default=None, description="Number of tokens; absent if the length is unknown.")
+
+
 class StateIndex(_Frozen):
     """Content of ``index.json``, and of the provenance file of a merged file."""
 
@@ -133,6 +141,11 @@ class StateIndex(_Frozen):
         default=True,
         description="True if that plan alone made it, from step 0 on. False after steps of another plan, which adds in "
         "another order, or if it started from other weights.",
+    )
+    data_before: DataPosition | None = Field(
+        default=None,
+        description="Data used before the micro-batches of a step changed last; absent if all steps had those of "
+        "`values` and `mesh`.",
     )
     framework: str = Field(description="`run.backend` of that plan.")
     versions: dict[str, str] = Field(

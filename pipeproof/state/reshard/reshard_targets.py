@@ -15,7 +15,7 @@ from pipeproof.state.reshard.copy_regions import TargetFiles
 from pipeproof.state.reshard.padding import padding_map, with_vocabulary_of
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError
 from pipeproof.state.reshard.shard_layout import ShardLayout, layout_of_files
-from pipeproof.state.resume_check import require_same_training
+from pipeproof.state.resume_check import data_done, data_note, require_same_training
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, StateIndex, TensorEntry
 from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text, files_of, whole_state
@@ -34,7 +34,8 @@ class ReshardTask:
     """A reshard: the files to write, the map from the source, and the target's layout for the proof.
 
     ``index`` is that of a state, without its files. A merged file has its ``provenance`` instead, and is ``one_file``
-    unless it gets a directory. ``extra_files`` are further files of a directory, by name.
+    unless it gets a directory. ``extra_files`` are further files of a directory, by name. ``notes`` are on data that
+    changes.
     """
 
     target: TargetFiles
@@ -43,6 +44,7 @@ class ReshardTask:
     index: StateIndex | None = None
     provenance: StateIndex | None = None
     one_file: str | None = None
+    notes: tuple[Finding, ...] = ()
     extra_files: Mapping[str, str | bytes] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -64,10 +66,10 @@ def task_for_plan(
         PipeproofError: Vocabularies differ in more than their padding.
     """
     require_unique_buffers(plan)
-    index = source.index
+    index, changed = source.index, None
     if index is not None:
         padded = _as_if_padded(index, plan)
-        require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
+        changed = require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
     tensors = without_optimizer_state(whole_state(plan)) if weights_only else whole_state(plan)
     if given_map is None:
         kept_tensors = without_optimizer_state(source.tensors) if weights_only else source.tensors
@@ -86,6 +88,7 @@ def task_for_plan(
         0 if weights_only or index is None else index.steps_done,
         digest=digest,
         from_beginning=index is not None and not weights_only and index.from_beginning and index.digest == digest,
+        data_before=None if index is None or weights_only else data_done(index) if changed else index.data_before,
         versions={} if index is None else index.versions,
         tensors=tensors,
     )
@@ -94,17 +97,18 @@ def task_for_plan(
         given_map,
         layout_of_files(name, tensors, files, ranks, plan),
         index_of_target,
+        notes=() if changed is None else (data_note(changed, index),),
     )
 
 
 def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool) -> tuple[Finding, ...]:
-    """Return why the plan ``other`` cannot resume from states that runs of ``plan`` save; none if it can."""
+    """Return why the plan ``other`` cannot resume from states that runs of ``plan`` save, or how its data changes."""
     saved = index_of_plan(plan, 0 if weights_only else 1)
     try:
-        require_same_training(_as_if_padded(saved, other), other)
+        changed = require_same_training(_as_if_padded(saved, other), other)
     except StateError as error:
         return error.findings
-    return ()
+    return () if changed is None else (data_note(changed, None),)
 
 
 def task_for_file(source: Checkpoint, out: Path, given_map: StateMap | None, *, weights_only: bool) -> ReshardTask:

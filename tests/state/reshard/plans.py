@@ -30,12 +30,17 @@ TOPOLOGIES = {
 }
 
 
-def write_plan(path: Path, topology: str, model=None, backend="paddle", **run) -> Path:
-    """The plan of a topology, of which every one trains on four micro-batches a step."""
+def write_plan(path: Path, topology: str, model=None, backend="paddle", micro=None, **run) -> Path:
+    """The plan of a topology, of which every one trains on four micro-batches a step, or ``micro`` on each rank."""
     asked = TOPOLOGIES[topology]
+    num = micro or asked.get("num", 4)
     plan = plan_dict(
         topology=asked["topology"],
-        schedule={"num_micro_batches": asked.get("num", 4), "micro_batch_size": 1, **asked.get("schedule", {})},
+        schedule={
+            "num_micro_batches": num,
+            "micro_batch_size": 1,
+            **asked.get("schedule", {}),
+        },
         memory=asked.get("memory", {}),
         run={"backend": backend, "steps": 9, "optimizer": "adamw", **run},
     )
