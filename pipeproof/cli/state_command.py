@@ -97,10 +97,9 @@ def _print_verified(opened: Checkpoint) -> None:
         result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
     elif opened.crcs:
         result = "has the CRC-32 of its content" if num_files == 1 else "has the CRC-32 of each tensor in it"
-    elif opened.checksums:
-        result = "matches its own SHA-256"
     else:
-        result = "has the size, SHA-256 and tensors of the index"
+        origin = "its provenance file" if opened.kind == "merged" else "the index"
+        result = f"has the size, SHA-256 and tensors of {origin}"
     files = "its file" if num_files == 1 else f"each of its {num_files} files"
     click.echo(f"{opened.path}: {files} {result}; the shards cover every tensor")
 

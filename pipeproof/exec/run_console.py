@@ -49,6 +49,8 @@ def run_command(
     ``write_timeline`` writes the measured timeline and returns the line to print about it.
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
+    source = report.subject.source
+    options = replace(options, on_note=lambda note: render_text([note], source, console=console))
     rank = launched_rank()
 
     def execute() -> RunReport | None:

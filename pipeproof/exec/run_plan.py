@@ -59,7 +59,8 @@ class RunOptions:
     """Options of a run: the watchdog's seconds, the directory for worker output, an injected failure, profiling.
 
     ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
-    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to.
+    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to. ``on_note``
+    is called with a note on that state before the first step.
     """
 
     timeout_s: float = 60.0
@@ -70,6 +71,7 @@ class RunOptions:
     record: RecordOptions | None = None
     share_gpus: bool = False
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    on_note: Callable[[Finding], None] = lambda _: None
 
 
 class NotVerifiedError(PipeproofError):
@@ -134,7 +136,7 @@ def prepare_job(report: Report, options: RunOptions, directory: Path) -> Job:
         options.profile,
         options.record is not None and options.record.layers,
         share_gpus=options.share_gpus,
-        checkpoint=prepare_checkpoint(options.checkpoint, report.subject, report.digest),
+        checkpoint=prepare_checkpoint(options.checkpoint, report.subject, report.digest, options.on_note),
     )
     job.save()
     require_custom_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))

@@ -303,30 +303,6 @@ def test_an_index_of_no_steps_has_nothing_of_an_optimizer(tmp_path):
         weights_alone(directory, kinds=("weight", "moment"))
 
 
-def test_the_same_micro_batches_over_other_data_ranks_are_the_same_data(tmp_path):
-    lengths = {"num_micro_batches": 4, "seq_lengths": [4, 2, 4, 2]}
-    at = plan_of(schedule=lengths)
-    write(at, tmp_path)
-    state = find_state(tmp_path)
-    for sections, match in (
-        ({"topology": {"dp": 2}, "schedule": {"num_micro_batches": 2, "seq_lengths": [4, 2]}}, None),
-        (
-            {"topology": {"dp": 2}, "schedule": {"num_micro_batches": 2, "seq_lengths": [2, 4]}},
-            "micro-batch 0 of a step was 1 x 4 tokens and is 1 x 2 tokens",
-        ),
-        (
-            {"topology": {"dp": 4}, "schedule": {"num_micro_batches": 1}},
-            "micro-batch 1 of a step was 1 x 2 tokens and is 1 x 4 tokens",
-        ),
-    ):
-        other = plan_of(steps=3, **sections)
-        if match is None:
-            require_resumable(state, other.plan, graph_digest(other))
-        else:
-            with pytest.raises(StateError, match=match):
-                require_resumable(state, other.plan, graph_digest(other))
-
-
 def test_shards_of_sequences_matter_to_routers_that_ask_for_even_loads_alone(tmp_path):
     split = {"kind": "seq1f1b", "num_sequence_splits": 2}
     for name, moe, match in (

@@ -39,7 +39,8 @@ class CheckpointOptions:
 
     ``resume`` is the state to resume from, and ``first_step`` the step that follows it. With
     ``reference_from_state`` training from step 0 does not lead to that state's bits, so the reference starts from it.
-    With ``by_paddle`` states are saved as Paddle's own checkpoints.
+    With ``by_paddle`` states are saved as Paddle's own checkpoints. ``data_before`` has the steps, sequences and tokens
+    before the micro-batches of a step changed, if they did.
     """
 
     root: Path | None = None
@@ -48,6 +49,7 @@ class CheckpointOptions:
     first_step: int = 0
     reference_from_state: bool = False
     by_paddle: bool = False
+    data_before: Mapping[str, int | None] | None = None
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return True if the state after this step is to be saved."""
@@ -65,14 +67,14 @@ class CheckpointOptions:
             "first_step": self.first_step,
             "reference_from_state": self.reference_from_state,
             "by_paddle": self.by_paddle,
+            "data_before": None if self.data_before is None else dict(self.data_before),
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CheckpointOptions:
         """Read what ``to_json`` wrote."""
         root, resume = (None if content[key] is None else Path(content[key]) for key in ("root", "resume"))
-        others = {key: content[key] for key in ("every", "first_step", "reference_from_state", "by_paddle")}
-        return cls(root=root, resume=resume, **others)
+        return cls(**{**content, "root": root, "resume": resume})
 
 
 @dataclass(frozen=True)
