@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ logs = click.option("--logs", type=click.Path(path_type=Path, file_okay=False), 
 
 
 def rank_options(verb: str) -> Callable[[Command], Command]:
-    """Give a command ``unsafe``, ``timeout_s``, ``logs``, ``fault`` and ``share_gpus``.
+    """Give a command the argument ``options`` (``RunOptions``) with the options that all commands with ranks have.
 
     ``verb`` is for the help texts: ``Run`` or ``Rehearse``.
     """
@@ -48,9 +49,17 @@ def rank_options(verb: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
     def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapped(
+            *, unsafe: bool, timeout_s: float, logs: Path | None, fault: Fault | None, share_gpus: bool, **others: Any
+        ) -> Any:
+            from pipeproof.exec.launch.job_files import RunOptions
+
+            return command(options=RunOptions(timeout_s, logs, fault, unsafe, share_gpus=share_gpus), **others)
+
         for option in reversed(options):
-            command = option(command)
-        return command
+            wrapped = option(wrapped)
+        return wrapped
 
     return decorate
 

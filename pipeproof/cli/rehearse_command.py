@@ -6,6 +6,7 @@ It imports what it needs when it runs.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.rank_options import rank_options
 
 if TYPE_CHECKING:
-    from pipeproof.exec.launch.job_files import Fault
+    from pipeproof.exec.launch.job_files import RunOptions
 
 
 def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
@@ -48,23 +49,17 @@ def rehearse(
     scale: Fraction,
     report_file: Path | None,
     profile_file: Path | None,
-    unsafe: bool,
-    timeout_s: float,
-    logs: Path | None,
-    fault: Fault | None,
-    share_gpus: bool,
+    options: RunOptions,
 ) -> None:
     """Execute only the communication of a plan, on real processes, and check every element on arrival."""
-    if share_gpus and profile_file is not None:
+    if options.share_gpus and profile_file is not None:
         raise click.UsageError("--profile: ranks that share a GPU communicate by sockets")
     from pipeproof.exec.rehearse.rehearsal_console import rehearse_command
     from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
-    from pipeproof.exec.rehearse.rehearse_plan import RehearsalOptions
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
         report = check(rehearsed_plan(load_plan(plan), backend, device, scale))
-        options = RehearsalOptions(timeout_s, logs, fault, unsafe, scale, share_gpus)
-        status = rehearse_command(report, options, console_for(), report_file, profile_file)
+        status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, profile_file)
     sys.exit(status)

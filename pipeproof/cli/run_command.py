@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pipeproof.cli.rank_options import rank_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
-    from pipeproof.exec.launch.job_files import CheckpointOptions, Fault
+    from pipeproof.exec.launch.job_files import CheckpointOptions, RunOptions
 
 
 def _state_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -81,37 +82,23 @@ def run(
     record_directory: Path | None,
     record_layers: bool,
     record_values: bool,
-    unsafe: bool,
-    timeout_s: float,
-    logs: Path | None,
-    fault: Fault | None,
-    share_gpus: bool,
+    options: RunOptions,
     checkpoint: CheckpointOptions,
 ) -> None:
     """Run a verified plan on real processes and compare it with a single-process reference."""
-    if share_gpus and profile_file is not None:
+    if options.share_gpus and profile_file is not None:
         raise click.UsageError("--profile: the times of ranks that share a GPU depend on each other")
     if record_directory is None and (record_layers or record_values):
         raise click.UsageError("--record-layers and --record-values need --record DIR")
-    from pipeproof.exec.compare.run_record import RecordOptions
+    from pipeproof.exec.launch.job_files import RecordOptions
     from pipeproof.exec.run_console import run_command
-    from pipeproof.exec.run_plan import RunOptions
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
         report = check(load_plan(plan))
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
-    options = RunOptions(
-        timeout_s,
-        logs,
-        fault,
-        unsafe=unsafe,
-        profile=profile_file is not None,
-        record=record,
-        share_gpus=share_gpus,
-        checkpoint=checkpoint,
-    )
+    options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint)
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)

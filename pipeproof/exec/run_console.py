@@ -12,17 +12,17 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
-from pipeproof.exec.compare.run_record import RecordOptions
 from pipeproof.exec.compare.step_losses import NotFiniteError, main_loss, module_losses
 from pipeproof.exec.launch.external_launcher import launched_rank, run_launched
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
+from pipeproof.exec.launch.job_files import RecordOptions, RunOptions
 from pipeproof.exec.launch.supervisor import WorkerFailedError
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
-from pipeproof.exec.run_plan import NotVerifiedError, Progress, RunOptions, require_runnable, run
+from pipeproof.exec.run_plan import NotVerifiedError, Progress, run
 from pipeproof.exec.run_report import LogClock, RunReport
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph
@@ -49,8 +49,6 @@ def run_command(
     ``write_timeline`` writes the measured timeline and returns the line to print about it.
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
-    source = report.subject.source
-    options = replace(options, on_note=lambda note: render_text([note], source, console=console))
     rank = launched_rank()
 
     def execute() -> RunReport | None:
@@ -116,13 +114,14 @@ def _record_line(record: RecordOptions) -> str:
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
-    require_runnable(report, options)
-    graph, num_steps = report.subject.graph, report.subject.plan.spec.run.steps
-    if report.certificate is None and options.unsafe:
-        render_text(report.findings, report.subject.source, console=console)
-        console.print("[bold yellow]running the plan without a certificate (--unsafe)[/]")
-    console.print(f"{graph.num_ranks} processes and a reference, {num_steps} steps, digest {report.digest[:12]}")
+    num_ranks, num_steps = report.subject.graph.num_ranks, report.subject.plan.spec.run.steps
     with console.status("starting") as status:
+
+        def on_start() -> None:
+            if report.certificate is None:
+                render_text(report.findings, report.subject.source, console=console)
+                console.print("[bold yellow]running the plan without a certificate (--unsafe)[/]")
+            console.print(f"{num_ranks} processes and a reference, {num_steps} steps, digest {report.digest[:12]}")
 
         def on_progress(progress: Progress) -> None:
             status.update(
@@ -133,7 +132,7 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
         def on_step(step: StepResult) -> None:
             console.print(step_line(step, _bound(report)), soft_wrap=True)
 
-        return run(report, options, on_progress, on_step)
+        return run(report, options, on_progress, on_step, on_start, _printed(report, console))
 
 
 def _bound(report: Report) -> float | None:
@@ -148,8 +147,13 @@ def _run_launched(rank: int, report: Report, options: RunOptions, console: Conso
         report,
         options,
         on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),
-        on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
+        on_hang=_printed(report, console),
+        on_note=_printed(report, console),
     )
+
+
+def _printed(report: Report, console: Console) -> Callable[[Finding], None]:
+    return lambda finding: render_text([finding], report.subject.source, console=console)
 
 
 def _status(error: PipeproofError) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeproof.comm.accumulation_order import accumulation_of
@@ -14,15 +14,16 @@ from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, g
 from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ordered_reference
-from pipeproof.exec.compare.run_record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import require_finite
-from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.executor_support import require_executable, require_issuable
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
 from pipeproof.exec.launch.job_files import (
-    CheckpointOptions,
     Fault,
     Job,
+    RecordOptions,
+    RunOptions,
     dump_plan,
     load_arrays,
     load_not_finite,
@@ -54,26 +55,6 @@ class Progress:
     phase: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Options of a run: the watchdog's seconds, the directory for worker output, an injected failure, profiling.
-
-    ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
-    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to. ``on_note``
-    is called with a note on that state before the first step.
-    """
-
-    timeout_s: float = 60.0
-    logs: Path | None = None
-    fault: Fault | None = None
-    unsafe: bool = False
-    profile: bool = False
-    record: RecordOptions | None = None
-    share_gpus: bool = False
-    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
-    on_note: Callable[[Finding], None] = lambda _: None
-
-
 class NotVerifiedError(PipeproofError):
     """The plan has errors, or some rules did not check it; it was not run."""
 
@@ -87,8 +68,13 @@ def run(
     options: RunOptions,
     on_progress: Callable[[Progress], None],
     on_step: Callable[[StepResult], None],
+    on_start: Callable[[], None] = lambda: None,
+    on_note: Callable[[Finding], None] = lambda _: None,
 ) -> RunReport:
     """Run the plan of a check report on real processes and compare every step with the reference.
+
+    ``on_start`` is called when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
+    state to resume from.
 
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
@@ -100,8 +86,9 @@ def run(
         StateError: the state to resume from does not fit the plan, or is incomplete.
     """
     require_runnable(report, options)
+    on_start()
     with job_directory(options.logs) as directory:
-        job = prepare_job(report, options, directory)
+        job = prepare_job(report, options, directory, on_note)
         collector = StepCollector(job, report.subject, options.record, requires_finite=report.certificate is not None)
         state = JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s)
@@ -121,30 +108,26 @@ def run(
         return finish_report(report, job, collector.results, state.threads)
 
 
-def prepare_job(report: Report, options: RunOptions, directory: Path) -> Job:
-    """Write the job of a run into its directory, with the state to resume from; build custom layers once.
+def prepare_job(
+    report: Report, options: RunOptions, directory: Path, on_note: Callable[[Finding], None] = lambda _: None
+) -> Job:
+    """Write the job of a run into its directory, with the state to resume from; build custom layers to run once.
 
     Raises:
         PlanFileError: custom layers cannot be built, or differ from their declaration.
         StateError: the state to resume from does not fit the plan, or is incomplete.
     """
-    job = Job(
-        directory,
-        dump_plan(report.subject.loaded),
-        report.conclusion,
-        options.fault,
-        options.profile,
-        options.record is not None and options.record.layers,
-        share_gpus=options.share_gpus,
-        checkpoint=prepare_checkpoint(options.checkpoint, report.subject, report.digest, options.on_note),
-    )
+    checkpoint = prepare_checkpoint(options.checkpoint, report.subject, report.digest, on_note)
+    plan = dump_plan(report.subject.loaded)
+    job = Job(directory, plan, report.conclusion, replace(options, checkpoint=checkpoint))
     job.save()
-    require_custom_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
+    if not options.rehearses:
+        require_custom_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
     return job
 
 
 def require_runnable(report: Report, options: RunOptions) -> None:
-    """Refuse a plan that must not or cannot be run, before any process starts.
+    """Refuse a plan that must not or cannot be run or rehearsed, before any process starts.
 
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
@@ -153,13 +136,13 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     """
     if report.certificate is None and not options.unsafe:
         raise NotVerifiedError(*report.errors)
-    require_executable(report.subject)
-    require_environment(report.subject, share_gpus=options.share_gpus)
-    require_fault_op(report.subject, options.fault)
+    (require_issuable if options.rehearses else require_executable)(report.subject)
+    _require_environment(report.subject, share_gpus=options.share_gpus)
+    _require_fault_op(report.subject, options.fault)
     _require_times(report.subject, options)
 
 
-def require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
+def _require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
     """Refuse a plan whose framework or devices are missing; with ``share_gpus`` one GPU is enough.
 
     Raises:
@@ -215,7 +198,7 @@ _INSTALLED_BY = {
 """Name, extra of pipeproof and package of each backend."""
 
 
-def require_fault_op(subject: Subject, fault: Fault | None) -> None:
+def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
     """Refuse an injected failure that would never occur: at a transfer the host only posts and continues.
 
     Raises:
@@ -326,7 +309,7 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
     )
     profile = None
-    if job.profile and not findings:
+    if job.options.profile and not findings:
         idle_messages = {rank: read_idle_messages(job.idle_messages_file(rank)) for rank in logs}
         timings = {rank: Timing.load(job.timing_file(rank)) for rank in logs}
         profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
@@ -344,5 +327,5 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
         threads=threads,
         accumulation=accumulation_of(subject.plan),
         profile=profile,
-        clock=clock_of(spec.run, is_timed=job.profile),
+        clock=clock_of(spec.run, is_timed=job.options.profile),
     )

@@ -10,7 +10,8 @@ from paddle.autograd import PyLayer
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_routers import compare_routers
-from pipeproof.exec.compare.run_record import RankStep, Recorder, RecordOptions, ReferenceStep
+from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
+from pipeproof.exec.launch.job_files import RecordOptions
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.paddle import balance

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, dump_plan, load_step
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan, load_step
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.read_state import find_state, read_whole
@@ -161,7 +161,7 @@ def test_the_reference_begins_with_the_state(tmp_path, in_one_go):
     kept = prepare_checkpoint(CheckpointOptions(resume=states.directory), target, graph_digest(target))
     assert (kept.first_step, kept.reference_from_state) == (2, True)
     certificate = certificate_of(target, graph_digest(target), Verdict.PROVED)
-    job = Job(tmp_path, dump_plan(plan_from_dict(drift_dict(3, {"pp": 4}))), certificate, checkpoint=kept)
+    job = Job(tmp_path, dump_plan(plan_from_dict(drift_dict(3, {"pp": 4}))), certificate, RunOptions(checkpoint=kept))
     job.save()
     assert own_check.main([str(tmp_path)]) == 0
     assert sorted(json.loads(job.custom_layers_file.read_text())) == ["weights"]

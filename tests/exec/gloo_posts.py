@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.paddle.runtime import start_paddle
@@ -14,24 +15,27 @@ from pipeproof.verify.subject import make_subject
 
 def main(plan):
     start_paddle()
+    from pipeproof.exec.rank.adapter import RankAdapter
     from pipeproof.exec.rank.machine import RankMachine
     from pipeproof.exec.rank.paddle import nccl
     from pipeproof.exec.rank.paddle.arrays import PaddleArrays
     from pipeproof.exec.rank.worker import run_step
-    from pipeproof.exec.rehearse.rehearsal_worker import RehearsalAdapter
+    from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     subject = make_subject(plan_from_dict(plan)).unfolded()
     graph = subject.graph
     world = nccl.connect(rank, graph.num_ranks, graph.channels, graph.groups, lambda what: None, computes=False)
-    adapter = RehearsalAdapter(subject, rank, PaddleArrays(), world, lambda step, op: None)
+    real = SimpleNamespace(arrays=PaddleArrays(), num_threads=lambda: 1)
+    framework = RehearsalFramework(real, subject, rank)
+    adapter = RankAdapter(subject.plan, rank, framework, framework.world(world), lambda step, op: None)
     machine = RankMachine(graph, rank)
     for step in range(2):
         adapter.begin(step)
         run_step(machine, step, adapter.execute)
         world.barrier()
     world.channels.close()
-    checked = adapter.checked
+    checked = framework.checked
     sys.stdout.write(json.dumps([checked.messages, checked.elements, checked.num_faults]) + "\n")
     sys.stdout.flush()
     os._exit(0)

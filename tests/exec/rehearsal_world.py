@@ -6,12 +6,14 @@ Only one rank runs at any time, until it waits for another; a send is done at on
 import threading
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 
 from pipeproof.exec.compare.compare_log import compare_log
+from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
-from pipeproof.exec.rehearse.rehearsal_worker import RehearsalAdapter
+from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 
 WAIT_S = 30.0
 
@@ -154,13 +156,14 @@ class _World:
     rank: int
     channels: _Channels
     collectives: dict
+    barrier: object = None
 
 
 def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
     """Checks of each rank; the logs must match the graph. ``around`` changes each rank's world."""
     subject = subject.unfolded()
     graph, memory = subject.graph, _Memory(faults or Faults())
-    adapters = [None] * graph.num_ranks
+    adapters, frameworks = [None] * graph.num_ranks, [None] * graph.num_ranks
 
     def on_rank(rank):
         with memory.turn:
@@ -177,7 +180,9 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
             if rank in group.ranks
         }
         world = around(_World(rank, _Channels(memory, rank), collectives))
-        adapter = RehearsalAdapter(subject, rank, HostArrays(), world, lambda step, op_id: None)
+        framework = RehearsalFramework(SimpleNamespace(arrays=HostArrays(), num_threads=lambda: 1), subject, rank)
+        frameworks[rank] = framework
+        adapter = RankAdapter(subject.plan, rank, framework, framework.world(world), lambda step, op_id: None)
         adapters[rank], machine = adapter, RankMachine(graph, rank)
         for step in range(num_steps):
             adapter.begin(step)
@@ -198,7 +203,7 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
     for rank, adapter in enumerate(adapters):
         types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}
         assert list(compare_log(graph, rank, adapter.log, num_steps=num_steps, **types)) == []
-    return [adapter.checked for adapter in adapters]
+    return [framework.checked for framework in frameworks]
 
 
 def swapped(first, second):

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -289,11 +290,20 @@ def test_workers_derive_the_very_plan(tp, order, forward, learning_rate, transpo
 
 
 def test_a_saved_job_is_read_back(tmp_path):
-    from pipeproof.exec.launch.job_files import Fault
+    from pipeproof.exec.launch.job_files import CheckpointOptions, Fault, RecordOptions, RunOptions
 
     one = subject()
     job = Job(
-        tmp_path, dump_plan(one.loaded), certificate_of(one, graph_digest(one), Verdict.PROVED), Fault(1, "1F0", "die")
+        tmp_path,
+        dump_plan(one.loaded),
+        certificate_of(one, graph_digest(one), Verdict.PROVED),
+        RunOptions(
+            fault=Fault(1, "1F0", "die"),
+            logs=tmp_path / "logs",
+            record=RecordOptions(tmp_path, layers=True),
+            checkpoint=CheckpointOptions(tmp_path, 2, by_paddle=True),
+            scale=Fraction(1, 8),
+        ),
     )
     job.save()
     assert Job.load(tmp_path) == job

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.exec.launch import gpu_assignment as gpus
-from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.job_files import Job, RunOptions
 from pipeproof.exec.launch.rendezvous import rank_environment
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.certificate import Certificate, Verdict
@@ -124,8 +124,9 @@ def test_sharing_of_cpus_and_missing_measurements_are_reported(tmp_path, monkeyp
 
 def test_workers_know_that_they_share_gpus(tmp_path):
     for share in (False, True):
-        Job(tmp_path, plan_dict(), Certificate("0" * 64, 1, "0" * 64, Verdict.PROVED), share_gpus=share).save()
-        assert Job.load(tmp_path).share_gpus is share
+        certificate = Certificate("0" * 64, 1, "0" * 64, Verdict.PROVED)
+        Job(tmp_path, plan_dict(), certificate, RunOptions(share_gpus=share)).save()
+        assert Job.load(tmp_path).options.share_gpus is share
 
 
 def test_paddle_meets_over_the_backend_of_its_device():

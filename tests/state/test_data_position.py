@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from pipeproof.diagnostics.finding import Severity
-from pipeproof.exec.launch.job_files import CheckpointOptions
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
 from pipeproof.state.read_state import find_state, read_whole
 from pipeproof.state.resume_check import data_done, require_resumable
 from pipeproof.state.state_index import DataPosition, read_index
 from pipeproof.state.write_state import finish_state, write_rank_state
-from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.certificate import Certificate, Verdict, graph_digest
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
 from tests.state.runs import plan_of, save
 from tests.state.tiny import part_of_rank, values
@@ -31,7 +31,8 @@ def resumed(root, **changes):
     """Options of a run of another plan that resumes from the newest state below ``root``, and its notes."""
     at, notes = plan_of(steps=9, **changes), []
     options = prepare_checkpoint(CheckpointOptions(resume=root), at, graph_digest(at), notes.append)
-    assert CheckpointOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    Job(root, {}, Certificate("", 1, "", Verdict.PROVED), RunOptions(checkpoint=options)).save()
+    assert Job.load(root).checkpoint == options  # as the ranks read it
     return at, options, notes
 
 

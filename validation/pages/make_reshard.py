@@ -26,7 +26,7 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.compare.step_losses import main_loss
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, dump_plan
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.run_plan import StepCollector
@@ -136,7 +136,7 @@ def _resumed(model: str, names: Sequence[str], other: str, root: Path) -> dict[s
         states = [_saved(root, other) if one == other else root / f"{one} {other}" for one in names]
         kept = CheckpointOptions(resume=states[0], first_step=STEPS_BEFORE, reference_from_state=True)
         certificate = certificate_of(subject, graph_digest(subject), Verdict.PROVED)
-        job = Job(directory, dump_plan(subject.loaded), certificate, checkpoint=kept)
+        job = Job(directory, dump_plan(subject.loaded), certificate, RunOptions(checkpoint=kept))
         job.save()
         (directory / STATES_FILE).write_text(json.dumps([str(state) for state in states]))
         for number in range(len(states)):

@@ -26,17 +26,8 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.exec.compare.compare_routers import RouterResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
-from pipeproof.exec.launch.job_files import Loss, save_arrays
+from pipeproof.exec.launch.job_files import Loss, RecordOptions, save_arrays
 from pipeproof.stages.describe.layer_records import BorderTensor
-
-
-@dataclass(frozen=True, slots=True)
-class RecordOptions:
-    """Directory of the records (``run`` and ``reference`` below it), and whether they have layers and values."""
-
-    directory: Path
-    layers: bool = False
-    values: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from rich.console import Console
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.fleet.fleet_run import FleetReport, run_fleet
 from pipeproof.exec.fleet.fleet_support import require_fleet_support
+from pipeproof.exec.launch.job_files import RunOptions
 from pipeproof.exec.run_console import result_or_status
-from pipeproof.exec.run_plan import Progress, RunOptions, require_runnable, run
+from pipeproof.exec.run_plan import Progress, run
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
 
@@ -47,17 +48,22 @@ def fleet_command(report: Report, options: FleetOptions, console: Console) -> in
 def _run_both(report: Report, options: FleetOptions, console: Console) -> FleetReport:
     run_options = RunOptions(timeout_s=options.timeout_s, logs=None if options.logs is None else options.logs / "ours")
     require_fleet_support(report.subject)
-    require_runnable(report, run_options)
     steps = report.subject.plan.spec.run.steps
     ranks = report.subject.graph.num_ranks
-    console.print(f"{ranks} processes and a reference, {steps} steps, first pipeproof, then Fleet's own pipeline")
+    title = f"{ranks} processes and a reference, {steps} steps, first pipeproof, then Fleet's own pipeline"
     with console.status("starting") as status:
 
         def progressed(who: str, progress: Progress) -> None:
             done = f"ranks {progress.steps_done}, reference {progress.reference_steps} of {steps}"
             status.update(f"{who}: {progress.phase}; steps: {done}")
 
-        ours = run(report, run_options, lambda progress: progressed("pipeproof", progress), lambda _: None)
+        ours = run(
+            report,
+            run_options,
+            lambda progress: progressed("pipeproof", progress),
+            lambda _: None,
+            lambda: console.print(title),
+        )
         logs = None if options.logs is None else options.logs / "fleet"
         fleet = run_fleet(
             report, options.timeout_s, logs, lambda progress: progressed("Fleet", progress), options.record_directory

@@ -20,13 +20,13 @@ from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.exec.compare.compare_gradients import StepResult
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.job_files import Job, RunOptions
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.checkpointing import remove_unfinished
 from pipeproof.exec.rank.worker import Emit, run_rank
 from pipeproof.exec.run_codes import WORLD_SIZE
-from pipeproof.exec.run_plan import RunOptions, StepCollector, finish_report, prepare_job, require_runnable
+from pipeproof.exec.run_plan import StepCollector, finish_report, prepare_job, require_runnable
 from pipeproof.exec.run_report import RunReport
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
@@ -54,6 +54,7 @@ def run_launched(
     options: RunOptions,
     on_step: Callable[[StepResult], None],
     on_hang: Callable[[Finding], None],
+    on_note: Callable[[Finding], None],
 ) -> RunReport | None:
     """Run one rank; rank 0 returns the report of all ranks, the others return None.
 
@@ -63,10 +64,6 @@ def run_launched(
         PipeproofError: the launcher does not fit the plan, or the injected failure would never occur.
         WorkerFailedError: this rank failed, or another rank did not reach the end.
     """
-    require_runnable(report, options)
-
-    def prepare(directory: Path) -> Job:
-        return prepare_job(report, options, directory)
 
     def conclude(job: Job, emit: Emit, threads: int) -> RunReport:
         run_reference(job, lambda step: emit("reference", step=step))
@@ -76,7 +73,7 @@ def run_launched(
         return finish_report(report, job, collector.results, threads)
 
     try:
-        return execute_launched(rank, report, options.timeout_s, on_hang, prepare, run_rank, conclude)
+        return execute_launched(rank, report, options, on_hang, conclude, on_note)
     finally:
         if rank == 0:
             remove_unfinished(options.checkpoint, _shared_directory().name)
@@ -85,32 +82,33 @@ def run_launched(
 def execute_launched(
     rank: int,
     report: Report,
-    timeout_s: float,
+    options: RunOptions,
     on_hang: Callable[[Finding], None],
-    prepare: Callable[[Path], Job],
-    work: Callable[[Job, int, Emit], None],
     conclude: Callable[[Job, Emit, int], _Result],
+    on_note: Callable[[Finding], None] = lambda _: None,
 ) -> _Result | None:
-    """Do one rank's ``work`` on the job that rank 0 prepared; rank 0 concludes when all ranks have written their logs.
+    """Run one rank of the job that rank 0 prepares; rank 0 concludes when all ranks have written their logs.
 
     ``conclude`` is given the job, the emitter and the largest number of compute threads that a worker measured.
 
     Raises:
-        PipeproofError: the launcher does not fit the plan: other processes than ranks, or another backend.
+        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan: other processes than ranks, or
+            another backend.
         WorkerFailedError: this rank failed, or another rank did not reach the end.
     """
+    require_runnable(report, options)
     _require_world_size(report)
     state = JobState(report.subject)
     directory = _shared_directory()
-    watch = _SelfWatch(state, rank, timeout_s, on_hang, directory)
+    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
     finished = False
     try:
-        job = _shared_job(directory, rank, timeout_s, prepare)
-        work(job, rank, watch.emit)
+        job = _shared_job(directory, rank, report, options, on_note)
+        run_rank(job, rank, watch.emit)
         finished = True
         if rank != 0:
             return None
-        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], timeout_s)
+        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
         return conclude(job, watch.emit, state.threads)
     except PipeproofError:
         raise
@@ -147,14 +145,16 @@ def _shared_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
 
 
-def _shared_job(directory: Path, rank: int, timeout_s: float, prepare: Callable[[Path], Job]) -> Job:
+def _shared_job(
+    directory: Path, rank: int, report: Report, options: RunOptions, on_note: Callable[[Finding], None]
+) -> Job:
     """Job in the shared directory; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
-        job = prepare(directory)
+        job = prepare_job(report, options, directory, on_note)
         (directory / "ready").touch()
         return job
-    _await_files([directory / "ready"], timeout_s)
+    _await_files([directory / "ready"], options.timeout_s)
     return Job.load(directory)
 
 

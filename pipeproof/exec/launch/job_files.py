@@ -12,16 +12,18 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from pipeproof.comm.lower import absolute_build, from_here, schedule_path
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
-from pipeproof.verify.certificate import Certificate, Verdict
+from pipeproof.verify.certificate import Certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +59,77 @@ class CheckpointOptions:
             return False
         return step + 1 == num_steps or (self.every is not None and (step + 1) % self.every == 0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the form that a job's description has."""
-        root, resume = (None if path is None else str(path) for path in (self.root, self.resume))
-        return {
-            "root": root,
-            "every": self.every,
-            "resume": resume,
-            "first_step": self.first_step,
-            "reference_from_state": self.reference_from_state,
-            "by_paddle": self.by_paddle,
-            "data_before": None if self.data_before is None else dict(self.data_before),
-        }
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> CheckpointOptions:
-        """Read what ``to_json`` wrote."""
-        root, resume = (None if content[key] is None else Path(content[key]) for key in ("root", "resume"))
-        return cls(**{**content, "root": root, "resume": resume})
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """Directory of the records (``run`` and ``reference`` below it), and whether they have layers and values."""
+
+    directory: Path
+    layers: bool = False
+    values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run: the watchdog's seconds, the directory for worker output, an injected failure, profiling.
+
+    With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
+    ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
+    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to. A rehearsal
+    has the ``scale`` of its plan, and no other run has one.
+    """
+
+    timeout_s: float = 60.0
+    logs: Path | None = None
+    fault: Fault | None = None
+    unsafe: bool = False
+    profile: bool = False
+    record: RecordOptions | None = None
+    share_gpus: bool = False
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    scale: Fraction | None = None
+
+    @property
+    def rehearses(self) -> bool:
+        """True if only the communication is executed."""
+        return self.scale is not None
 
 
 @dataclass(frozen=True)
 class Job:
     """One run: its plan, the certificate that each worker compares, and its files.
 
-    With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
-    With ``layers`` the tensors at the borders between layers are recorded. With ``share_gpus`` there may be fewer GPUs
-    than ranks. ``checkpoint`` has the state to resume from and the states to save.
+    The options' checkpoint has the resolved state to resume from.
     """
 
     directory: Path
     plan: dict[str, Any]
     certificate: Certificate
-    fault: Fault | None = None
-    profile: bool = False
-    layers: bool = False
-    share_gpus: bool = False
-    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    options: RunOptions = field(default_factory=RunOptions)
 
     @property
     def digest(self) -> str:
         """The graph digest of the plan."""
         return self.certificate.graph_digest
 
+    @property
+    def checkpoint(self) -> CheckpointOptions:
+        """The state to resume from and the states to save."""
+        return self.options.checkpoint
+
+    @property
+    def layers(self) -> bool:
+        """True if the tensors at the borders between layers are recorded."""
+        return self.options.record is not None and self.options.record.layers
+
     def save(self) -> None:
         """Write the job's description for its workers."""
-        content = {
-            "plan": self.plan,
-            "digest": self.digest,
-            "rule_set_version": self.certificate.rule_set_version,
-            "backend_table_version": self.certificate.backend_table_version,
-            "verdict": self.certificate.verdict,
-            "fault": asdict(self.fault) if self.fault else None,
-            "profile": self.profile,
-            "layers": self.layers,
-            "share_gpus": self.share_gpus,
-            "checkpoint": self.checkpoint.to_json(),
-        }
-        (self.directory / "job.json").write_text(json.dumps(content))
+        (self.directory / "job.json").write_text(json.dumps(TypeAdapter(Job).dump_python(self, mode="json")))
 
     @classmethod
     def load(cls, directory: Path) -> Job:
         """Read what ``save`` wrote."""
-        content = json.loads((directory / "job.json").read_text())
-        fault = Fault(**content["fault"]) if content["fault"] else None
-        options = {key: content[key] for key in ("profile", "layers", "share_gpus")}
-        checkpoint = CheckpointOptions.from_json(content["checkpoint"])
-        certificate = Certificate(
-            content["digest"],
-            content["rule_set_version"],
-            content["backend_table_version"],
-            Verdict(content["verdict"]),
-        )
-        return cls(directory, content["plan"], certificate, fault, **options, checkpoint=checkpoint)
+        return TypeAdapter(Job).validate_python(json.loads((directory / "job.json").read_text()))
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -150,6 +150,10 @@ class Job:
     def log_file(self, rank: int) -> Path:
         """File of a rank's op log."""
         return self.directory / f"rank{rank}.log.json"
+
+    def checks_file(self, rank: int) -> Path:
+        """File of the checks and faults of a rank's rehearsal."""
+        return self.directory / f"rank{rank}.checks.json"
 
     @property
     def custom_layers_file(self) -> Path:

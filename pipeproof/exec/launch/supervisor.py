@@ -101,7 +101,7 @@ class Launcher:
         for rank in range(num_ranks):
             environment = rank_environment(run.backend, rank, num_ranks, ports, run.device)
             self._start(f"rank{rank}", rank, self._module, environment)
-        if self._has_reference and not self._job.profile:  # the reference would disturb measurements
+        if self._has_reference and not self._job.options.profile:  # the reference would disturb measurements
             self._start_reference()
         for state in self._state.ranks:
             state.heard_s = time.monotonic()

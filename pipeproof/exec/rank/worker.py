@@ -38,6 +38,7 @@ from pipeproof.exec.rank.framework_choice import (
 from pipeproof.exec.rank.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.rank.op_log import HostClock
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
+from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
@@ -50,7 +51,7 @@ Emit = Callable[..., None]
 
 
 def run_rank(job: Job, rank: int, emit: Emit) -> None:
-    """Run every step of one rank's program; write step files and the op log to the job's directory.
+    """Run or rehearse every step of one rank's program; write its results and the op log to the job's directory.
 
     Raises:
         RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
@@ -58,9 +59,11 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)
     plan = subject.plan
-    framework = start_framework(plan.spec.run, share_gpus=job.share_gpus)
+    options, run = job.options, plan.spec.run
+    framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
+    rehearsal = RehearsalFramework(framework, subject, rank) if options.rehearses else None
     world = framework.connect(rank, plan, lambda phase: emit("setup", what=phase))
-    fault = FaultInjector(job.fault, rank)
+    fault = FaultInjector(options.fault, rank)
 
     def report_operation(step: int, op_id: int) -> None:
         emit("at", step=step, op=op_id)
@@ -74,30 +77,33 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         fault.inject(plan.graph.ops[op_id])
 
     replayed: ReplayedSteps | None = None
-    run = plan.spec.run
-    # Neither a profile nor a replay may spend time on progress.
-    progress = None if job.profile or run.replay else start_progress(run, plan.graph.num_ops)
+    # Neither a profile nor a replay nor a rehearsal may spend time on progress.
+    without = options.profile or options.rehearses or run.replay
+    progress = None if without else start_progress(run, plan.graph.num_ops)
 
     watch = LayerWatch() if job.layers else None
-    timed_world, clock = timed(plan.spec.run, world) if job.profile else (world, HostClock())
-    adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
-    if plan.spec.custom_layers is not None:
-        require_same_start(job, adapter.weights())
+    timed_world, clock = timed(run, world) if options.profile else (world, HostClock())
+    if rehearsal is not None:
+        adapter = RankAdapter(plan, rank, rehearsal, rehearsal.world(world), enter)
+    else:
+        adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
+        if plan.spec.custom_layers is not None:
+            require_same_start(job, adapter.weights())
     machine = RankMachine(plan.graph, rank)
-    if job.profile:
+    if options.profile:
         emit("setup", what="timing idle messages")
-        times = time_idle_messages(world, framework.arrays, plan.graph, on_device=plan.spec.run.device == "gpu")
+        times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
         job.idle_messages_file(rank).write_text(json.dumps([asdict(message) for message in times]))
     if job.checkpoint.resume is not None:
         emit("setup", what="loading the state")
         restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
     emit("ready", threads=framework.num_threads())
     first = job.checkpoint.first_step
-    if num_logged_steps(plan.spec.run, layers=job.layers, first_step=first) < plan.spec.run.steps - first:
+    if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
         replays = start_replays(plan.graph.num_ops)
         run_program = partial(run_step, machine, execute=adapter.execute)
         replayed = ReplayedSteps(adapter, run_program, replays, report_operation)
-    for step in range(first, plan.spec.run.steps):
+    for step in range(first, run.steps):
         if replayed is not None:
             replayed.run(step)
         else:
@@ -111,16 +117,19 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
                 adapter.finish()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
-        save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
-        if is_checked_by_bound(plan) and step + 1 < plan.spec.run.steps:
+        if rehearsal is None:
+            save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+        if rehearsal is None and is_checked_by_bound(plan) and step + 1 < run.steps:
             save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
-        if job.checkpoint.is_due(step, plan.spec.run.steps):
+        if job.checkpoint.is_due(step, run.steps):
             write_by_paddle = paddle_writer() if job.checkpoint.by_paddle else None
             save_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
         emit("step", step=step)
+    if rehearsal is not None:
+        rehearsal.finish(job, world, emit)
     timed_world.channels.close()
-    if job.profile:
-        timing_of(plan.spec.run, clock).save(job.timing_file(rank))
+    if options.profile:
+        timing_of(run, clock).save(job.timing_file(rank))
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
     emit("finished")
 

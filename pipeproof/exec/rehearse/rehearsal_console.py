@@ -11,8 +11,9 @@ from rich.console import Console
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import launched_rank
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
+from pipeproof.exec.launch.job_files import RunOptions
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
-from pipeproof.exec.rehearse.rehearse_plan import RehearsalOptions, rehearse, rehearse_launched
+from pipeproof.exec.rehearse.rehearse_plan import rehearse, rehearse_launched
 from pipeproof.exec.run_console import result_or_status
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
@@ -24,7 +25,7 @@ _MOST_EDGES = 24
 
 def rehearse_command(
     report: Report,
-    options: RehearsalOptions,
+    options: RunOptions,
     console: Console,
     report_file: Path | None,
     profile_file: Path | None,
@@ -53,7 +54,7 @@ def rehearse_command(
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
 
 
-def _rehearse(report: Report, options: RehearsalOptions, console: Console) -> Rehearsal:
+def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsal:
     run, graph = report.subject.plan.spec.run, report.subject.graph
     if report.certificate is None and options.unsafe:
         render_text(report.findings, report.subject.source, console=console)
@@ -68,7 +69,7 @@ def _rehearse(report: Report, options: RehearsalOptions, console: Console) -> Re
         return rehearse(report, options, status.update)
 
 
-def _run_launched(rank: int, report: Report, options: RehearsalOptions, console: Console) -> Rehearsal | None:
+def _run_launched(rank: int, report: Report, options: RunOptions, console: Console) -> Rehearsal | None:
     source = report.subject.source
     return rehearse_launched(
         rank, report, options, on_hang=lambda finding: render_text([finding], source, console=console)

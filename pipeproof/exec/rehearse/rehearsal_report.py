@@ -17,7 +17,6 @@ from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rehearse.rehearsal_edges import Edge, edges_of, network_of, read_edges
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
-from pipeproof.exec.rehearse.rehearsal_worker import checks_file
 from pipeproof.exec.run_codes import UNVERIFIED
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
@@ -96,12 +95,12 @@ class Rehearsal:
         }
 
 
-def read_rehearsal(report: Report, job: Job, scale: Fraction) -> Rehearsal:
+def read_rehearsal(report: Report, job: Job) -> Rehearsal:
     """Read the files of a job's ranks and return the report."""
     subject = report.subject
     graph, run = subject.graph, subject.plan.spec.run
     ranks = range(graph.num_ranks)
-    checked = {rank: ArrivalChecks.from_json(json.loads(checks_file(job, rank).read_text())) for rank in ranks}
+    checked = {rank: ArrivalChecks.from_json(json.loads(job.checks_file(rank).read_text())) for rank in ranks}
     logs = {rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())] for rank in ranks}
     times = read_edges(job, graph.num_ranks)
     edges = edges_of(graph, times)
@@ -118,7 +117,7 @@ def read_rehearsal(report: Report, job: Job, scale: Fraction) -> Rehearsal:
         subject=subject,
         digest=report.digest,
         verified=report.certificate is not None,
-        scale=scale,
+        scale=job.options.scale or Fraction(1),
         checked=checked,
         log_findings=tuple(differences),
         edges=edges,

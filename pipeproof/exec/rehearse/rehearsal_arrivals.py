@@ -1,0 +1,205 @@
+"""Checks of arrived messages: each element's origin, and together the layout that the receiving stage needs.
+
+The k-th transfer of a channel in a step is the k-th of the graph. A stage does not pass received tensors on: each
+sender makes its boundary tensor anew, so a wrong message is found at its receiver and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipeproof.comm.boundary_tensors import tensors_of
+from pipeproof.exec.rehearse.element_identity import Bytes, FoundRange, Source, found_ranges
+from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, ArrivalFault
+from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor
+from pipeproof.schedule.op_table import NONE, Channel, TensorSpec
+from pipeproof.schedule.ops import TRANSFER_KINDS
+from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.verify.delivered import Layouts, places_of
+from pipeproof.verify.provenance import DATA_SENDS, Delivery, Segment, events
+from pipeproof.verify.subject import Subject
+
+Reader = tuple[int, int, bool]
+"""Reader of boundary tensors: a stage, a work item, and whether its forward."""
+
+
+class Arrivals:
+    """Messages of one rank: their senders' elements, and the faults of those that arrived. ``step`` is current."""
+
+    def __init__(self, subject: Subject, rank: int, arrays: RehearsalArrays) -> None:
+        self.graph, self.rank, self._arrays = subject.graph, rank, arrays
+        self.step, self.checked = -1, ArrivalChecks()
+        plan, graph = subject.plan, subject.graph
+        self._numbers = tensors_of(plan.edges, plan.layers).index
+        self._members = {number: member for (*_, member), number in self._numbers.items()}
+        places = places_of(subject)
+        self._layouts = Layouts(subject, places)
+        self._deliveries: dict[Reader, list[Delivery]] = {}
+        delivered = events(graph, places)
+        row = np.where(delivered.receive == NONE, delivered.gather, delivered.receive)
+        event = np.repeat(np.arange(len(delivered.classes)), np.diff(delivered.offsets))
+        for index in np.unique(event[graph.rank[row] == rank]).tolist():
+            for delivery in delivered.deliveries(index):
+                if graph.rank[delivery.receive] == rank:
+                    self._deliveries.setdefault(self._reader(delivery.receive), []).append(delivery)
+        self._transfers: dict[Channel, list[int]] = {}
+        for op_id in graph.rank_ops(rank):
+            if graph.ops[op_id].kind in TRANSFER_KINDS:
+                self._transfers.setdefault(graph.channels[int(graph.channel[op_id])], []).append(op_id)
+        self._counts: Counter[Channel | int] = Counter()
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self.step = step
+        self._counts.clear()
+
+    def count(self, queue: Channel | int) -> int:
+        """Count a transfer of a channel or a call of a group; return the number of those before it in the step."""
+        self._counts[queue] += 1
+        return self._counts[queue] - 1
+
+    def next_transfer(self, channel: Channel) -> int:
+        """Return the operation of the transfer that is posted to a channel now."""
+        return self._transfers[channel][self.count(channel)]
+
+    def outgoing(self, side: str, stage: int, variant: int, member: int, work_item: int) -> RehearsalTensor | None:
+        """Return a tensor that a stage of this rank makes; None for the gradient of a member that has none."""
+        number = self._numbers.get((side, stage, variant, member))
+        if number is None:
+            return None
+        spec = self.graph.tensors[number]
+        source = Source((self.step, work_item, number, self.rank), self.rank, spec.numel, "")
+        return RehearsalTensor(spec.shape, spec.dtype, source)
+
+    def arrived(self, receive: int, tensor: RehearsalTensor) -> None:
+        """Check the elements of a receive, which has ended; ``tensor`` has them alone, or (a slice) among others."""
+        self.checked.messages += 1
+        tensor.ranges = self._read(receive, tensor)
+        if int(self.graph.stop[receive] - self.graph.start[receive]) < self._spec(receive).numel:
+            return  # a part of a tensor, which is joined with others
+        if tensor.is_slot:
+            tensor.receive = receive
+        else:
+            tensor.buffer = None  # nothing reads it again
+
+    def gathered(self, gather: int, ranks: Sequence[int], content: Bytes) -> RehearsalTensor:
+        """Check the tensor that a gather joined from the received slices, and return it."""
+        spec = self._spec(gather)
+        (delivery,) = (d for d in self._deliveries[self._reader(gather)] if self._spec(d.receive) is spec)
+        send = int(self.graph.match[delivery.receive])
+        expected = [
+            FoundRange(
+                segment.start, segment.stop, self._source(send, self.step, segment.source_rank), segment.source_start
+            )
+            for segment in delivery.segments
+        ]
+        where = f"tp ranks {', '.join(map(str, ranks))}"
+        ranges = self._compared(gather, where, content, spec.dtype, expected)
+        return RehearsalTensor(spec.shape, spec.dtype, ranges=ranges)
+
+    def read_slots(self, reader: Reader, tensors: Sequence[RehearsalTensor | None], op: str) -> None:
+        """Check that slots still have the same messages when ``op`` reads them; ``tensors`` are all members."""
+        for delivery in self._deliveries.get(reader, ()):
+            tensor = self._tensor(delivery, tensors)
+            if tensor is not None and tensor.receive is not None:
+                tensor.ranges = self._read(tensor.receive, tensor, f"when {op} reads it, ")
+
+    def require_layouts(self, reader: Reader, tensors: Sequence[RehearsalTensor | None]) -> None:
+        """Check the arrived elements against the receiver's layout, in tensors whose elements are all of theirs."""
+        graph = self.graph
+        for delivery in self._deliveries.get(reader, ()):
+            received, send = self._tensor(delivery, tensors), int(graph.match[delivery.receive])
+            ranges = () if received is None else received.ranges
+            tensor = self._source(send, self.step).key[:-1]
+            segments = [
+                Segment(part.start, part.stop, part.source.rank, part.source_start)
+                for part in ranges
+                if part.source is not None and part.source.key[:-1] == tensor
+            ]
+            if len(segments) < len(ranges):
+                continue  # reported on arrival
+            ordered = tuple(sorted(segments, key=lambda segment: segment.start))
+            loss = self._layouts.loss(replace(delivery, segments=ordered))
+            if loss is None:
+                continue
+            op, where = graph.ops[delivery.receive], f"boundary {graph.ops[send].stage}->{reader[0]}"
+            self.checked.add_fault(
+                ArrivalFault(
+                    self.rank,
+                    self.step,
+                    str(op),
+                    delivery.receive,
+                    f"{where}, {'forward' if op.is_forward else 'backward'}",
+                    "",
+                    reader[1],
+                    loss.num_elements,
+                    loss.lost,
+                    loss.foreign,
+                )
+            )
+
+    def add_fault(self, op_id: int, where: str, fact: str) -> None:
+        """Store that elements of an operation of this rank are wrong."""
+        op = str(self.graph.ops[op_id])
+        self.checked.add_fault(ArrivalFault(self.rank, self.step, op, op_id, where, fact))
+
+    def _read(self, receive: int, tensor: RehearsalTensor, when: str = "") -> tuple[FoundRange, ...]:
+        graph, dtype = self.graph, tensor.dtype
+        start, stop = int(graph.start[receive]), int(graph.stop[receive])
+        send = int(graph.match[receive])
+        expected = FoundRange(0, stop - start, self._source(send, self.step), int(graph.start[send]))
+        content = self._arrays.to_bytes(tensor)
+        if tensor.numel > stop - start:  # the backend moves a slice of it
+            content = content[start * dtype_bytes(dtype) : stop * dtype_bytes(dtype)]
+        return self._compared(
+            receive, str(graph.channels[int(graph.channel[receive])]), content, dtype, [expected], when
+        )
+
+    def _compared(
+        self, op_id: int, where: str, content: Bytes, dtype: str, expected: Sequence[FoundRange], when: str = ""
+    ) -> tuple[FoundRange, ...]:
+        assert expected[0].source is not None
+        nearest = expected[0].source
+        found = found_ranges(content, dtype, expected, lambda: self._others(nearest))
+        self.checked.elements += expected[-1].stop
+        if fact := difference(expected, found):
+            self.add_fault(op_id, where, when + fact)
+        return found
+
+    def _reader(self, op_id: int) -> Reader:
+        return int(self.graph.stage[op_id]), int(self.graph.work_item[op_id]), self.graph.ops[op_id].is_forward
+
+    def _tensor(self, delivery: Delivery, tensors: Sequence[RehearsalTensor | None]) -> RehearsalTensor | None:
+        return tensors[self._members[int(self.graph.tensor[delivery.receive])]]
+
+    def _spec(self, op_id: int) -> TensorSpec:
+        return self.graph.tensors[int(self.graph.tensor[op_id])]
+
+    def _source(self, send: int, step: int, rank: int | None = None) -> Source:
+        """Tensor that a send moves, or the tensor of another ``rank`` in its place."""
+        graph = self.graph
+        tensor, holder = int(graph.tensor[send]), int(graph.rank[send]) if rank is None else rank
+        key = step, int(graph.work_item[send]), tensor, holder
+        return Source(key, holder, graph.tensors[tensor].numel, f"{graph.ops[send]} of rank {holder}, step {step}")
+
+    def _others(self, nearest: Source) -> Iterable[Source]:
+        """All tensors sent in this step or the previous one, those most similar to ``nearest`` first."""
+        sends = np.flatnonzero(self.graph.is_kind(DATA_SENDS)).tolist()
+        steps = [step for step in (self.step, self.step - 1) if step >= 0]
+        sources = dict.fromkeys(self._source(send, step) for step in steps for send in sends)
+        return sorted(sources, key=lambda s: [a != b for a, b in zip(s.key[::-1], nearest.key[::-1], strict=True)])
+
+
+def difference(expected: Sequence[FoundRange], found: Sequence[FoundRange]) -> str | None:
+    """Text on the first range that is not the expected one; None if there is none."""
+    for part in found:
+        planned = next(e for e in expected if e.start <= part.start < e.stop)
+        offset = part.start - planned.start
+        if part.source != planned.source or part.source_start != planned.source_start + offset:
+            right = replace(planned, start=part.start, stop=part.stop, source_start=planned.source_start + offset)
+            return f"elements {part.start}..{part.stop} are {part.text}; expected are {right.text}"
+    return None
