@@ -10,7 +10,7 @@ from pipeproof.specs.axis_layout import INVARIANT, sharded
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import CollectiveKind, layer_kind
+from pipeproof.stages.describe.layer import CollectiveKind, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import PARTIAL, REPLICATED, cut
 from tests.plans import plan_dict
