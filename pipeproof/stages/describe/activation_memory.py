@@ -4,7 +4,9 @@ Backward needs them. Operations are those in ``layers``. A product stores its in
 weight's gradient. Every other operation stores what its own backward reads, until I. If W runs apart from I, it also
 needs the gradients of the outputs of products and norms, from the end of I on.
 
-- RMSNorm: its input, and the factor of each token in float32.
+- Norms: the input, and the factor of each token (with LayerNorm also its mean), or of each head, in float32.
+- Biases and learned positions: nothing. W needs the gradient of the sum over TP; without sequence parallelism it is
+  that of the product before.
 - Flash attention (arXiv:2205.14135): q, k, v, and a float32 number for each query of a head; the output is the input of
   the next product. Unfused: the probabilities in place of these numbers. With context parallelism k and v are those of
   the whole sequence, gathered.
@@ -159,14 +161,17 @@ class _RankMemory:
             case ops.Product():
                 yield from self._product(operation)
             case ops.Norm():
-                numel = sizes.between * operation.size
+                vectors, numel = sizes.vectors(operation), sizes.vectors(operation) * operation.size
                 yield StoredActivation(name, Lifetime.TO_WEIGHT, self._item * numel, operation.is_input)
-                yield StoredActivation(f"{name}.factor", Lifetime.TO_WEIGHT, FLOAT32 * sizes.between)
+                yield StoredActivation(f"{name}.factor", Lifetime.TO_WEIGHT, FLOAT32 * operation.factors * vectors)
                 yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * numel)
             case ops.Elementwise() if operation.stored:
                 numel = operation.stored * sizes.rows(operation.rows) * sizes.elements(operation)
                 item = FLOAT32 if operation.is_float32 else self._item
                 yield StoredActivation(name, Lifetime.TO_INPUT, item * numel)
+            case ops.Elementwise() if operation.weights and sizes.is_sharded_between:  # else it is a product's gradient
+                numel = sizes.rows(operation.rows) * sizes.elements(operation)
+                yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * numel)
             case ops.Stored() if self._recomputes or not operation.if_recomputed:
                 item = FLOAT32 if operation.is_float32 else self._item
                 num_bytes = item * sizes.between * operation.numel

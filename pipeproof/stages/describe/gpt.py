@@ -56,7 +56,7 @@ class _Describer:
         self._sizes = RankSizes(plan, name, size)
 
     def layer(self, operations: ops.Operations) -> Layer:
-        seen = [(weight, rows) for weights, rows in map(self._weights, operations) for weight in weights]
+        seen = [(weight, rows) for weights, rows in map(ops.weights_of, operations) for weight in weights]
         steps = [self._collectives(operation) for operation in operations]
         return Layer(
             self._name,
@@ -65,21 +65,6 @@ class _Describer:
             tuple(c for _, backward in reversed(steps) for c in backward),
             tuple(self._parameter(weight, rows) for weight, rows in seen if weight.borrowed),
         )
-
-    @staticmethod
-    def _weights(operation: ops.Operation) -> tuple[tuple[ops.Weight, ...], ops.Rows]:
-        """The weights of an operation, and the rows that they see."""
-        match operation:
-            case ops.Product():
-                return operation.weights, operation.rows
-            case ops.Lookup():
-                return (operation.weight,), ops.INSIDE
-            case ops.StreamWeights():
-                return operation.weights, ops.BETWEEN
-            case ops.Norm():
-                return (ops.Weight(f"{operation.name}.weight", (operation.size,), init_std=None),), ops.BETWEEN
-            case _:
-                return (), ops.INSIDE
 
     def _parameter(self, weight: ops.Weight, rows: ops.Rows) -> Parameter:
         """The parameter of a weight: each TP rank has an addend of the gradient if it sees other rows or columns."""

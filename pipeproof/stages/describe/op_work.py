@@ -93,11 +93,15 @@ class _RankWork:
         match operation:
             case ops.Product():
                 rows, narrow = sizes.rows(operation.rows), operation.narrow
-                yield from self._matmul(name, rows, *sizes.product(operation), narrow=narrow)
+                inner, columns, num_weights = sizes.product(operation)
+                yield from self._matmul(name, rows, inner, columns, num_weights, narrow=narrow)
+                if operation.biased:  # forward adds it to the product before that is written
+                    yield from self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
             case ops.StreamProduct():
                 yield from self._matmul(name, sizes.between, operation.inner, operation.columns, 1, narrow=False)
             case ops.Norm():
-                yield from self._elementwise(name, sizes.between * operation.size, (4, 2), (8, 3), (2, 2))
+                numel = sizes.vectors(operation) * operation.size
+                yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
@@ -125,10 +129,9 @@ class _RankWork:
         for phase, num_bytes in ((Phase.FORWARD, through), (Phase.INPUT, through), (Phase.WEIGHT, gradient)):
             yield Work(name, phase, ComputeUnit.MATMUL, flops, num_bytes, narrow)
 
-    def _elementwise(
-        self, name: str, numel: Fraction, forward: ops.Cost | None, backward: ops.Cost, weight: ops.Cost | None = None
-    ) -> Iterator[Work]:
-        for phase, cost in ((Phase.FORWARD, forward), (Phase.INPUT, backward), (Phase.WEIGHT, weight)):
+    def _elementwise(self, name: str, numel: Fraction, *costs: ops.Cost | None) -> Iterator[Work]:
+        """Costs per element of F, I and W."""
+        for phase, cost in zip(Phase, costs, strict=False):
             if cost is not None:
                 flops, moved = cost
                 yield Work(name, phase, ComputeUnit.VECTOR, flops * numel, self._item * moved * numel)

@@ -35,6 +35,10 @@ class RankSizes:
         """Elements of a row."""
         return operation.sharded // self.tp + operation.whole
 
+    def vectors(self, norm: ops.Norm) -> Fraction:
+        """The number of vectors of a norm."""
+        return self.rows(norm.rows) * (norm.heads // self.tp if norm.heads else 1)
+
     def product(self, product: ops.Product) -> tuple[int, int, int]:
         """The inner size and the columns of a product, and the number of weights that share its rows."""
         shapes = [self._local_shape(weight) for weight in product.weights]

@@ -10,6 +10,7 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MlaSpec
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.attention import ROTARY, attention_output
+from pipeproof.stages.describe.layers.norm import norm
 
 _INPUT = "attn_norm"
 """The tensor that both compressions read."""
@@ -22,9 +23,9 @@ def latent_attention(model: ModelSpec, mla: MlaSpec) -> ops.Operations:
     expanded = heads * (mla.nope_head_size + mla.value_head_size)
     compressed = ops.Weight("attn.kv_down.weight", (hidden, mla.kv_rank + rope))
     return (
-        *_queries(hidden, queries, mla.q_rank),
+        *_queries(model, queries, mla.q_rank),
         ops.Product("attn.kv_down", (compressed,), ops.BETWEEN, reads=_INPUT),
-        ops.Norm("attn.kv_norm", mla.kv_rank),
+        norm(model, "attn.kv_norm", mla.kv_rank),
         ops.Enter("attn.kv.in", mla.kv_rank),
         ops.Product("attn.kv_up", (ops.Weight("attn.kv_up.weight", (mla.kv_rank, expanded), 1),), entered=True),
         ops.Enter("attn.rope.in", rope, feeds_weights=False),
@@ -36,13 +37,14 @@ def latent_attention(model: ModelSpec, mla: MlaSpec) -> ops.Operations:
     )
 
 
-def _queries(hidden: int, queries: int, rank: int | None) -> ops.Operations:
+def _queries(model: ModelSpec, queries: int, rank: int | None) -> ops.Operations:
+    hidden = model.hidden_size
     if rank is None:
         weight = ops.Weight("attn.q.weight", (hidden, queries), 1)
         return ops.Enter("attn.in", hidden), ops.Product("attn.q", (weight,), entered=True, reads=_INPUT)
     return (
         ops.Product("attn.q_down", (ops.Weight("attn.q_down.weight", (hidden, rank)),), ops.BETWEEN, reads=_INPUT),
-        ops.Norm("attn.q_norm", rank),
+        norm(model, "attn.q_norm", rank),
         ops.Enter("attn.q.in", rank),
         ops.Product("attn.q_up", (ops.Weight("attn.q_up.weight", (rank, queries), 1),), entered=True),
     )

@@ -10,6 +10,7 @@ from pipeproof.stages.describe.layers.attention import attention
 from pipeproof.stages.describe.layers.experts import experts
 from pipeproof.stages.describe.layers.latent_attention import latent_attention
 from pipeproof.stages.describe.layers.mlp import mlp
+from pipeproof.stages.describe.layers.norm import norm
 from pipeproof.stages.describe.layers.vocabulary import embedding, head
 from pipeproof.stages.describe.mtp_streams import embeds_again
 from pipeproof.stages.describe.residual_streams import BlockStreams, residual_streams_of
@@ -23,7 +24,7 @@ def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
         case "empty":
             return ()
         case "norm":
-            return (ops.Norm("norm", model.hidden_size),)
+            return (norm(model, "norm"),)
         case "head":
             return head(model)
         case "mtp":
@@ -43,8 +44,8 @@ def _block(
         reads_input = name == "attn" and not in_module
         if streams is not None:
             operations += several.read_streams(model, streams, name, is_first=reads_input)
-        norm = ops.Norm(f"{name}_norm", hidden, is_input=reads_input and streams is None)
-        operations += (norm, *inner, ops.Dropout(f"{name}.dropout", "hidden"))
+        entry = norm(model, f"{name}_norm", is_input=reads_input and streams is None)
+        operations += (entry, *inner, ops.Dropout(f"{name}.dropout", "hidden"))
         if streams is not None:
             operations += several.write_streams(model, streams, name)
         else:  # in backward the sum of both gradients
@@ -61,8 +62,8 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
     hidden, embeds = model.hidden_size, embeds_again(model)
     return (
         *(embedding(model, borrowed=True) if embeds else ()),
-        ops.Norm("hidden_norm", hidden, is_input=True),
-        ops.Norm("embed_norm", hidden, is_input=not embeds),
+        norm(model, "hidden_norm", is_input=True),
+        norm(model, "embed_norm", is_input=not embeds),
         ops.Elementwise("join", (0, 2), (0, 2), whole=2 * hidden, rows=ops.BETWEEN),
         ops.Product("proj", (ops.Weight("proj.weight", (2 * hidden, hidden)),), ops.BETWEEN),
         ops.Elementwise("mtp.add", None, (1, 3), whole=hidden, rows=ops.BETWEEN),

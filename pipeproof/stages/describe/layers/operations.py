@@ -43,12 +43,19 @@ class Weight(NamedTuple):
     borrowed: bool = False
 
 
+def bias_of(weight: Weight) -> Weight:
+    """The bias of a weight [inner, columns], sharded as its columns; it starts as zero."""
+    name, tp_dim = weight.name.removesuffix("weight") + "bias", 0 if weight.tp_dim == 1 else None
+    return Weight(name, weight.shape[-1:], tp_dim, init_std=None, init_value=0.0)
+
+
 class Product(NamedTuple):
     """A product of rows with weights [inner, columns], side by side, or with one for each expert.
 
     An ``entered`` product reads a tensor that ``Enter`` gathers. Products that read the same tensor give its name in
     ``reads``: it is stored once. ``narrow`` is that of ``Work``. ``dtype`` is the type of the input if it is not that
-    of activations. The weight of a ``transposed`` product is [columns, inner].
+    of activations. The weight of a ``transposed`` product is [columns, inner]. A ``biased`` one adds the ``bias_of``
+    each weight to its columns, which are not addends of a sum over TP.
     """
 
     name: str
@@ -59,31 +66,49 @@ class Product(NamedTuple):
     narrow: bool = True
     dtype: str | None = None
     transposed: bool = False
+    biased: bool = False
 
 
 class Norm(NamedTuple):
-    """RMSNorm of vectors of ``size`` elements between layers. ``is_input`` is true if it reads the layer's input."""
+    """A norm of a vector of ``size`` elements for each token between layers, or for each of its ``heads`` inside.
+
+    Costs are those of ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true
+    if it reads the layer's input.
+    """
 
     name: str
     size: int
+    weights: tuple[Weight, ...]
+    forward: Cost
+    backward: Cost
+    weight: Cost
+    factors: int
+    heads: int = 0
     is_input: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of all vectors."""
+        return INSIDE if self.heads else BETWEEN
 
 
 class Elementwise(NamedTuple):
     """An elementwise operation: costs of forward, input gradient and weight gradient; None if nothing runs.
 
-    Until I it stores ``stored`` tensors of its size, in float32 if ``is_float32``.
+    Until I it stores ``stored`` tensors of its size, in float32 if ``is_float32``. It may add ``weights`` to the sum of
+    all TP ranks' addends: their gradients are sums of the gradient of its result.
     """
 
     name: str
     forward: Cost | None
-    backward: Cost
+    backward: Cost | None
     weight: Cost | None = None
     sharded: int = 0
     whole: int = 0
     rows: Rows = INSIDE
     stored: int = 0
     is_float32: bool = False
+    weights: tuple[Weight, ...] = ()
 
 
 class AttentionCore(NamedTuple):
@@ -183,7 +208,28 @@ class Exchange(NamedTuple):
     counts: int = 0
 
 
+def add_bias(name: str, size: int) -> Elementwise:
+    """The bias of a row-parallel product, added once, after the sum over TP."""
+    bias = Weight(name, (size,), init_std=None, init_value=0.0)
+    return Elementwise(name, (1, 2), None, (1, 1), whole=size, rows=BETWEEN, weights=(bias,))
+
+
 _Computed: TypeAlias = Product | Norm | Elementwise | AttentionCore | Dropout | Lookup | Loss
 _OfStreams: TypeAlias = StreamWeights | StreamProduct | Stored
 Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | Exchange
 Operations: TypeAlias = tuple[Operation, ...]
+
+
+def weights_of(operation: Operation) -> tuple[tuple[Weight, ...], Rows]:
+    """The weights of an operation, and the rows that they see."""
+    match operation:
+        case Product() if operation.biased:
+            return tuple(w for weight in operation.weights for w in (weight, bias_of(weight))), operation.rows
+        case Product() | Norm() | Elementwise():
+            return operation.weights, operation.rows
+        case Lookup():
+            return (operation.weight,), INSIDE
+        case StreamWeights():
+            return operation.weights, BETWEEN
+        case _:
+            return (), INSIDE

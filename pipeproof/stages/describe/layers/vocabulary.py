@@ -12,8 +12,13 @@ from pipeproof.stages.describe.layers import operations as ops
 
 def embedding(model: ModelSpec, *, borrowed: bool = False) -> ops.Operations:
     """Embedded tokens; an MTP module borrows the weight."""
-    lookup = ops.Lookup("embed", _embedding_weight(model, borrowed=borrowed))
-    return lookup, ops.Leave("embed.out", model.hidden_size), ops.Dropout("embed.dropout", "embedding")
+    hidden, lookup = model.hidden_size, ops.Lookup("embed", _embedding_weight(model, borrowed=borrowed))
+    weights = (ops.Weight("embed.positions.weight", (model.seq_length, hidden)),)  # added to the sum over TP
+    positions = ops.Elementwise(
+        "embed.positions", (1, 3), None, (1, 3), whole=hidden, rows=ops.BETWEEN, weights=weights
+    )
+    learned = (positions,) if model.positions == "learned" else ()
+    return lookup, ops.Leave("embed.out", hidden), *learned, ops.Dropout("embed.dropout", "embedding")
 
 
 def head(model: ModelSpec) -> ops.Operations:
