@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeproof.schedule.op_table import BoundaryPosition, TensorSpec
 from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, Layer
+from pipeproof.stages.describe.layer import COUNTS_DTYPE, Layer
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundary
 from pipeproof.stages.describe.custom_model import describe_custom_layers, smallest_custom_boundary
 from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import Collective, Layer, backward_calls, weight_calls
+from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000
