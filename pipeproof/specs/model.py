@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -147,6 +148,19 @@ class ModelSpec(Section):
     def has_experts(self, block: int) -> bool:
         """Return True if the block of that number has experts in place of the MLP."""
         return self.moe is not None and block >= self.moe.dense_layers
+
+
+_ADDED_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
+
+
+def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of a model as JSON values, for digests and saved states.
+
+    Keys that came later than these are left out at their default, so that a plan without them keeps its digest.
+    """
+    content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
+    fields = type(model).model_fields
+    return {key: value for key, value in content.items() if key not in _ADDED_KEYS or value != fields[key].default}
 
 
 def _problems(model: ModelSpec) -> list[Problem]:

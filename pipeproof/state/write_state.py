@@ -19,6 +19,7 @@ import numpy as np
 from pipeproof import __version__
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.array_files import ByteArray, sync, write_file
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, ShardFile, StateIndex, TensorEntry, index_text
@@ -147,7 +148,7 @@ def values_of(spec: PlanSpec) -> dict[str, Any]:
     """Return the plan's keys that the values of training depend on in addition to its graph, dotted."""
     run = {key: value for key, value in spec.run.model_dump(mode="json").items() if key not in _NOT_VALUES}
     custom_layers = spec.custom_layers
-    model = spec.model.model_dump(mode="json") if custom_layers is None else _custom_layer_values(custom_layers)
+    model = model_content(spec.model) if custom_layers is None else _custom_layer_values(custom_layers)
     sections = {"model": model, "loss": spec.loss.model_dump(mode="json"), "run": run}
     sections["schedule"] = spec.schedule.model_dump(mode="json", include=_OF_SCHEDULE)
     sections["memory"] = {"shard_optimizer": spec.memory.shard_optimizer}

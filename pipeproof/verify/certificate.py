@@ -17,6 +17,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
 from pipeproof.schedule.op_table import OpGraph, TensorSpec
 from pipeproof.schedule.ops import KINDS
+from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 7
@@ -124,7 +125,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "device": plan.spec.run.device,
         "queue": plan.spec.transport.queue or "directed_edge",
         "mesh": astuple(plan.mesh),
-        "model": plan.spec.model.model_dump(mode="json", exclude=_NO_PART_OF_A_GRAPH),
+        "model": model_content(plan.spec.model, _NO_PART_OF_A_GRAPH),
         "layers": [astuple(replace(layer, buffers=())) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
