@@ -111,8 +111,9 @@ class _Describer:
 
     def _gather(self, numel: int, label: str, *, feeds_weights: bool = False) -> tuple[Collective, ...]:
         """With sequence parallelism a gather of all tokens, which every rank enters with its own part of them."""
-        gather = Collective(CollectiveKind.ALL_GATHER, "tp", numel // self._sizes.tp, label)
-        return (replace(gather, feeds_weights=feeds_weights),) if self._sizes.is_sharded_between else ()
+        kind, numel = CollectiveKind.ALL_GATHER, numel // self._sizes.tp
+        gather = Collective(kind, "tp", numel, label, feeds_weights=feeds_weights)
+        return (gather,) if self._sizes.is_sharded_between else ()
 
     def _sum(self, numel: int, label: str) -> tuple[Collective, ...]:
         """The sum of all ranks' addends, of which each rank gets its own tokens with sequence parallelism."""
