@@ -16,7 +16,7 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.checkpoint import Checkpoint, tensor_blocks
 from pipeproof.state.names.convention_tables import OWN_NAMES, convention_of
-from pipeproof.state.names.convention_tensors import concatenated, convention_tensors, weights_of
+from pipeproof.state.names.convention_tensors import TABLES, concatenated, convention_tensors, weights_of
 from pipeproof.state.names.name_codes import CopiesDifferError, NoNamesError
 from pipeproof.state.regions import Region, subtract, whole_region
 from pipeproof.state.tensor_map import StateMap, identity_map, invert
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pipeproof.state.state_index import TensorEntry
 
 
-_EMBEDDING = "embed.weight"
-"""[vocabulary, hidden size], here as everywhere; so is a head that is tied to it."""
 _ONE_SHARD: Mapping[str, int] = MappingProxyType({})
 
 
@@ -50,7 +48,7 @@ def map_from_own_names(
     for tensor in tensors:
         name = names.name_of(tensor.role, tensor.block, model.num_layers, tensor.expert)
         source = tensor.views[0].source
-        transposed = source != _EMBEDDING and names.is_transposed(tensor.role)
+        transposed = source not in TABLES and names.is_transposed(tensor.role)
         duplicates[name] = concatenated(tensor.views, tensor.along, ours[source].dtype, transposed=transposed)
         if tensor.copy_of is not None:
             duplicated.add(source)
@@ -75,7 +73,8 @@ def tied_copies(convention: str, model: ModelSpec) -> dict[str, str]:
     duplicates = {names.whole["head"]: names.whole["embed"]} if model.tied_embedding else {}
     for tensor in tensors:
         if tensor.copy_of is not None:
-            duplicates[names.name_of(tensor.role, tensor.block, model.num_layers)] = names.whole[tensor.copy_of]
+            name = names.name_of(tensor.role, tensor.block, model.num_layers)
+            duplicates[name] = names.name_of(tensor.copy_of, "", model.num_layers)
     return duplicates
 
 
@@ -187,7 +186,7 @@ def _position_text(row: int, column: int, shape: tuple[int, ...]) -> str:
 
 
 def _copies_differ(checkpoint: Checkpoint, original: str, copy: str, difference: str) -> CopiesDifferError:
-    if copy.endswith("norm.weight"):
+    if copy.endswith(("norm.weight", "norm.bias")):
         fix = "modules of this checkpoint have a norm of their own, and those of a plan share the last one: without "
         fix += "`model.mtp` in the plan, and without the tensors of modules in the checkpoint, the rest can be read"
     elif ".layers." in copy:

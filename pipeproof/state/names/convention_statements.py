@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.specs.model import ModelSpec
-from pipeproof.state.names.convention_tables import OWN_CONVENTION, OWN_NAMES, Convention, convention_of
-from pipeproof.state.names.convention_tensors import ConventionTensor, convention_tensors, weights_of
+from pipeproof.state.names.convention_tables import BIAS, OWN_CONVENTION, OWN_NAMES, Convention, convention_of
+from pipeproof.state.names.convention_tensors import TABLES, ConventionTensor, convention_tensors, weights_of
 from pipeproof.state.names.name_codes import NoNamesError
 
 _LAYER, _EXPERT = "$LAYER_ID", "$EXPERT_ID"
 _QKV = ("q", "k", "v")
+_FUSED_HEADS = frozenset({"qkv", "qkv_by_kind"})
 
 
 def statements_between(source: str, target: str, model: ModelSpec) -> str:
@@ -110,6 +111,8 @@ class _Statements:
         """Yield the statements of a block, with ``label`` for its name."""
         source, target = self.source.roles[block], self.target.roles[block]
         for role, tensor in target.items():
+            kind = role.removesuffix(BIAS)
+            suffix = role.removeprefix(kind)
             if role == "proj" and self.source.convention.hidden_first != self.target.convention.hidden_first:
                 yield from self._halves_exchanged(label)
             elif role in source:
@@ -117,55 +120,66 @@ class _Statements:
             elif tensor.copy_of is not None:
                 transposed = self.source.convention is OWN_CONVENTION and tensor.copy_of == "head"
                 yield _Statement((self.source.name(tensor.copy_of, ""),), self.target.name(role, label), transposed)
-            elif role == "qkv":
-                yield self._merged(_QKV, role, label, self._heads(self.target))
-            elif role == "q":
-                yield from self._split("qkv", _QKV, label, self._heads(self.source))
-            elif role.endswith("gate_up"):
-                apart = role.removesuffix("_up"), role.removesuffix("gate_up") + "up"
-                yield self._merged(apart, role, label, self._gate_and_up(self.target, role))
-            elif role.endswith("gate"):
-                yield from self._split(f"{role}_up", (role, role.removesuffix("gate") + "up"), label, None)
+            elif kind == "qkv" and f"q{suffix}" in source:
+                yield self._merged([each + suffix for each in _QKV], role, label)
+            elif kind in _FUSED_HEADS:
+                (other,) = _FUSED_HEADS - {kind}
+                yield from self._regrouped(other + suffix, role, label)
+            elif kind == "q":
+                yield from self._split(f"qkv{suffix}", [each + suffix for each in _QKV], label)
+            elif kind.endswith("gate_up"):
+                apart = kind.removesuffix("_up"), kind.removesuffix("gate_up") + "up"
+                yield self._merged([each + suffix for each in apart], role, label)
+            elif kind.endswith("gate"):
+                apart = kind, kind.removesuffix("gate") + "up"
+                yield from self._split(f"{kind}_up{suffix}", [each + suffix for each in apart], label)
         for role, tensor in source.items():
             if tensor.copy_of is not None and role not in target:
                 yield _Statement((self.source.name(role, label),), "_")
 
-    def _is_transposed(self, role: str, tensor: ConventionTensor) -> bool:
-        is_matrix = len(tensor.views[0].shape) == 2 and tensor.views[0].source != "embed.weight"
-        return is_matrix and self.source.convention.is_transposed(role) != self.target.convention.is_transposed(role)
-
     def _same_role(self, role: str, label: str, tensor: ConventionTensor) -> Iterator[_Statement]:
         names = self.source.name(role, label), self.target.name(role, label)
-        transposed = self._is_transposed(role, tensor)
+        is_matrix = len(tensor.views[0].shape) == 2 and tensor.views[0].source not in TABLES
+        layouts = {named_model.convention.is_transposed(role) for named_model in (self.source, self.target)}
+        transposed = is_matrix and len(layouts) > 1
         cut_otherwise = (
             len({role in named_model.convention.fused_by_rank for named_model in (self.source, self.target)}) > 1
         )
         if cut_otherwise:  # with tensor parallelism Paddle's columns differ: each rank has its own
-            halves = f"{names[0]}.gate", f"{names[0]}.up"
-            yield _Statement((names[0],), ", ".join(halves), attributes=self._gate_and_up(self.source, role))
-            yield _Statement(halves, names[1], transposed, attributes=self._gate_and_up(self.target, role))
+            yield from self._regrouped(role, role, label)
         elif transposed or names[0] != names[1]:
             yield _Statement((names[0],), names[1], transposed)
 
-    def _merged(self, roles: Sequence[str], role: str, label: str, attributes: str) -> _Statement:
-        transposed = self.source.convention.transposed != self.target.convention.transposed
-        left = tuple(self.source.name(each, label) for each in roles)
-        return _Statement(left, self.target.name(role, label), transposed, attributes)
+    def _is_transposed(self, role: str) -> bool:
+        return not role.endswith(BIAS) and self.source.convention.transposed != self.target.convention.transposed
 
-    def _split(self, role: str, roles: Sequence[str], label: str, attributes: str | None) -> Iterator[_Statement]:
+    def _merged(self, roles: Sequence[str], role: str, label: str) -> _Statement:
+        left = tuple(self.source.name(each, label) for each in roles)
+        attributes = self._columns(self.target, role)
+        return _Statement(left, self.target.name(role, label), self._is_transposed(role), attributes)
+
+    def _split(self, role: str, roles: Sequence[str], label: str) -> Iterator[_Statement]:
         names = [self.target.name(each, label) for each in roles]
-        attributes = self._gate_and_up(self.source, role) if attributes is None else attributes
+        attributes = self._columns(self.source, role)
         yield _Statement((self.source.name(role, label),), ", ".join(names), attributes=attributes)
-        if self.source.convention.transposed != self.target.convention.transposed:
+        if self._is_transposed(role):
             yield from (_Statement((name,), name, transposed=True) for name in names)
 
-    def _heads(self, named_model: _NamedModel) -> str:
-        heads = f"num_heads={self.model.num_heads}, num_key_value_groups={self.model.kv_heads}"
-        return f", fused_qkv, {heads}{', axis=0' if named_model.convention.transposed else ''}"
+    def _regrouped(self, role: str, role_there: str, label: str) -> Iterator[_Statement]:
+        """Take a fused tensor apart, and fuse its parts in the target's order."""
+        name = self.source.name(role, label)
+        parts = tuple(f"{name}.{part}" for part in (_QKV if role.startswith("qkv") else ("gate", "up")))
+        yield _Statement((name,), ", ".join(parts), attributes=self._columns(self.source, role))
+        there, attributes = self.target.name(role_there, label), self._columns(self.target, role_there)
+        yield _Statement(parts, there, self._is_transposed(role), attributes)
 
-    def _gate_and_up(self, named_model: _NamedModel, role: str) -> str:
-        by_rank = role in named_model.convention.fused_by_rank
-        return ", fused_ffn" if by_rank else f", axis={0 if named_model.convention.transposed else 1}"
+    def _columns(self, named_model: _NamedModel, role: str) -> str:
+        """Return the attributes that describe the order of a fused tensor's columns."""
+        axis = 0 if named_model.convention.transposed or role.endswith(BIAS) else 1
+        if role.removesuffix(BIAS) == "qkv":
+            heads = f"num_heads={self.model.num_heads}, num_key_value_groups={self.model.kv_heads}"
+            return f", fused_qkv, {heads}{', axis=0' if axis == 0 else ''}"
+        return ", fused_ffn" if role in named_model.convention.fused_by_rank else f", axis={axis}"
 
     def _halves_exchanged(self, label: str) -> Iterator[_Statement]:
         """Swap the halves of the projection that joins hidden state and embedding."""

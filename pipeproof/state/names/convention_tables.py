@@ -1,8 +1,8 @@
 """Conventions as tables: the tool's name for each role of a tensor in the model.
 
-Sources: the modelling files of Hugging Face's transformers (Llama, Mixtral, DeepSeek-V3, Glm4Moe); the names that
-Megatron-Core's modules have with Transformer Engine, as Megatron-Bridge lists them; the modelling files of
-PaddleFormers, their AOA statements and their layers. ``convention_tensors`` lists the roles.
+Sources: the modelling files of Hugging Face's transformers; the names that Megatron-Core's modules have with
+Transformer Engine, as Megatron-Bridge lists them; the modelling files of PaddleFormers, their AOA statements and their
+layers. ``convention_tensors`` lists the roles.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pipeproof.diagnostics.problems import listed
 from pipeproof.specs.model import ModelSpec
+from pipeproof.state.names.huggingface_class import huggingface_class
 from pipeproof.state.names.name_codes import NoNamesError
 
 OWN_NAMES = "pipeproof"
+BIAS = "_bias"
+"""Suffix of a weight's role, for the role of its bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Convention:
     is [vocabulary, hidden size] everywhere, and the head, too, except in pipeproof. ``padded``: the vocabulary keeps
     its padding. ``hidden_first``: modules join hidden state and embedding in this order. ``has_tied_head``: a tied head
     is written as a copy. ``fused_by_rank`` has the roles that each tensor-parallel rank fuses from its own shards of
-    gate and up; other roles are fused from the whole tensors.
+    gate and up; other roles are fused from the whole tensors. A bias has the name of its weight, with ``bias``.
     """
 
     whole: Mapping[str, str]
@@ -49,6 +53,9 @@ class Convention:
 
         The layer is ``layer.3``, ``mtp.0``, or empty for tensors that exist once.
         """
+        weight = role.removesuffix(BIAS)
+        if weight != role and role not in self.block:
+            return "bias".join(self.name_of(weight, block, num_layers, expert).rsplit("weight", 1))
         if not block:
             return self.whole[role]
         kind, _, number = block.partition(".")
@@ -76,6 +83,8 @@ _LLAMA = {
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
+    "q_head_norm": "self_attn.q_norm.weight",
+    "k_head_norm": "self_attn.k_norm.weight",
     "out": "self_attn.o_proj.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "experts_norm": "post_attention_layernorm.weight",
@@ -102,6 +111,7 @@ _MIXTRAL = {
     "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
     "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
+_STARCODER = {**_LLAMA, "up": "mlp.c_fc.weight", "down": "mlp.c_proj.weight"}
 _WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 _FLEET_WHOLE = {**_WHOLE, "embed": "model.embedding.embed_tokens.weight", "head": "model.lm_head.weight"}
 _MODULE = {"hidden_norm": "hnorm.weight", "embed_norm": "enorm.weight", "proj": "eh_proj.weight"}
@@ -121,9 +131,33 @@ _HUGGINGFACE = Convention(
     transposed=True,
     router_transposed=True,
 )
+_GPT2 = Convention(
+    whole={
+        "embed": "transformer.wte.weight",
+        "positions": "transformer.wpe.weight",
+        "norm": "transformer.ln_f.weight",
+        "head": "lm_head.weight",
+    },
+    block={
+        "attn_norm": "ln_1.weight",
+        "qkv_by_kind": "attn.c_attn.weight",
+        "out": "attn.c_proj.weight",
+        "mlp_norm": "ln_2.weight",
+        "up": "mlp.c_fc.weight",
+        "down": "mlp.c_proj.weight",
+    },
+    module={},
+    block_name="transformer.h.{number}",
+    module_name="",
+    module_block="",
+    transposed=False,
+    router_transposed=False,
+)
 _MEGATRON_BLOCK = {
     "attn_norm": "input_layernorm.weight",
     "qkv": "self_attention.linear_qkv.weight",
+    "q_head_norm": "self_attention.q_layernorm.weight",
+    "k_head_norm": "self_attention.k_layernorm.weight",
     "out": "self_attention.linear_proj.weight",
     "q_whole": "self_attention.linear_q_proj.weight",
     "q_down": "self_attention.linear_q_down_proj.weight",
@@ -134,6 +168,7 @@ _MEGATRON_BLOCK = {
     "kv_up": "self_attention.linear_kv_up_proj.weight",
     "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
     "gate_up": "mlp.linear_fc1.weight",
+    "up": "mlp.linear_fc1.weight",
     "down": "mlp.linear_fc2.weight",
     "experts_norm": "pre_mlp_layernorm.weight",
     "router": "mlp.router.weight",
@@ -146,6 +181,7 @@ _MEGATRON_BLOCK = {
 _MEGATRON = Convention(
     whole={
         "embed": "embedding.word_embeddings.weight",
+        "positions": "embedding.position_embeddings.weight",
         "norm": "decoder.final_layernorm.weight",
         "head": "output_layer.weight",
     },
@@ -168,6 +204,8 @@ _FUSED = {
 _OWN_BLOCK = {
     "attn_norm": "attn_norm.weight",
     "qkv": "attn.qkv.weight",
+    "q_head_norm": "attn.q_head_norm.weight",
+    "k_head_norm": "attn.k_head_norm.weight",
     "out": "attn.out.weight",
     "mlp_norm": "mlp_norm.weight",
     "gate": "mlp.gate.weight",
@@ -175,7 +213,12 @@ _OWN_BLOCK = {
     "down": "mlp.down.weight",
 }
 OWN_CONVENTION = Convention(
-    whole={"embed": "embed.weight", "norm": "norm.weight", "head": "head.weight"},
+    whole={
+        "embed": "embed.weight",
+        "positions": "embed.positions.weight",
+        "norm": "norm.weight",
+        "head": "head.weight",
+    },
     block=_OWN_BLOCK,
     module={"hidden_norm": "hidden_norm.weight", "embed_norm": "embed_norm.weight", "proj": "proj.weight"},
     block_name="layer.{number}",
@@ -215,21 +258,48 @@ def _refusal(name: str, model: ModelSpec) -> str | None:
         return "`swiglu_limit` is the function of gpt-oss, whose experts have biases and columns in another order"
     if model.moe is not None and model.moe.score == "softmax" and model.moe.expert_bias_rate is not None:
         return "routers with biases (`moe.expert_bias_rate`) are only known with `score: sigmoid`"
+    if name == "huggingface" and huggingface_class(model) is None:
+        return f"no class of transformers has {_parts(model)}"
+    if name.startswith("paddle") and not _paddle_has(name, model):
+        return f"no model of PaddleFormers has {_parts(model)}"
     return None
 
 
-def is_mixtral(model: ModelSpec) -> bool:
-    """Return True if a model with experts is exactly what Mixtral is."""
-    moe = model.moe
-    assert moe is not None
-    more = (moe.num_shared_experts, moe.dense_layers, moe.score == "sigmoid", not moe.normalize, model.mla, model.mtp)
-    return not any(more)
+_PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
+
+
+def _parts(model: ModelSpec) -> str:
+    """Return the keys of a model's parts, those that differ from a Llama's, for messages."""
+    default = {key: ModelSpec.model_fields[key].default for key in _PART_KEYS}
+    parts = [f"`{key}: {str(value).lower()}`" for key in _PART_KEYS if (value := getattr(model, key)) != default[key]]
+    sections = [f"`{key}`" for key in ("num_kv_heads", "head_size", "moe", "mla", "mtp") if getattr(model, key)]
+    return listed(parts + sections, "and")
+
+
+def _paddle_has(name: str, model: ModelSpec) -> bool:
+    """Return True if PaddleFormers has a model with such parts.
+
+    Qwen2 has biases of queries, keys and values, Qwen3 norms of queries and keys, GLM-4 with experts both. Llama can
+    have all biases; it fuses nothing, and is not built over PaddleFleet.
+    """
+    if (model.norm, model.positions, model.mlp) != ("rms", "rotary", "swiglu"):
+        return False
+    if model.biases == "all":
+        return name == "paddleformers-unfused" and not model.qk_norm
+    has_sigmoids = model.moe is not None and model.moe.score == "sigmoid"
+    return not model.qk_norm or model.biases == "none" or has_sigmoids
 
 
 def _huggingface(model: ModelSpec) -> Convention:
-    if model.moe is not None and is_mixtral(model):
-        return replace(_HUGGINGFACE, block=_MIXTRAL)
-    return _HUGGINGFACE
+    match huggingface_class(model):
+        case "GPT2":
+            return _GPT2
+        case "Mixtral":
+            return replace(_HUGGINGFACE, block=_MIXTRAL)
+        case "Starcoder2":
+            return replace(_HUGGINGFACE, block=_STARCODER)
+        case _:
+            return _HUGGINGFACE
 
 
 def _megatron(model: ModelSpec) -> Convention:
@@ -248,7 +318,15 @@ def _paddlefleet(model: ModelSpec) -> Convention:
     # Experts are whole on the rank that has them, and PaddleFormers' statements for them have `axis=1`.
     common = _paddleformers(model)
     by_rank = common.fused_by_rank - {"expert_gate_up"}
-    return replace(common, whole=_FLEET_WHOLE, router_transposed=True, has_tied_head=True, fused_by_rank=by_rank)
+    heads = {f"{part}_head_norm": f"self_attn.{part}_layernorm.weight" for part in "qk"}
+    return replace(
+        common,
+        whole=_FLEET_WHOLE,
+        block={**common.block, **heads},
+        router_transposed=True,
+        has_tied_head=True,
+        fused_by_rank=by_rank,
+    )
 
 
 def _unfused(model: ModelSpec) -> Convention:

@@ -1,10 +1,11 @@
 """Tensors of a convention: the role of each, and the regions of pipeproof's tensors that it is made of.
 
-Roles: ``embed``, ``norm``, ``head``; in a block ``attn_norm``, ``q``, ``k`` and ``v`` or ``qkv``, of latent attention
+Roles: ``embed``, ``positions``, ``norm``, ``head``; in a block ``attn_norm``, ``q``, ``k`` and ``v``, or ``qkv``, or
+``qkv_by_kind`` (all queries, then all keys, then all values), ``q_head_norm`` and ``k_head_norm``, of latent attention
 ``q_whole`` or ``q_down``, ``q_norm`` and ``q_up``, ``kv_down``, ``kv_norm``, ``kv_up``; ``out``, ``mlp_norm`` or
 ``experts_norm``, ``gate`` and ``up`` or ``gate_up``, ``down``, the same of an expert (``expert_gate``) and of shared
-ones (``shared_gate``), ``router``, ``router_bias``; in a module of multi-token prediction ``hidden_norm``,
-``embed_norm``, ``proj``, and the copies ``module_embed``, ``module_norm``, ``module_head``.
+ones (``shared_gate``), ``router``; in a module of multi-token prediction ``hidden_norm``, ``embed_norm``, ``proj``, and
+the copies ``module_embed``, ``module_norm``, ``module_head``. The bias of a weight has its role with ``_bias``.
 
 A matrix is viewed as pipeproof multiplies with it, [in, out]; an expert of a tensor [experts, in, out] is a matrix,
 too.
@@ -20,7 +21,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import loss_dtype
-from pipeproof.state.names.convention_tables import Convention
+from pipeproof.state.names.convention_tables import BIAS, Convention
 from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, TensorMap
@@ -50,6 +51,10 @@ class View:
 def whole_view(source: str, shape: Sequence[int]) -> View:
     """Return the view of a whole vector or matrix."""
     return View(source, whole_region(shape), tuple(range(len(shape))))
+
+
+TABLES = frozenset({"embed.weight", "embed.positions.weight"})
+"""Matrices with a row for each token or position, here as everywhere; a head that is tied to one has its rows."""
 
 
 def expert_of(source: str, shape: Sequence[int], expert: int) -> View:
@@ -122,7 +127,18 @@ def convention_tensors(
     A fused gate and up that is sharded over tensor-parallel ranks has gate and up of each rank, one rank after the
     other; ``ffn_shards`` is the number of these ranks by the convention's name, where it is not one.
     """
-    return list(_Describer(model, shapes, convention, ffn_shards).tensors())
+    tensors = _Describer(model, shapes, convention, ffn_shards).tensors()
+    return [each for tensor in tensors for each in (tensor, *_bias_of(tensor, shapes))]
+
+
+def _bias_of(tensor: ConventionTensor, shapes: Shapes) -> Iterator[ConventionTensor]:
+    """Yield the bias of a weight, if it has one: made of the same columns in the same order."""
+    names = [f"{view.source.removesuffix('weight')}bias" for view in tensor.views]
+    if names[0] in shapes:
+        columns = (Region(view.region.offsets[-1:], view.region.extents[-1:]) for view in tensor.views)
+        views = tuple(View(name, region, (0,)) for name, region in zip(names, columns, strict=True))
+        copy_of = None if tensor.copy_of is None else tensor.copy_of + BIAS
+        yield ConventionTensor(tensor.role + BIAS, tensor.block, views, copy_of=copy_of)
 
 
 class _Describer:
@@ -133,6 +149,8 @@ class _Describer:
     def tensors(self) -> Iterator[ConventionTensor]:
         model = self.model
         yield ConventionTensor("embed", "", (self._table("embed"),))
+        if model.positions == "learned":
+            yield from self._as_it_is("", {"positions": "embed.positions.weight"})
         for number in range(model.num_layers):
             yield from self._block(f"layer.{number}", has_experts=model.has_experts(number))
         modules = [f"mtp.{number}" for number in range(0 if model.mtp is None else model.mtp.num_modules)]
@@ -175,20 +193,21 @@ class _Describer:
     def _block(self, name: str, *, has_experts: bool) -> Iterator[ConventionTensor]:
         yield from self._as_it_is(name, {"attn_norm": f"{name}.attn_norm.weight"})
         yield from self._attention(name) if self.model.mla is None else self._latent_attention(name)
+        if self.model.qk_norm:
+            norms = ("q_head_norm", "k_head_norm")
+            yield from self._as_it_is(name, {norm: f"{name}.attn.{norm}.weight" for norm in norms})
         norm = "experts_norm" if has_experts else "mlp_norm"
         yield from self._as_it_is(name, {norm: f"{name}.mlp_norm.weight", "out": f"{name}.attn.out.weight"})
         if not has_experts:
-            yield from self._swiglu(name, "", f"{name}.mlp")
+            yield from self._mlp(name, "", f"{name}.mlp")
             return
         moe = self.model.moe
         assert moe is not None
         yield from self._as_it_is(name, {"router": f"{name}.mlp.router.weight"})
-        if moe.expert_bias_rate is not None:
-            yield from self._as_it_is(name, {"router_bias": bias_name(f"{name}.mlp")})
         for expert in range(moe.num_experts):
-            yield from self._swiglu(name, "expert_", f"{name}.mlp.experts", expert)
+            yield from self._mlp(name, "expert_", f"{name}.mlp.experts", expert)
         if moe.num_shared_experts:
-            yield from self._swiglu(name, "shared_", f"{name}.mlp.shared")
+            yield from self._mlp(name, "shared_", f"{name}.mlp.shared")
 
     def _attention(self, name: str) -> Iterator[ConventionTensor]:
         """Yield queries, keys and values.
@@ -202,11 +221,17 @@ class _Describer:
         size = model.size_of_head
         queries = model.num_heads // model.kv_heads * size
         group = queries + 2 * size
-        for role, start, width in (("q", 0, queries), ("k", queries, size), ("v", queries + size, size)):
-            begins = [number * group + start for number in range(model.kv_heads)]
-            yield ConventionTensor(
-                role, name, tuple(fused.sliced(1, begin, begin + width) for begin in begins), along=1
+        parts = {
+            role: tuple(
+                fused.sliced(1, number * group + start, number * group + start + width)
+                for number in range(model.kv_heads)
             )
+            for role, start, width in (("q", 0, queries), ("k", queries, size), ("v", queries + size, size))
+        }
+        if "qkv_by_kind" in self.convention.block:
+            parts = {"qkv_by_kind": tuple(view for views in parts.values() for view in views)}
+        for role, views in parts.items():
+            yield ConventionTensor(role, name, views, along=1)
 
     def _latent_attention(self, name: str) -> Iterator[ConventionTensor]:
         mla, heads, position = self.model.mla, self.model.num_heads, f"{name}.attn"
@@ -243,15 +268,17 @@ class _Describer:
                 position += width
         return tuple([View(name, region, view.dims) for region in self._regions[key]])
 
-    def _swiglu(self, block: str, role: str, name: str, expert: int | None = None) -> Iterator[ConventionTensor]:
-        gate, up, down = (
-            self._view(f"{name}.{projection}.weight")
+    def _mlp(self, block: str, role: str, name: str, expert: int | None = None) -> Iterator[ConventionTensor]:
+        parts = ("gate", "up", "down") if self.model.mlp == "swiglu" else ("up", "down")
+        views = {
+            part: self._view(f"{name}.{part}.weight")
             if expert is None
-            else expert_of(f"{name}.{projection}.weight", self.shapes[f"{name}.{projection}.weight"], expert)
-            for projection in ("gate", "up", "down")
-        )
+            else expert_of(f"{name}.{part}.weight", self.shapes[f"{name}.{part}.weight"], expert)
+            for part in parts
+        }
         fused = f"{role}gate_up"
-        if fused in self.convention.block:
+        if "gate" in views and fused in self.convention.block:
+            gate, up = views.pop("gate"), views.pop("up")
             fused_name = self.convention.name_of(fused, block, self.model.num_layers, expert)
             shards = self.ffn_shards.get(fused_name, 1) if fused in self.convention.fused_by_rank else 1
             width = gate.shape[1] // shards
@@ -259,7 +286,5 @@ class _Describer:
             yield ConventionTensor(
                 fused, block, tuple(view.sliced(1, *bounds) for bounds in cuts for view in (gate, up)), 1, expert
             )
-        else:
-            yield ConventionTensor(f"{role}gate", block, (gate,), expert=expert)
-            yield ConventionTensor(f"{role}up", block, (up,), expert=expert)
-        yield ConventionTensor(f"{role}down", block, (down,), expert=expert)
+        for part, view in views.items():
+            yield ConventionTensor(f"{role}{part}", block, (view,), expert=expert)

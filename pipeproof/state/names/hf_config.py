@@ -6,39 +6,46 @@ from typing import Any
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
-from pipeproof.state.names.convention_tables import is_mixtral
+from pipeproof.state.names.huggingface_class import huggingface_class
 
 CONFIG_FILE = "config.json"
+_NORM_EPSILON = 1e-6
+_GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """Return the settings of a model whose weights have Hugging Face's names, in ``dtype``.
 
-    The class is the one that computes the same model: Llama without experts, Mixtral for plain experts, DeepSeek-V2 or
-    -V3 with latent attention (by the scores of their routers), GLM-4's with sigmoids, else DeepSeek's first one, which
-    transformers loads as remote code only.
+    The class is that of ``huggingface_class``; one must exist.
     """
-    family, settings = _family(model)
+    family = huggingface_class(model)
+    assert family is not None, "a model without a class has no names either"
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    head = {"architectures": [name], "model_type": _TYPES[family]}
+    common = {
+        "vocab_size": model.num_token_ids,
+        "tie_word_embeddings": model.tied_embedding,
+        "initializer_range": 0.02,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+    }
+    if family == "GPT2":
+        return head | common | _gpt2(model)
     config = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": _TYPES[family],
+        **head,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
-        "vocab_size": model.num_token_ids,
         "max_position_embeddings": model.seq_length,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        "hidden_act": _GELUS.get(model.mlp, "silu"),
+        "rms_norm_eps": _NORM_EPSILON,
         "rope_theta": 10000.0,
-        "attention_bias": False,
+        "attention_bias": model.biases != "none",
         "attention_dropout": 0.0,
-        "tie_word_embeddings": model.tied_embedding,
-        "initializer_range": 0.02,
-        "pad_token_id": None,
-        "torch_dtype": dtype,
-        **settings,
+        **common,
+        **_settings(family, model),
     }
     if model.mla is None:
         config["head_dim"] = model.size_of_head
@@ -49,6 +56,12 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
 
 _TYPES = {
     "Llama": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "GPT2": "gpt2",
+    "Starcoder2": "starcoder2",
+    "StableLm": "stablelm",
     "Mixtral": "mixtral",
     "DeepseekV3": "deepseek_v3",
     "DeepseekV2": "deepseek_v2",
@@ -57,25 +70,51 @@ _TYPES = {
 }
 
 
-def _family(model: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """Return the class's name, and the settings that other classes lack."""
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_inner": model.ffn_size,
+        "n_head": model.num_heads,
+        "n_positions": model.seq_length,
+        "activation_function": _GELUS[model.mlp],
+        "layer_norm_epsilon": _NORM_EPSILON,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
+    """Return the settings of a class that others lack, or that it has under other names."""
     moe, mla = model.moe, model.mla
-    if moe is not None and is_mixtral(model):
-        settings = {
-            "num_local_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": moe.ffn_size,
-        }
-        return "Mixtral", {**settings, "sliding_window": None}
+    match family:
+        case "Llama":
+            return {"mlp_bias": model.biases == "all"}
+        case "Starcoder2":
+            dropout = {"residual_dropout": 0.0, "embedding_dropout": 0.0}
+            return {"norm_epsilon": _NORM_EPSILON, "use_bias": model.biases == "all", "sliding_window": None, **dropout}
+        case "StableLm":
+            bias = {"use_qkv_bias": model.biases == "qkv", "use_parallel_residual": False, "hidden_dropout": 0.0}
+            return {"layer_norm_eps": _NORM_EPSILON, "partial_rotary_factor": 1.0, "qk_layernorm": False, **bias}
     if mla is not None:
-        is_v2 = moe is not None and moe.score == "softmax"
         experts = {"first_k_dense_replace": model.num_layers} if moe is None else _deepseek(moe)
-        return "DeepseekV2" if is_v2 else "DeepseekV3", experts | _latent(mla, model.num_heads)
+        return experts | _latent(mla, model.num_heads)
     if moe is None:
-        return "Llama", {"mlp_bias": False}
-    if moe.score == "sigmoid":
-        return "Glm4Moe", {**_deepseek(moe), "partial_rotary_factor": 1.0, "use_qk_norm": False}
-    return "Deepseek", _deepseek(moe)
+        return {}
+    match family:
+        case "Mixtral":
+            sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+            return {**sizes, "intermediate_size": moe.ffn_size, "sliding_window": None}
+        case "Qwen3Moe":
+            sizes = {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+            dense = {"mlp_only_layers": list(range(moe.dense_layers)), "decoder_sparse_step": 1}
+            return {**sizes, "moe_intermediate_size": moe.ffn_size, "norm_topk_prob": moe.normalize, **dense}
+        case "Glm4Moe":
+            return {**_deepseek(moe), "partial_rotary_factor": 1.0, "use_qk_norm": model.qk_norm}
+    return _deepseek(moe)
 
 
 def _deepseek(moe: MoeSpec) -> dict[str, Any]:

@@ -28,6 +28,38 @@ MODELS = {
     },
 }
 
+ALL = ("huggingface", "megatron", "paddleformers", "paddleformers-unfused", "paddlefleet")
+GPT2 = {"norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "biases": "all"}
+PARTS = {
+    "Qwen2": ({"num_kv_heads": 3, "biases": "qkv"}, ALL),
+    "Qwen3": ({"num_kv_heads": 2, "head_size": 6, "qk_norm": True, "tied_embedding": True}, ALL),
+    "Llama with all biases": ({"num_kv_heads": 2, "biases": "all"}, (*ALL[:2], "paddleformers-unfused")),
+    "GPT-2": (GPT2 | {"tied_embedding": True}, ALL[:2]),
+    "GPT-2 with a head, exact": (GPT2 | {"mlp": "gelu"}, ALL[:2]),
+    "StarCoder2": ({"norm": "layer", "mlp": "gelu_tanh", "biases": "all", "num_kv_heads": 3}, ALL[:2]),
+    "StableLM": ({"norm": "layer", "biases": "qkv", "num_kv_heads": 3}, ALL[:2]),
+    "GPT-3 with grouped queries": (GPT2 | {"num_kv_heads": 2, "head_size": 6}, ALL[1:2]),
+    "LayerNorm everywhere": ({"norm": "layer", "qk_norm": True, "mlp": "gelu", "num_kv_heads": 3}, ALL[1:2]),
+}
+"""Models with other parts than a Llama's, and the conventions that have names for them."""
+
+PARTS_AND_MORE = PARTS | {
+    "Qwen3 with experts": ({"num_kv_heads": 2, "qk_norm": True, "moe": MOE | {"dense_layers": 1}}, ALL),
+    "GLM-4 with experts": (
+        {"num_kv_heads": 3, "qk_norm": True, "biases": "qkv", "moe": MOE | SIGMOID, "mtp": {"num_modules": 1}},
+        ALL,
+    ),
+    "LayerNorm, latent, a module": (
+        {"norm": "layer", "mla": MLA | {"q_rank": 9}, "mlp": "gelu", "mtp": {"num_modules": 1}},
+        ALL[1:2],
+    ),
+}
+NAMED = [(kind, model, convention) for kind, model in MODELS.items() for convention in ("pipeproof", *ALL)]
+NAMED += [
+    (kind, model, convention) for kind, (model, found) in PARTS_AND_MORE.items() for convention in ("pipeproof", *found)
+]
+"""Every model with every convention that has names for it."""
+
 
 def plan_of(**model):
     """A plan with such a model, in float64."""

@@ -1,10 +1,14 @@
 """Other people's models in numpy, as their own code defines them: forward passes that read weights by their names.
 
-Llama, Mixtral, DeepSeek and GLM as Hugging Face's transformers has them; the
-layers of Megatron-Core; those of PaddleFormers. Nothing of pipeproof is used.
+Llama, Qwen, Mixtral, DeepSeek, GLM, StarCoder2 and GPT-2 as Hugging Face's
+transformers has them; the layers of Megatron-Core; those of PaddleFormers.
+``OwnModel`` is what a plan means by its keys, with pipeproof's names. Nothing of
+pipeproof is used.
 
 Shape letters: B rows, S sequence, H hidden, A heads, K heads of keys and values, D head size.
 """
+
+from math import erf
 
 import numpy as np
 
@@ -21,6 +25,22 @@ def paddle_linear(x, weight):
 
 def rms(x, weight):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def layer_norm(x, weight, bias):
+    x = x - np.mean(x, axis=-1, keepdims=True)
+    return rms(x, weight) + bias
+
+
+def gelu(x):
+    return x / 2 * (1 + np.vectorize(erf)(x / np.sqrt(2)))
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 def silu(x):
@@ -78,8 +98,13 @@ def chosen(logits, moe, bias):
     return weights
 
 
+BIASED = {"none": (), "qkv": ("qkv",), "all": ("qkv", "out", "mlp")}
+
+
 class OpenModel:
     """What the conventions share: the order of layers, and modules that read what is not normed, as pipeproof's do."""
+
+    POSITIONS = None
 
     def __init__(self, weights, model):
         self.weights, self.model = weights, model
@@ -94,17 +119,41 @@ class OpenModel:
         model = self.model
         embed = self.get(self.EMBED)
         x = embed[lanes[0]]
+        if model["positions"] == "learned":
+            x = x + self.get(self.POSITIONS)
         for number in range(model["num_layers"]):
             x = self.block(x, self.BLOCK.format(number), number)
-        found = [self.head(rms(x, self.get(self.NORM)))]
+        found = [self.head(self.norm(x, self.NORM))]
         for number, tokens in enumerate(lanes[1:]):
             name = self.module_name(number)
-            both = [rms(self.module_embed(name)[tokens], self.get(f"{name}.enorm.weight"))]
-            both.append(rms(x, self.get(f"{name}.hnorm.weight")))
+            both = [self.norm(self.module_embed(name)[tokens], f"{name}.enorm.weight")]
+            both.append(self.norm(x, f"{name}.hnorm.weight"))
             x = self.linear(np.concatenate(self.in_order(both), axis=-1), self.get(f"{name}.eh_proj.weight"))
             x = self.block(x, name + self.MODULE_BLOCK, model["num_layers"] - 1)
-            found.append(self.module_head(name, rms(x, self.get(self.module_norm(name)))))
+            found.append(self.module_head(name, self.norm(x, self.module_norm(name))))
         return found
+
+    def norm(self, x, name):
+        weight = self.get(name)
+        if self.model["norm"] == "rms":
+            return rms(x, weight)
+        return layer_norm(x, weight, self.get(name.removesuffix("weight") + "bias"))
+
+    def product(self, x, name, part):
+        """A product with its bias, if products of this part have one."""
+        y = self.linear(x, self.get(name))
+        return y + self.get(name.removesuffix("weight") + "bias") if part in BIASED[self.model["biases"]] else y
+
+    def gelu(self, x, first, second):
+        return self.product(GELUS[self.model["mlp"]](self.product(x, first, "mlp")), second, "mlp")
+
+    def mixed_heads(self, q, k, v, names):
+        """Attention of [B, A, S, D], normed and rotated before, if the model is so; names are those of the norms."""
+        if self.model["qk_norm"]:
+            q, k = (self.norm(x, name) for x, name in zip((q, k), names, strict=True))
+        if self.model["positions"] == "rotary":
+            q, k = rope(q), rope(k)
+        return attention(q, k, v)
 
     def in_order(self, embedded_and_hidden):
         return embedded_and_hidden
@@ -125,10 +174,10 @@ class OpenModel:
         model = self.model
         size = model["head_size"] or model["hidden_size"] // model["num_heads"]
         attend = self.latent if model["mla"] else self.attend
-        x = x + attend(rms(x, self.get(self.attn_norm(name))), name, size)
+        x = x + attend(self.norm(x, self.attn_norm(name)), name, size)
         moe = model["moe"]
         has_experts = moe is not None and number >= moe["dense_layers"]
-        normed = rms(x, self.get(self.mlp_norm(name, has_experts)))
+        normed = self.norm(x, self.mlp_norm(name, has_experts))
         return x + (self.experts(normed, name, moe) if has_experts else self.mlp(normed, f"{name}.mlp"))
 
     def mixed(self, x, gains, expert):
@@ -157,8 +206,9 @@ class HuggingFace(OpenModel):
 
     def attend(self, x, name, size):
         at = f"{name}.self_attn"
-        q, k, v = (heads(self.linear(x, self.get(f"{at}.{part}_proj.weight")), size) for part in "qkv")
-        return self.linear(attention(rope(q), rope(k), v), self.get(f"{at}.o_proj.weight"))
+        q, k, v = (heads(self.product(x, f"{at}.{part}_proj.weight", "qkv"), size) for part in "qkv")
+        mixed = self.mixed_heads(q, k, v, [f"{at}.{part}_norm.weight" for part in "qk"])
+        return self.product(mixed, f"{at}.o_proj.weight", "out")
 
     def latent(self, x, name, size):
         mla, at = self.model["mla"], f"{name}.self_attn"
@@ -175,10 +225,12 @@ class HuggingFace(OpenModel):
         return self.linear(mixed, self.get(f"{at}.o_proj.weight"))
 
     def swiglu(self, x, gate, up, down):
-        inner = silu(self.linear(x, self.get(gate))) * self.linear(x, self.get(up))
-        return self.linear(inner, self.get(down))
+        inner = silu(self.product(x, gate, "mlp")) * self.product(x, up, "mlp")
+        return self.product(inner, down, "mlp")
 
     def mlp(self, x, at):
+        if self.model["mlp"] != "swiglu":
+            return self.gelu(x, f"{at}.c_fc.weight", f"{at}.c_proj.weight")
         return self.swiglu(x, *(f"{at}.{part}_proj.weight" for part in ("gate", "up", "down")))
 
     def router(self, x, name):
@@ -198,7 +250,7 @@ class HuggingFace(OpenModel):
         return y + self.mlp(x, f"{at}.shared_experts") if moe["num_shared_experts"] else y
 
     def is_mixtral(self):
-        moe, plain = self.model["moe"], not (self.model["mla"] or self.model["mtp"])
+        moe, plain = self.model["moe"], not (self.model["mla"] or self.model["mtp"] or self.model["qk_norm"])
         return plain and not moe["num_shared_experts"] and not moe["dense_layers"] and moe["score"] == "softmax"
 
 
@@ -210,6 +262,7 @@ def latent_heads(q, kv, shared, nope):
 
 
 class Megatron(OpenModel):
+    POSITIONS = "embedding.position_embeddings.weight"
     EMBED, NORM, HEAD = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"
     BLOCK, MODULE_BLOCK, MODULE_NORM = "decoder.layers.{}", ".transformer_layer", "final_layernorm.weight"
     linear = staticmethod(linear)
@@ -230,11 +283,12 @@ class Megatron(OpenModel):
     def attend(self, x, name, size):
         """The rows of linear_qkv are, for each query group, its queries, its key, its value."""
         groups = self.model["num_kv_heads"] or self.model["num_heads"]
-        mixed = linear(x, self.get(f"{name}.self_attention.linear_qkv.weight"))
-        mixed = mixed.reshape(*x.shape[:2], groups, -1)
+        at = f"{name}.self_attention"
+        mixed = self.product(x, f"{at}.linear_qkv.weight", "qkv").reshape(*x.shape[:2], groups, -1)
         q, k, v = mixed[..., : -2 * size], mixed[..., -2 * size : -size], mixed[..., -size:]
         q, k, v = (heads(part.reshape(*x.shape[:2], -1), size) for part in (q, k, v))
-        return linear(attention(rope(q), rope(k), v), self.get(f"{name}.self_attention.linear_proj.weight"))
+        mixed = self.mixed_heads(q, k, v, [f"{at}.{part}_layernorm.weight" for part in "qk"])
+        return self.product(mixed, f"{at}.linear_proj.weight", "out")
 
     def latent(self, x, name, size):
         mla, at = self.model["mla"], f"{name}.self_attention"
@@ -243,21 +297,22 @@ class Megatron(OpenModel):
             q = linear(x, self.get(f"{at}.linear_q_proj.weight"))
         else:
             q = linear(x, self.get(f"{at}.linear_q_down_proj.weight"))
-            q = rms(q, self.get(f"{at}.linear_q_up_proj.layer_norm_weight"))
+            q = self.norm(q, f"{at}.linear_q_up_proj.layer_norm_weight")
             q = linear(q, self.get(f"{at}.linear_q_up_proj.weight"))
         down = linear(x, self.get(f"{at}.linear_kv_down_proj.weight"))
         latent, shared = down[..., :-rotary], down[..., -rotary:]
-        kv = rms(latent, self.get(f"{at}.linear_kv_up_proj.layer_norm_weight"))
+        kv = self.norm(latent, f"{at}.linear_kv_up_proj.layer_norm_weight")
         kv = linear(kv, self.get(f"{at}.linear_kv_up_proj.weight"))
         mixed = latent_heads(heads(q, nope + rotary), heads(kv, nope + value), heads(shared, rotary), nope)
         return linear(mixed, self.get(f"{at}.linear_proj.weight"))
 
     def swiglu(self, x, first, second):
-        gate, up = np.split(linear(x, self.get(first)), 2, axis=-1)
-        return linear(silu(gate) * up, self.get(second))
+        gate, up = np.split(self.product(x, first, "mlp"), 2, axis=-1)
+        return self.product(silu(gate) * up, second, "mlp")
 
     def mlp(self, x, at):
-        return self.swiglu(x, f"{at}.linear_fc1.weight", f"{at}.linear_fc2.weight")
+        activation = self.swiglu if self.model["mlp"] == "swiglu" else self.gelu
+        return activation(x, f"{at}.linear_fc1.weight", f"{at}.linear_fc2.weight")
 
     def experts(self, x, name, moe):
         at = f"{name}.mlp"
@@ -298,17 +353,21 @@ class PaddleFormersUnfused(HuggingFace):
 
 
 class PaddleFormers(PaddleFormersUnfused):
+    HEAD_NORM = "_norm"
+
     def is_deepseek(self):
         return False
 
     def attend(self, x, name, size):
         groups = self.model["num_kv_heads"] or self.model["num_heads"]
         per_group = self.model["num_heads"] // groups
-        mixed = paddle_linear(x, self.get(f"{name}.self_attn.qkv_proj.weight"))
+        at = f"{name}.self_attn"
+        mixed = self.product(x, f"{at}.qkv_proj.weight", "qkv")
         mixed = mixed.reshape(*x.shape[:2], groups, (per_group + 2) * size)
         shards = np.split(mixed, [per_group * size, (per_group + 1) * size], axis=-1)
         q, k, v = (heads(part.reshape(*x.shape[:2], -1), size) for part in shards)
-        return paddle_linear(attention(rope(q), rope(k), v), self.get(f"{name}.self_attn.o_proj.weight"))
+        mixed = self.mixed_heads(q, k, v, [f"{at}.q{self.HEAD_NORM}.weight", f"{at}.k{self.HEAD_NORM}.weight"])
+        return paddle_linear(mixed, self.get(f"{at}.o_proj.weight"))
 
     def mlp(self, x, at):
         gate, up = np.split(paddle_linear(x, self.get(f"{at}.up_gate_proj.weight")), 2, axis=-1)
@@ -318,6 +377,7 @@ class PaddleFormers(PaddleFormersUnfused):
 class PaddleFleet(PaddleFormers):
     """A router is [experts, in] any its scores; a head that is tied is there, and read."""
 
+    HEAD_NORM = "_layernorm"
     EMBED, HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
 
     def head(self, x):
@@ -325,6 +385,69 @@ class PaddleFleet(PaddleFormers):
 
     def router(self, x, name):
         return linear(x, self.get(name))
+
+
+class GPT2(OpenModel):
+    """Matrices [in, out] (Conv1D); c_attn makes all queries, then all keys, then all values."""
+
+    EMBED, POSITIONS, NORM = "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"
+    BLOCK, HEAD = "transformer.h.{}", "lm_head.weight"
+    linear = staticmethod(paddle_linear)
+
+    def attn_norm(self, name):
+        return f"{name}.ln_1.weight"
+
+    def mlp_norm(self, name, has_experts):
+        return f"{name}.ln_2.weight"
+
+    def attend(self, x, name, size):
+        q, k, v = np.split(self.product(x, f"{name}.attn.c_attn.weight", "qkv"), 3, axis=-1)
+        mixed = self.mixed_heads(heads(q, size), heads(k, size), heads(v, size), None)
+        return self.product(mixed, f"{name}.attn.c_proj.weight", "out")
+
+    def mlp(self, x, at):
+        return self.gelu(x, f"{at}.c_fc.weight", f"{at}.c_proj.weight")
+
+
+class OwnModel(OpenModel):
+    """Pipeproof's own names and layouts, without experts, latent attention and modules."""
+
+    EMBED, POSITIONS, NORM, BLOCK = "embed.weight", "embed.positions.weight", "norm.weight", "layer.{}"
+    linear = staticmethod(paddle_linear)
+
+    def head(self, x):
+        return x @ (self.get(self.EMBED).T if self.model["tied_embedding"] else self.get("head.weight"))
+
+    def attn_norm(self, name):
+        return f"{name}.attn_norm.weight"
+
+    def mlp_norm(self, name, has_experts):
+        return f"{name}.mlp_norm.weight"
+
+    def attend(self, x, name, size):
+        """For each head of keys and values: its queries, its key, its value."""
+        at, groups = f"{name}.attn", self.model["num_kv_heads"] or self.model["num_heads"]
+        mixed = self.product(x, f"{at}.qkv.weight", "qkv")
+        mixed = mixed.reshape(*x.shape[:2], groups, -1, size).transpose(0, 2, 3, 1, 4)
+        q, k, v = mixed[:, :, :-2], mixed[:, :, -2], mixed[:, :, -1]
+        q = q.reshape(q.shape[0], -1, *q.shape[3:])
+        mixed = self.mixed_heads(q, k, v, [f"{at}.{part}_head_norm.weight" for part in "qk"])
+        return self.product(mixed, f"{at}.out.weight", "out")
+
+    def mlp(self, x, at):
+        up = self.product(x, f"{at}.up.weight", "mlp")
+        if self.model["mlp"] == "swiglu":
+            inner = silu(self.product(x, f"{at}.gate.weight", "mlp")) * up
+        else:
+            inner = GELUS[self.model["mlp"]](up)
+        return self.product(inner, f"{at}.down.weight", "mlp")
+
+
+def open_model(convention, model):
+    """The class of a convention for a model, as ``model_dump`` has it."""
+    if convention == "huggingface" and model["positions"] == "learned":
+        return GPT2
+    return OPEN_MODELS[convention]
 
 
 OPEN_MODELS = {

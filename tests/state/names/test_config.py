@@ -9,7 +9,7 @@ from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
 from pipeproof.state.names.convention_maps import map_from_own_names
 from pipeproof.state.names.hf_config import config_of
-from tests.state.names.models import MODELS, plan_of
+from tests.state.names.models import NAMED, plan_of
 
 CLASSES = {
     "dense with grouped queries": "LlamaForCausalLM",
@@ -22,7 +22,17 @@ CLASSES = {
     "latent, dense": "DeepseekV3ForCausalLM",
     "latent, experts": "DeepseekV2ForCausalLM",
     "latent with modules": "DeepseekV3ForCausalLM",
+    "Qwen2": "Qwen2ForCausalLM",
+    "Qwen3": "Qwen3ForCausalLM",
+    "Llama with all biases": "LlamaForCausalLM",
+    "GPT-2": "GPT2LMHeadModel",
+    "GPT-2 with a head, exact": "GPT2LMHeadModel",
+    "StarCoder2": "Starcoder2ForCausalLM",
+    "StableLM": "StableLmForCausalLM",
+    "Qwen3 with experts": "Qwen3MoeForCausalLM",
+    "GLM-4 with experts": "Glm4MoeForCausalLM",
 }
+MODELS = {kind: model for kind, model, convention in NAMED if convention == "huggingface"}
 SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "tied_embedding")
 
 

@@ -1,10 +1,13 @@
 """Every weight has one name, one place and a way back; what other tools do not have is refused."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.state.names.convention_maps import (
     map_from_own_names,
     map_to_convention,
@@ -18,7 +21,7 @@ from pipeproof.state.regions import tiling_fault
 from pipeproof.state.tensor_map import compose, identity_map, invert, map_differences
 from pipeproof.state.write_state import values_of
 from tests.state.names.apply_map import apply_map
-from tests.state.names.models import MLA, MODELS, MOE, SIGMOID, plan_of
+from tests.state.names.models import GPT2, MLA, MODELS, MOE, NAMED, PARTS_AND_MORE, SIGMOID, plan_of
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_heads": 4, "ffn_size": 6, "vocab_size": 9}
 
@@ -33,10 +36,9 @@ def numbered(model):
     return found
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_map_back_after_the_map_is_the_identity(kind, convention):
-    model = plan_of(**MODELS[kind]).model
+@pytest.mark.parametrize(("kind", "model", "convention"), NAMED)
+def test_the_map_back_after_the_map_is_the_identity(kind, model, convention):
+    model = plan_of(**model).model
     ours = weights_of(model, "float32")
     there = map_from_own_names(convention, model, "float32")
     for tensor in there.tensors.values():
@@ -49,10 +51,9 @@ def test_the_map_back_after_the_map_is_the_identity(kind, convention):
     assert all((returned[name] == arrays[name]).all() for name in arrays)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_copies_are_equal_and_nothing_else_is_twice(kind, convention):
-    model = plan_of(**MODELS[kind]).model
+@pytest.mark.parametrize(("kind", "model", "convention"), NAMED)
+def test_copies_are_equal_and_nothing_else_is_twice(kind, model, convention):
+    model = plan_of(**model).model
     there = map_from_own_names(convention, model, "float32")
     made = apply_map(there, numbered(model))
     copies = tied_copies(convention, model)
@@ -121,6 +122,10 @@ def test_gate_and_up_of_each_of_several_ranks_follow_one_another_where_paddle_fu
         ({"swiglu_limit": 7.0}, "paddleformers", "swiglu_limit"),
         ({"moe": MOE | {"expert_bias_rate": 0.1}}, "megatron", "score: sigmoid"),
         ({}, "hugginface", "huggingface"),
+        ({"qk_norm": True, "biases": "qkv"}, "huggingface", "`qk_norm: true` and `biases: qkv`"),
+        ({"norm": "layer"}, "paddleformers", "no model of PaddleFormers has `norm: layer`"),
+        (GPT2 | {"num_kv_heads": 2}, "huggingface", "`biases: all` and `num_kv_heads`"),
+        (GPT2, "paddlefleet", "`positions: learned`"),
     ],
 )
 def test_what_a_convention_has_no_names_for_is_refused_with_the_reason(model, convention, reason):
@@ -129,6 +134,61 @@ def test_what_a_convention_has_no_names_for_is_refused_with_the_reason(model, co
     (finding,) = error.value.findings
     assert finding.code == "PP928"
     assert reason in finding.message + (finding.help or "")
+
+
+PART_VALUES = {
+    "norm": ("rms", "layer"),
+    "qk_norm": (False, True),
+    "positions": ("rotary", "learned"),
+    "mlp": ("swiglu", "gelu", "gelu_tanh"),
+    "biases": ("none", "qkv", "all"),
+}
+LLAMA = [values[0] for values in PART_VALUES.values()]
+
+
+def map_or_reason(convention, model):
+    """The map to a convention, or None and why there is none."""
+    try:
+        return map_from_own_names(convention, model, "float32"), ""
+    except NoNamesError as error:
+        return None, str(error.findings[0])
+
+
+SECTIONS = ({}, {"moe": MOE}, {"moe": MOE | SIGMOID}, {"mla": MLA}, {"mtp": {"num_modules": 1}}, {"num_kv_heads": 2})
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: "".join(section) or "plain")
+def test_every_combination_of_parts_has_all_its_names_or_is_refused(section, convention):
+    named = 0
+    for values in itertools.product(*PART_VALUES.values()):
+        keys = dict(zip(PART_VALUES, values, strict=True))
+        try:
+            model = plan_of(**section, **keys, num_layers=1).model
+        except PlanFileError:
+            continue  # PP106: no such model
+        there, reason = map_or_reason(convention, model)
+        if there is None:
+            assert convention not in ("pipeproof", "megatron")
+            assert all(f"`{key}: " in reason for key, value in keys.items() if value not in LLAMA)
+            continue
+        named += 1
+        weights = weights_of(model, "float32")
+        read = {copy.source for tensor in there.tensors.values() for copy in tensor.copies}
+        assert read == weights.keys()
+        assert invert(there, weights).tensors.keys() == weights.keys()
+    assert named
+
+
+def test_biases_have_the_order_of_the_columns_of_their_weights():
+    model = plan_of(**PARTS_AND_MORE["GPT-2"][0]).model
+    arrays = numbered(model)
+    bias = arrays["layer.1.attn.qkv.bias"].reshape(model.num_heads, 3, model.size_of_head)
+    gpt2 = apply_map(map_from_own_names("huggingface", model, "float32"), arrays)
+    assert (gpt2["transformer.h.1.attn.c_attn.bias"] == bias.transpose(1, 0, 2).reshape(-1)).all()
+    megatron = apply_map(map_from_own_names("megatron", model, "float32"), arrays)
+    assert (megatron["decoder.layers.1.self_attention.linear_qkv.bias"] == arrays["layer.1.attn.qkv.bias"]).all()
+    assert (megatron["embedding.position_embeddings.weight"] == arrays["embed.positions.weight"]).all()
 
 
 def test_a_clamped_swiglu_has_megatrons_names_for_it_is_a_setting_there():

@@ -21,20 +21,15 @@ from tests.state.names.models import MODELS, MOE, plan_of
 
 FILES = Path(__file__).parent / "fleet"
 ARCHITECTURES = {
-    "qwen2": MODELS["dense with grouped queries"],
-    "qwen3": MODELS["tied"],
+    "qwen2": MODELS["dense with grouped queries"] | {"biases": "qkv"},
+    "qwen3": MODELS["tied"] | {"qk_norm": True},
     "qwen2_moe": {"num_kv_heads": 2, "moe": MOE | {"num_shared_experts": 1}},
-    "qwen3_moe": {"num_kv_heads": 3, "moe": MOE | {"normalize": False}},
+    "qwen3_moe": {"num_kv_heads": 3, "qk_norm": True, "moe": MOE | {"normalize": False}},
     "glm4_moe": MODELS["experts with biases"],
     "glm_moe_dsa": MODELS["latent with modules"],
     "kimi_k2": {part: sizes for part, sizes in MODELS["latent with modules"].items() if part != "mtp"},
 }
-BESIDES = {
-    "qwen2": {"self_attn.qkv_proj.bias"},
-    "qwen3": {"self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight"},
-    "qwen2_moe": {"self_attn.qkv_proj.bias", "mlp.shared_experts.gate_weight"},
-    "qwen3_moe": {"self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight"},
-}
+BESIDES = {"qwen2_moe": {"self_attn.qkv_proj.bias", "mlp.shared_experts.gate_weight"}}
 
 
 def statements(architecture):
@@ -50,12 +45,9 @@ def source_of(architecture, model):
     size = model.size_of_head
     for number in range(model.num_layers):
         attention = f"model.layers.{number}.self_attn"
-        for part, heads in zip("qkv", (model.num_heads, model.kv_heads, model.kv_heads), strict=True):
-            if architecture.startswith("qwen2"):
-                shapes[f"{attention}.{part}_proj.bias"] = (heads * size,)
-            elif architecture.startswith("qwen3") and part != "v":
-                shapes[f"{attention}.{part}_norm.weight"] = (size,)
         if architecture == "qwen2_moe":
+            for part, heads in zip("qkv", (model.num_heads, model.kv_heads, model.kv_heads), strict=True):
+                shapes[f"{attention}.{part}_proj.bias"] = (heads * size,)
             shapes[f"model.layers.{number}.mlp.shared_expert_gate.weight"] = (1, model.hidden_size)
     if architecture == "qwen2_moe":
         shapes = {name.replace("shared_experts", "shared_expert"): shape for name, shape in shapes.items()}

@@ -7,20 +7,19 @@ from pipeproof.state.aoa.read_statements import read_statements
 from pipeproof.state.aoa.tensor_families import TensorMeta
 from pipeproof.state.names.convention_maps import map_from_own_names, tied_copies
 from pipeproof.state.names.convention_statements import statements_between
-from pipeproof.state.names.convention_tables import CONVENTIONS
 from pipeproof.state.names.convention_tensors import weights_of
 from pipeproof.state.names.name_codes import NoNamesError
 from pipeproof.state.tensor_map import compose, invert, map_differences
 from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, numbers, same
-from tests.state.names.models import MODELS, plan_of
+from tests.state.names.models import MODELS, NAMED, PARTS_AND_MORE, plan_of
 
 FAR_APART = {frozenset({"paddlefleet", other}) for other in ("pipeproof", "paddleformers-unfused")}
 """Between these nothing is said that others of the pairs do not say."""
 PAIRS = [
-    (one, other)
-    for one in CONVENTIONS
-    for other in CONVENTIONS
-    if one != other and frozenset({one, other}) not in FAR_APART
+    (kind, model, one, other)
+    for kind, model, one in NAMED
+    for of, _, other in NAMED
+    if kind == of and one != other and frozenset({one, other}) not in FAR_APART
 ]
 
 
@@ -36,10 +35,9 @@ def between(one, other, model):
     )
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_composed(kind, one, other):
-    model = plan_of(**MODELS[kind]).model
+@pytest.mark.parametrize(("kind", "model", "one", "other"), PAIRS)
+def test_they_make_every_tensor_of_the_same_elements_as_the_two_maps_composed(kind, model, one, other):
+    model = plan_of(**model).model
     if "pipeproof" in (one, other) and (model.moe or model.mla):
         with pytest.raises(NoNamesError, match="takes"):
             statements_between(one, other, model)
@@ -88,11 +86,16 @@ def test_the_padding_of_a_vocabulary_is_beyond_statements():
         statements_between("huggingface", "megatron", model)
 
 
+KINDS = ("tied with modules", "experts as Mixtral", "experts with biases", "latent, experts")
+ENGINE_KINDS = {kind: MODELS[kind] for kind in KINDS}
+ENGINE_KINDS |= {kind: PARTS_AND_MORE[kind][0] for kind in ("Qwen2", "Qwen3", "GLM-4 with experts")}
+
+
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize("other", ["paddleformers", "paddleformers-unfused"])
-@pytest.mark.parametrize("kind", ["tied with modules", "experts as Mixtral", "experts with biases", "latent, experts"])
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
 def test_paddles_own_engine_makes_the_same_of_them(kind, other):
-    model = plan_of(**MODELS[kind]).model
+    model = plan_of(**ENGINE_KINDS[kind]).model
     source, target = metas("huggingface", model), metas(other, model)
     lines = statements_between("huggingface", other, model).splitlines()
     arrays = numbers(source)

@@ -1,0 +1,31 @@
+"""Norms, biases, positions and activations: names and layouts of each convention, by forward passes in numpy."""
+
+import numpy as np
+import pytest
+
+from pipeproof.state.names.convention_maps import map_from_own_names
+from pipeproof.state.names.convention_tensors import weights_of
+from tests.state.names.apply_map import apply_map
+from tests.state.names.models import PARTS, plan_of
+from tests.state.names.open_models import OwnModel, open_model
+
+CASES = [(kind, convention) for kind, (_, conventions) in PARTS.items() for convention in conventions]
+
+
+def random_weights(model):
+    """Norms not all alike, and no bias near zero."""
+    draw = np.random.default_rng(5)
+    return {name: draw.normal(0.2, 0.4, entry.shape) for name, entry in weights_of(model, "float64").items()}
+
+
+@pytest.mark.parametrize(("kind", "convention"), CASES)
+def test_another_tools_forward_pass_with_its_names_has_the_plans_logits(kind, convention):
+    model = plan_of(**PARTS[kind][0]).model
+    ours, sizes = random_weights(model), model.model_dump()
+    theirs = apply_map(map_from_own_names(convention, model, "float64"), ours)
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, (2, model.seq_length))
+    own, other = OwnModel(ours, sizes), open_model(convention, sizes)(theirs, sizes)
+    (expected,), (found,) = own.logits([tokens]), other.logits([tokens])
+    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+    assert own.read == ours.keys()
+    assert other.read == theirs.keys()
