@@ -9,7 +9,7 @@ MODEL_ARGS=(
     --num-attention-heads 8
     --seq-length 1024
     --vocab-size 32000
-    --swiglu
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights
 )
 

@@ -14,6 +14,7 @@ from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.model_parts import PART_NAMES, take_parts
 
 MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
     {
@@ -24,6 +25,10 @@ MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
         "intermediate_size": ("ffn_size",),
         "vocab_size": ("vocab_size",),
         "head_dim": ("head_size",),
+        "n_layer": ("num_layers",),
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_heads",),
+        "n_inner": ("ffn_size",),
         "tie_word_embeddings": ("tied_embedding",),
         "num_nextn_predict_layers": ("mtp", "num_modules"),
         "num_experts": ("moe", "num_experts"),
@@ -45,6 +50,9 @@ MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
 )
 """Names in Hugging Face's and Paddle's model configurations, and their keys below ``model``."""
 
+CONFIG_NAMES = (*MODEL_NAMES, *PART_NAMES)
+"""All names that are read from a model configuration."""
+
 _LATENT = ("num_kv_heads", "head_size")
 
 
@@ -56,7 +64,7 @@ class Needs:
 
 
 def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
-    """Set the sizes that a model configuration names; null and zero are left out.
+    """Set the sizes and parts that a model configuration names; null and zero are left out.
 
     Raises:
         PlanFileError: PP170, a size is no integer.
@@ -75,6 +83,7 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
             message = f"`{name}` must be {'true or false' if expected_type is bool else 'an integer'}, found "
             raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message + describe_value(value), location))
         draft.set(("model", *path), value, name, location)
+    take_parts(draft, values)
 
 
 def read_model_config(draft: Draft, file: Path) -> None:

@@ -282,6 +282,9 @@ class _Job:
             if self.file.has(section, name):
                 value = self._number(section, name, 1)
                 self.draft.set(("model", key), value, name, self.file.location(section, name))
+        if self.file.get("model", "name", "") == "qwen3":
+            location = self.file.location("model", "name")
+            self.draft.set(("model", "qk_norm"), value=True, setting="name", location=location)
         assume_model(self.draft, Needs(num_stages))
 
     def _stages(self, pp: int, num_stages: int, *, csv: bool) -> None:

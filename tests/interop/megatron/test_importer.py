@@ -8,7 +8,9 @@ from pipeproof.interop import Flags, check_imported, import_files
 from tests.cli.commands import invoke
 from tests.interop.importing import REAL
 
-SIZES = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --swiglu "
+GPT3 = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+SIZES = GPT3 + LLAMA
 BATCHES = "--micro-batch-size 1 --global-batch-size 8 "
 PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 PP2 = "--pipeline-model-parallel-size 2 "
@@ -228,3 +230,76 @@ def test_what_is_no_script_of_megatron(tmp_path, text, message):
 def test_one_file_is_a_training():
     with pytest.raises(PlanFileError, match="one file, found 2"):
         import_files("megatron", [REAL / "megatron_gpt3_175b.sh"] * 2, Flags())
+
+
+PARTS = {"norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "biases": "all"}
+LATENT = "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope "
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64 --position-embedding-type rope "
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("", PARTS),
+        (LLAMA, {}),
+        ("--normalization RMSNorm", PARTS | {"norm": "rms"}),
+        ("--normalization LayerNorm --qk-layernorm", PARTS | {"qk_norm": True}),
+        ("--use-rotary-position-embeddings", PARTS | {"positions": "rotary"}),
+        ("--position-embedding-type rope", PARTS | {"positions": "rotary"}),
+        ("--position-embedding-type learned_absolute", PARTS),
+        ("--no-position-embedding --position-embedding-type rope", PARTS | {"positions": "rotary"}),
+        ("--no-bias-gelu-fusion", PARTS | {"mlp": "gelu"}),
+        ("--no-bias-gelu-fusion --openai-gelu", PARTS),
+        ("--disable-bias-linear", PARTS | {"mlp": "gelu", "biases": "none"}),
+        ("--disable-bias-linear --add-qkv-bias", PARTS | {"mlp": "gelu", "biases": "qkv"}),
+        ("--add-qkv-bias", PARTS),
+        ("--squared-relu", PARTS | {"mlp": "gelu"}),
+        ("--swiglu", PARTS | {"mlp": "swiglu"}),
+        (LLAMA + "--add-qkv-bias --qk-layernorm", {"biases": "qkv", "qk_norm": True}),
+        (LATENT + "--qk-layernorm", {"norm": "layer", "mlp": "gelu_tanh"}),
+        (EXPERTS + "--swiglu", {"norm": "layer", "biases": "qkv"}),
+        (EXPERTS + "--disable-bias-linear", {"norm": "layer"}),
+    ],
+)
+def test_norms_positions_activation_and_biases(tmp_path, flags, parts):
+    model = imported(tmp_path, f"run {GPT3}{BATCHES}{PP2}{flags}").plan["model"]
+    defaults = {"norm": "rms", "qk_norm": False, "positions": "rotary", "mlp": "swiglu", "biases": "none"}
+    assert {key: model.get(key, value) for key, value in defaults.items()} == defaults | parts
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "why"),
+    [
+        ("--max-position-embeddings 256", "--max-position-embeddings 256", "each of 128 positions"),
+        ("--position-embedding-type none", "--position-embedding-type none", "are rotated"),
+        ("--no-position-embedding", "--no-position-embedding", "are rotated"),
+        ("--squared-relu", "--squared-relu", "is GELU here"),
+        ("--mtp-num-layers 1", "learned positions", "with multi-token prediction"),
+        ("--multi-latent-attention --disable-bias-linear", "learned positions", "with latent attention"),
+        (LATENT, "no --disable-bias-linear", "has no biases here"),
+        (EXPERTS + "--swiglu", "no --disable-bias-linear", "only queries, keys and values"),
+        (EXPERTS + "--disable-bias-linear", "experts without --swiglu", "1.5 times"),
+    ],
+)
+def test_parts_that_a_plan_has_otherwise_are_named(tmp_path, flags, name, why):
+    made = imported(tmp_path, f"run {GPT3}{BATCHES}{PP2}{flags}")
+    (setting,) = made.ignored
+    assert setting.name == name
+    assert why in setting.why
+
+
+def test_a_norm_that_megatron_does_not_have_is_refused(tmp_path):
+    finding = refusal(tmp_path, f"run {GPT3}{BATCHES}{PP2}--normalization RmsNorm")
+    assert finding.code == "PP171"
+    assert "must be LayerNorm or RMSNorm, found `RmsNorm`" in finding.message
+
+
+def test_a_script_without_its_model_says_nothing_about_the_parts(tmp_path):
+    made = imported(tmp_path, f"run {BATCHES}{PP2}")
+    assumed = {assumption.key[1]: assumption.value for assumption in made.assumptions}
+    assert {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none"}.items() <= assumed.items()
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen3", "num_hidden_layers": 6, "hidden_size": 64}')
+    made = imported(tmp_path, f"run {BATCHES}{PP2}", model_config=config)
+    assert made.plan["model"]["qk_norm"] is True
+    assert not {"norm", "biases"} & made.plan["model"].keys()

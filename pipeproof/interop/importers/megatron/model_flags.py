@@ -7,6 +7,7 @@ import re
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.interop.importers.megatron.part_flags import import_parts
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
@@ -44,13 +45,9 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
                 reader.shown(flag),
                 reader.location(flag),
             )
-    if not reader.has("--swiglu") and not reader.has("--quick-geglu"):
-        draft.ignore(
-            "an MLP without --swiglu",
-            "blocks have a SwiGLU MLP here: its weights are 1.5 times as many, all else is equal",
-        )
     if reader.has("--num-experts"):
         import_experts(reader)
+    import_parts(reader, config)
 
 
 def _model_config(reader: FlagReader) -> Draft:

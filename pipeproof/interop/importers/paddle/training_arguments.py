@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.model_sizes import MODEL_NAMES, take_model
+from pipeproof.interop.importers.model_sizes import CONFIG_NAMES, take_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import ineffective, lay_out, refuse, rephrasing
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
@@ -77,7 +77,7 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
     draft = Draft("paddleformers", flags)
     _report_unknown_settings(settings, draft)
     job = _job(settings, draft)
-    take_model(draft, {name: settings.values[name] for name in MODEL_NAMES if name in settings})
+    take_model(draft, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
     magic = settings.flag("enable_mtp_magic_send", default=False)
     if magic.value and job.mtp is not None and job.mtp.value:
         draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)

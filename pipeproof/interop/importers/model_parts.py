@@ -1,0 +1,79 @@
+"""Parts of the model (norms, positions, activation, biases) from a model's configuration, by its ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.interop.importers.draft import Draft, count
+
+_GPT = {"norm": "layer", "positions": "learned", "biases": "all"}
+_PARTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "gpt": _GPT,  # PaddleNLP's GPT-3
+        "gpt2": _GPT,
+        "qwen2": {"biases": "qkv"},
+        "qwen2_moe": {"biases": "qkv"},
+        "qwen3": {"qk_norm": True},
+        "qwen3_moe": {"qk_norm": True},
+        "stablelm": {"norm": "layer"},
+        "starcoder2": {"norm": "layer"},
+    }
+)
+"""Values that follow from the type alone, in Hugging Face's and Paddle's libraries; other types have a Llama's."""
+
+_TANH = frozenset({"gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast"})
+
+PART_NAMES = (
+    "model_type", "activation_function", "hidden_act", "use_qk_norm", "use_bias", "attention_bias", "use_qkv_bias",
+    "mlp_bias", "mlp_only_layers",
+)  # fmt: skip
+"""Names that a configuration has for parts."""
+
+
+def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+    """Set the parts that a configuration's type and switches name; the sizes are set before."""
+    kind, location = values.get("model_type", ("", None))
+    for key, value in _PARTS.get(str(kind), {}).items():
+        draft.set(("model", key), value, f"model_type {kind}", location)
+    if kind in ("gpt", "gpt2") and "tie_word_embeddings" not in values:
+        draft.set(("model", "tied_embedding"), value=True, setting=f"model_type {kind}", location=location)
+    if kind == "gpt2" and ("model", "hidden_size") in draft:
+        draft.set(("model", "ffn_size"), 4 * count(draft, "model", "hidden_size"), f"model_type {kind}", location)
+    if kind in ("gpt", "gpt2", "starcoder2"):
+        name = "activation_function" if "activation_function" in values else "hidden_act"
+        _take_activation(draft, str(kind), name, *values.get(name, ("gelu_new", location)))
+    dense, location = values.get("mlp_only_layers", (None, None))
+    if dense and dense == list(range(len(dense))):
+        draft.set(("model", "moe", "dense_layers"), len(dense), "mlp_only_layers", location)
+    elif dense:
+        draft.ignore("mlp_only_layers", "all blocks after the first few have experts here", location)
+    _take_switches(draft, str(kind), {name: location for name, (value, location) in values.items() if value is True})
+
+
+def _take_activation(draft: Draft, kind: str, name: str, activation: object, location: Location | None) -> None:
+    exact = activation == "gelu" and kind != "gpt"  # PaddleNLP's `gelu` is the approximation
+    draft.set(("model", "mlp"), "gelu" if exact else "gelu_tanh", name, location)
+    if activation != "gelu" and activation not in _TANH:
+        draft.ignore(name, f"MLPs without a gate have GELU here, and not {activation}", location)
+
+
+def _take_switches(draft: Draft, kind: str, switches: Mapping[str, Location | None]) -> None:
+    is_latent = ("model", "mla") in draft
+    if "use_qk_norm" in switches and is_latent:
+        draft.ignore("use_qk_norm", "latent attention has norms of its own", switches["use_qk_norm"])
+    elif "use_qk_norm" in switches:
+        draft.set(("model", "qk_norm"), value=True, setting="use_qk_norm", location=switches["use_qk_norm"])
+    name = next((name for name in ("use_bias", "attention_bias", "use_qkv_bias", "mlp_bias") if name in switches), "")
+    biases: str | None = "all" if name == "use_bias" or {"attention_bias", "mlp_bias"} <= switches.keys() else "qkv"
+    if is_latent or name == "mlp_bias":
+        biases = None
+    elif ("model", "moe") in draft:
+        biases = "qkv"
+    if name and biases is not None:
+        draft.set(("model", "biases"), biases, name, switches[name])
+    if name and biases != "all" and name != "use_qkv_bias" and kind != "glm4_moe":
+        described = "those of queries, keys and values" if biases == "qkv" else "none"
+        draft.ignore(name, f"of these biases, {described} can be described here", switches[name])
