@@ -19,6 +19,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "dense with grouped queries": {"num_kv_heads": 3},
     "dense, a head of another size": {"head_size": 12, "num_kv_heads": 2},
     "tied": {"tied_embedding": True},
+    "biases of queries, keys, values": {"num_kv_heads": 3, "biases": "qkv"},
+    "all biases": {"biases": "all"},
+    "norms of queries and keys": {"num_kv_heads": 3, "qk_norm": True, "tied_embedding": True},
+    "GPT-3": {"norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "biases": "all", "tied_embedding": True},
+    "GPT-3, rotary, exact": {"norm": "layer", "mlp": "gelu", "biases": "all"},
     "experts as Mixtral": {"num_kv_heads": 2, "moe": MOE},
     "experts with biases, a module": {
         "num_kv_heads": 3, "moe": MOE | SIGMOID | {"dense_layers": 1, "num_shared_experts": 1},

@@ -12,8 +12,9 @@ NO_NAMES = RuleDoc(
     explanation=(
         "A convention gives each of a model's tensors a name and a layout, so that other tools can read them. It has "
         "no names for parts that the models of other tools lack: hyper-connections, the clamped SwiGLU without its "
-        "biases, routers with biases behind a softmax. A file without such tensors, or with names of our own, would "
-        "load and compute another model. Such models can be saved under pipeproof's own names: omit `--names`."
+        "biases, routers with biases behind a softmax, norms, positions and biases that no model of the tool has "
+        "together. A file without such tensors, or with names of our own, would load and compute another model. Such "
+        "models can be saved under pipeproof's own names: omit `--names`."
     ),
     wrong="pipeproof reshard states -o model.safetensors --names huggingface   # hyper_connections: {streams: 4}",
     right="pipeproof reshard states -o model.safetensors   # under pipeproof's own names",

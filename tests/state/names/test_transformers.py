@@ -11,8 +11,7 @@ from pipeproof.state.names.hf_config import config_of
 from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import PARTS, PARTS_AND_MORE, plan_of
-from tests.state.names.open_models import OwnModel, open_model
-from tests.state.names.test_parts import random_weights
+from tests.state.names.test_parts import own_model, random_weights
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 
@@ -43,9 +42,7 @@ def test_a_class_loads_the_export_and_gives_it_back(tmp_path, kind):
     tokens = np.random.default_rng(1).integers(0, plan.model.vocab_size, (2, plan.model.seq_length))
     with torch.no_grad():
         logits = network.eval()(torch.from_numpy(tokens), use_cache=False).logits.numpy()
-    sizes = plan.model.model_dump()
-    in_numpy = OwnModel(ours, sizes) if plan.model.moe is None else open_model("huggingface", sizes)(named, sizes)
-    (expected,) = in_numpy.logits([tokens])
+    (expected,) = own_model(ours, plan.model).logits([tokens])
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)  # its rotary angles are float32
 
     network.save_pretrained(tmp_path / "saved")
