@@ -59,7 +59,9 @@ def test_a_configuration_names_its_parts(tmp_path, config, parts):
         ({"model_type": "deepseek_v3", "attention_bias": True} | LATENT, "attention_bias", {}),
         ({"model_type": "deepseek_v3", "use_qk_norm": True} | LATENT, "use_qk_norm", {}),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function", GPT | {"mlp": "gelu_tanh"}),
+        ({"model_type": "gpt2", "activation_function": ["gelu"]}, "activation_function", GPT | {"mlp": "gelu_tanh"}),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]} | EXPERTS, "mlp_only_layers", {"qk_norm": True}),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1} | EXPERTS, "mlp_only_layers", {"qk_norm": True}),
     ],
 )
 def test_parts_that_a_plan_does_not_have_are_named(tmp_path, config, name, parts):

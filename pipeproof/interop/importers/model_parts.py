@@ -46,7 +46,7 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
         name = "activation_function" if "activation_function" in values else "hidden_act"
         _take_activation(draft, str(kind), name, *values.get(name, ("gelu_new", location)))
     dense, location = values.get("mlp_only_layers", (None, None))
-    if dense and dense == list(range(len(dense))):
+    if dense and isinstance(dense, list) and dense == list(range(len(dense))):
         draft.set(("model", "moe", "dense_layers"), len(dense), "mlp_only_layers", location)
     elif dense:
         draft.ignore("mlp_only_layers", "all blocks after the first few have experts here", location)
@@ -56,7 +56,7 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
 def _take_activation(draft: Draft, kind: str, name: str, activation: object, location: Location | None) -> None:
     exact = activation == "gelu" and kind != "gpt"  # PaddleNLP's `gelu` is the approximation
     draft.set(("model", "mlp"), "gelu" if exact else "gelu_tanh", name, location)
-    if activation != "gelu" and activation not in _TANH:
+    if activation != "gelu" and str(activation) not in _TANH:
         draft.ignore(name, f"MLPs without a gate have GELU here, and not {activation}", location)
 
 

@@ -42,7 +42,7 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "hidden_act": _GELUS.get(model.mlp, "silu"),
         "rms_norm_eps": _NORM_EPSILON,
         "rope_theta": 10000.0,
-        "attention_bias": model.biases != "none",
+        "attention_bias": model.biases == "all",
         "attention_dropout": 0.0,
         **common,
         **_settings(family, model),
@@ -113,7 +113,8 @@ def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
             dense = {"mlp_only_layers": list(range(moe.dense_layers)), "decoder_sparse_step": 1}
             return {**sizes, "moe_intermediate_size": moe.ffn_size, "norm_topk_prob": moe.normalize, **dense}
         case "Glm4Moe":
-            return {**_deepseek(moe), "partial_rotary_factor": 1.0, "use_qk_norm": model.qk_norm}
+            parts = {"use_qk_norm": model.qk_norm, "attention_bias": model.biases == "qkv"}
+            return {**_deepseek(moe), "partial_rotary_factor": 1.0, **parts}
     return _deepseek(moe)
 
 

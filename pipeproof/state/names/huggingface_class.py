@@ -15,7 +15,7 @@ def huggingface_class(model: ModelSpec) -> str | None:
     if model.norm == "rms" or model.qk_norm or model.moe is not None or model.mla is not None or model.mtp is not None:
         return None
     if model.positions == "learned":
-        own_heads = model.num_kv_heads in (None, model.num_heads) and not _has_other_head_size(model)
+        own_heads = model.kv_heads == model.num_heads and not _has_other_head_size(model)
         return "GPT2" if own_heads and model.mlp != "swiglu" and model.biases == "all" else None
     if model.mlp != "swiglu":
         return None if model.biases == "qkv" else "Starcoder2"

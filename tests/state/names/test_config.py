@@ -46,6 +46,7 @@ def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps(config))
     draft = Draft("model config", Flags())
     read_model_config(draft, tmp_path / "config.json")
+    assert not draft.imported("", ()).ignored
     for key in SIZES:
         assert draft.get("model", key, default=False) == getattr(model, key), key
     assert draft.get("model", "ffn_size") == (model.moe.ffn_size if "Mixtral" in kind else model.ffn_size)
