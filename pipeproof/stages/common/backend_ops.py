@@ -100,8 +100,16 @@ class BackendOps(Protocol):
         """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""
         ...
 
+    def gelu(self, tensor: Tensor, /, *, tanh: bool) -> Tensor:
+        """GELU (arXiv:1606.08415): exact, or its approximation with tanh."""
+        ...
+
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> Tensor:
         """The rotary embedding of heads [.., S, D], with tables in the framework's own format."""
+        ...
+
+    def rotated_heads(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, K, G, S, D] and key [B, K, S, D], rotated, and value [B, K, S, D], of [B, K, G + 2, S, D]."""
         ...
 
     def causal_attention(self, query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:

@@ -35,11 +35,15 @@ class Dropouts:
         rate = dropout_rate(self._plan, site)
         if not rate:
             return activation
+        mask = self._keys.of_tokens(layer, rate, self.positions_of(activation))
+        return activation * self._factors(mask if self._batch_first else mask.transpose([1, 0, 2]), rate, activation)
+
+    def positions_of(self, activation: Tensor) -> tuple[int, int]:
+        """The first position, and the one after the last, of an activation between layers, [S, B, H] or [B, S, H]."""
         length = activation.shape[1 if self._batch_first else 0]
         first = self._region.rank * length if self._region.sequence_dim is not None else 0
         start = self._split * self._length + first
-        mask = self._keys.of_tokens(layer, rate, (start, start + length))
-        return activation * self._factors(mask if self._batch_first else mask.transpose([1, 0, 2]), rate, activation)
+        return start, start + length
 
     def of_attention(self, layer: str, like: Tensor) -> Tensor | None:
         """Factors of this rank's probabilities, [B, K, G, S, keys], or None without dropout.

@@ -12,6 +12,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
+from pipeproof.stages.common.weights import SplitWeights
 from pipeproof.stages.common.work_items import MtpStream, join_mtp_streams, split_mtp_streams
 from pipeproof.stages.describe.mtp_streams import MTP
 
@@ -43,7 +44,9 @@ class EmbeddingAndHead:
         region: TensorParallelRegion,
         weight_of: Callable[[str, str], Weight],
         vocabulary: Vocabulary,
+        weights: SplitWeights,
     ) -> None:
+        self._weights, self._learned = weights, plan.model.positions == "learned"
         self._ops, self._region, self._weight_of, self._vocabulary = ops, region, weight_of, vocabulary
         self._rows_dim = plan.model.activation_order.index("b")
         self._tied = plan.model.tied_embedding
@@ -51,9 +54,12 @@ class EmbeddingAndHead:
     def embed(self, streams: Sequence[MtpStream], dropouts: Dropouts) -> list[Tensor]:
         """The main stream; if the first stage embeds for all modules, also one stream for each module."""
         names = ["embed", *(f"{MTP}.{number}.embed" for number in range(len(streams) - 1))]
-        embedded = split_mtp_streams(
-            self._ops, self._lookup("embed", "embed.out", streams), len(streams), self._rows_dim
-        )
+        joined = self._lookup("embed", "embed.out", streams)
+        if self._learned:
+            start, end = dropouts.positions_of(joined)
+            positions = self._weight_of("embed", "embed.positions.weight")
+            joined = self._weights.added(joined, positions, lambda table: table[start:end].unsqueeze(self._rows_dim))
+        embedded = split_mtp_streams(self._ops, joined, len(streams), self._rows_dim)
         return [dropouts.between(stream, "embedding", name) for stream, name in zip(embedded, names, strict=True)]
 
     def embed_for_module(self, layer: str, stream: MtpStream, dropouts: Dropouts) -> Tensor:

@@ -98,7 +98,9 @@ class Stage(ABC, Generic[TokenBatch]):
         self._sequence_keys = self._make_sequence_keys(context)
         self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
         self.parameters = self._held.parameters
-        self._ends = EmbeddingAndHead(self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary)
+        self._ends = EmbeddingAndHead(
+            self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary, self._weights
+        )
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
@@ -204,7 +206,7 @@ class Stage(ABC, Generic[TokenBatch]):
         if embedding is None:
             embedding = self._ends.embed_for_module(name, stream, dropouts)
         normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
-        return block(self._product(self._ops.concat(normed, -1), f"{name}.proj.weight"))
+        return block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
 
     def _block(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
         def attention(x: Tensor) -> Tensor:
@@ -233,8 +235,22 @@ class Stage(ABC, Generic[TokenBatch]):
         recomputes = self._recompute == "selective"
         mixed = self._ops.recompute_in_backward(mix, *inputs) if recomputes else mix(*inputs)  # [B, K, G, S, Z]
         mixed = self._ops.permute(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
-        addend = self._product(mixed.flatten(2), f"{name}.out.weight")
-        return dropouts.between(self._region.leave(addend, f"{name}.out"), "hidden", name)
+        return dropouts.between(self._row_parallel(mixed.flatten(2), f"{name}.out", f"{name}.out"), "hidden", name)
+
+    def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, K, G, S, D], key and value [B, K, S, D] of a sequence split."""
+        model, parts = self._plan.model, [self._plan.model.num_heads // self._plan.model.kv_heads, 1, 1]
+        fused = self._product(self._region.enter(activation, f"{name}.in"), f"{name}.qkv")
+        heads = fused.reshape([*fused.shape[:2], -1, sum(parts), model.size_of_head])  # [S, B, K, G + 2, D]
+        if model.qk_norm:
+            query, key, value = self._ops.split(heads, parts, 3)
+            normed = self._norm(query, f"{name}.q_head_norm"), self._norm(key, f"{name}.k_head_norm")
+            heads = self._ops.concat([*normed, value], 3)
+        heads = self._ops.permute(heads, [0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])
+        if model.positions == "rotary":
+            return self._ops.rotated_heads(heads, *self._tables(split, heads.shape[3]))
+        query, key, value = self._ops.split(heads, parts, 2)
+        return query, key.squeeze(2), value.squeeze(2)
 
     def _latent_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a sequence split."""
@@ -244,7 +260,7 @@ class Stage(ABC, Generic[TokenBatch]):
             self._ops,
             activation,
             mla,
-            lambda x, part: self._product(x, f"{name}.{part}.weight"),
+            lambda x, part: self._product(x, f"{name}.{part}"),
             lambda x, part: self._norm(x, f"{name}.{part}"),
             self._region,
             name,
@@ -263,17 +279,29 @@ class Stage(ABC, Generic[TokenBatch]):
         return self._cos[positions], self._sin[positions]
 
     def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        entered = self._region.enter(activation, f"{name}.in")
+        entered, kind = self._region.enter(activation, f"{name}.in"), self._plan.model.mlp
         if f"{name}.router.weight" in self.parameters:
-            addend = self._routed(entered, name, work_item)
+            output = self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
         else:
-            gate = self._product(entered, f"{name}.gate.weight")
-            up = self._product(entered, f"{name}.up.weight")
-            addend = self._product(self._gated(gate, up), f"{name}.down.weight")
-        return dropouts.between(self._region.leave(addend, f"{name}.out"), "hidden", name)
+            if kind == "swiglu":
+                inner = self._gated(self._product(entered, f"{name}.gate"), self._product(entered, f"{name}.up"))
+            else:
+                inner = self._ops.gelu(self._product(entered, f"{name}.up"), tanh=kind == "gelu_tanh")
+            output = self._row_parallel(inner, f"{name}.down", f"{name}.out")
+        return dropouts.between(output, "hidden", name)
 
     def _product(self, activation: Tensor, name: str) -> Tensor:
-        return self._weights.product(activation, self.parameters[name])
+        """The product with the weight of that name, plus its bias, if there is one."""
+        return self._biased(self._weights.product(activation, self.parameters[f"{name}.weight"]), name)
+
+    def _row_parallel(self, activation: Tensor, name: str, label: str) -> Tensor:
+        """A product whose addends on the tensor-parallel ranks are summed. The bias is added once, after the sum."""
+        addend = self._weights.product(activation, self.parameters[f"{name}.weight"])
+        return self._biased(self._region.leave(addend, label), name)
+
+    def _biased(self, activation: Tensor, name: str) -> Tensor:
+        bias = self.parameters.get(f"{name}.bias")
+        return activation if bias is None else self._weights.added(activation, bias)
 
     # Each framework implements these.
 
@@ -283,15 +311,11 @@ class Stage(ABC, Generic[TokenBatch]):
 
     @abstractmethod
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dim, times the weight of that name."""
+        """RMSNorm over the last dim, times the weight of that name; LayerNorm, if there is also a bias."""
 
     @abstractmethod
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
         """The final norm, of all MTP streams."""
-
-    @abstractmethod
-    def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, K, G, S, D], key and value [B, K, S, D] of a sequence split."""
 
     @abstractmethod
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:

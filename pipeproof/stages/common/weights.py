@@ -36,6 +36,10 @@ class SplitWeights(Protocol):
         """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K]."""
         ...
 
+    def added(self, activation: Tensor, weight: Weight, view: Callable[[Tensor], Tensor] = ..., /) -> Tensor:
+        """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
+        ...
+
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K]."""
         ...

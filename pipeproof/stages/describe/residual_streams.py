@@ -74,7 +74,10 @@ def measured_with(name: str) -> tuple[str, ...]:
     """Other weights whose largest gradient element is also the unit for differences of the named gradient.
 
     A scale or a bias has few elements. Each is a sum over all tokens of addends with both signs, which sometimes nearly
-    cancel, so these elements alone are not a good unit.
+    cancel, so these elements alone are not a good unit. Without rotary positions the addends of the bias of the keys'
+    norm cancel exactly: softmax does not change if all keys of a query are shifted.
     """
     prefix, _, end = name.rpartition(".")
+    if name.endswith("k_head_norm.bias"):
+        return (name.replace("k_head_norm", "q_head_norm"),)
     return tuple(f"{prefix}.{other}" for other in ENDS if other != end) if prefix.endswith(_STREAMS) else ()

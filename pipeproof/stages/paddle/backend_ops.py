@@ -8,10 +8,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import paddle
+import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.stages.common.backend_ops import BackendOps
-from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate
+from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate, rotated_heads
 from pipeproof.stages.paddle.recompute import GatheredInput, recompute_in_backward
 
 Tensor: TypeAlias = paddle.Tensor
@@ -31,6 +32,7 @@ class PaddleOps:
     recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
     rotate = staticmethod(rotate)
+    rotated_heads = staticmethod(rotated_heads)
     causal_attention = staticmethod(causal_attention)
 
     @staticmethod
@@ -63,6 +65,11 @@ class PaddleOps:
         """Implement ``BackendOps.as_type_of``: the tensor itself."""
         assert tensor.dtype == like.dtype, (tensor.dtype, like.dtype)
         return tensor
+
+    @staticmethod
+    def gelu(tensor: Tensor, *, tanh: bool) -> Tensor:
+        """Implement ``BackendOps.gelu``."""
+        return F.gelu(tensor, approximate=tanh)
 
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:

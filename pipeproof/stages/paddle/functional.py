@@ -22,7 +22,7 @@ from paddle.autograd import PyLayer
 Tensor: TypeAlias = paddle.Tensor
 Indices: TypeAlias = npt.NDArray[np.int64]
 
-RMS_NORM_EPSILON = 1e-6
+NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0
 CLAMPED_SWIGLU_ALPHA = 1.702
 
@@ -31,7 +31,13 @@ def rms_norm(activation: Tensor) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last dim (arXiv:1910.07467), before the weight."""
     x = paddle.assign(activation)  # a separate node: the caller's tensor feeds this norm once
     mean_square = paddle.mean(paddle.square(x), axis=-1, keepdim=True)
-    return x * paddle.rsqrt(mean_square + RMS_NORM_EPSILON)
+    return x * paddle.rsqrt(mean_square + NORM_EPSILON)
+
+
+def layer_norm(activation: Tensor) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps)`` over the last dim (arXiv:1607.06450), before the weight and the bias."""
+    x = paddle.assign(activation)
+    return rms_norm(x - paddle.mean(x, axis=-1, keepdim=True))
 
 
 def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, Tensor]:
@@ -51,6 +57,12 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     sin_first, sin_second = paddle.chunk(sin, 2, axis=-1)
     rotated = [first * cos_first - second * sin_first, second * cos_second + first * sin_second]
     return paddle.concat(rotated, axis=-1)
+
+
+def rotated_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [B, K, G + 2, S, D] into query [B, K, G, S, D], key and value [B, K, S, D]; rotate query and key."""
+    query, key, value = paddle.split(heads, [heads.shape[2] - 2, 1, 1], axis=2)
+    return rotate(query, cos, sin), rotate(key.squeeze(2), cos, sin), value.squeeze(2)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from pipeproof.stages.describe.synthetic import Batch, loss_scale
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.experts import ExpertCollectives, ExpertRegion, Experts
-from pipeproof.stages.paddle.functional import gated, rms_norm, rotary_tables, rotate
+from pipeproof.stages.paddle.functional import gated, layer_norm, rms_norm, rotary_tables
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights
 
@@ -88,20 +88,14 @@ class PaddleStage(Stage[Batch]):
         return paddle.to_tensor(np.ascontiguousarray(ids if self._batch_first else ids.T))
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        return self._split_weights.scaled(rms_norm(activation), self.parameters[f"{name}.weight"])
+        return self._normed([activation], name)[0]
 
-    def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
-        return self._split_weights.scaled_each(list(map(rms_norm, streams)), self.parameters["norm.weight"])
-
-    def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
-        entered = self._region.enter(activation, f"{name}.in")
-        fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, K * (G + 2) * D]
-        group = self._plan.model.num_heads // self._plan.model.kv_heads
-        heads = fused.reshape([*fused.shape[:2], -1, group + 2, self._plan.model.size_of_head])
-        heads = heads.transpose([0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])  # [B, K, G + 2, S, D]
-        query, key, value = paddle.split(heads, [group, 1, 1], axis=2)
-        cos, sin = self._tables(split, query.shape[3])
-        return rotate(query, cos, sin), rotate(key.squeeze(2), cos, sin), value.squeeze(2)
+    def _normed(self, streams: Sequence[Tensor], name: str = "norm") -> list[Tensor]:
+        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
+        if bias is None:
+            return self._split_weights.scaled_each(list(map(rms_norm, streams)), weight)
+        scaled = self._split_weights.scaled_each(list(map(layer_norm, streams)), weight)
+        return self._split_weights.added_each(scaled, bias)
 
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
         assert self._plan.model.moe is not None

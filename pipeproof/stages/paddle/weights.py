@@ -1,11 +1,11 @@
 """Weights with deferred gradients: the W of a split backward.
 
-A layer uses a weight in one of five ways: a matrix product, a product of groups of rows with one matrix each, a product
-element by element, a scale and shift of groups of columns, or a lookup of rows. The value is computed once, on a small
-graph of autograd that leads to the weight alone. The layer's own graph bypasses the weight and leads to the input. So a
-backward through the layers computes the gradients of inputs (I) and stores, for each use, the small graph and the
-gradient of its value. W then runs the small graphs. It follows autograd's own rules, so the bits are autograd's, and it
-frees the memory. The whole backward (B) is I, then W.
+A layer uses a weight in one of six ways: a matrix product, a product of groups of rows with one matrix each, a product
+element by element, a sum, a scale and shift of groups of columns, or a lookup of rows. The value is computed once, on a
+small graph of autograd that leads to the weight alone. The layer's own graph bypasses the weight and leads to the
+input. So a backward through the layers computes the gradients of inputs (I) and stores, for each use, the small graph
+and the gradient of its value. W then runs the small graphs. It follows autograd's own rules, so the bits are
+autograd's, and it frees the memory. The whole backward (B) is I, then W.
 
 If one weight has several uses (MTP streams share embedding, norm and head), its gradient adds those of the uses in
 their order. Autograd guarantees no order for several uses of a leaf.
@@ -28,6 +28,10 @@ from pipeproof.stages.paddle.functional import fork
 from pipeproof.stages.paddle.recompute import source_of
 
 Tensor: TypeAlias = paddle.Tensor
+
+
+View: TypeAlias = Callable[[Tensor], Tensor]
+"""A part of a weight, with dims for broadcasting."""
 
 
 class WeightGradients:
@@ -100,6 +104,21 @@ class SplitWeights:
             lambda gradient: gradient * self._rounded(weight),
             self._defer,
         )
+
+    def added(self, activation: Tensor, weight: Tensor, view: View = lambda whole: whole) -> Tensor:
+        """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
+        return self.added_each([activation], weight, view)[0]
+
+    def added_each(
+        self, activations: Sequence[Tensor], weight: Tensor, view: View = lambda whole: whole
+    ) -> list[Tensor]:
+        """``added`` to each activation. The weight's gradient adds those of the sums in order."""
+
+        def values(xs: Sequence[Tensor]) -> list[Tensor]:
+            return [x + view(copy) for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
+
+        # The deferred gradient needs its own memory: autograd may add to the gradient of the input in place.
+        return used_on_each(activations, values, paddle.clone, self._defer_each)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].

@@ -35,6 +35,8 @@ def parallel_bound(plan: PlanSpec) -> float:
         forward, per block:   two norms 2H, qkv H, scores D, softmax S, mix S, out Q, gate or up H, down F
         backward, per block:  the same products transposed: down H, gate and up 2F, out H, mix D and G S,
                               softmax S, scores G S, qkv Q + 2K, and two norms 2H
+        LayerNorm:            a mean H before each norm, forward and backward
+        norms of heads:       D forward and 2D backward, twice for LayerNorm
         latent attention:     compress H, norm 2R, expand R, then as above with heads of their sizes; backward
                               the heads A of the shared key, expand Q + V, norm 2R, compress 2R
         experts, forward:     router H, scores E, their sum k, gate or up H, down M, visits k
@@ -62,8 +64,8 @@ def parallel_bound(plan: PlanSpec) -> float:
     The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
     violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the
     assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of all
-    gradients of their sub-layer's streams (``describe.residual_streams.measured_with``), and biases start far apart
-    (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes, dtypes and both optimizers:
+    gradients of their sub-layer's streams (``describe.residual_streams.measured_with``, which also has the bias of the
+    keys' norm), and biases start far apart (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes, dtypes and both optimizers:
     close to the initial weights, differences are 9 to 100 times below the bound; with a vocabulary of two tokens, 1.4
     times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it. So the bound is only a scale
     for differences: the verdict on a run is bitwise equality with the ordered reference.
@@ -115,11 +117,14 @@ def _path_length(plan: PlanSpec) -> int:
         backward = 3 * hidden + queries + 2 * keys + head + (1 + 2 * group) * length
     else:
         forward, backward = _latent_attention(plan, model.mla)
+    num_means = 1 if model.norm == "layer" else 0
+    forward += 2 * num_means * hidden + (1 + num_means) * model.qk_norm * head
+    backward += 2 * num_means * hidden + (1 + num_means) * model.qk_norm * 2 * head
     dense = 2 * hidden + 3 * ffn
     kinds = [*range(model.num_layers), *[model.num_layers - 1] * num_modules(model)]  # a module has the last block's
     blocks = sum(_experts(plan) if model.has_experts(i) else dense for i in kinds)
     blocks += len(kinds) * (forward + backward + 2 * _streams(model)) + num_modules(model) * 7 * hidden
-    return blocks + 3 * hidden + 2 * vocab + length * plan.schedule.micro_batch_size
+    return blocks + (3 + 2 * num_means) * hidden + 2 * vocab + length * plan.schedule.micro_batch_size
 
 
 def _streams(model: ModelSpec) -> int:

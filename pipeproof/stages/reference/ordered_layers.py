@@ -90,39 +90,74 @@ class OrderedLayers(OrderedWeights):
         """Add two sharded tensors, shard by shard."""
         return [a + b for a, b in zip(x, y, strict=True)]
 
-    def norm(self, x: Shards, name: str) -> Shards:
-        """RMSNorm over the last dim, with the weight of that name."""
-        return self.normed(x, self.used[name])
+    def positioned(self, x: Shards) -> Shards:
+        """Add the learned vectors of the tokens' positions."""
+        length = x[0].shape[self.sequence_dim]
+        positioned = []
+        for k, (shard, table) in enumerate(zip(x, self.used["embed.positions.weight"], strict=True)):
+            begin = (self.split * len(x) + k) * length
+            positioned.append(shard + table[begin : begin + length].unsqueeze(1 - self.sequence_dim))
+        return positioned
 
-    def normed(self, x: Shards, weights: Sequence[Tensor]) -> Shards:
-        """RMSNorm over the last dim; each sequence shard has its copy of the weight."""
+    def biased(self, x: Shards, name: str) -> Shards:
+        """Add the bias of that name, if the model has it, to each shard."""
+        return self.add(x, self.used[f"{name}.bias"]) if f"{name}.bias" in self.used else x
+
+    def linear(self, x: Shards, name: str) -> Shards:
+        """Products with the shards of a weight, with their biases."""
+        return self.biased(products(x, self.used[f"{name}.weight"]), name)
+
+    def norm(self, x: Shards, name: str) -> Shards:
+        """The norm over the last dim, with the weights of that name."""
+        return self.normed(x, *self.norm_weights(name))
+
+    def norm_weights(self, name: str) -> list[Shards]:
+        """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
+        ends = ("weight",) if self.plan.model.norm == "rms" else ("weight", "bias")
+        return [self.used[f"{name}.{end}"] for end in ends]
+
+    def normed(self, x: Shards, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Shards:
+        """RMSNorm over the last dim, or with biases LayerNorm; each sequence shard has its copy of the weight."""
         normed = []
-        for shard, weight in zip(x, weights, strict=True):
+        for k, (shard, weight) in enumerate(zip(x, weights, strict=True)):
             # A copy, so that no tensor feeds three operations: autograd does not guarantee the order in which it adds
             # three gradients.
             a = paddle.assign(shard)
+            if biases is not None:
+                a = a - a.mean(axis=-1, keepdim=True)
             inverse = paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
-            normed.append(a * inverse * weight)
+            y = a * inverse * weight
+            normed.append(y if biases is None else y + biases[k])
         return normed
 
     def attention(self, x: Shards, name: str) -> Shards:
-        """Causal rotary attention with sharded heads."""
+        """Causal attention with sharded heads."""
         heads = self.grouped_heads if self.plan.model.mla is None else self.latent_heads
         mixed = [self.mix(*of_shard, name, shard) for shard, of_shard in enumerate(heads(x, name))]
-        return self.leave(products(mixed, self.used[f"{name}.out.weight"]))
+        return self.biased(self.leave(products(mixed, self.used[f"{name}.out.weight"])), f"{name}.out")
 
     def grouped_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries [B, K / T, G, S, D], keys and values [B, K / T, S, D] of each shard."""
         num_kv_heads, size = self.plan.model.kv_heads // self.num_shards, self.plan.model.size_of_head
         width = self.plan.model.num_heads // self.plan.model.kv_heads * size  # of a group's queries
         heads_of_shards = []
-        for qkv in products(self.enter(x), self.used[f"{name}.qkv.weight"]):
+        fused = self.linear(self.enter(x), f"{name}.qkv")
+        for qkv in self.with_normed_heads(fused, name) if self.plan.model.qk_norm else fused:
             heads = qkv.reshape([*qkv.shape[:2], num_kv_heads, width + 2 * size])
             heads = heads.transpose([1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3])
             q, k, v = heads.split([width, size, size], axis=-1)
             groups = q.reshape([*k.shape[:3], -1, size]).transpose([0, 1, 3, 2, 4])
             heads_of_shards.append((self.rotary(groups), self.rotary(k), v))
         return heads_of_shards
+
+    def with_normed_heads(self, fused: Shards, name: str) -> Shards:
+        """Norm each query and key in the fused queries, keys and values."""
+        group, size = self.plan.model.num_heads // self.plan.model.kv_heads, self.plan.model.size_of_head
+        heads = [qkv.reshape([*qkv.shape[:2], -1, group + 2, size]).split([group, 1, 1], axis=3) for qkv in fused]
+        queries, keys, values = (list(part) for part in zip(*heads, strict=True))
+        parts = self.norm(queries, f"{name}.q_head_norm"), self.norm(keys, f"{name}.k_head_norm"), values
+        joined = [paddle.concat(list(of_shard), axis=3) for of_shard in zip(*parts, strict=True)]
+        return [own.reshape(qkv.shape) for own, qkv in zip(joined, fused, strict=True)]
 
     def latent_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries [B, A / T, 1, S, D], keys [B, A / T, S, D] and values [B, A / T, S, Z] of each shard.
@@ -136,10 +171,10 @@ class OrderedLayers(OrderedWeights):
         if mla.q_rank is None:
             queries = products(self.enter(x), self.used[f"{name}.q.weight"])
         else:
-            low = self.norm(products(x, self.used[f"{name}.q_down.weight"]), f"{name}.q_norm.weight")
+            low = self.norm(products(x, self.used[f"{name}.q_down.weight"]), f"{name}.q_norm")
             queries = products(self.enter(low), self.used[f"{name}.q_up.weight"])
         compressed = [y.split([mla.kv_rank, rope], axis=-1) for y in products(x, self.used[f"{name}.kv_down.weight"])]
-        latents = self.norm([latent for latent, _ in compressed], f"{name}.kv_norm.weight")
+        latents = self.norm([latent for latent, _ in compressed], f"{name}.kv_norm")
         expanded = products(self.enter(latents), self.used[f"{name}.kv_up.weight"])
         heads_of_shards = []
         for q, kv, shared in zip(queries, expanded, self.enter([shared for _, shared in compressed]), strict=True):
@@ -186,22 +221,26 @@ class OrderedLayers(OrderedWeights):
         return read[0] if len(read) == 1 else paddle.concat(read, axis=2)
 
     def rotary(self, heads: Tensor) -> Tensor:
-        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
+        if self.plan.model.positions == "learned":
+            return heads
         a, b = heads.split(2, axis=-1)
         begin, length = self.split * heads.shape[-2], heads.shape[-2]
         cos, sin = (table[begin : begin + length] for table in (self.cos, self.sin))
         return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def mlp(self, x: Shards, name: str) -> Shards:
-        """SwiGLU with a sharded feed-forward width."""
-        return self.leave(self.swiglu(self.enter(x), name))
+        """SwiGLU or GELU with a sharded feed-forward width."""
+        return self.biased(self.leave(self.mlp_addends(self.enter(x), name)), f"{name}.down")
 
-    def swiglu(self, entered: Shards, name: str) -> Shards:
-        """The addends of an MLP."""
-        gates = products(entered, self.used[f"{name}.gate.weight"])
-        ups = products(entered, self.used[f"{name}.up.weight"])
-        limit = self.plan.model.swiglu_limit
-        inner = [gated(gate, up, limit) for gate, up in zip(gates, ups, strict=True)]
+    def mlp_addends(self, entered: Shards, name: str) -> Shards:
+        """The addends of an MLP, without the last bias."""
+        kind, limit = self.plan.model.mlp, self.plan.model.swiglu_limit
+        if kind == "swiglu":
+            gates, ups = self.linear(entered, f"{name}.gate"), self.linear(entered, f"{name}.up")
+            inner = [gated(gate, up, limit) for gate, up in zip(gates, ups, strict=True)]
+        else:
+            inner = [F.gelu(up, approximate=kind == "gelu_tanh") for up in self.linear(entered, f"{name}.up")]
         return products(inner, self.used[f"{name}.down.weight"])
 
     def experts(self, xs: Sequence[Shards], name: str) -> list[Shards]:
@@ -233,7 +272,7 @@ class OrderedLayers(OrderedWeights):
         ]
 
         def left(inputs: list[Shards], *addends: Tensor) -> Shards:
-            shared = self.swiglu(inputs[2], f"{name}.shared") if moe.num_shared_experts else None
+            shared = self.mlp_addends(inputs[2], f"{name}.shared") if moe.num_shared_experts else None
             return self.leave(list(addends) if shared is None else self.add(list(addends), shared))
 
         return self.each(left, per_rank, *outputs)

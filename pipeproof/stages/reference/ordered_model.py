@@ -88,6 +88,8 @@ class OrderedModel(OrderedLayers):
             of_shards = [copies_for_mtp_streams(shard, len(batches)) for shard in self.used["embed.weight"]]
             tables = [list(of_stream) for of_stream in zip(*of_shards, strict=True)]
         x, *others = [self.embed(batch, table) for batch, table in zip(batches, tables, strict=True)]
+        if self.plan.model.positions == "learned":
+            x = self.positioned(x)
         x = self.dropped(x, "embedding", "embed")
         self.show("embed", "output", x)
         num_head, _ = self.plan.model.num_empty
@@ -96,7 +98,7 @@ class OrderedModel(OrderedLayers):
 
     def joined_with(self, name: str, hidden: Shards, embedding: Shards) -> Shards:
         """The input of the block of a module."""
-        both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
+        both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         return products(
             [paddle.concat(of_shard, axis=-1) for of_shard in zip(*both, strict=True)], self.used[f"{name}.proj.weight"]
         )
@@ -106,8 +108,11 @@ class OrderedModel(OrderedLayers):
         for name in names:
             self.show(name, "input", xs[0])
             if name == "norm":
-                of_shards = [copies_for_mtp_streams(shard, len(xs)) for shard in self.used["norm.weight"]]
-                xs = [self.normed(x, own) for x, own in zip(xs, zip(*of_shards, strict=True), strict=True)]
+                of_weights = [
+                    zip(*(copies_for_mtp_streams(shard, len(xs)) for shard in shards), strict=True)
+                    for shards in self.norm_weights("norm")
+                ]
+                xs = [self.normed(x, *own) for x, *own in zip(xs, *of_weights, strict=True)]
             self.show(name, "output", xs[0])
         return xs
 
@@ -117,7 +122,7 @@ class OrderedModel(OrderedLayers):
 
         def attended(x: Shards) -> Residual:
             before = residual(expanded(x, model, number), f"{name}.attn", model, self.used)
-            y = self.attention(self.norm(before.sub_layer_input, f"{name}.attn_norm.weight"), f"{name}.attn")
+            y = self.attention(self.norm(before.sub_layer_input, f"{name}.attn_norm"), f"{name}.attn")
             x = before.update(self.dropped(y, "hidden", f"{name}.attn"))
             return residual(x, f"{name}.mlp", model, self.used)
 
@@ -125,7 +130,7 @@ class OrderedModel(OrderedLayers):
             return contracted(before.update(self.dropped(y, "hidden", f"{name}.mlp")), model, number)
 
         befores = self.each(attended, xs)
-        normed = self.each(lambda before: self.norm(before.sub_layer_input, f"{name}.mlp_norm.weight"), befores)
+        normed = self.each(lambda before: self.norm(before.sub_layer_input, f"{name}.mlp_norm"), befores)
         if self.plan.model.has_experts(number):
             return self.each(ended, befores, self.experts(normed, f"{name}.mlp"))
         return self.each(ended, befores, self.each(lambda x: self.mlp(x, f"{name}.mlp"), normed))

@@ -1,7 +1,7 @@
 """The weights of the ordered reference, sharded as on tensor-parallel ranks, and their gradients.
 
-A weight that is not sharded has a copy for each shard of its input: one for each sequence shard, and for a router one
-for each tensor-parallel rank.
+A weight that is not sharded has a copy for each shard of its input: one for each sequence shard, and for a router and
+norms of heads one for each tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OrderedWeights:
         dim = shard_dim(name)
         if dim is not None and whole.ndim:
             return [np.ascontiguousarray(array) for array in np.split(whole, self.num_shards, dim)]
-        is_of_each = dim is not None or name.endswith("router.weight")
+        is_of_each = dim is not None or name.endswith(("router.weight", "head_norm.weight", "head_norm.bias"))
         return [whole] * (self.num_shards if is_of_each else self.sequence_shards)
 
     def zero_gradients(self) -> None:

@@ -91,6 +91,9 @@ class TorchUnpartitionedModel:
         """The input of the first layer, and the embedded tokens of modules if one lookup serves all."""
         at_once = [batches[0]] if embeds_again(self.plan.model) else batches
         x, *others = self.lookup(at_once, "embed").chunk(len(at_once), self.rows_dim)
+        if self.plan.model.positions == "learned":
+            length = x.shape[1 - self.rows_dim]
+            x = x + self.weights.value("embed.positions.weight")[:length].unsqueeze(self.rows_dim)
         return self.dropout_rng.tokens(x, "embedding", "embed"), others
 
     def lookup(self, batches: Sequence[Batch], layer: str) -> Tensor:
@@ -114,7 +117,7 @@ class TorchUnpartitionedModel:
         for name in names:
             x = self.with_hook(name, "input", x, num_streams, hook)
             if name == "norm":
-                x = self.norm(x, "norm.weight")
+                x = self.norm(x, "norm")
             x = self.with_hook(name, "output", x, num_streams, hook)
         return x
 
@@ -122,7 +125,7 @@ class TorchUnpartitionedModel:
         """MTP module: both inputs are normed and joined; then a block like the last one."""
         name = f"mtp.{number}"
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
-        both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
+        both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
         return self.block(x, name, self.plan.model.num_layers - 1)
 
@@ -135,28 +138,35 @@ class TorchUnpartitionedModel:
             x = widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             if spec is None:
-                output = compute(self.norm(x, f"{sub_layer}_norm.weight"), sub_layer)
+                output = compute(self.norm(x, f"{sub_layer}_norm"), sub_layer)
                 x = x + self.dropout_rng.tokens(output, "hidden", sub_layer)
             else:
                 sub_layer_input, update = read(x, self.weights, sub_layer, spec)
-                output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm.weight"), sub_layer)
+                output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
                 x = update(self.dropout_rng.tokens(output, "hidden", sub_layer))
         return summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dim, with the weight of that name."""
+        """The norm over the last dim, with the weights of that name."""
         # A separate node, so that x feeds this norm once. The norm may read its input several times, and autograd does
         # not guarantee the order in which it adds three gradients.
-        x = x.view_as(x)
-        return F.rms_norm(x, x.shape[-1:], self.weights.value(name), 1e-6)
+        x, weight = x.view_as(x), self.weights.value(f"{name}.weight")
+        if self.plan.model.norm == "layer":
+            return F.layer_norm(x, x.shape[-1:], weight, self.weights.value(f"{name}.bias"), 1e-6)
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
-        """Causal rotary attention over all heads; the queries of a group see one head of keys and values."""
+        """Causal attention over all heads; the queries of a group see one head of keys and values."""
         num_kv_heads, size = self.plan.model.kv_heads, self.plan.model.size_of_head
-        qkv = self.weights.product(x, f"{name}.qkv.weight").reshape(*x.shape[:2], num_kv_heads, -1, size)
+        qkv = self.weights.linear(x, f"{name}.qkv").reshape(*x.shape[:2], num_kv_heads, -1, size)
+        if self.plan.model.qk_norm:  # heads are rows: with more dims, their layout is the order of the gradient's sum
+            q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], 3)
+            q = self.norm(q.reshape(-1, size), f"{name}.q_head_norm").reshape(q.shape)
+            k = self.norm(k.reshape(-1, size), f"{name}.k_head_norm").reshape(k.shape)
+            qkv = torch.cat([q, k, v], 3)
         qkv = qkv.permute(1, 2, 3, 0, 4) if self.sequence_first else qkv.permute(0, 2, 3, 1, 4)  # [B, K, G + 2, S, D]
         q, k, v = self.rotary(qkv[:, :, :-2]), self.rotary(qkv[:, :, -2]), qkv[:, :, -1]
-        return self.weights.product(self.mixed(q, k, v, name), f"{name}.out.weight")
+        return self.weights.linear(self.mixed(q, k, v, name), f"{name}.out")
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention whose queries, keys and values come from compressed vectors."""
@@ -165,11 +175,11 @@ class TorchUnpartitionedModel:
         nope, rope = mla.nope_head_size, mla.rope_head_size
         to_heads = (1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)
         down = self.weights.product(x, f"{name}.kv_down.weight")
-        latent = self.norm(down[..., : mla.kv_rank], f"{name}.kv_norm.weight")
+        latent = self.norm(down[..., : mla.kv_rank], f"{name}.kv_norm")
         if mla.q_rank is None:
             q = self.weights.product(x, f"{name}.q.weight")
         else:
-            q = self.norm(self.weights.product(x, f"{name}.q_down.weight"), f"{name}.q_norm.weight")
+            q = self.norm(self.weights.product(x, f"{name}.q_down.weight"), f"{name}.q_norm")
             q = self.weights.product(q, f"{name}.q_up.weight")
         kv = self.weights.product(latent, f"{name}.kv_up.weight")
         q = q.reshape(*x.shape[:2], -1, nope + rope).permute(to_heads)
@@ -197,7 +207,9 @@ class TorchUnpartitionedModel:
         return y.permute((3, 0, 1, 2, 4) if self.sequence_first else (0, 3, 1, 2, 4)).flatten(2)
 
     def rotary(self, heads: Tensor) -> Tensor:
-        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
+        if self.plan.model.positions == "learned":
+            return heads
         a, b = heads.chunk(2, -1)
         cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -225,9 +237,14 @@ class TorchUnpartitionedModel:
         return self.weights.expert_products(self.gated(gate, up), f"{name}.experts.down.weight", sizes)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
-        """SwiGLU."""
-        gate, up = (self.weights.product(x, f"{name}.{part}.weight") for part in ("gate", "up"))
-        return self.weights.product(self.gated(gate, up), f"{name}.down.weight")
+        """SwiGLU or GELU."""
+        if self.plan.model.mlp == "swiglu":
+            gate, up = (self.weights.linear(x, f"{name}.{part}") for part in ("gate", "up"))
+            return self.weights.linear(self.gated(gate, up), f"{name}.down")
+        approximate = "tanh" if self.plan.model.mlp == "gelu_tanh" else "none"
+        return self.weights.linear(
+            F.gelu(self.weights.linear(x, f"{name}.up"), approximate=approximate), f"{name}.down"
+        )
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, with zero gradient beyond the limit."""

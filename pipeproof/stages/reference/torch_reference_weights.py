@@ -59,6 +59,11 @@ class WholeWeights:
         weight = self.main[name]
         return _Product.apply(x, weight.detach(), weight.grad)
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """``product`` with the weight of that name, plus the bias if the model has it."""
+        y = self.product(x, f"{name}.weight")
+        return y + self.value(f"{name}.bias") if f"{name}.bias" in self.main else y
+
     def expert_products(self, x: Tensor, name: str, sizes: Sequence[int]) -> Tensor:
         """``x @ weight[e]`` for the next ``sizes[e]`` rows of [N, K]: [N, M].
 

@@ -142,6 +142,9 @@ class UnpartitionedModel:
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.model))]
         tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
         x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
+        if self.plan.model.positions == "learned":
+            length = x.shape[0 if self.sequence_first else 1]
+            x = x + self.weights["embed.positions.weight"][:length].unsqueeze(1 if self.sequence_first else 0)
         x = self.dropout_rng.tokens(x, "embedding", "embed")
         hook("embed", "output", x)
         names = layer_order(self.plan.model)
@@ -185,15 +188,15 @@ class UnpartitionedModel:
         for name in names:
             hook(name, "input", xs[0])
             if name == "norm":
-                weights = copies_for_mtp_streams(self.weights["norm.weight"], len(xs))
-                xs = [self.normed(x, own) for x, own in zip(xs, weights, strict=True)]
+                weights = [copies_for_mtp_streams(weight, len(xs)) for weight in self.norm_weights("norm")]
+                xs = [self.normed(x, *own) for x, *own in zip(xs, *weights, strict=True)]
             hook(name, "output", xs[0])
         return xs
 
     def module(self, hidden: Tensor, embedding: Tensor, name: str) -> Tensor:
         """MTP module: both inputs are normed and joined; then a block like the last one."""
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
-        both = self.norm(hidden, f"{name}.hidden_norm.weight"), self.norm(embedding, f"{name}.embed_norm.weight")
+        both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = paddle.matmul(paddle.concat(both, axis=-1), self.weights[f"{name}.proj.weight"])
         return self.block(x, name, self.plan.model.num_layers - 1)
 
@@ -206,7 +209,7 @@ class UnpartitionedModel:
             x = streams.widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             sub_layer_input, update = self.residual(x, sub_layer)
-            y = compute(self.norm(sub_layer_input, f"{sub_layer}_norm.weight"), sub_layer)
+            y = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
             x = update(self.dropout_rng.tokens(y, "hidden", sub_layer))
         return streams.summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
 
@@ -218,21 +221,38 @@ class UnpartitionedModel:
         return streams.read(x, [self.weights[f"{sub_layer}_streams.{end}"] for end in streams.WEIGHTS], spec)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dim, with the weight of that name."""
-        return self.normed(x, self.weights[name])
+        """The norm over the last dim, with the weights of that name."""
+        return self.normed(x, *self.norm_weights(name))
 
-    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dim."""
+    def norm_weights(self, name: str) -> list[Tensor]:
+        """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
+        ends = ("weight",) if self.plan.model.norm == "rms" else ("weight", "bias")
+        return [self.weights[f"{name}.{end}"] for end in ends]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """``x @ weight``, plus the bias if the model has it."""
+        y, bias = paddle.matmul(x, self.weights[f"{name}.weight"]), self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """RMSNorm over the last dim, or with a bias LayerNorm."""
         # A copy, so that x feeds two operations and not three: autograd does not guarantee the order in which it adds
         # three gradients.
         x = paddle.assign(x)
-        return x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * weight
+        if bias is not None:
+            x = x - x.mean(axis=-1, keepdim=True)
+        y = x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * weight
+        return y if bias is None else y + bias
 
     def attention(self, x: Tensor, name: str) -> Tensor:
-        """Causal rotary attention over all heads; the queries of a group see one head of keys and values."""
+        """Causal attention over all heads; the queries of a group see one head of keys and values."""
         num_kv_heads, size = self.plan.model.kv_heads, self.plan.model.size_of_head
         width = self.plan.model.num_heads // num_kv_heads * size  # of a group's queries
-        qkv = paddle.matmul(x, self.weights[f"{name}.qkv.weight"])
+        qkv = self.linear(x, f"{name}.qkv")
+        if self.plan.model.qk_norm:
+            q, k, v = qkv.reshape([*x.shape[:2], num_kv_heads, -1, size]).split([width // size, 1, 1], axis=3)
+            q, k = self.norm(q, f"{name}.q_head_norm"), self.norm(k, f"{name}.k_head_norm")
+            qkv = paddle.concat([q, k, v], axis=3)
         qkv = qkv.reshape([*x.shape[:2], num_kv_heads, width + 2 * size])
         to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
         q, k, v = qkv.transpose(to_heads).split([width, size, size], axis=-1)  # k, v [B, K, S, D], q [B, K, S, G * D]
@@ -247,7 +267,7 @@ class UnpartitionedModel:
         )
         mixed = paddle.matmul(weights, v).reshape(groups.shape)
         mixed = mixed.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
-        return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
+        return self.linear(mixed.reshape([*x.shape[:2], -1]), f"{name}.out")
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention whose queries, keys and values come from compressed vectors."""
@@ -258,10 +278,10 @@ class UnpartitionedModel:
         if mla.q_rank is None:
             q = paddle.matmul(x, self.weights[f"{name}.q.weight"])
         else:
-            q = self.norm(paddle.matmul(x, self.weights[f"{name}.q_down.weight"]), f"{name}.q_norm.weight")
+            q = self.norm(paddle.matmul(x, self.weights[f"{name}.q_down.weight"]), f"{name}.q_norm")
             q = paddle.matmul(q, self.weights[f"{name}.q_up.weight"])
         latent, shared = paddle.matmul(x, self.weights[f"{name}.kv_down.weight"]).split([mla.kv_rank, rope], axis=-1)
-        kv = paddle.matmul(self.norm(latent, f"{name}.kv_norm.weight"), self.weights[f"{name}.kv_up.weight"])
+        kv = paddle.matmul(self.norm(latent, f"{name}.kv_norm"), self.weights[f"{name}.kv_up.weight"])
         q_nope, q_rope = q.reshape([*q.shape[:2], -1, nope + rope]).transpose(to_heads).split([nope, rope], axis=-1)
         k_nope, v = kv.reshape([*kv.shape[:2], -1, nope + value_size]).transpose(to_heads).split([nope, value_size], -1)
         shared = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)  # [B, S, R]
@@ -275,7 +295,9 @@ class UnpartitionedModel:
         return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
 
     def rotary(self, heads: Tensor) -> Tensor:
-        """Rotate each pair (i, i + D/2) of a head by the angle of its position."""
+        """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
+        if self.plan.model.positions == "learned":
+            return heads
         a, b = heads.split(2, axis=-1)
         cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
         return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -292,7 +314,9 @@ class UnpartitionedModel:
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
-        """SwiGLU."""
-        gate = paddle.matmul(x, self.weights[f"{name}.gate.weight"])
-        up = paddle.matmul(x, self.weights[f"{name}.up.weight"])
-        return paddle.matmul(gated(gate, up, self.plan.model.swiglu_limit), self.weights[f"{name}.down.weight"])
+        """SwiGLU or GELU."""
+        if self.plan.model.mlp == "swiglu":
+            gate, up = self.linear(x, f"{name}.gate"), self.linear(x, f"{name}.up")
+            return self.linear(gated(gate, up, self.plan.model.swiglu_limit), f"{name}.down")
+        inner = F.gelu(self.linear(x, f"{name}.up"), approximate=self.plan.model.mlp == "gelu_tanh")
+        return self.linear(inner, f"{name}.down")

@@ -7,9 +7,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from pipeproof.stages.common.backend_ops import BackendOps
-from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, wide_type
+from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, rotated_heads, wide_type
 from pipeproof.stages.torch.recompute import GatheredInput, recompute_in_backward
 
 Tensor: TypeAlias = torch.Tensor
@@ -28,6 +29,7 @@ class TorchOps:
     recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
     rotate = staticmethod(rotate)
+    rotated_heads = staticmethod(rotated_heads)
     causal_attention = staticmethod(causal_attention)
 
     @staticmethod
@@ -63,6 +65,11 @@ class TorchOps:
     def as_type_of(tensor: Tensor, like: Tensor) -> Tensor:
         """Implement ``BackendOps.as_type_of``."""
         return tensor.to(like.dtype)
+
+    @staticmethod
+    def gelu(tensor: Tensor, *, tanh: bool) -> Tensor:
+        """Implement ``BackendOps.gelu``."""
+        return F.gelu(tensor, approximate="tanh" if tanh else "none")
 
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 Tensor: TypeAlias = torch.Tensor
 
-RMS_NORM_EPSILON = 1e-6
+NORM_EPSILON = 1e-6
 ROTARY_BASE = 10000.0
 CLAMPED_SWIGLU_ALPHA = 1.702
 
@@ -28,7 +28,7 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def rms_norm(activation: Tensor) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last dim (arXiv:1910.07467), without a weight."""
-    return F.rms_norm(activation, (activation.shape[-1],), None, RMS_NORM_EPSILON)
+    return F.rms_norm(activation, (activation.shape[-1],), None, NORM_EPSILON)
 
 
 def rotary_tables(seq_length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

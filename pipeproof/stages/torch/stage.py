@@ -22,7 +22,7 @@ from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import Balance
 from pipeproof.stages.torch.experts import ExpertCollectives, ExpertRegion, Experts
-from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, gated, rotary_tables, rotated_heads
+from pipeproof.stages.torch.functional import gated, rotary_tables
 from pipeproof.stages.torch.vocabulary import TorchVocabulary
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
@@ -88,19 +88,12 @@ class TorchStage(Stage[WorkItem]):
         return batch
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        return self._split_weights.norm(activation, self.parameters[f"{name}.weight"], RMS_NORM_EPSILON)
+        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
+        return self._split_weights.norm(activation, weight, bias)
 
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
         normed = self._norm(join_mtp_streams(OPS, streams, self._rows_dim), "norm")
         return split_mtp_streams(OPS, normed, len(streams), self._rows_dim)
-
-    def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
-        entered = self._region.enter(activation, f"{name}.in")
-        fused = self._product(entered, f"{name}.qkv.weight")  # [S, B, K * (G + 2) * D]
-        group = self._plan.model.num_heads // self._plan.model.kv_heads
-        heads = fused.unflatten(-1, (-1, group + 2, self._plan.model.size_of_head))
-        heads = heads.permute([0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])  # [B, K, G + 2, S, D]
-        return rotated_heads(heads, *self._tables(split, heads.shape[3]))
 
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
         assert self._plan.model.moe is not None

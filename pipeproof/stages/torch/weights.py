@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pipeproof.stages.torch.functional import Groups, grouped_gradients, grouped_product, is_one_kernel
+from pipeproof.stages.torch.functional import NORM_EPSILON, Groups, grouped_gradients, grouped_product, is_one_kernel
 from pipeproof.stages.torch.recompute import GatheredInput, source_of
 
 Tensor: TypeAlias = torch.Tensor
@@ -76,6 +76,10 @@ def add_product(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         buffer.addmm_(left.to(buffer.dtype), right.to(buffer.dtype))
 
 
+View: TypeAlias = Callable[[Tensor], Tensor]
+"""A view of a weight, or of its gradient."""
+
+
 class WeightGradients:
     """Deferred weight gradients of one micro-batch."""
 
@@ -120,12 +124,24 @@ class SplitWeights:
         """
         return _Product.apply(activation, weight, transposed, self._defer, source_of(activation))
 
-    def norm(self, activation: Tensor, weight: Weight, epsilon: float) -> Tensor:
-        """RMSNorm over the last dim (arXiv:1910.07467) times the weight: [.., K] and [K] to [.., K]."""
+    def norm(self, activation: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+        """RMSNorm over the last dim (arXiv:1910.07467) times the weight, or LayerNorm (arXiv:1607.06450) with a bias.
+
+        Shapes: [.., K] and [K] to [.., K].
+        """
         # A separate node: a norm of several operations reads it several times. Without it, these gradients and that of
-        # the residual would be added in an order that autograd does not guarantee.
-        x = activation.view_as(activation)
-        return F.rms_norm(x, (x.shape[-1],), _DeferredWeight.apply(self._anchor, weight, self._defer), epsilon)
+        # the residual would be added in an order that autograd does not guarantee. It has rows, because the order in
+        # which heads, which are slices, add the weight's gradient would depend on their memory layout.
+        x = activation.reshape(-1, activation.shape[-1])
+        size, scale = x.shape[-1:], _DeferredWeight.apply(self._anchor, weight, self._defer)
+        if bias is None:
+            return F.rms_norm(x, size, scale, NORM_EPSILON).view(activation.shape)
+        shift = _DeferredWeight.apply(self._anchor, bias, self._defer)
+        return F.layer_norm(x, size, scale, shift, NORM_EPSILON).view(activation.shape)
+
+    def added(self, activation: Tensor, weight: Weight, view: View = lambda whole: whole) -> Tensor:
+        """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
+        return _Added.apply(activation, weight, view, self._defer)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].
@@ -193,6 +209,19 @@ class _DeferredWeight(torch.autograd.Function):  # type: ignore[misc]  # checked
         weight = ctx.weight
         ctx.defer(lambda: weight.add(gradient))
         return None, None, None
+
+
+class _Added(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, weight: Weight, view: View, defer: Defer) -> Tensor:
+        ctx.weight, ctx.view, ctx.defer = weight, view, defer
+        return activation + view(weight.value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        buffer = ctx.view(ctx.weight.gradient)
+        ctx.defer(lambda: buffer.add_(gradient.sum_to_size(buffer.shape)))
+        return gradient, None, None, None
 
 
 class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
