@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pipeproof.exec.compare.compare_log import compare_exchanges
+from tests.features import GPT3, QWEN3
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -34,12 +35,24 @@ PLANS = {
     "latent, sp": ({"tp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, {"mla": MLA}),
     "latent, plain queries, sp": ({"tp": 2, "sequence_parallel": True}, {}, {"mla": {**MLA, "q_rank": None}}),
     "latent, experts, ep": ({"ep": 2}, {"kind": "dualpipe"}, {"mla": MLA, "moe": MOE}),
+    "Qwen3": ({}, {"kind": "zb_h1"}, QWEN3),
+    "Qwen3, sp, experts": ({"tp": 2, "ep": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, {**QWEN3, "moe": MOE}),
+    "Qwen3, cp": ({"tp": 2, "cp": 2}, {}, QWEN3),
+    "GPT-3": ({}, {"kind": "zb_h1"}, {**GPT3, "tied_embedding": False}),
+    "GPT-3, tp": ({"tp": 2}, {"kind": "zb_h1"}, {**GPT3, "dropout": 0.1}),
+    "GPT-3, sp, cp": ({"tp": 2, "cp": 2, "sequence_parallel": True}, {}, {**GPT3, "activation_order": "bsh"}),
+    "GPT-3, sizes of micro-batches": ({"dp": 2}, {"last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}, GPT3),
+    "LayerNorm of heads, sequence splits": (
+        {"tp": 2, "sequence_parallel": True}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {**GPT3, **QWEN3},
+    ),
+    "LayerNorm, latent": ({"tp": 2}, {}, {"mla": MLA, "norm": "layer", "mlp": "gelu_tanh"}),
+    "LayerNorm, ahead": ({}, {"kind": "zb_h1"}, {"norm": "layer", "biases": "all", "mtp": {"num_modules": 2}}),
     "ep without experts": ({"ep": 2, "dp": 2}, {}, {}),
     "ep, sizes of micro-batches": ({"ep": 2}, {"last_micro_batch_size": 1, "seq_lengths": [8, 4, 8, 6]}, {"moe": MOE}),
 }  # fmt: skip
 
 
-WHOLE = {"one head of keys", "experts", "latent", "latent, plain queries"}
+WHOLE = {"one head of keys", "experts", "latent", "latent, plain queries", "Qwen3", "GPT-3", "LayerNorm, ahead"}
 """Placements that add in the order of the unpartitioned model."""
 
 
@@ -69,6 +82,10 @@ def lowered(topology, schedule, model, **sections):
         "ep, sp",
         "groups, sp, split backward",
         "ep, sizes of micro-batches",
+        "Qwen3",
+        "GPT-3",
+        "GPT-3, sp, cp",
+        "LayerNorm of heads, sequence splits",
     ]
 )
 @pytest.mark.parametrize("name", PLANS)
@@ -95,6 +112,25 @@ def test_all_at_once_with_a_tied_head_and_a_clipped_norm():
         run={"steps": 2, "seed": 3, "clip_norm": 0.05},
     )
     assert all(step.bitwise for step in compared(plan.unfolded().plan))
+
+
+RECOMPUTED = {
+    "full": ({}, {"memory": {"recompute": "full"}}),
+    "selective": ({"cp": 2}, {"memory": {"recompute": "selective"}}),
+    "regather": (
+        {"tp": 2, "sequence_parallel": True}, {"memory": {"sequence_parallel_activations": "regather"}},
+    ),
+    "freed outputs": ({}, {"buffers": {"free_output": "after_send_done"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_norms_of_heads_biases_and_positions_with_less_memory(name):
+    from tests.exec.in_memory import compared
+
+    topology, sections = RECOMPUTED[name]
+    plan = lowered(topology, {"kind": "zb_h1"}, {**GPT3, **QWEN3, "num_layers": 2}, **sections)
+    assert all(step.bitwise for step in compared(plan))
 
 
 TINY = {"moe": {**MOE, "num_experts": 4, "top_k": 1, "num_shared_experts": 0}, "seq_length": 2}

@@ -4,6 +4,7 @@ import pytest
 
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.stages.reference.bound import parallel_bound
+from tests.features import GPT3, QWEN3
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_torch
@@ -36,6 +37,18 @@ IN_ORDER = {
     "bfloat16, main gradients": {"run": {"dtype": "bfloat16", "main_grad_dtype": "float32"}},
     "float16, main gradients": {"run": {"dtype": "float16", "main_grad_dtype": "float32"}},
     "float64": {"run": {"dtype": "float64"}},
+    "Qwen3": {"model": QWEN3, "schedule": {"kind": "zb_v", "num_chunks": 2}},
+    "GPT-3": {"model": {**GPT3, "tied_embedding": False}, "schedule": {"kind": "zb_v", "num_chunks": 2}},
+    "LayerNorm of heads, bfloat16": {
+        "model": {**GPT3, **QWEN3, "tied_embedding": False, "activation_order": "bsh", "dropout": 0.1},
+        "run": {"dtype": "bfloat16", "main_grad_dtype": "float32"},
+    },
+    "LayerNorm, modules": {"model": {"norm": "layer", "biases": "all", "mtp": {"num_modules": 2}}},
+    "GPT-3, recomputed": {
+        "model": {**GPT3, "tied_embedding": False},
+        "memory": {"recompute": "full"},
+        "buffers": {"free_output": "after_send_done"},
+    },
     "slots and freed outputs": {
         "buffers": {"receive_slots": 4, "send_slots": 4, "free_output": "after_send_done"},
         "schedule": {"num_micro_batches": 6},
@@ -62,6 +75,15 @@ OTHER_ORDERS = {
     "tp and sequence parallel": {"topology": SP},
     "partial": {"topology": {"tp": 2}, "transport": "partial"},
     "gathered again": {"topology": SP, "memory": {"sequence_parallel_activations": "regather"}},
+    "Qwen3, sequence parallel": {"topology": SP, "model": QWEN3, "schedule": {"kind": "zb_h1"}},
+    "Qwen3, cp": {"topology": {"cp": 2}, "model": QWEN3, "memory": {"recompute": "selective"}},
+    "GPT-3, gathered again": {
+        "topology": SP, "model": GPT3, "memory": {"sequence_parallel_activations": "regather"},
+    },
+    "LayerNorm of heads, pieces": {
+        "topology": {"tp": 2}, "model": {**GPT3, **QWEN3}, "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},
+    },
+    "LayerNorm of heads, cp": {"topology": {"cp": 2, **SP}, "model": {**GPT3, **QWEN3, "mlp": "gelu_tanh"}},
     "dp": {"topology": {"dp": 2}},
     "sharded optimizer": {"topology": {"dp": 2}, "memory": {"shard_optimizer": "dp"}},
     "ep": {"topology": {"ep": 2}, "model": {"moe": MOE}},

@@ -1,5 +1,7 @@
 """The mathematics: adjoints, finite differences, and a forward pass written without Paddle."""
 
+import math
+
 import numpy as np
 import paddle
 import pytest
@@ -10,7 +12,8 @@ from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables, rotate
 from pipeproof.stages.paddle.vocabulary import token_losses
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned
-from tests.stages.slopes import assert_slopes, big_weights
+from tests.features import GPT3, QWEN3
+from tests.stages.slopes import assert_slopes
 from tests.stages.staged_run import StagedRun, make_plan
 from tests.stages.tensor_parallel import InMemoryWorld
 
@@ -68,29 +71,46 @@ def test_rotary_scores_depend_on_the_distance_alone(generic):
     assert np.ptp(scores) > 0.1
 
 
+PARTS = {
+    "Llama": {},
+    "Qwen3": QWEN3,
+    "GPT-3": {**GPT3, "tied_embedding": False},
+    "Qwen2": {"biases": "qkv", "num_kv_heads": 2},
+    "LayerNorm of heads": {**QWEN3, "norm": "layer", "biases": "all", "mlp": "gelu_tanh"},
+    "biases of SwiGLU": {"biases": "all", "swiglu_limit": 0.05},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("order", ["sbh", "bsh"])
-def test_loss_is_that_of_a_forward_pass_written_without_paddle(order):
+def test_loss_is_that_of_a_forward_pass_written_without_paddle(order, parts):
+    """In the second step, when biases are not zero and weights of norms differ."""
     plan = make_plan(
-        model={"activation_order": order, "num_layers": 2},
-        run={"dtype": "float64", "steps": 1},
+        model={"activation_order": order, "num_layers": 2, **parts},
+        run={"dtype": "float64", "steps": 2, "optimizer": "adamw", "learning_rate": 0.1},
         schedule={"micro_batch_size": 3},
     )
     num = plan.schedule.num_micro_batches
-    expected = sum(numpy_loss(plan, micro_batch(plan, 0, i)) * loss_scale(plan, 0, i) for i in range(num))
-    (reference,) = run_unpartitioned(plan)
-    (ours,) = StagedRun(plan).steps()
+    _, reference = run_unpartitioned(plan)
+    _, ours = StagedRun(plan).steps()
+    losses = (numpy_loss(plan, reference.weights, micro_batch(plan, 1, i)) * loss_scale(plan, 1, i) for i in range(num))
+    expected = sum(losses)
+    assert all(np.ptp(weight) > 0.01 for weight in reference.weights.values())
     assert float(reference.loss) == pytest.approx(expected, rel=1e-13)
     assert float(ours.loss) == pytest.approx(expected, rel=1e-13)
 
 
-def numpy_loss(plan, batch):
+def numpy_loss(plan, weights, batch):
     """The summed cross-entropy, one row, head and position after another."""
-    weights = big_weights(plan)
-    model = plan.model
-    size = model.hidden_size // model.num_heads
+    model, size, group = plan.model, plan.model.size_of_head, plan.model.num_heads // plan.model.kv_heads
 
     def norm(x, name):
-        return np.array([row / np.sqrt((row @ row) / len(row) + 1e-6) for row in x]) * weights[name]
+        x = x - x.mean(axis=1, keepdims=True) if model.norm == "layer" else x
+        normed = np.array([row / np.sqrt((row @ row) / len(row) + 1e-6) for row in x]) * weights[f"{name}.weight"]
+        return normed + weights[f"{name}.bias"] if model.norm == "layer" else normed
+
+    def product(x, name):
+        return x @ weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
 
     def turned(head):
         """Rotary as what it is: pairs as complex numbers, turned by an angle."""
@@ -100,27 +120,45 @@ def numpy_loss(plan, batch):
         return np.concatenate([pairs.real, pairs.imag], axis=1)
 
     def attention(x, name):
-        qkv = x @ weights[f"{name}.qkv.weight"]
+        of_groups = np.split(product(x, f"{name}.qkv"), model.kv_heads, axis=1)
         mixed = []
         for head in range(model.num_heads):
-            q, k, v = (qkv[:, (3 * head + part) * size : (3 * head + part + 1) * size] for part in range(3))
-            q, k = turned(q), turned(k)
+            own, number = of_groups[head // group], head % group
+            q, k, v = (own[:, part * size : (part + 1) * size] for part in (number, group, group + 1))
+            if model.qk_norm:
+                q, k = norm(q, f"{name}.q_head_norm"), norm(k, f"{name}.k_head_norm")
+            if model.positions == "rotary":
+                q, k = turned(q), turned(k)
             rows = []
             for position in range(len(x)):
                 seen = np.exp(k[: position + 1] @ q[position] / np.sqrt(size))
                 rows.append(seen / seen.sum() @ v[: position + 1])
             mixed.append(rows)
-        return np.concatenate(mixed, axis=1) @ weights[f"{name}.out.weight"]
+        return product(np.concatenate(mixed, axis=1), f"{name}.out")
+
+    def mlp(x, name):
+        up = product(x, f"{name}.up")
+        if model.mlp == "gelu":
+            inner = up * (1 + np.vectorize(math.erf)(up / math.sqrt(2))) / 2
+        elif model.mlp == "gelu_tanh":
+            inner = up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))) / 2
+        elif model.swiglu_limit is None:
+            gate = product(x, f"{name}.gate")
+            inner = gate / (1 + np.exp(-gate)) * up
+        else:
+            limit, gate = model.swiglu_limit, np.minimum(product(x, f"{name}.gate"), model.swiglu_limit)
+            inner = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -limit, limit) + 1)
+        return product(inner, f"{name}.down")
 
     total = 0.0
     for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
         x = weights["embed.weight"][tokens]
+        if model.positions == "learned":
+            x = x + weights["embed.positions.weight"][: len(x)]
         for i in range(model.num_layers):
-            x = x + attention(norm(x, f"layer.{i}.attn_norm.weight"), f"layer.{i}.attn")
-            inner = norm(x, f"layer.{i}.mlp_norm.weight")
-            gate, up = inner @ weights[f"layer.{i}.mlp.gate.weight"], inner @ weights[f"layer.{i}.mlp.up.weight"]
-            x = x + gate / (1 + np.exp(-gate)) * up @ weights[f"layer.{i}.mlp.down.weight"]
-        logits = norm(x, "norm.weight") @ weights["head.weight"]
+            x = x + attention(norm(x, f"layer.{i}.attn_norm"), f"layer.{i}.attn")
+            x = x + mlp(norm(x, f"layer.{i}.mlp_norm"), f"layer.{i}.mlp")
+        logits = norm(x, "norm") @ (weights["embed.weight"].T if model.tied_embedding else weights["head.weight"])
         for row, label in zip(logits, labels, strict=True):
             if label != -100:
                 total += np.log(np.exp(row).sum()) - row[label]
@@ -135,7 +173,9 @@ def test_gradients_are_the_slopes_of_the_loss(order):
     )
 
 
-@pytest.mark.parametrize("recipe", [{"dropout": 0.2}, {"swiglu_limit": 0.7}])
-def test_gradients_are_the_slopes_of_the_loss_with_dropout_and_clamps(recipe):
+@pytest.mark.parametrize(
+    "recipe", [{"dropout": 0.2}, {"swiglu_limit": 0.7}, {**QWEN3, "norm": "layer", "biases": "all"}, GPT3]
+)
+def test_gradients_are_the_slopes_of_the_loss_with_other_parts(recipe):
     model = {"num_layers": 2, "num_kv_heads": 2, **recipe}
     assert_slopes(make_plan(model=model, run={"dtype": "float64"}, schedule={"num_micro_batches": 1}))

@@ -62,7 +62,10 @@ class WholeWeights:
     def linear(self, x: Tensor, name: str) -> Tensor:
         """``product`` with the weight of that name, plus the bias if the model has it."""
         y = self.product(x, f"{name}.weight")
-        return y + self.value(f"{name}.bias") if f"{name}.bias" in self.main else y
+        if f"{name}.bias" not in self.main:
+            return y
+        # Rows, because the order in which more dims are added depends on the gradient's memory layout.
+        return (y.reshape(-1, y.shape[-1]) + self.value(f"{name}.bias")).reshape(y.shape)
 
     def expert_products(self, x: Tensor, name: str, sizes: Sequence[int]) -> Tensor:
         """``x @ weight[e]`` for the next ``sizes[e]`` rows of [N, K]: [N, M].

@@ -212,6 +212,8 @@ class _DeferredWeight(torch.autograd.Function):  # type: ignore[misc]  # checked
 
 
 class _Added(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    """A sum with a view of a weight. The order in which rows are added would depend on the gradient's memory layout."""
+
     @staticmethod
     def forward(ctx: Any, activation: Tensor, weight: Weight, view: View, defer: Defer) -> Tensor:
         ctx.weight, ctx.view, ctx.defer = weight, view, defer
@@ -220,7 +222,7 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]  # checked where Py
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         buffer = ctx.view(ctx.weight.gradient)
-        ctx.defer(lambda: buffer.add_(gradient.sum_to_size(buffer.shape)))
+        ctx.defer(lambda: buffer.add_(gradient.contiguous().sum_to_size(buffer.shape)))
         return gradient, None, None, None
 
 

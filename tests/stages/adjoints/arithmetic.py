@@ -14,9 +14,11 @@ from pipeproof.stages.paddle.functional import (
     causal_attention,
     clamped_swiglu,
     gated,
+    layer_norm,
     rms_norm,
     rotary_tables,
     rotate,
+    rotated_heads,
     swiglu,
 )
 from pipeproof.stages.paddle.recompute import recompute_in_backward
@@ -33,6 +35,9 @@ def functions() -> list[Case]:
     turned = rotary_tables(5, 4, "float64")
     return [
         plain("RMSNorm", "rms_norm", rms_norm, (3, 4, 8)),
+        plain("LayerNorm", "layer_norm", layer_norm, (3, 4, 8)),
+        plain("heads rotated", "rotated_heads", lambda x: rotated_heads(x, cos, sin), (2, 3, 4, 5, 6)),
+        plain("GELU", "", lambda x: OPS.gelu(x, tanh=False) + OPS.gelu(x + 0.5, tanh=True), (3, 8)),
         plain("rotary embedding", "rotate", lambda x: rotate(x, cos, sin), (2, 3, 5, 6)),
         plain("rotary tables", "rotary_tables", lambda x: rotate(x, *turned), (2, 5, 4)),
         plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),

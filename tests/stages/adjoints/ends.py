@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import paddle
 
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
@@ -15,9 +16,9 @@ from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
 from tests.stages.staged_run import make_plan
 
-PLAN = make_plan(
-    model={"hidden_size": 16, "vocab_size": 12, "seq_length": 4, "mtp": {"num_modules": 1}}, run={"dtype": "float64"}
-)
+SIZES = {"hidden_size": 16, "vocab_size": 12, "seq_length": 4}
+PLAN = make_plan(model={**SIZES, "mtp": {"num_modules": 1}}, run={"dtype": "float64"})
+LEARNED = make_plan(model={**SIZES, "positions": "learned"}, run={"dtype": "float64"})
 BATCHES = [shifted_batch(micro_batch(PLAN, 0, 2), distance) for distance in (0, 1)]
 STREAMS = [MtpStream(*(paddle.to_tensor(words.T.copy()) for words in (one.tokens, one.labels))) for one in BATCHES]
 
@@ -29,6 +30,14 @@ def ends() -> list[Case]:
         table, streams, head = ((words, 16), "own"), ((positions, 4, 16), "between"), ((16, words), "own")
         of_layouts = (
             per_layout("ends: embedding", "EmbeddingAndHead.embed", _embedded, table, output="between"),
+            per_layout(
+                "ends: positions",
+                "EmbeddingAndHead.embed",
+                _positioned,
+                table,
+                ((4, 16), "between"),
+                output="between",
+            ),
             per_layout("ends: again", "EmbeddingAndHead.embed_for_module", _embedded_again, table, output="between"),
             per_layout(
                 "ends: losses",
@@ -43,15 +52,24 @@ def ends() -> list[Case]:
     return cases
 
 
-def _of(rank: Rank, weight: paddle.Tensor) -> tuple[EmbeddingAndHead, Dropouts]:
-    dropouts = Dropouts(OPS, PLAN, 0, 0, 0, rank.region)
+def _of(rank: Rank, *weights: paddle.Tensor, plan: PlanSpec = PLAN) -> tuple[EmbeddingAndHead, Dropouts]:
+    dropouts = Dropouts(OPS, plan, 0, 0, 0, rank.region)
     vocabulary = PaddleVocabulary(rank.weights, tied=False)
-    return EmbeddingAndHead(OPS, PLAN, rank.region, lambda layer, name: weight, vocabulary), dropouts
+
+    def weight_of(layer: str, name: str) -> paddle.Tensor:
+        return weights[name == "embed.positions.weight"]
+
+    return EmbeddingAndHead(OPS, plan, rank.region, weight_of, vocabulary, rank.weights), dropouts
 
 
 def _embedded(rank: Rank, weight: paddle.Tensor) -> list[paddle.Tensor]:
     own, dropouts = _of(rank, weight)
     return own.embed(STREAMS, dropouts)
+
+
+def _positioned(rank: Rank, table: paddle.Tensor, positions: paddle.Tensor) -> list[paddle.Tensor]:
+    own, dropouts = _of(rank, table, positions, plan=LEARNED)
+    return [paddle.tanh(stream) for stream in own.embed(STREAMS[:1], dropouts)]
 
 
 def _embedded_again(rank: Rank, weight: paddle.Tensor) -> paddle.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeproof.specs.load_plan import plan_from_dict
+from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
@@ -42,6 +43,10 @@ FEATURES = {
     "streams, experts, dropout": {
         "model": {"hyper_connections": {"streams": 2}, "moe": {**MOE, **EVEN}, "dropout": 0.1}
     },
+    "Qwen3": {"model": QWEN3},
+    "GPT-3": {"model": {**GPT3, "dropout": 0.1, "activation_order": "bsh"}},
+    "LayerNorm of heads": {"model": {**QWEN3, "norm": "layer", "biases": "all", "mlp": "gelu_tanh"}},
+    "LayerNorm, ahead": {"model": {**TWO_AHEAD, "norm": "layer", "biases": "qkv"}},
     "empty layers": {"model": {"empty_layers": {"head": 1, "tail": 2}, "final_norm": "before_tail_empty"}},
     "clipped": {"run": {"clip_norm": 0.1}},
     "data ranks": {"topology": {"dp": 2}, **TWO, "model": {"moe": {**MOE, **EVEN}}},

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
+from tests.features import GPT3, QWEN3
 from tests.stages.torch.features import EVEN, FEATURES, MLA, MOE, TWO_AHEAD, assert_kept, golden_of, kept_of, make_plan
 from tests.stages.torch.staged_run import StagedRun
 
@@ -102,6 +103,11 @@ MESHES = {
         {}, {"memory": {"recompute": "full"}}, {"mtp": {"num_modules": 1, "magic_send": True}, "tied_embedding": True},
     ),
     "core again": ({"tp": 2}, {"memory": {"recompute": "selective"}}, {"dropout": 0.1}),
+    "Qwen3": (SP, REGATHER, QWEN3),
+    "GPT-3": (SP, {}, GPT3),
+    "LayerNorm of heads": (
+        {"cp": 2, "tp": 2}, {"memory": {"recompute": "full"}}, {**QWEN3, "norm": "layer", "biases": "all"},
+    ),
     "splits": (SP, {"schedule": SPLITS}, {"moe": {**MOE, **EVEN}, "dropout": 0.1}),
     "splits, recomputed": ({}, {"schedule": SPLITS, "memory": {"recompute": "full"}}, {"mla": MLA}),
 }  # fmt: skip
