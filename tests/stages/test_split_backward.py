@@ -10,6 +10,7 @@ import pytest
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
+from tests.features import GPT3, QWEN3
 from tests.stages.staged_run import make_plan, same_bits
 from tests.stages.tensor_parallel import InMemoryWorld
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.needs_paddle
 NUM_MICRO_BATCHES = 3
 PARTS = {"whole": (0, 7), "first": (0, 2), "embed": (0, 1), "middle": (2, 4), "norm": (5, 6), "head": (6, 7)}
 """Layers of a stage: of 4 blocks between the embedding and norm and head."""
+ALL_PARTS = {**GPT3, **QWEN3, "tied_embedding": False}
 
 
 class Ranks:
@@ -65,8 +67,17 @@ class Ranks:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_weight_gradients_that_wait_have_the_bits_of_the_whole_backward(tp, sequence_parallel, dtype, part):
-    plan = make_plan(topology={"tp": tp, "sequence_parallel": sequence_parallel}, run={"dtype": dtype})
-    whole, split = Ranks(plan, part), Ranks(plan, part)
+    topology = {"tp": tp, "sequence_parallel": sequence_parallel}
+    assert_equal_backwards(make_plan(topology=topology, run={"dtype": dtype}), part)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_weight_gradients_of_biases_positions_and_norms_wait_too(part):
+    assert_equal_backwards(make_plan(model=ALL_PARTS, topology={"tp": 2, "sequence_parallel": True}), part)
+
+
+def assert_equal_backwards(plan, part):
+    tp, whole, split = plan.topology.tp, Ranks(plan, part), Ranks(plan, part)
 
     def all_at_once(rank):
         given = []
@@ -162,10 +173,12 @@ def test_weight_gradients_are_added_once(pending):
     assert same_bits(ranks.gradients(), once) == []
 
 
+@pytest.mark.parametrize("model", [{}, ALL_PARTS], ids=["Llama", "all parts"])
 @pytest.mark.parametrize("part", ["first", "embed", "middle", "norm"])
-def test_an_output_can_be_given_back_before_the_backward(part):
+def test_an_output_can_be_given_back_before_the_backward(part, model):
     """Autograd needs the tensor that was sent, but not its values (``buffers.free_output``)."""
-    kept, released = Ranks(make_plan(), part), Ranks(make_plan(), part)
+    plan = make_plan(model=model)
+    kept, released = Ranks(plan, part), Ranks(plan, part)
     for ranks in (kept, released):
         _, output = ranks.forward(0, 0)
         gradient = ranks.gradient_of(output, 0)
