@@ -10,6 +10,7 @@ from pipeproof.schedule.op_table import Group
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.exec.processes import Run
+from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_paddle
@@ -37,6 +38,23 @@ def test_experts_over_two_ranks_match_the_reference_bit_for_bit(tmp_path):
     assert sorted(shard["index"][0] for shard in experts["shards"]) == [[0, 6], [6, 12]]
     (router,) = (g for g in first if g["name"] == "layer.3.mlp.router.weight")
     assert len({shard["md5"] for shard in router["shards"]}) == 1
+
+
+@pytest.mark.slow(but=["GPT-3"])
+@pytest.mark.parametrize(
+    ("topology", "model"),
+    [({"tp": 2, "sequence_parallel": True}, QWEN3), ({"tp": 2}, GPT3), ({"cp": 2}, {**GPT3, **QWEN3})],
+    ids=["Qwen3", "GPT-3", "both"],
+)
+def test_other_parts_of_models_match_the_reference_bit_for_bit(tmp_path, topology, model):
+    plan = plan_dict(model={"num_layers": 2, **model}, topology=topology, schedule={"kind": "zb_h1"}, run={"steps": 2})
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    report = ended.report
+    assert report["verified"]
+    assert report["log_matches_graph"]
+    assert all(step["bitwise"] for step in report["steps"])
+    assert all(one["uncut_max_rel_diff"] <= report["parallel_bound"] for one in report["gradients"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.exec.processes import REPOSITORY, Run
+from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_torch
@@ -32,8 +33,9 @@ def torch_plan(topology=(), schedule=(), model=(), run=(), **more):
         {},
         {"schedule": {"kind": "zb_v", "num_chunks": 2}},
         {"schedule": {"kind": "interleaved", "num_chunks": 2}, "run": {"dtype": "bfloat16"}},
+        {"schedule": {"kind": "zb_v", "num_chunks": 2}, "model": {**GPT3, **QWEN3, "tied_embedding": False}},
     ],
-    ids=["1f1b", "zb_v", "interleaved in 16 bits"],
+    ids=["1f1b", "zb_v", "interleaved in 16 bits", "parts of GPT-3 and Qwen3"],
 )
 def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes)).end()
@@ -51,8 +53,9 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_
         {"topology": {"tp": 2, "sequence_parallel": True}},
         {"topology": {"dp": 2}},
         {"topology": {"ep": 2}, "model": {"moe": MOE}},
+        {"topology": {"tp": 2, "sequence_parallel": True}, "model": {**GPT3, **QWEN3}},
     ],
-    ids=["dualpipe", "sequence parallel", "dp", "experts"],
+    ids=["dualpipe", "sequence parallel", "dp", "experts", "parts of GPT-3 and Qwen3"],
 )
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes)).end()
