@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, causal_attention, rotary_tables, rotate
+from pipeproof.stages.torch.functional import NORM_EPSILON, causal_attention, rotary_tables, rotate
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ class PlainBlock(nn.Module):
         super().__init__()
         made = {"bias": False, "dtype": dtype, "device": device}
         self.num_heads, self.head_size = num_heads, hidden // num_heads
-        self.attn_norm = nn.RMSNorm(hidden, RMS_NORM_EPSILON, dtype=dtype, device=device)
-        self.mlp_norm = nn.RMSNorm(hidden, RMS_NORM_EPSILON, dtype=dtype, device=device)
+        self.attn_norm = nn.RMSNorm(hidden, NORM_EPSILON, dtype=dtype, device=device)
+        self.mlp_norm = nn.RMSNorm(hidden, NORM_EPSILON, dtype=dtype, device=device)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, **made), nn.Linear(hidden, hidden, **made)
         self.gate, self.up = nn.Linear(hidden, ffn, **made), nn.Linear(hidden, ffn, **made)
         self.down = nn.Linear(ffn, hidden, **made)

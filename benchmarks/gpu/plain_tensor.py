@@ -17,7 +17,7 @@ from plain_gpt import swiglu
 from sizes import Size
 from torch import Tensor, nn
 
-from pipeproof.stages.torch.functional import RMS_NORM_EPSILON, causal_attention, rotary_tables, rotate
+from pipeproof.stages.torch.functional import NORM_EPSILON, causal_attention, rotary_tables, rotate
 
 
 class TensorBlock(nn.Module):
@@ -27,7 +27,7 @@ class TensorBlock(nn.Module):
         super().__init__()
         self.group, num = group, group.size()
         made = {"dtype": size.dtype, "device": device}
-        self.attn_norm, self.mlp_norm = (nn.RMSNorm(size.hidden, RMS_NORM_EPSILON, **made) for _ in range(2))
+        self.attn_norm, self.mlp_norm = (nn.RMSNorm(size.hidden, NORM_EPSILON, **made) for _ in range(2))
         self.num_heads, self.head_size = size.num_heads // num, size.hidden // size.num_heads
         own, inner = size.hidden // num, size.ffn // num
         self.qkv = nn.Linear(size.hidden, 3 * own, bias=False, **made)
@@ -62,7 +62,7 @@ class TensorStage(nn.Module):
         if "first" in ends:
             self.embed = nn.Embedding(own, size.hidden, **made)
         if "last" in ends:
-            self.norm = nn.RMSNorm(size.hidden, RMS_NORM_EPSILON, **made)
+            self.norm = nn.RMSNorm(size.hidden, NORM_EPSILON, **made)
             self.head = nn.Linear(size.hidden, own, bias=False, **made)
         for weight in self.parameters():
             if weight.dim() > 1:

@@ -21,7 +21,7 @@ from pipeproof.exec.rank import step_end
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.common import stage as common_stage
-from pipeproof.stages.paddle import stage as paddle_stage
+from pipeproof.stages.paddle import functional
 from pipeproof.stages.paddle.balance import RouterBalance
 from pipeproof.stages.paddle.experts import Experts
 from pipeproof.stages.paddle.runtime import start_paddle
@@ -70,7 +70,7 @@ def missing_norm_reduction(patch: pytest.MonkeyPatch) -> None:
 
 def rope_backward(patch: pytest.MonkeyPatch) -> None:
     """Let the rotary embedding of one block turn the wrong way backward."""
-    turn, heads, at = paddle_stage.rotate, PaddleStage._grouped_heads, threading.local()
+    turn, heads, at = functional.rotate, PaddleStage._grouped_heads, threading.local()
 
     def grouped_heads(stage, activation, name, split):
         at.name = name  # ranks are threads, and wait for each other inside
@@ -82,7 +82,7 @@ def rope_backward(patch: pytest.MonkeyPatch) -> None:
         return WrongTurn.apply(tensor, cos.clone(), sin.clone(), turn)
 
     patch.setattr(PaddleStage, "_grouped_heads", grouped_heads)
-    patch.setattr(paddle_stage, "rotate", rotate)
+    patch.setattr(functional, "rotate", rotate)
 
 
 def auxiliary_factor(patch: pytest.MonkeyPatch) -> None:

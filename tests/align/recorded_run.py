@@ -14,7 +14,7 @@ from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.launch.job_files import RecordOptions
 from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.paddle import balance
+from pipeproof.stages.paddle import balance, functional
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders
@@ -115,9 +115,9 @@ class WrongTurn(PyLayer):  # type: ignore[misc]  # Paddle ships no types
 
 def plant_wrong_rope_backward(monkeypatch) -> None:
     """Let the stage's rotary embedding have a wrong gradient; its forward stays right."""
-    right = paddle_stage.rotate
+    right = functional.rotate
     monkeypatch.setattr(
-        paddle_stage, "rotate", lambda heads, cos, sin: WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
+        functional, "rotate", lambda heads, cos, sin: WrongTurn.apply(heads, cos.clone(), sin.clone(), right)
     )
 
 
