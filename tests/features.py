@@ -7,16 +7,6 @@ from tests.plans import plan_dict
 
 _MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 _MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
-PARTS = {
-    "norms of heads": {"model": {"qk_norm": True}},
-    "LayerNorm": {"model": {"norm": "layer"}},
-    "learned positions": {"model": {"positions": "learned"}},
-    "GELU": {"model": {"mlp": "gelu"}},
-    "GELU with tanh": {"model": {"mlp": "gelu_tanh"}},
-    "biases of queries, keys and values": {"model": {"biases": "qkv"}},
-    "biases": {"model": {"biases": "all"}},
-}
-"""Parts of blocks in place of a Llama's, like ``FEATURES``."""
 QWEN3 = {"qk_norm": True, "num_kv_heads": 2, "head_size": 6}
 """The parts of a Qwen3: each query and key is normed, and heads are larger than the hidden size."""
 GPT3 = {"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": "all", "tied_embedding": True}
@@ -28,6 +18,13 @@ _WORDS = [
 ]
 
 FEATURES = {
+    "norms of heads": {"model": {"qk_norm": True}},
+    "LayerNorm": {"model": {"norm": "layer"}},
+    "learned positions": {"model": {"positions": "learned"}},
+    "GELU": {"model": {"mlp": "gelu"}},
+    "GELU with tanh": {"model": {"mlp": "gelu_tanh"}},
+    "biases of queries, keys and values": {"model": {"biases": "qkv"}},
+    "biases": {"model": {"biases": "all"}},
     "grouped queries": {"model": {"num_kv_heads": 2}},
     "head size": {"model": {"head_size": 6}},
     "latent attention": {"model": {"mla": _MLA}},

@@ -35,16 +35,6 @@ MODELS = {
     "biases, QK-norm": {"norm": "layer", "qk_norm": True, "biases": "all"},
     "Qwen": {"qk_norm": True, "biases": "qkv", "moe": MOE},
 }
-NOT_COMPUTED = {"GPT-3", "biases, QK-norm", "Qwen"}
-"""Models with parts that the stages and references do not have yet."""
-NOT_NAMED = {"GPT-3", "biases, QK-norm", "Qwen"}
-"""Models with parts that the naming conventions do not have yet."""
-
-
-def models(missing):
-    """All models; a test of a missing one fails until the part exists, and then this list must lose it."""
-    not_yet = pytest.mark.xfail(strict=True, reason="not implemented yet")
-    return [pytest.param(name, marks=not_yet) if name in missing else name for name in MODELS]
 
 
 TO_THE_END_OF_W = (Lifetime.TO_WEIGHT, Lifetime.BETWEEN)
@@ -113,7 +103,7 @@ def test_every_matrix_has_its_product(name):
         assert flops == 2 * mtp_streams_at(spec.model, layer.name) * SIZE.num_tokens * elements, layer.name
 
 
-@pytest.mark.parametrize("name", models(NOT_NAMED))
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("convention", [name for name in CONVENTIONS if name != OWN_NAMES])
 def test_conventions_name_every_parameter_or_refuse_the_model(name, convention):
     model = spec_of(name).model
@@ -168,7 +158,7 @@ COMPUTED = {
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=getattr(pytest.mark, f"needs_{who}")) for place, (_, who) in COMPUTED.items()]
 )
-@pytest.mark.parametrize("name", models(NOT_COMPUTED))
+@pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient(name, place):
     """A parameter that is not used keeps the zeros with which its gradient begins."""
     spec = spec_of(name)

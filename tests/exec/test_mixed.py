@@ -8,7 +8,7 @@ from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
-from tests.features import FEATURES, PARTS, TOPOLOGIES, merged, mixed
+from tests.features import FEATURES, TOPOLOGIES, merged, mixed
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -53,9 +53,8 @@ def mixtures(draw):
     plan = runnable(data)
     assume(plan is not None)
     taken = []
-    sections = {**FEATURES, **PARTS}
-    for name in draw(st.lists(st.sampled_from(list(sections)), unique=True, max_size=7)):
-        more = merged(data, sections[name])
+    for name in draw(st.lists(st.sampled_from(list(FEATURES)), unique=True, max_size=7)):
+        more = merged(data, FEATURES[name])
         if (lowered := runnable(more)) is not None:
             data, plan = more, lowered
             taken.append(name)
