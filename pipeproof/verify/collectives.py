@@ -16,7 +16,7 @@ from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.fifo_matching import rank_of
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 class _Calls:
@@ -104,8 +104,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
         position = first[index, rank]
         group, leader = graph.groups[index], int(calls.leader[index])
         ends = [calls.find(index, one, position) for one in (leader, rank)]
-        yield finding(
-            COLLECTIVE,
+        yield COLLECTIVE.finding(
             f"collective {position} of {group.axis} group {[graph.global_rank[r] for r in group.ranks]} is "
             f"{_describe(graph, ends[0])} on rank {graph.global_rank[leader]} but {_describe(graph, ends[1])} "
             f"on rank {graph.global_rank[rank]}",
@@ -185,8 +184,7 @@ def _check_axis(subject: Subject) -> Iterator[Finding]:
     for op_id, times in zip(other[some].tolist(), count.tolist(), strict=True):
         group = graph.groups[int(graph.group[op_id])]
         more = f", and {times - 1} more there" if times > 1 else ""
-        yield finding(
-            OTHER_AXIS,
+        yield OTHER_AXIS.finding(
             f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on the {group.axis} group "
             f"{[graph.global_rank[r] for r in group.ranks]}{more}",
             help=f"issue it on the rank's {graph.ops[op_id].axis} group",
@@ -232,8 +230,7 @@ def _check_stranger(subject: Subject) -> Iterator[Finding]:
                 group = graph.groups[int(graph.group[op_id])]
                 where = f"the {group.axis} group {[graph.global_rank[r] for r in group.ranks]}, which lacks it"
             more = f", and {times - 1} more" if times > 1 else ""
-            yield finding(
-                STRANGER,
+            yield STRANGER.finding(
                 f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on {where}{more}",
                 help="issue it on the rank's own group of that axis, or make the rank a member",
                 witness=OpsWitness((subject.witness_op(op_id),)),

@@ -19,8 +19,6 @@ from pipeproof.diagnostics.finding import (
     Finding,
     Location,
     OpsWitness,
-    Severity,
-    Witness,
     WitnessOp,
 )
 from pipeproof.diagnostics.rule_doc import RuleDoc
@@ -235,18 +233,6 @@ class Rule:
     needs_plan: bool = False
 
 
-def finding(
-    doc: RuleDoc,
-    message: str,
-    *,
-    location: Location | None = None,
-    help: str | None = None,
-    witness: Witness | None = None,
-) -> Finding:
-    """A finding of the rule that ``doc`` documents, with that rule's code and severity."""
-    return Finding(doc.code, Severity(doc.severity), message, location, help, witness)
-
-
 def load_program(path: Path, *, backend: BackendTable | None = None) -> Subject:
     """Subject of the programs of a file; rules that need a plan do not apply.
 
@@ -270,5 +256,5 @@ def program_subject(
     findings.raise_any()
     if not any(program.rows_by_rank):
         message = "no rank of this program does anything: nothing could be wrong with it"
-        raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file)))
+        raise ScheduleFileError(NO_OPERATIONS.finding(message, Location(file)))
     return graph_subject(program.graph(), backend=backend, origins=program.origins, facts=facts)

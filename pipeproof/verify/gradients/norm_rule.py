@@ -12,7 +12,7 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.expected_gradients import ADDS
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(changed: str) -> str:
@@ -74,8 +74,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
         for fact, places in wrong.items():
             rank, op_id = places[0]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            yield finding(
-                INCOMPLETE,
+            yield INCOMPLETE.finding(
                 f"{subject.coords_text(rank)}{more}: the norm of the gradients {fact}",
                 location=subject.locate("run", "clip_norm"),
                 help=f"sum it once over all of {axis}, after the gradients' own sums and before the first STEP",

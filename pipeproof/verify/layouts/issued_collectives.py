@@ -21,7 +21,7 @@ from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layers import Collective, CollectiveKind, is_block, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(left_out: str) -> str:
@@ -161,8 +161,7 @@ def _check_issued(subject: Subject) -> Iterator[Finding]:
         children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
         same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
         batches = len(np.unique(graph.work_item[parents[same]]))
-        yield finding(
-            ISSUED,
+        yield ISSUED.finding(
             f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
             + (f"; so in {batches} micro-batches" if batches > 1 else ""),
             help="issue what the layers need, in their order, on every member of the group",

@@ -24,7 +24,7 @@ from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.verify.lifetime.happens_before import Order, order_of
 from pipeproof.verify.lifetime.races import lifetimes
 from pipeproof.verify.lifetime.tensor_buffers import StageTensors
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 _MOST_POOLS = 4
 """Maximum number of too small pools that are named; the help has the number for all."""
@@ -192,8 +192,7 @@ def _too_few(
         when = ""
         fix = f"{key}: {enough} is the smallest number that is enough for every channel"
         until += f"; this channel needs {pool.smallest(order)} slots"
-    return finding(
-        TOO_FEW,
+    return TOO_FEW.finding(
         f"{subject.coords_text(int(graph.rank[owner]))}, channel {graph.channels[pool.channel]}: "
         f"{graph.ops[following]} takes slot {slot} of {declared}{when}, which {graph.ops[owner]} holds until {until}",
         location=subject.locate("buffers", key),
