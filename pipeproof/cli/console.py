@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,13 @@ def writable(context: click.Context, parameter: click.Parameter, value: Path | N
         raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
     if not os.access(existing, os.W_OK):
         raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
+    return value
+
+
+def not_nan(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Refuse NaN, which is within every range; the callback of a number."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number")
     return value
 
 
