@@ -2,8 +2,8 @@
 
 import csv
 import io
-import re
 import json
+import re
 from fractions import Fraction
 from xml.etree import ElementTree as ET
 

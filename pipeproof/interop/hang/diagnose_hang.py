@@ -103,7 +103,7 @@ def _cycle_finding(dumps: Sequence[Dump], waits: Waits, matches: Matches, cycle:
     number = {node: position for position, node in enumerate(cycle, start=1)}
     by_rank = {dump.rank: dump for dump in dumps}
     ranks = sorted({rank for rank, _ in cycle})
-    programs = tuple(_excerpt(by_rank[rank], waits, number) for rank in ranks)
+    programs = tuple(_excerpt(by_rank[rank], number) for rank in ranks)
     witness = CycleWitness(tuple(WitnessOp(rank, text) for (rank, _), text in zip(cycle, texts, strict=True)), programs)
     issue_lines = _issue_lines(waits, cycle)
     location = next(
@@ -149,7 +149,7 @@ def _suggested_fix(waits: Waits, cycle: Sequence[Node]) -> str:
     return "let all ranks issue messages and collectives in one global order"
 
 
-def _excerpt(dump: Dump, waits: Waits, number: dict[Node, int]) -> ProgramExcerpt:
+def _excerpt(dump: Dump, number: dict[Node, int]) -> ProgramExcerpt:
     """Return the part of a rank's launches around those of the cycle."""
     numbered = {id(launch): number.get((dump.rank, position), 0) for position, launch in enumerate(dump.pending)}
     marked = [index for index, launch in enumerate(dump.launches) if numbered.get(id(launch))]
