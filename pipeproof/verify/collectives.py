@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
@@ -109,7 +109,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
             f"{_describe(graph, ends[0])} on rank {graph.global_rank[leader]} but {_describe(graph, ends[1])} "
             f"on rank {graph.global_rank[rank]}",
             help="issue the same collectives in the same order on every member of the group",
-            witness=OpsWitness(tuple(subject.witness_op(o) for o in ends if o is not None)),
+            witness=subject.witness(*(o for o in ends if o is not None)),
         )
 
 
@@ -188,7 +188,7 @@ def _check_axis(subject: Subject) -> Iterator[Finding]:
             f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on the {group.axis} group "
             f"{[graph.global_rank[r] for r in group.ranks]}{more}",
             help=f"issue it on the rank's {graph.ops[op_id].axis} group",
-            witness=OpsWitness((subject.witness_op(op_id),)),
+            witness=subject.witness(op_id),
         )
 
 
@@ -233,7 +233,7 @@ def _check_stranger(subject: Subject) -> Iterator[Finding]:
             yield STRANGER.finding(
                 f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on {where}{more}",
                 help="issue it on the rank's own group of that axis, or make the rank a member",
-                witness=OpsWitness((subject.witness_op(op_id),)),
+                witness=subject.witness(op_id),
             )
 
 

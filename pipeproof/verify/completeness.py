@@ -157,7 +157,7 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
                 f"{', '.join(str(graph.ops[i]) for i in ids)}: stage {table.stage[entry]} does the work of "
                 f"micro-batch {graph.work_item_text(int(table.work_item[entry]))} more than once",
                 help="keep one of them",
-                witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+                witness=subject.witness(*ids),
             )
 
 
@@ -188,7 +188,7 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
         yield ORDER.finding(
             f"{subject.coords_text(int(table.rank[entry]))} runs {graph.ops[needs]} before {graph.ops[needed]}",
             help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
-            witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+            witness=subject.witness(needs, needed),
         )
 
 
@@ -222,7 +222,7 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
                 f"{subject.coords_text(int(graph.rank[needs]))} runs {graph.ops[needs]} before {graph.ops[needed]}, "
                 "whose keys and values, or the gradients of these, it reads",
                 help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
-                witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+                witness=subject.witness(needs, needed),
             )
 
 
@@ -252,7 +252,7 @@ def _check_foreign(subject: Subject) -> Iterator[Finding]:
             f"0..{graph.work_item_text(subject.num_work_items - 1)}, but runs "
             f"{', '.join(str(graph.ops[i]) for i in ids[:8])}",
             help="run the operation on the rank that owns the stage",
-            witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+            witness=subject.witness(*ids),
         )
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
@@ -140,7 +140,7 @@ def _check_unmatched(subject: Subject) -> Iterator[Finding]:
             f"channel {channel_text(graph, index)} has {num_sends} sends and {num_receives} receives; "
             f"{first} on rank {rank_of(graph, surplus[0])} never meets a counterpart",
             help=f"add {partner_of(first)} to rank {missing_rank}, or remove {first}",
-            witness=OpsWitness(tuple(subject.witness_op(op_id) for op_id in surplus)),
+            witness=subject.witness(*surplus),
         )
 
 
@@ -188,7 +188,7 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
             f"{int(graph.position[sent])} is {graph.ops[sent]}{of_sent} and means {meant}, but the receive there is "
             f"{graph.ops[received]}{of_received}",
             help="issue the receives in the order of the sends; a FIFO has no tags to distinguish them",
-            witness=OpsWitness((subject.witness_op(sent), subject.witness_op(received))),
+            witness=subject.witness(sent, received),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.verify.fifo_matching import Pairs, rank_of
@@ -43,7 +43,7 @@ def _check_size(subject: Subject) -> Iterator[Finding]:
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {_elements(graph, send)}, but "
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {_elements(graph, receive)}",
             help="give both sides of the boundary the same shape, dim order and slice",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 
@@ -86,7 +86,7 @@ def _check_dtype(subject: Subject) -> Iterator[Finding]:
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {sent.dtype}, but "
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {wanted.dtype}",
             help=f"receive as {sent.dtype}, or cast before the send",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 
@@ -121,7 +121,7 @@ def _check_layout(subject: Subject) -> Iterator[Finding]:
         yield LAYOUT.finding(
             f"the {sent.name} is {sent.placement} over tp, but the {wanted.name} is declared {wanted.placement}",
             help="declare the same layout on both sides, or add the reshard between them",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 

@@ -55,7 +55,7 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
             yield STEPS.finding(
                 f"{where} runs {step} {what}",
                 help="keep one for each stage of the rank",
-                witness=OpsWitness(tuple(map(subject.witness_op, selected))),
+                witness=subject.witness(*selected),
             )
 
 

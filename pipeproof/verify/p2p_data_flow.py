@@ -226,7 +226,7 @@ def _check_stray(subject: Subject) -> Iterator[Finding]:
         yield STRAY.finding(
             what,
             help=f"remove {maker} and {user} with their waits, or compute where the tensor goes",
-            witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+            witness=subject.witness(*ends),
         )
 
 
@@ -272,7 +272,7 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
             yield LOCAL_ORDER.finding(
                 f"{subject.coords_text(int(graph.rank[ends[0]]))} runs {early} before {late}, whose result it reads",
                 help=f"move {late} before {early}",
-                witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+                witness=subject.witness(*ends),
             )
 
 

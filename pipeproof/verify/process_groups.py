@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, Group, OpGraph
 from pipeproof.schedule.ops import AXES, SEND_KINDS
@@ -55,7 +55,7 @@ def _check_members(subject: Subject) -> Iterator[Finding]:
             yield MEMBERS.finding(
                 f"the {group.axis} group {[graph.global_rank[rank] for rank in group.ranks]} {wrong}",
                 help=f"make each {group.axis} group of the ranks that differ in their {group.axis} coordinate alone",
-                witness=OpsWitness(tuple(map(subject.witness_op, users))) if users else None,
+                witness=subject.witness(*users) if users else None,
             )
 
 
@@ -207,7 +207,7 @@ def _check_replicas(subject: Subject) -> Iterator[Finding]:
                 f"{graph.ops[ends[0]]} goes from {subject.coords_text(channel.src)} to "
                 f"{subject.coords_text(channel.dst)}: {' and '.join(crossed)} differ",
                 help=f"send to the rank with the same coordinates on {' and '.join(crossed)}",
-                witness=OpsWitness(tuple(subject.witness_op(i) for i in ends if i != NONE)),
+                witness=subject.witness(*(i for i in ends if i != NONE)),
             )
 
 

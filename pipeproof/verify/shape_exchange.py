@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
@@ -69,7 +69,7 @@ def _check_announced(subject: Subject) -> Iterator[Finding]:
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} gets {got.dtype} {got.dims} {list(got.shape)}, "
             f"but {graph.ops[meta]} announced {announced.dtype} {announced.dims} {list(announced.shape)}",
             help=f"announce the shape again before {graph.ops[receive]}, or exchange it for every micro-batch",
-            witness=OpsWitness((subject.witness_op(meta), subject.witness_op(receive))),
+            witness=subject.witness(meta, receive),
         )
 
 

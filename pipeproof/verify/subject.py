@@ -189,6 +189,10 @@ class Subject:
         """One operation of the graph as a witness shows it."""
         return WitnessOp(self.graph.global_rank[int(self.graph.rank[op_id])], str(self.graph.ops[op_id]), op_id)
 
+    def witness(self, *op_ids: int) -> OpsWitness:
+        """Operations of the graph as a finding shows them."""
+        return OpsWitness(tuple(map(self.witness_op, op_ids)))
+
 
 def missing_op(rank: int, op: Op) -> WitnessOp:
     """An operation that should be in a rank's program and is not."""

@@ -136,7 +136,7 @@ def _endless(subject: Subject, wait: int) -> Finding:
         return NEVER.finding(
             f"rank {rank} runs {op}, but no {op.target} is under way there",
             help=f"post {op.target} before the wait, and wait for it once",
-            witness=OpsWitness((subject.witness_op(wait),)),
+            witness=subject.witness(wait),
         )
     peer, partner = graph.global_rank[int(graph.peer[target])], partner_of(op.target)
     return NEVER.finding(

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
@@ -54,7 +54,7 @@ def _scattered(subject: Subject) -> Iterator[Finding]:
             "and the plan's optimizer updates whole weights",
             location=subject.locate("schedule"),
             help="issue ALL_REDUCE, or set `memory.shard_optimizer: dp`",
-            witness=OpsWitness((subject.witness_op(found[0]),)),
+            witness=subject.witness(found[0]),
         )
 
 
@@ -85,7 +85,7 @@ class _Gathers:
                 f"{self._subject.coords_text(rank)}{more}: {fact}",
                 location=self._subject.locate("memory", "shard_optimizer"),
                 help="gather each weight of the stage once over all of dp, after its STEP",
-                witness=OpsWitness(tuple(map(self._subject.witness_op, (step, *ops)))),
+                witness=self._subject.witness(step, *ops),
             )
 
     def _of_step(self, step: int) -> Iterator[tuple[str, list[int]]]:

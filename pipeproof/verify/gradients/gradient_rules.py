@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.verify.gradients.diagnose import diagnose
 from pipeproof.verify.gradients.explain_sum import Cause, Count, Problem
@@ -185,7 +185,7 @@ def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Fin
         _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
         location=subject.locate("loss" if first.count is not None else "schedule"),
         help=_fix_text(first.count) if first.count is not None else first.fix,
-        witness=OpsWitness(tuple(subject.witness_op(op) for op in witness)) if witness else None,
+        witness=subject.witness(*witness) if witness else None,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pipeproof.comm.step_end_rows import norm_axes, num_weights
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
@@ -78,7 +78,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
                 f"{subject.coords_text(rank)}{more}: the norm of the gradients {fact}",
                 location=subject.locate("run", "clip_norm"),
                 help=f"sum it once over all of {axis}, after the gradients' own sums and before the first STEP",
-                witness=None if op_id is None else OpsWitness((subject.witness_op(op_id),)),
+                witness=None if op_id is None else subject.witness(op_id),
             )
 
 

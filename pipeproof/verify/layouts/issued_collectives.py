@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
@@ -165,7 +165,7 @@ def _check_issued(subject: Subject) -> Iterator[Finding]:
             f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
             + (f"; so in {batches} micro-batches" if batches > 1 else ""),
             help="issue what the layers need, in their order, on every member of the group",
-            witness=OpsWitness(tuple(subject.witness_op(i) for i in (parent, *children))),
+            witness=subject.witness(parent, *children),
         )
 
 

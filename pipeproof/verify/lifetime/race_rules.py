@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness
+from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.columns import QUEUES
 from pipeproof.schedule.op_table import NONE, IntColumn
@@ -101,7 +101,7 @@ class UseText:
 
 def about(subject: Subject, doc: RuleDoc, message: str, ops: Iterable[int], help: str) -> Finding:
     """A finding about operations of the graph."""
-    witness = OpsWitness(tuple(subject.witness_op(op) for op in ops))
+    witness = subject.witness(*ops)
     return doc.finding(message, location=place_of_schedule(subject), help=help, witness=witness)
 
 

@@ -17,7 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import KIND_CODE, OpKind
@@ -197,7 +197,7 @@ def _too_few(
         f"{graph.ops[following]} takes slot {slot} of {declared}{when}, which {graph.ops[owner]} holds until {until}",
         location=subject.locate("buffers", key),
         help=fix,
-        witness=OpsWitness(tuple(subject.witness_op(op) for op in (owner, holder, following))),
+        witness=subject.witness(owner, holder, following),
     )
 
 
