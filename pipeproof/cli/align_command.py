@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for, not_nan
+from pipeproof.cli.console import console_for, format_option, not_nan
 from pipeproof.exit_status import ExitStatus
 
 
@@ -37,7 +37,7 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="The same of B; Megatron: mtp,main.")  # fmt: skip
 @click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
 @click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def align(
     a: Path,
     b: Path,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, not_nan, picture_file, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, not_nan, picture_file, refusing_bad_plans
 
 if TYPE_CHECKING:
     from pipeproof.analysis.jitter.noise import Distribution
@@ -63,7 +63,7 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
               help="Let each rank be slow by FACTOR in a run with this probability, as in 0.01:1.5.")  # fmt: skip
 @click.option("--delays/--no-delays", default=True, show_default=True,
               help="Report the sensitivity to delays; one simulation for each rank and channel.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(
