@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
               help="Number of listed candidates of each group.")  # fmt: skip
 @click.option("--all", "everything", is_flag=True,
               help="Also list candidates over the memory limit, and why schedules were left out.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def advise(plan: Path, memory_limit: int | None, top: int, everything: bool, form: Literal["text", "json"]) -> None:
     """List better schedules, chunk counts and micro-batch counts for a plan, with reasons.
 

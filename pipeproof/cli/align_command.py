@@ -6,20 +6,13 @@ It imports what it needs when it runs.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for
+from pipeproof.cli.console import console_for, format_option, not_nan
 from pipeproof.exit_status import ExitStatus
-
-
-def _relative(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # no bound of a range refuses it
-        raise click.BadParameter("nan is no distance")
-    return value
 
 
 def _order(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -34,7 +27,7 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
 @click.option("--ulps", type=click.IntRange(min=0), default=0, show_default=True,
               help="Allowed distance of elements, and of losses, in representable numbers.")  # fmt: skip
-@click.option("--relative", type=click.FloatRange(min=0.0), default=0.0, show_default=True, callback=_relative,
+@click.option("--relative", type=click.FloatRange(min=0.0), default=0.0, show_default=True, callback=not_nan,
               help="Or the allowed difference of a tensor, relative to B's largest element.")  # fmt: skip
 @click.option("--micro-batches", type=click.IntRange(min=1), default=1, show_default=True,
               help="Of logs: number of micro-batches of a step, for counting anchors.")  # fmt: skip
@@ -44,7 +37,7 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="The same of B; Megatron: mtp,main.")  # fmt: skip
 @click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
 @click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def align(
     a: Path,
     b: Path,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import refusing_bad_plans
+from pipeproof.cli.console import format_option, refusing_bad_plans
 from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
               help="Write the statements from this convention of names to another, --to.")  # fmt: skip
 @click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
 @click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def aoa(
     file: Path, *, source: Path | None, target: Path | None, convention: str | None, expand: bool, inverted: bool,
     form: Form,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from pipeproof.cli.completion import PlanFile, complete_importer
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 from pipeproof.cli.import_command import KindName, import_from, import_options
 from pipeproof.comm.backend_rows import Queue
 
@@ -95,7 +95,7 @@ def _check_log(directory: Path, plan: Path | None, channels: Queue | None, selec
               help="Check this program text, without a plan.")  # fmt: skip
 @click.option("--backend", metavar="NAME", help="The backend whose guarantees hold for --program, such as paddle-gloo.")
 @_log_options
-@click.option("--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True)
+@format_option("sarif")
 @click.option("--select", multiple=True, metavar="CODES",
               help="Run only these rules: codes or their beginnings, such as PP401,3xx.")  # fmt: skip
 @click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; there is no certificate then.")

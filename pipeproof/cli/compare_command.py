@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
@@ -30,7 +30,7 @@ def _page(context: click.Context, parameter: click.Parameter, value: Path | None
 @click.option("--step", type=click.IntRange(min=0), help="Only this step of files with several steps.")
 @click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
               help="Number of listed operations with the largest differences of length.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_page,
               help="Write one page for a browser (.html): --step, or the last step, of A above that of B.")  # fmt: skip
 def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"], output: Path | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pipeproof.cli.check_report import Form
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _FIXES = MappingProxyType(
     {
@@ -45,6 +47,19 @@ def writable(context: click.Context, parameter: click.Parameter, value: Path | N
         raise click.BadParameter(f"{str(value)!r}: there is no directory {str(value.parent)!r}")
     if not os.access(existing, os.W_OK):
         raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
+    return value
+
+
+def format_option(*others: str) -> Callable[[_Function], _Function]:
+    """Give a command ``form``: text, JSON, or one of ``others``."""
+    forms = click.Choice(["text", "json", *others])
+    return click.option("--format", "form", type=forms, default="text", show_default=True)
+
+
+def not_nan(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Refuse NaN, which is within every range; the callback of a number."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number")
     return value
 
 

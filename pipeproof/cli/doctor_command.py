@@ -8,11 +8,11 @@ from typing import Literal
 
 import click
 
-from pipeproof.cli.console import console_for
+from pipeproof.cli.console import console_for, format_option
 
 
 @click.command()
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), default="paddle", show_default=True,
               help="The framework whose transports are probed.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,

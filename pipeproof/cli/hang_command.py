@@ -9,14 +9,14 @@ from typing import Literal
 
 import click
 
-from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
 
 @click.command()
 @click.argument("dumps", metavar="DUMP_DIR", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(dumps: Path, form: Literal["text", "json"], color: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, picture_file, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, not_nan, picture_file, refusing_bad_plans
 
 if TYPE_CHECKING:
     from pipeproof.analysis.jitter.noise import Distribution
@@ -47,20 +47,14 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
     return _number(probability), _number(factor)
 
 
-def _cv(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # no bound of a range refuses it
-        raise click.BadParameter("nan is not a coefficient of variation")
-    return value
-
-
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
 @click.option("--runs", "num_runs", type=click.IntRange(1, 1_000_000), default=200, show_default=True,
               help="Number of simulated steps.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random numbers.")
-@click.option("--cv", "compute_cv", type=click.FloatRange(0, 10), default=0.05, show_default=True, callback=_cv,
+@click.option("--cv", "compute_cv", type=click.FloatRange(0, 10), default=0.05, show_default=True, callback=not_nan,
               help="Standard deviation of each computation, over its mean.")  # fmt: skip
-@click.option("--network-cv", type=click.FloatRange(0, 10), default=0.0, show_default=True, callback=_cv,
+@click.option("--network-cv", type=click.FloatRange(0, 10), default=0.0, show_default=True, callback=not_nan,
               help="The same of each message and collective.")  # fmt: skip
 @click.option("--distribution", type=click.Choice(["lognormal", "gamma"]), default="lognormal", show_default=True)
 @click.option("--slow", multiple=True, metavar="RANK=FACTOR", callback=_slow_ranks,
@@ -69,7 +63,7 @@ def _cv(context: click.Context, parameter: click.Parameter, value: float) -> flo
               help="Let each rank be slow by FACTOR in a run with this probability, as in 0.01:1.5.")  # fmt: skip
 @click.option("--delays/--no-delays", default=True, show_default=True,
               help="Report the sensitivity to delays; one simulation for each rank and channel.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from pipeproof.cli.console import writable
+from pipeproof.cli.console import not_nan, writable
 
 if TYPE_CHECKING:
     from pipeproof.exec.launch.job_files import Fault
@@ -18,14 +17,8 @@ if TYPE_CHECKING:
 Command: TypeAlias = Callable[..., Any]
 
 
-def _seconds(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # no bound of a range refuses it
-        raise click.BadParameter("nan is not a number of seconds")
-    return value
-
-
 timeout = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True, callback=_seconds,
+    "--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True, callback=not_nan,
     help="Seconds without progress after which a run counts as hung.",
 )  # fmt: skip
 logs = click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.console import format_option, refusing_bad_plans, writable
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
@@ -115,7 +115,7 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
               help="Draw the flow of tensors between ranks or files.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
               help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def reshard(
     source: Path, target_plan: Path | None, to_plan: Path | None, check: bool, out: Path | None, aoa: Path | None,
     names: str | None, weights_only: bool, save_format: str, picture: Path | None, jobs: int | None, form: Form,

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from pipeproof.cli.completion import PlanFile, complete_schedule
-from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.console import format_option, refusing_bad_plans, writable
 
 FORMATS = ("grid", "svg", "json", "text", "csv", "csv-comms", "fleet")
 """Output formats of a schedule; the last four are those of ``pipeproof convert``."""
@@ -51,7 +51,7 @@ def schedule() -> None:
 
 
 @schedule.command("list")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def list_kinds(form: str) -> None:
     """List every kind of schedule, with the sizes for which it exists."""
     from pipeproof.cli.schedule_list import show_kinds

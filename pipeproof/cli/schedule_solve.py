@@ -13,7 +13,7 @@ import yaml
 from pipeproof.cli.console import console_for
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule, stage_costs
 from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.asap import asap
 from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.generators.solve import Progress, Solution, UnfitHintError, solve
@@ -88,7 +88,7 @@ def _blaming_sizes() -> Iterator[None]:
     try:
         yield
     except UnfitSizesError as error:
-        finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
+        finding = UNFIT_SCHEDULE.finding(str(error), help=error.help)
         raise BadPlanAtError(finding, error.key) from error
 
 

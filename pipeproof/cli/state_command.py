@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
 from pipeproof.exit_status import ExitStatus
 
@@ -31,7 +31,7 @@ _SHOWN = 20
 @click.argument("other", type=PLACE, required=False)
 @click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
 @click.option("--verify", is_flag=True, help="Check every file against the index, SHA-256 included; list all faults.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option()
 def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form) -> None:
     """Show the contents of a checkpoint; with OTHER, the differences between the two.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, picture_file, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, picture_file, refusing_bad_plans, writable
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _scheduler(context: click.Context, parameter: click.Parameter, value: str | 
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "csv"]), default="text", show_default=True)
+@format_option("csv")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
               help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
 def sweep(

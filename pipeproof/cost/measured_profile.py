@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeproof.cost.analytic_links import message_bytes
 from pipeproof.cost.network_times import exact
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, GATHER_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.exact_times import GRID_US
@@ -166,7 +166,7 @@ class ProfileTimes:
     def _missing(self, name: str) -> BadPlanAtError:
         message = f"`{self.file}` has no time of a {name}"
         fix = "measure a run of this plan: `pipeproof run PLAN --profile FILE`"
-        return BadPlanAtError(Finding(NOT_A_PROFILE.code, Severity.ERROR, message, help=fix), ("cost", "profile"))
+        return BadPlanAtError(NOT_A_PROFILE.finding(message, help=fix), ("cost", "profile"))
 
 
 def _points(messages: Iterable[SizedSpread]) -> Iterable[tuple[int, Fraction, int]]:
@@ -214,7 +214,7 @@ def require_fit(profile: Profile, plan: PlanSpec) -> None:
         shown.append(f"{len(differences) - len(shown)} more")
     message = f"`{plan.cost.profile}` was measured on another plan: {'; '.join(shown)}"
     fix = "measure this plan: `pipeproof run PLAN --profile FILE`"
-    raise BadPlanAtError(Finding(OTHER_PLAN.code, Severity.ERROR, message, help=fix), ("cost", "profile"))
+    raise BadPlanAtError(OTHER_PLAN.finding(message, help=fix), ("cost", "profile"))
 
 
 def _given(section: BaseModel) -> dict[str, Any]:

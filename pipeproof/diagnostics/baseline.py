@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.fingerprint import fingerprint
-from pipeproof.diagnostics.problems import describe_value, dotted
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 
-_MOST_FINDINGS = 5
 _HEAD: Final = """\
 # Findings that are known, for `pipeproof check --baseline`. `pipeproof check --write-baseline` writes this file anew
 # and keeps the reasons. Give each entry a `reason`; remove the entry when the finding is fixed.
@@ -126,38 +124,15 @@ def load_baseline(path: Path) -> LoadedBaseline:
         tree = parse_text(read_text(shown), shown)
     except PlanFileError as error:
         raise BaselineError(*(_not_a_baseline(f.message, f.location) for f in error.findings)) from error
-    source = tree.source
-    if tree.problems:
-        raise BaselineError(*(_not_a_baseline(f.message, f.location) for f in tree.problems), source=source)
-    if not isinstance(tree.data, dict):
-        found = "nothing" if tree.data is None else describe_value(tree.data)
-        raise BaselineError(
-            _not_a_baseline(f"a baseline is a mapping of keys, found {found}", source.locate(())), source=source
-        )
-    try:
-        content = Baseline.model_validate(tree.data)
-    except ValidationError as error:
-        raise BaselineError(*_schema_findings(error, source), source=source) from error
-    return LoadedBaseline(path, content, source)
-
-
-def _schema_findings(error: ValidationError, source: SourceMap) -> list[Finding]:
-    details = error.errors(include_url=False)
-    findings = []
-    for detail in details[:_MOST_FINDINGS]:
-        path, message = detail["loc"], detail["msg"]
-        name = dotted(path) if path else source.file
-        findings.append(_not_a_baseline(f"`{name}`: {message[:1].lower()}{message[1:]}", source.locate(path)))
-    if len(details) > len(findings):
-        findings.append(
-            _not_a_baseline(f"{len(details) - len(findings)} more problems of this kind", source.locate(()))
-        )
-    return findings
+    content = read_model(tree, Baseline, "a baseline", _not_a_baseline)
+    if isinstance(content, list):
+        raise BaselineError(*content, source=tree.source)
+    return LoadedBaseline(path, content, tree.source)
 
 
 def _not_a_baseline(message: str, location: Location | None) -> Finding:
     fix = "`pipeproof check PLAN --write-baseline FILE` writes a baseline"
-    return Finding(NOT_A_BASELINE.code, Severity.ERROR, message, location, fix)
+    return NOT_A_BASELINE.finding(message, location, fix)
 
 
 def baseline_text(entries: Sequence[Entry]) -> str:
@@ -250,9 +225,7 @@ def missing_file_notes(baseline: LoadedBaseline) -> tuple[Finding, ...]:
     """Return a note for each entry whose plan file no longer exists, so that no check can match it."""
     folder = baseline.path.resolve().parent
     return tuple(
-        Finding(
-            STALE.code,
-            Severity.NOTE,
+        STALE.finding(
             f"{entry.code} is known of {' '.join(missing)}, which no longer exists",
             baseline.location(index),
             "remove the entry",
@@ -267,7 +240,7 @@ def _stale(baseline: LoadedBaseline, index: int, entry: Entry, missing: int) -> 
     number = f"only {present} of {entry.count} known findings" if present else "no such finding"
     fix = f"write `count: {present}`" if present else "remove the entry"
     message = f"{entry.code} is known of {' '.join(entry.files)}, and the check has {number}: {entry.message}"
-    return Finding(STALE.code, Severity.NOTE, message, baseline.location(index), fix)
+    return STALE.finding(message, baseline.location(index), fix)
 
 
 def updated_entries(

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeproof.diagnostics.finding import Finding, Location, Severity, Witness
+
 
 class ExampleKind(StrEnum):
     """Kind of the two examples of a code: tests run them, and pages show them."""
@@ -49,6 +51,12 @@ class RuleDoc:
         if _RANK.search(self.wrong):
             return ExampleKind.PROGRAM
         return ExampleKind.PYTHON if _IMPORT.search(self.wrong) else ExampleKind.PLAN
+
+    def finding(
+        self, message: str, location: Location | None = None, help: str | None = None, witness: Witness | None = None
+    ) -> Finding:
+        """Return a finding with this code and severity."""
+        return Finding(self.code, Severity(self.severity), message, location, help, witness)
 
 
 _RANK = re.compile(r"^rank \d+:", re.MULTILINE)

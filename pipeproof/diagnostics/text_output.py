@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
 from pipeproof.diagnostics.finding import (
@@ -20,7 +20,6 @@ from pipeproof.diagnostics.finding import (
     RangesWitness,
     Severity,
     Witness,
-    WitnessOp,
 )
 from pipeproof.diagnostics.source import Sources
 
@@ -179,34 +178,14 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
     }
 
 
+_WITNESS_KINDS = {RangesWitness: "ranges", CycleWitness: "cycle", OpsWitness: "ops"}
+
+
 def _witness_to_json(witness: Witness) -> dict[str, Any]:
-    match witness:
-        case RangesWitness():
-            return {
-                "kind": "ranges",
-                "lost": [_range_to_json(item) for item in witness.lost],
-                "foreign": [_range_to_json(item) for item in witness.foreign],
-            }
-        case CycleWitness():
-            return {"kind": "cycle", "ops": [_op_to_json(op) for op in witness.ops]}
-        case OpsWitness():
-            return {"kind": "ops", "ops": [_op_to_json(op) for op in witness.ops]}
-        case _:
-            assert_never(witness)
-
-
-def _range_to_json(item: ElementRange) -> dict[str, Any]:
-    return {
-        "rank": item.rank,
-        "start": item.start,
-        "stop": item.stop,
-        "source_rank": item.source_rank,
-        "covers": item.covers,
-    }
-
-
-def _op_to_json(op: WitnessOp) -> dict[str, Any]:
-    return {"rank": op.rank, "op": op.op, "op_id": op.op_id}
+    """The operations or ranges; the programs of a cycle are only drawn."""
+    content = {name: [asdict(item) for item in getattr(witness, name)] for name in ("lost", "foreign", "ops")
+               if hasattr(witness, name)}  # fmt: skip
+    return {"kind": _WITNESS_KINDS[type(witness)], **content}
 
 
 _MOST_RANKS = 6

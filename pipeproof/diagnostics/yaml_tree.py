@@ -7,11 +7,14 @@ Scalars follow the core schema of YAML 1.2: ``yes`` and ``on`` are strings,
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from pipeproof.diagnostics.finding import Finding, Location, Severity
-from pipeproof.diagnostics.problems import KeyPath, shortened
+from pipeproof.diagnostics.problems import KeyPath, describe_value, dotted, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 from pipeproof.diagnostics.yaml_events import EventKind, EventStream, TextError, TextEvent
 
@@ -56,6 +59,34 @@ def parse_text(text: str, file: str) -> Tree:
     except TextError as error:
         return Tree(None, source, (*problems, error.problem), complete=False)
     return Tree(data, source, tuple(problems), complete=True)
+
+
+_MOST_PROBLEMS = 5
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_model(
+    tree: Tree, model: type[_Model], kind: str, finding: Callable[[str, Location | None], Finding]
+) -> _Model | list[Finding]:
+    """Return the content of a file that is a mapping of keys, or its problems; ``kind``, such as ``a profile``."""
+    if tree.problems:
+        return [finding(problem.message, problem.location) for problem in tree.problems]
+    source = tree.source
+    if not isinstance(tree.data, dict):
+        value = "nothing" if tree.data is None else describe_value(tree.data)
+        return [finding(f"{kind} is a mapping of keys, found {value}", source.locate(()))]
+    try:
+        return model.model_validate(tree.data)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    findings = []
+    for detail in details[:_MOST_PROBLEMS]:
+        path, message = detail["loc"], detail["msg"]
+        name = dotted(path) if path else source.file
+        findings.append(finding(f"`{name}`: {message[:1].lower()}{message[1:]}", source.locate(path)))
+    if len(details) > len(findings):
+        findings.append(finding(f"{len(details) - len(findings)} more problems of this kind", source.locate(())))
+    return findings
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def every_rank_of(lowered: LoweredPlan) -> LoweredPlan:
             f"one by one, and this release holds {MAX_OPERATIONS:,}"
         )
         fix = "set cost.network.contention to false, or simulate fewer micro-batches or replicas"
-        finding = Finding(TOO_LARGE.code, Severity.ERROR, message, help=fix)
+        finding = TOO_LARGE.finding(message, help=fix)
         raise BadPlanAtError(finding, ("cost", "network", "contention"))
     return lowered.unfolded()
 

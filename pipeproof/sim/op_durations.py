@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
@@ -145,7 +145,7 @@ class _Works:
             f"{name} of stage {op.stage} takes {float(whole):g} us, and the collectives inside it {float(inside):g} us"
         )
         fix = "a stage's time includes its collectives: give it a longer time, or the network faster links"
-        raise BadPlanAtError(Finding(NO_ROOM.code, Severity.ERROR, message, help=fix), ("cost", _KEYS[op.kind]))
+        raise BadPlanAtError(NO_ROOM.finding(message, help=fix), ("cost", _KEYS[op.kind]))
 
 
 def _overlapped(graph: OpGraph) -> dict[int, int]:

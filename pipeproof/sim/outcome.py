@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import OpsWitness, WitnessOp
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.sim.sim_codes import UNFINISHED, SimulationError
@@ -43,9 +43,7 @@ def refuse_unfinished(graph: OpGraph, outcome: Outcome) -> None:
     if len(stuck) > _MOST_NAMED:
         texts.append(f"and {len(stuck) - _MOST_NAMED} more")
     raise SimulationError(
-        Finding(
-            UNFINISHED.code,
-            Severity.ERROR,
+        UNFINISHED.finding(
             "the simulated step does not end: " + "; ".join(texts),
             help="`pipeproof check` names the cycle, or what is missing, and the change that fixes it",
             witness=OpsWitness(tuple(WitnessOp(int(graph.rank[i]), str(graph.ops[i]), i) for i in stuck)),

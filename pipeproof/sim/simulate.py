@@ -14,7 +14,7 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.channel_models import ChannelModel, declared_model
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.formats.op_text import op_texts
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
@@ -108,7 +108,7 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engin
 def _not_fast(reason: str) -> BadPlanAtError:
     message = f"the fast engine does not support this plan: {reason}"
     fix = "use the engine `auto` or `simpy`"
-    return BadPlanAtError(Finding(NOT_FAST.code, Severity.ERROR, message, help=fix), ("cost",))
+    return BadPlanAtError(NOT_FAST.finding(message, help=fix), ("cost",))
 
 
 def _by_longest_paths(lowered: LoweredPlan, durations: Durations, model: ChannelModel) -> Simulation:

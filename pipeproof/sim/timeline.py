@@ -81,14 +81,6 @@ class Timeline:
         """Time in which ``rank`` computes (F, B, I, W); overlapped computations count once."""
         return Fraction(time_covered((self.us(span.start), self.us(span.end)) for span, _ in self._compute[rank]))
 
-    def bubble_of_makespan_us(self, rank: int) -> Fraction:
-        """Time of the makespan in which ``rank`` does not compute."""
-        return self.makespan_us - self.busy_us(rank)
-
-    def bubble_of_span_us(self, rank: int) -> Fraction:
-        """Time within the span of ``rank`` in which it does not compute (the bubble of the zero-bubble papers)."""
-        return self.span_us(rank) - self.busy_us(rank)
-
     def peak_activations(self, rank: int) -> int:
         """Most chunk activations held at once: from the start of F to the end of B, or of W where split."""
         return self._peak(rank, OpKind.BACKWARD_WEIGHT)

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
-from pipeproof.specs.section import Section, refuse
+from pipeproof.specs.section import Section, refuse, shorthand_schema
 
 DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "mi300x"]
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
@@ -87,12 +87,9 @@ class AnalyticSpec(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the schema of the mapping, or of the plain string."""
-        mapping: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
-        return {
-            "title": mapping.pop("title"),
-            "description": mapping.pop("description"),
-            "anyOf": [{"type": "string", "enum": mapping["properties"]["device"]["enum"]}, mapping],
-        }
+        return shorthand_schema(
+            schema, handler, lambda mapping: {"type": "string", "enum": mapping["properties"]["device"]["enum"]}
+        )
 
 
 class LinkSpec(Section):

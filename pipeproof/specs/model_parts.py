@@ -9,7 +9,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, problems_error
-from pipeproof.specs.section import Section
+from pipeproof.specs.section import Section, shorthand_schema
 
 
 class MoeSpec(Section):
@@ -144,13 +144,7 @@ class DropoutSpec(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the schema of the mapping, or of one number."""
-        mapping = handler.resolve_ref_schema(handler(schema))
-        description = mapping.pop("description")
-        return {
-            "title": mapping.pop("title"),
-            "description": description,
-            "anyOf": [{"type": "number", "minimum": 0, "exclusiveMaximum": 1}, mapping],
-        }
+        return shorthand_schema(schema, handler, lambda _: {"type": "number", "minimum": 0, "exclusiveMaximum": 1})
 
 
 class HyperConnectionsSpec(Section):

@@ -10,18 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, Severity
-from pipeproof.diagnostics.problems import describe_value, dotted
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
-from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 from pipeproof.specs.exact_times import MAX_TIME_US
 
 MAX_BYTES = 2**24
 """Largest profile."""
-_MOST_FINDINGS = 5
 
 _Time = Annotated[float, Field(ge=0, le=MAX_TIME_US)]
 _Count = Annotated[int, Field(ge=1)]
@@ -258,28 +256,15 @@ def read_profile(path: Path) -> Profile:
     """
     shown = str(path)
     tree = parse_text(_text_of(path), shown)
-    problems = [_finding(problem.message, problem.location) for problem in tree.problems]
-    if problems or not isinstance(tree.data, dict):
-        value = "nothing" if tree.data is None else describe_value(tree.data)
-        raise ProfileError(*(problems or [_finding(f"`{shown}` is not a profile, found {value}", Location(shown))]))
-    try:
-        return Profile.model_validate(tree.data)
-    except ValidationError as error:
-        findings, details = [], error.errors(include_url=False)
-        for detail in details[:_MOST_FINDINGS]:
-            path_in_file = tuple(detail["loc"])
-            name = f"`{dotted(path_in_file)}`" if path_in_file else f"`{shown}`"
-            findings.append(
-                _finding(f"{name}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", tree.source.locate(path_in_file))
-            )
-        if len(details) > len(findings):
-            findings.append(_finding(f"{len(details) - len(findings)} more problems of this kind", Location(shown)))
-        raise ProfileError(*findings) from error
+    profile = read_model(tree, Profile, "a profile", _finding)
+    if isinstance(profile, list):
+        raise ProfileError(*profile)
+    return profile
 
 
 def _finding(message: str, location: Location | None) -> Finding:
     fix = "measure again: `pipeproof run PLAN --profile FILE`"
-    return Finding(NOT_A_PROFILE.code, Severity.ERROR, message, location, fix)
+    return NOT_A_PROFILE.finding(message, location, fix)
 
 
 def _text_of(path: Path) -> str:
@@ -287,6 +272,4 @@ def _text_of(path: Path) -> str:
         return read_utf8(str(path), MAX_BYTES, "profile")
     except UnreadableTextError as error:
         fix = "`pipeproof run PLAN --profile FILE` writes a profile"
-        raise ProfileError(
-            Finding(UNREADABLE_PROFILE.code, Severity.ERROR, error.message, error.location, fix)
-        ) from error
+        raise ProfileError(UNREADABLE_PROFILE.finding(error.message, error.location, fix)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
 
@@ -144,4 +144,4 @@ def read_schedule_text(path: str | Path) -> str:
     try:
         return read_utf8(str(path), MAX_BYTES, "schedule")
     except UnreadableTextError as error:
-        raise ScheduleFileError(Finding(UNREADABLE.code, Severity.ERROR, error.message, error.location)) from error
+        raise ScheduleFileError(UNREADABLE.finding(error.message, error.location)) from error

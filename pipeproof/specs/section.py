@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isqrt
 from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from pipeproof.diagnostics.problems import Problem, listed, problems_error
 
@@ -25,6 +27,18 @@ def _tuple_of_list(value: object) -> object:
 
 FROM_LIST = BeforeValidator(_tuple_of_list)
 """Validator of a field that is a tuple."""
+
+
+def shorthand_schema(
+    schema: CoreSchema, handler: GetJsonSchemaHandler, plain: Callable[[dict[str, Any]], dict[str, Any]]
+) -> JsonSchemaValue:
+    """Return the schema of a section, or of the plain value that is short for it; ``plain`` has that of the section."""
+    mapping = handler.resolve_ref_schema(handler(schema))
+    return {
+        "title": mapping.pop("title"),
+        "description": mapping.pop("description"),
+        "anyOf": [plain(mapping), mapping],
+    }
 
 
 def int_only(value: object) -> object:

@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, describe_value, listed, nearest_name, problems_error
-from pipeproof.specs.section import FROM_LIST, Section, refuse
+from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
 
 TransportName = Literal["full", "partial"]
 """A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.transports`` describes each."""
@@ -65,13 +65,7 @@ class TransportSpec(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the schema of the mapping, or of the plain string."""
-        mapping = handler.resolve_ref_schema(handler(schema))
-        description = mapping.pop("description")
-        return {
-            "title": mapping.pop("title"),
-            "description": description,
-            "anyOf": [{"type": "string", "enum": ["full", "partial"]}, mapping],
-        }
+        return shorthand_schema(schema, handler, lambda _: {"type": "string", "enum": ["full", "partial"]})
 
 
 class BoundarySpec(Section):

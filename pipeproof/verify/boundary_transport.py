@@ -14,7 +14,7 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.transports import Transport, effective_transport
 from pipeproof.verify.delivered import Layouts, Loss, places_of
 from pipeproof.verify.provenance import DATA_SENDS, Events, events
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 LOSSY = RuleDoc(
     code="PP201",
@@ -96,8 +96,7 @@ def _lossy_finding(
         transport = f"the messages from {tensor.placement} to {expected.placement} deliver"
     else:
         transport = f"`{getattr(subject.lowered.spec.transport, direction)}` delivers"
-    return finding(
-        LOSSY,
+    return LOSSY.finding(
         f"boundary {source}->{sink}, {direction}: {transport} {num_lost} of {num_all} elements{member} "
         f"wrongly in {which}",
         location=subject.locate("boundaries") if changes_layout else subject.locate("transport", direction),
@@ -154,8 +153,7 @@ def _check_full_instead(subject: Subject) -> Iterator[Finding]:
                 else f"the {numel} local elements of {of} do not divide by topology.tp {num_tp}"
             )
             all_whole = len(whole) == len(tensors)
-            yield finding(
-                FULL_INSTEAD,
+            yield FULL_INSTEAD.finding(
                 f"{direction}: `partial` is declared, but {why}, so each rank sends its full tensor, as Fleet does",
                 location=subject.locate("transport", direction),
                 help=f"set `transport.{direction}: full`, which is what happens" if all_whole else None,

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.fifo_matching import rank_of
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 class _Calls:
@@ -104,13 +104,12 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
         position = first[index, rank]
         group, leader = graph.groups[index], int(calls.leader[index])
         ends = [calls.find(index, one, position) for one in (leader, rank)]
-        yield finding(
-            COLLECTIVE,
+        yield COLLECTIVE.finding(
             f"collective {position} of {group.axis} group {[graph.global_rank[r] for r in group.ranks]} is "
             f"{_describe(graph, ends[0])} on rank {graph.global_rank[leader]} but {_describe(graph, ends[1])} "
             f"on rank {graph.global_rank[rank]}",
             help="issue the same collectives in the same order on every member of the group",
-            witness=OpsWitness(tuple(subject.witness_op(o) for o in ends if o is not None)),
+            witness=subject.witness(*(o for o in ends if o is not None)),
         )
 
 
@@ -185,12 +184,11 @@ def _check_axis(subject: Subject) -> Iterator[Finding]:
     for op_id, times in zip(other[some].tolist(), count.tolist(), strict=True):
         group = graph.groups[int(graph.group[op_id])]
         more = f", and {times - 1} more there" if times > 1 else ""
-        yield finding(
-            OTHER_AXIS,
+        yield OTHER_AXIS.finding(
             f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on the {group.axis} group "
             f"{[graph.global_rank[r] for r in group.ranks]}{more}",
             help=f"issue it on the rank's {graph.ops[op_id].axis} group",
-            witness=OpsWitness((subject.witness_op(op_id),)),
+            witness=subject.witness(op_id),
         )
 
 
@@ -232,11 +230,10 @@ def _check_stranger(subject: Subject) -> Iterator[Finding]:
                 group = graph.groups[int(graph.group[op_id])]
                 where = f"the {group.axis} group {[graph.global_rank[r] for r in group.ranks]}, which lacks it"
             more = f", and {times - 1} more" if times > 1 else ""
-            yield finding(
-                STRANGER,
+            yield STRANGER.finding(
                 f"rank {rank_of(graph, op_id)} issues {graph.ops[op_id]} on {where}{more}",
                 help="issue it on the rank's own group of that axis, or make the rank a member",
-                witness=OpsWitness((subject.witness_op(op_id),)),
+                witness=subject.witness(op_id),
             )
 
 

@@ -11,7 +11,7 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import OpKind
-from pipeproof.verify.subject import Rule, Subject, finding, missing_op, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, missing_op, of_small_plan
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 
@@ -82,8 +82,7 @@ def _check_missing(subject: Subject) -> Iterator[Finding]:
             if here[place]
         ]
         names = " and ".join(map(str, ops))
-        yield finding(
-            MISSING,
+        yield MISSING.finding(
             f"{subject.coords_text(at)} never runs {names}",
             help=f"add {names} to the program of rank {subject.graph.global_rank[at]}",
             witness=OpsWitness(tuple(missing_op(subject.graph.global_rank[at], op) for op in ops)),
@@ -153,13 +152,12 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
         if mixed[entry]:
             doubles.append([i for kind, ids in by_kind.items() if kind is not _F for i in ids])
         for ids in doubles:
-            yield finding(
-                DOUBLED,
+            yield DOUBLED.finding(
                 f"{subject.coords_text(int(table.rank[entry]))} runs "
                 f"{', '.join(str(graph.ops[i]) for i in ids)}: stage {table.stage[entry]} does the work of "
                 f"micro-batch {graph.work_item_text(int(table.work_item[entry]))} more than once",
                 help="keep one of them",
-                witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+                witness=subject.witness(*ids),
             )
 
 
@@ -187,11 +185,10 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
         late += [(entry, place) for entry in np.flatnonzero(wrong).tolist()]
     for entry, place in sorted(late):
         needed, needs = (int(table.first[kind][entry]) for kind in _MUST_PRECEDE[place])
-        yield finding(
-            ORDER,
+        yield ORDER.finding(
             f"{subject.coords_text(int(table.rank[entry]))} runs {graph.ops[needs]} before {graph.ops[needed]}",
             help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
-            witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+            witness=subject.witness(needs, needed),
         )
 
 
@@ -221,12 +218,11 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
         due, late = (previous, here) if onward else (here, previous)  # what should run first, and what should run next
         for place in np.flatnonzero((due != NONE) & (late != NONE) & (late < due)).tolist():
             needs, needed = int(late[place]), int(due[place])
-            yield finding(
-                SPLITS,
+            yield SPLITS.finding(
                 f"{subject.coords_text(int(graph.rank[needs]))} runs {graph.ops[needs]} before {graph.ops[needed]}, "
                 "whose keys and values, or the gradients of these, it reads",
                 help=f"move {graph.ops[needed]} before {graph.ops[needs]}",
-                witness=OpsWitness((subject.witness_op(needs), subject.witness_op(needed))),
+                witness=subject.witness(needs, needed),
             )
 
 
@@ -251,13 +247,12 @@ def _check_foreign(subject: Subject) -> Iterator[Finding]:
         ids = [op_id for entry in strangers[table.rank[strangers] == rank].tolist() for op_id in table.ops(entry)]
         stages = [stage for stage, ranks in subject.stage_owners.items() if rank in ranks]
         named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        yield finding(
-            FOREIGN,
+        yield FOREIGN.finding(
             f"{subject.coords_text(rank)} owns {named} and micro-batches "
             f"0..{graph.work_item_text(subject.num_work_items - 1)}, but runs "
             f"{', '.join(str(graph.ops[i]) for i in ids[:8])}",
             help="run the operation on the rank that owns the stage",
-            witness=OpsWitness(tuple(subject.witness_op(i) for i in ids)),
+            witness=subject.witness(*ids),
         )
 
 

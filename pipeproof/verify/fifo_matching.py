@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import KIND_CODE, KINDS, META_KINDS, SEND_KINDS, Op, OpKind
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 PARTNER: Mapping[OpKind, tuple[OpKind, int]] = MappingProxyType(
     {
@@ -136,12 +136,11 @@ def _check_unmatched(subject: Subject) -> Iterator[Finding]:
         surplus = selected[min(num_sends, num_receives) :].tolist()
         missing_rank = graph.global_rank[channel.dst if more_sends else channel.src]
         first = graph.ops[surplus[0]]
-        yield finding(
-            UNMATCHED,
+        yield UNMATCHED.finding(
             f"channel {channel_text(graph, index)} has {num_sends} sends and {num_receives} receives; "
             f"{first} on rank {rank_of(graph, surplus[0])} never meets a counterpart",
             help=f"add {partner_of(first)} to rank {missing_rank}, or remove {first}",
-            witness=OpsWitness(tuple(subject.witness_op(op_id) for op_id in surplus)),
+            witness=subject.witness(*surplus),
         )
 
 
@@ -184,13 +183,12 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
         of_sent = of_received = ""
         if graph.ops[received] == meant:  # so that the members differ, and both ends name a tensor
             of_sent, of_received = (f" of `{graph.tensors[int(graph.tensor[i])].member}`" for i in (sent, received))
-        yield finding(
-            IDENTITY,
+        yield IDENTITY.finding(
             f"on channel {channel_text(graph, int(graph.channel[sent]))} the send at FIFO position "
             f"{int(graph.position[sent])} is {graph.ops[sent]}{of_sent} and means {meant}, but the receive there is "
             f"{graph.ops[received]}{of_received}",
             help="issue the receives in the order of the sends; a FIFO has no tags to distinguish them",
-            witness=OpsWitness((subject.witness_op(sent), subject.witness_op(received))),
+            witness=subject.witness(sent, received),
         )
 
 

@@ -20,7 +20,7 @@ from pipeproof.schedule.op_table import IntColumn, OpGraph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 _TAKES = frozenset({OpKind.FORWARD})
 _GIVES_BACK = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
@@ -115,8 +115,7 @@ def _check_budget(subject: Subject) -> Iterator[Finding]:
     worst = subject.once(memory_peak.worst_of)
     if worst is None or not worst.is_over(budget):
         return
-    yield finding(
-        OVER_BUDGET,
+    yield OVER_BUDGET.finding(
         f"{subject.coords_text(worst.rank)} holds {memory_peak.peak_text(worst, budget)}",
         location=subject.locate("memory", "budget_gib"),
         help=memory_peak.what_fits(subject.plan, budget),
@@ -129,8 +128,7 @@ def _check_known(subject: Subject) -> Iterator[Finding]:
     from pipeproof.verify import memory_peak
 
     if subject.once(memory_peak.worst_of) is None:
-        yield finding(
-            NOT_CHECKED,
+        yield NOT_CHECKED.finding(
             "the step never ends, so its memory use is unknown",
             location=subject.locate("memory", "budget_gib"),
             help="fix the errors of this plan first",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.op_table import NONE, TensorSpec
 from pipeproof.verify.fifo_matching import Pairs, rank_of
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 MEMORY_ORDER = RuleDoc(
     code="PP312",
@@ -80,11 +80,10 @@ def _check_memory_order(subject: Subject) -> Iterator[Finding]:
             for tensor in [graph.tensors[int(graph.tensor[op_id])]]
             if graph.tensor[op_id] != NONE
         ]
-        yield finding(
-            MEMORY_ORDER,
+        yield MEMORY_ORDER.finding(
             " and ".join(stated),
             help="make the tensor contiguous before it is sent, and receive into a contiguous buffer",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 

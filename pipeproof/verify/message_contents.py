@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.verify.fifo_matching import Pairs, rank_of
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 SIZE = RuleDoc(
     code="PP303",
@@ -39,12 +39,11 @@ def _check_size(subject: Subject) -> Iterator[Finding]:
     num_sent, num_wanted = pairs.num_elements()
     other_form = pairs.differ(lambda tensor: (tensor.shape, tensor.dims)) & pairs.is_payload() & ~pairs.may_reshard()
     for send, receive in pairs.where((num_sent != num_wanted) | other_form):
-        yield finding(
-            SIZE,
+        yield SIZE.finding(
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {_elements(graph, send)}, but "
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {_elements(graph, receive)}",
             help="give both sides of the boundary the same shape, dim order and slice",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 
@@ -83,12 +82,11 @@ def _check_dtype(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
     for send, receive in pairs.where(pairs.differ(lambda tensor: tensor.dtype) & pairs.is_payload()):
         sent, wanted = (graph.tensors[int(graph.tensor[i])] for i in (send, receive))
-        yield finding(
-            DTYPE,
+        yield DTYPE.finding(
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {sent.dtype}, but "
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {wanted.dtype}",
             help=f"receive as {sent.dtype}, or cast before the send",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 
@@ -120,11 +118,10 @@ def _check_layout(subject: Subject) -> Iterator[Finding]:
     wrong = pairs.differ(lambda tensor: tensor.placement) & pairs.is_payload() & ~pairs.may_reshard()
     for send, receive in pairs.where(wrong):
         sent, wanted = (graph.tensors[int(graph.tensor[i])] for i in (send, receive))
-        yield finding(
-            LAYOUT,
+        yield LAYOUT.finding(
             f"the {sent.name} is {sent.placement} over tp, but the {wanted.name} is declared {wanted.placement}",
             help="declare the same layout on both sides, or add the reshard between them",
-            witness=OpsWitness((subject.witness_op(send), subject.witness_op(receive))),
+            witness=subject.witness(send, receive),
         )
 
 

@@ -11,7 +11,7 @@ from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.ops import KIND_CODE, Op, OpKind
 from pipeproof.verify.completeness import owns
-from pipeproof.verify.subject import Rule, Subject, finding, missing_op
+from pipeproof.verify.subject import Rule, Subject, missing_op
 
 STEPS = RuleDoc(
     code="PP128",
@@ -45,19 +45,17 @@ def _check_steps(subject: Subject) -> Iterator[Finding]:
         selected = steps[entry[: len(steps)] == place].tolist()
         where = subject.coords_text(at)
         if not selected:
-            yield finding(
-                STEPS,
+            yield STEPS.finding(
                 f"{where} computes stage {of_stage} and never runs {step}, while others step",
                 help=f"add {step} at the end of its program",
                 witness=OpsWitness((missing_op(graph.global_rank[at], step),)),
             )
         else:
             what = f"{len(selected)} times" if computes[place] else "and computes nothing of that stage"
-            yield finding(
-                STEPS,
+            yield STEPS.finding(
                 f"{where} runs {step} {what}",
                 help="keep one for each stage of the rank",
-                witness=OpsWitness(tuple(map(subject.witness_op, selected))),
+                witness=subject.witness(*selected),
             )
 
 

@@ -19,7 +19,7 @@ from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, OpKind
 from pipeproof.verify.completeness import is_expected
 from pipeproof.verify.fifo_matching import partner_of
-from pipeproof.verify.subject import Rule, Subject, finding, missing_op
+from pipeproof.verify.subject import Rule, Subject, missing_op
 
 _PAYLOAD_KINDS = frozenset(
     {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD},
@@ -161,8 +161,7 @@ def _never_sent(subject: Subject, entry: int, direction: _Direction, member: str
     what = f"`{member}`, {send} to {receive}," if member else f"what {send} would send and {receive} receive"
     makers, users = (_replicas(subject, of, work_item) for of in (send.stage, stage))
     maker = makers[users.index(rank) % len(makers)]  # replicas have one order on every stage
-    return finding(
-        NEVER_SENT,
+    return NEVER_SENT.finding(
         f"{subject.coords_text(rank)} runs {graph.ops[user]} without {what}: neither is in any program",
         help=f"add {send} to the rank of stage {send.stage} and {receive} with its wait before {graph.ops[user]}",
         witness=OpsWitness(
@@ -224,11 +223,10 @@ def _check_stray(subject: Subject) -> Iterator[Finding]:
         else:
             where = subject.coords_text(int(graph.rank[ends[1]]))
             what = f"{where} receives {user} again: the same elements of the same tensor have come already"
-        yield finding(
-            STRAY,
+        yield STRAY.finding(
             what,
             help=f"remove {maker} and {user} with their waits, or compute where the tensor goes",
-            witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+            witness=subject.witness(*ends),
         )
 
 
@@ -271,11 +269,10 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
         for place in np.flatnonzero(user < feeder).tolist():
             ends = int(user[place]), int(feeder[place])
             early, late = (graph.ops[op_id] for op_id in ends)
-            yield finding(
-                LOCAL_ORDER,
+            yield LOCAL_ORDER.finding(
                 f"{subject.coords_text(int(graph.rank[ends[0]]))} runs {early} before {late}, whose result it reads",
                 help=f"move {late} before {early}",
-                witness=OpsWitness(tuple(map(subject.witness_op, ends))),
+                witness=subject.witness(*ends),
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 NO_OWNER = RuleDoc(
     code="PP112",
@@ -22,8 +22,7 @@ def _check_no_owner(subject: Subject) -> Iterator[Finding]:
     placed = {name for names in subject.plan.stages for name in names}
     for layer in subject.plan.layers:
         if layer.name not in placed:
-            yield finding(
-                NO_OWNER,
+            yield NO_OWNER.finding(
                 f"layer `{layer.name}` is on no stage",
                 location=subject.locate("stages"),
                 help=f"add `{layer.name}` to one of the {len(subject.plan.stages)} stages",
@@ -48,8 +47,7 @@ def _check_two_owners(subject: Subject) -> Iterator[Finding]:
     for stage, names in enumerate(subject.plan.stages):
         for index, name in enumerate(names):
             if name in first_place:
-                yield finding(
-                    TWO_OWNERS,
+                yield TWO_OWNERS.finding(
                     f"layer `{name}` is on stage {stage} and already on stage {first_place[name]}",
                     location=subject.locate("stages", stage, index),
                     help=f"remove `{name}` from one of them",
@@ -76,8 +74,7 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
     for stage, names in enumerate(subject.plan.stages):
         for index, name in enumerate(names):
             if previous is not None and model_order[name] < model_order[previous]:
-                yield finding(
-                    OUT_OF_ORDER,
+                yield OUT_OF_ORDER.finding(
                     f"layer `{name}` on stage {stage} comes after `{previous}`, but is before it in the model",
                     location=subject.locate("stages", stage, index),
                     help=f"the model's order is {', '.join(layer.name for layer in subject.plan.layers)}",
@@ -98,8 +95,7 @@ EMPTY = RuleDoc(
 def _check_empty(subject: Subject) -> Iterator[Finding]:
     for stage, names in enumerate(subject.plan.stages):
         if not names:
-            yield finding(
-                EMPTY,
+            yield EMPTY.finding(
                 f"stage {stage} holds no layer",
                 location=subject.locate("stages", stage),
                 help="give it a layer, or use fewer stages (topology.pp)",

@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, Group, OpGraph
 from pipeproof.schedule.ops import AXES, SEND_KINDS
-from pipeproof.verify.subject import Rule, Subject, finding, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, of_small_plan
 
 MEMBERS = RuleDoc(
     code="PP309",
@@ -52,11 +52,10 @@ def _check_members(subject: Subject) -> Iterator[Finding]:
             wrong = _across_stages(group, stages_of)
         if wrong is not None:
             users = np.flatnonzero(graph.group == index)[:2].tolist()
-            yield finding(
-                MEMBERS,
+            yield MEMBERS.finding(
                 f"the {group.axis} group {[graph.global_rank[rank] for rank in group.ranks]} {wrong}",
                 help=f"make each {group.axis} group of the ranks that differ in their {group.axis} coordinate alone",
-                witness=OpsWitness(tuple(map(subject.witness_op, users))) if users else None,
+                witness=subject.witness(*users) if users else None,
             )
 
 
@@ -118,8 +117,7 @@ def _check_creation(subject: Subject) -> Iterator[Finding]:
         for rank in group.ranks:
             times = order[rank].count(index)
             if times != 1:
-                yield finding(
-                    CREATION,
+                yield CREATION.finding(
                     f"rank {graph.global_rank[rank]} is a member of {_name(graph, index)} and makes it "
                     f"{'never' if times == 0 else f'{times} times'}",
                     help="make every group once on each of its members",
@@ -130,8 +128,7 @@ def _check_creation(subject: Subject) -> Iterator[Finding]:
             f"rank {graph.global_rank[rank]} makes {_name(graph, first)} before {_name(graph, second)}"
             for rank, first, second in cycle
         ]
-        yield finding(
-            CREATION,
+        yield CREATION.finding(
             f"the orders do not fit into one: {'; '.join(parts)}",
             help="make the groups in one order on all ranks, for instance that of a sorted list",
         )
@@ -206,12 +203,11 @@ def _check_replicas(subject: Subject) -> Iterator[Finding]:
             rows = np.flatnonzero(graph.channel == index)
             sends = rows[graph.is_kind(SEND_KINDS)[rows]]
             ends = [int(rows[0])] if not len(sends) else [int(sends[0]), int(graph.match[sends[0]])]
-            yield finding(
-                REPLICAS,
+            yield REPLICAS.finding(
                 f"{graph.ops[ends[0]]} goes from {subject.coords_text(channel.src)} to "
                 f"{subject.coords_text(channel.dst)}: {' and '.join(crossed)} differ",
                 help=f"send to the rank with the same coordinates on {' and '.join(crossed)}",
-                witness=OpsWitness(tuple(subject.witness_op(i) for i in ends if i != NONE)),
+                witness=subject.witness(*(i for i in ends if i != NONE)),
             )
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(*draws: str) -> str:
@@ -55,8 +55,7 @@ def _check_replay(subject: Subject) -> Iterator[Finding]:
         drawn = forward.get(_place(draw))
         if draw.replay and drawn != draw.key:
             first = f"the forward drew with `{drawn}`" if drawn is not None else "the forward drew nothing there"
-            yield finding(
-                REPLAY,
+            yield REPLAY.finding(
                 f"{_text(draw)} is recomputed with the random state `{draw.key}`, and {first}",
                 help="keep the generator's state at the forward and restore it for the recomputation",
             )
@@ -92,8 +91,7 @@ def _check_ranks(subject: Subject) -> Iterator[Finding]:
     for draw in draws:
         other = seen.setdefault(draw.key, draw)
         if other is not draw and _stream(rng, regions, other) != _stream(rng, regions, draw):
-            yield finding(
-                RANKS,
+            yield RANKS.finding(
                 f"{_text(draw)} draws the same numbers as {_text(other)}: both with the random state `{draw.key}`",
                 help=f"make the key from the layer, micro-batch, region and the ranks along "
                 f"{', '.join(sorted(regions[draw.region].differs_over)) or 'no axis'}",
@@ -108,8 +106,7 @@ def _check_agreement(rng: RngFacts, regions: dict[str, RngRegion], draws: list[R
     for together in streams.values():
         for one, other in pairwise(together):
             if one.key != other.key:
-                yield finding(
-                    RANKS,
+                yield RANKS.finding(
                     f"{_text(one)} draws with `{one.key}`, and rank {other.rank} with `{other.key}`, but both hold "
                     f"the same values there",
                     help="seed both from the same key; a draw that one rank alone makes (data loading) must not "

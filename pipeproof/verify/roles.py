@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(ranks: str, facts: str) -> str:
@@ -53,15 +53,13 @@ def _check_layer_numbers(subject: Subject) -> Iterator[Finding]:
         here = f"layer {layer.place} of stage {layer.stage}"
         if layer.number != right:
             other = f", as {computed[layer.number]} does" if layer.number in computed else ""
-            yield finding(
-                LAYER_NUMBERS,
+            yield LAYER_NUMBERS.finding(
                 f"{here} computes as layer {layer.number} of the model{other}; by its place it is layer {right}",
                 help="add the number of layers on all stages before it",
             )
         computed.setdefault(layer.number, here)
     if len(facts.layer_numbers) != facts.num_layers:
-        yield finding(
-            LAYER_NUMBERS,
+        yield LAYER_NUMBERS.finding(
             f"the stages hold {len(facts.layer_numbers)} layers, and the model has {facts.num_layers}",
             help="give each layer of the model to one stage",
         )
@@ -92,14 +90,12 @@ def _check_roles(subject: Subject) -> Iterator[Finding]:
         for rank in sorted(has - set(owners[stage])):
             held = [str(s) for s, ranks in owners.items() if rank in ranks]
             of = f"stage {' and '.join(held)}" if held else "no stage"
-            yield finding(
-                ROLE,
+            yield ROLE.finding(
                 f"{subject.coords_text(rank)} builds the {what}, but holds {of}; the {what} belongs to stage {stage}",
                 help=f"decide by stage: stage {stage} is on rank {_listed(subject, owners[stage])}",
             )
         for rank in sorted(set(owners[stage]) - has):
-            yield finding(
-                ROLE,
+            yield ROLE.finding(
                 f"{subject.coords_text(rank)} holds stage {stage} and builds no {what}",
                 help=f"build the {what} on every rank of stage {stage}",
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.verify.subject import Subject, finding
+from pipeproof.verify.subject import Subject
 
 _PATTERN = re.compile(r"(?:PP)?(?:([1-9])(?:XX)?|([1-9][0-9])X?|([1-9][0-9]{2}))", re.ASCII | re.IGNORECASE)
 """``PP401``, ``PP40`` and ``40x``, ``PP4`` and ``4xx``; the letters may be missing."""
@@ -130,15 +130,13 @@ def suppress(
 
 def _impossible(code: str, doc: RuleDoc | None, docs: Mapping[str, RuleDoc], place: Location | None) -> Finding:
     if doc is not None:
-        return finding(
-            IMPOSSIBLE,
+        return IMPOSSIBLE.finding(
             f"{code} ({doc.title}) is an error, and errors cannot be suppressed",
             location=place,
             help="fix the plan and remove the entry; `pipeproof run --unsafe` runs a plan that has errors",
         )
     possible = [known for known, doc in docs.items() if doc.severity != Severity.ERROR]
-    return finding(
-        IMPOSSIBLE,
+    return IMPOSSIBLE.finding(
         f"no rule of `check` has the code {code}",
         location=place,
         help=f"what can be suppressed: {listed(sorted(possible))}",
@@ -152,4 +150,4 @@ def _unused(code: str, kept: Sequence[Finding], suppressed: Sequence[Suppressed]
         message = f"{code} is suppressed, but an entry before this one has suppressed all of it"
     else:
         message = f"{code} is suppressed, but nothing with this code was found"
-    return finding(UNUSED, message, location=place, help="remove the entry")
+    return UNUSED.finding(message, location=place, help="remove the entry")

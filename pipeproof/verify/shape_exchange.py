@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import FORWARD_KINDS, META_KINDS, RECV_KINDS
 from pipeproof.verify.fifo_matching import rank_of
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 ANNOUNCED = RuleDoc(
     code="PP313",
@@ -65,12 +65,11 @@ def _check_announced(subject: Subject) -> Iterator[Finding]:
     for place in np.flatnonzero(wrong & ~is_meta[receives]).tolist():
         receive, meta = int(receives[place]), int(receives[announcement[place]])
         got, announced = graph.tensors[int(sent[place])], graph.tensors[int(sent[announcement[place]])]
-        yield finding(
-            ANNOUNCED,
+        yield ANNOUNCED.finding(
             f"{graph.ops[receive]} on rank {rank_of(graph, receive)} gets {got.dtype} {got.dims} {list(got.shape)}, "
             f"but {graph.ops[meta]} announced {announced.dtype} {announced.dims} {list(announced.shape)}",
             help=f"announce the shape again before {graph.ops[receive]}, or exchange it for every micro-batch",
-            witness=OpsWitness((subject.witness_op(meta), subject.witness_op(receive))),
+            witness=subject.witness(meta, receive),
         )
 
 

@@ -19,8 +19,6 @@ from pipeproof.diagnostics.finding import (
     Finding,
     Location,
     OpsWitness,
-    Severity,
-    Witness,
     WitnessOp,
 )
 from pipeproof.diagnostics.rule_doc import RuleDoc
@@ -191,6 +189,10 @@ class Subject:
         """One operation of the graph as a witness shows it."""
         return WitnessOp(self.graph.global_rank[int(self.graph.rank[op_id])], str(self.graph.ops[op_id]), op_id)
 
+    def witness(self, *op_ids: int) -> OpsWitness:
+        """Operations of the graph as a finding shows them."""
+        return OpsWitness(tuple(map(self.witness_op, op_ids)))
+
 
 def missing_op(rank: int, op: Op) -> WitnessOp:
     """An operation that should be in a rank's program and is not."""
@@ -235,18 +237,6 @@ class Rule:
     needs_plan: bool = False
 
 
-def finding(
-    doc: RuleDoc,
-    message: str,
-    *,
-    location: Location | None = None,
-    help: str | None = None,
-    witness: Witness | None = None,
-) -> Finding:
-    """A finding of the rule that ``doc`` documents, with that rule's code and severity."""
-    return Finding(doc.code, Severity(doc.severity), message, location, help, witness)
-
-
 def load_program(path: Path, *, backend: BackendTable | None = None) -> Subject:
     """Subject of the programs of a file; rules that need a plan do not apply.
 
@@ -270,5 +260,5 @@ def program_subject(
     findings.raise_any()
     if not any(program.rows_by_rank):
         message = "no rank of this program does anything: nothing could be wrong with it"
-        raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file)))
+        raise ScheduleFileError(NO_OPERATIONS.finding(message, Location(file)))
     return graph_subject(program.graph(), backend=backend, origins=program.origins, facts=facts)

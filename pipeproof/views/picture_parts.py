@@ -15,7 +15,7 @@ from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS,
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span
 from pipeproof.views.colours import COLLECTIVE, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve
-from pipeproof.views.picture_rows import RankRow
+from pipeproof.views.picture_rows import RankRow, work_item_text
 from pipeproof.views.trace_slices import Slices
 
 MOST_MESSAGES = 160
@@ -88,7 +88,7 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
         parts.boxes.setdefault(colour, []).append(box)
         parts.kinds.add(op.kind)
         parts.has_pairs |= below - above < 1
-        number = f"{op.micro_batch}" + ("" if op.split is None else f".{op.split}")
+        number = work_item_text(op)
         free = (*box[:3], _foot(box)) if (span.step, op) in with_children else box
         parts.labels.append((free, f"{op.kind.value}{number}", colour))
     for span in spans:

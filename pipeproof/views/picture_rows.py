@@ -1,11 +1,13 @@
-"""The rows of a picture: a rank each, or the ranks of one pipeline place together where they all do the same."""
+"""The rows of a picture, a rank each or the ranks of one pipeline place that all do the same, and their labels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import floor, log10
 
+from pipeproof.schedule.ops import Op
 from pipeproof.sim.timeline import Timeline
 
 
@@ -41,3 +43,14 @@ def _range_text(ranks: Sequence[int]) -> str:
     if len(ranks) == 2:
         return f"{ranks[0]},{ranks[1]}"
     return f"{ranks[0]},{ranks[1]},..{ranks[-1]}"
+
+
+def tick_interval(time: Fraction) -> Fraction:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = Fraction(10) ** floor(log10(time))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
+
+
+def work_item_text(op: Op) -> str:
+    """``3``, the micro-batch of a computation, or ``3.1`` with its sequence split."""
+    return f"{op.micro_batch}" if op.split is None else f"{op.micro_batch}.{op.split}"

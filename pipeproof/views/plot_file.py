@@ -1,4 +1,4 @@
-"""The writer of pictures that matplotlib draws (extra ``plot``): png, svg or pdf, whatever the user's settings."""
+"""The writer of pictures that matplotlib draws (extra ``plot``): png, svg or pdf, independent of user settings."""
 
 from __future__ import annotations
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor, log10
+from math import ceil, floor
 
 from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 from pipeproof.views.colours import KIND_COLOURS, is_dark
-from pipeproof.views.svg import label_in, px, rect, svg_page, text
+from pipeproof.views.picture_rows import tick_interval, work_item_text
+from pipeproof.views.svg import decimal, label_in, px, rect, svg_page, text
 
 _LEFT, _RIGHT = 60, 12
 """Width next to the time axis, in pixels at full size."""
@@ -51,7 +52,7 @@ _LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
 def schedule_svg(timed: Timed, title: str) -> str:
     """The picture of a schedule, with ``title`` and the makespan above it."""
     height = _TOP + _ROW * len(timed.programs) + _BELOW
-    head = f"{title}: makespan {_decimal(timed.makespan)}"
+    head = f"{title}: makespan {decimal(timed.makespan)}"
     scale = _Scale(timed.makespan, _length(timed))
     marks = [text(8, 20, head, "title"), *_axis(scale, len(timed.programs))]
     for rank, stages in enumerate(stages_of(timed.programs)):
@@ -94,17 +95,11 @@ def _axis(scale: _Scale, num_ranks: int) -> Iterator[str]:
     bottom = _TOP + _ROW * num_ranks - (_ROW - _BLOCK)
     if not scale.makespan:
         return
-    step = _round_up(Fraction(scale.makespan) * _TICK / scale.length)
+    step = tick_interval(Fraction(scale.makespan) * _TICK / scale.length)
     for count in range(floor(scale.makespan / step) + 1):
         x = scale.x(count * step)
-        yield text(x, _TOP - 10, _decimal(count * step), "mid")
+        yield text(x, _TOP - 10, decimal(count * step), "mid")
         yield f'<path class="tick" d="M{px(x)} {_TOP - 6}V{bottom}"/>'
-
-
-def _round_up(time: Fraction) -> Fraction:
-    """The next of 1, 2, 5 times a power of ten."""
-    power = Fraction(10) ** floor(log10(time))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
 
 
 def _row(timed: Timed, rank: int, stages: Sequence[int], scale: _Scale) -> Iterator[str]:
@@ -136,7 +131,7 @@ def _drawn(block: _Block, chunk: int, row_top: int, scale: _Scale) -> str:
     width = max(right - left - _GAP, Fraction(1, 2))
     middle, room = (float(left + width / 2), float(top + height / 2)), (float(width), float(height))
     letter = block.op.kind.value
-    number = f"{block.op.micro_batch}" + ("" if block.op.split is None else f".{block.op.split}")
+    number = work_item_text(block.op)
     labels = (
         label_in(middle, room, lines, on_dark=look in _LIGHT_TEXT) for lines in ([letter + number], [letter, number])
     )
@@ -163,8 +158,3 @@ def _legend(timed: Timed, y: int) -> Iterator[str]:
         sentences.append("0.1: micro-batch 0, piece 1 of its sequences")
     if sentences:
         yield text(x, y, "; ".join(sentences))
-
-
-def _decimal(time: Time) -> str:
-    """A time with up to three digits after the point."""
-    return f"{float(time):.3f}".rstrip("0").rstrip(".")

@@ -106,7 +106,12 @@ def width_of(label: str) -> float:
 
 def px(length: float | Fraction) -> str:
     """A length, to a hundredth of a pixel."""
-    return f"{float(length):.2f}".rstrip("0").rstrip(".")
+    return decimal(length, 2)
+
+
+def decimal(number: float | Fraction, digits: int = 3) -> str:
+    """A number with up to ``digits`` digits after the point."""
+    return f"{float(number):.{digits}f}".rstrip("0").rstrip(".")
 
 
 def _escaped(label: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor, gcd, lcm, log10
+from math import ceil, floor, gcd, lcm
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +22,7 @@ from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.figures import RankFigures
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
-from pipeproof.views.picture_rows import rows_of
+from pipeproof.views.picture_rows import rows_of, tick_interval, work_item_text
 from pipeproof.views.tables import print_lines, print_table, table_lines
 
 _STYLES = {
@@ -176,19 +176,13 @@ def _axis(scale: _Scale) -> str:
     """Times along the columns, each starting at its own column."""
     if not scale.num_columns:
         return "0"
-    interval = _round_up(_MIN_TICK_COLUMNS / scale.columns_per_us)
+    interval = tick_interval(_MIN_TICK_COLUMNS / scale.columns_per_us)
     line = ""
     for count in range(ceil(scale.num_columns / (interval * scale.columns_per_us))):
         column, label = floor(count * interval * scale.columns_per_us), f"|{format_us(count * interval)}"
         if column + len(label) <= scale.num_columns:
             line = line.ljust(column) + label
     return line
-
-
-def _round_up(time: Fraction) -> Fraction:
-    """The next of 1, 2, 5 times a power of ten."""
-    power = Fraction(10) ** floor(log10(time))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= time)
 
 
 def _updates(timeline: Timeline) -> list[list[tuple[Time, Time]]]:
@@ -273,4 +267,4 @@ def _block(ops: Sequence[Op], stages: Sequence[int], width: int) -> tuple[str, s
 
 
 def _label(op: Op) -> str:
-    return f"{op.kind.value}{op.micro_batch}" + ("" if op.split is None else f".{op.split}")
+    return op.kind.value + work_item_text(op)

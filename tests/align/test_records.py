@@ -222,7 +222,7 @@ def test_the_command_on_logs_and_its_options(tmp_path):
         (("--rank-a", "1"), "give --rank-a and --rank-b, or neither"),
         (("--order-a", "main,main"), "is no order of losses"),
         (("--order-b", "aux"), "is no order of losses"),
-        (("--relative", "nan"), "nan is no distance"),
+        (("--relative", "nan"), "nan is not a number"),
         (("--ulps", "-1"), "-1"),
         (("--micro-batches", "0"), "0"),
     ],

@@ -192,8 +192,8 @@ def with_value(value, *path):
     ("text", "said"),
     [
         (profile_text()[:300], "PP161: not valid YAML"),
-        ("", "PP161: `.*` is not a profile, found nothing"),
-        ("[1]", "PP161: `.*` is not a profile, found a list of 1"),
+        ("", "PP161: a profile is a mapping of keys, found nothing"),
+        ("[1]", "PP161: a profile is a mapping of keys, found a list of 1"),
         (json.dumps(plan_dict()), "PP161: `machine`: field required"),
         (without("stages", 1), "does not list stages 0 to 1"),
         (without("messages", 0, "bytes"), r"`messages\[0\].bytes`: field required"),

@@ -113,7 +113,7 @@ def test_the_path_and_the_bubbles_of_a_plan_with_a_network(contention):
     idles = idle_times(relations, len(timeline.ranks))
     for rank in range(len(timeline.ranks)):  # what is neither a computation nor idle is the update
         idle = sum(one.end - one.start for one in idles if one.rank == rank)
-        update = timeline.bubble_of_makespan_us(rank) - idle
+        update = timeline.makespan_us - timeline.busy_us(rank) - idle
         mine = [s for s in timeline.spans if s.rank == rank and ("REDUCE_GRAD" in s.op or "STEP" in s.op)]
         assert update == max(s.end for s in mine) - min(s.start for s in mine) > 70
 
@@ -149,7 +149,7 @@ def test_the_path_fills_the_makespan_and_bubbles_fill_what_work_leaves(data):
         for rank in range(len(timeline.ranks)):
             mine = [idle for idle in idles if idle.rank == rank]
             assert all(one.end <= after.start for one, after in pairwise(mine))
-            assert sum(timeline.us(i.end - i.start) for i in mine) == timeline.bubble_of_makespan_us(rank)
+            assert sum(timeline.us(i.end - i.start) for i in mine) == timeline.makespan_us - timeline.busy_us(rank)
 
 
 def test_the_path_and_the_bubbles_of_a_plan_by_hand():

@@ -194,7 +194,7 @@ def test_a_picture_of_one_rank_without_noise(tmp_path):
         (["--slow", "0=0"], "a rank is slow by a factor above 0"),
         (["--stragglers", "0.1"], "'0.1' is not PROBABILITY:FACTOR, such as 0.01:1.5"),
         (["--stragglers", "2:2"], "straggler_probability must be from 0 to 1, found 2.0"),
-        (["--cv", "nan"], "nan is not a coefficient of variation"),
+        (["--cv", "nan"], "nan is not a number"),
         (["--cv", "-1"], "is not in the range"),
         (["--runs", "0"], "is not in the range"),
         (["-o", "a.html"], "pictures end with .png, .svg, .pdf"),

@@ -24,9 +24,10 @@ def test_span_busy_and_bubbles():
     timeline = Timeline(spans, ({"pp": 0}, {"pp": 1}))
     assert timeline.makespan_us == 10
     assert (timeline.span_us(0), timeline.busy_us(0)) == (6, 3)
-    assert (timeline.bubble_of_span_us(0), timeline.bubble_of_makespan_us(0)) == (3, 7)
-    assert (timeline.span_us(1), timeline.busy_us(1), timeline.bubble_of_makespan_us(1)) == (1, 1, 9)
-    assert figures_of(timeline)[0].bubble_makespan_ratio == Fraction(7, 10)
+    assert (timeline.span_us(1), timeline.busy_us(1)) == (1, 1)
+    first, second = figures_of(timeline)
+    assert (first.bubble_span_us, first.bubble_makespan_us, second.bubble_makespan_us) == (3, 7, 9)
+    assert first.bubble_makespan_ratio == Fraction(7, 10)
 
 
 def test_releases_come_before_acquisitions_at_equal_times():

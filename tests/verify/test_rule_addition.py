@@ -17,7 +17,7 @@ from pipeproof.state.resume_check import require_resumable
 from pipeproof.verify import certificate, check_plan, registry
 from pipeproof.verify.certificate import backend_table_version, graph_digest
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.subject import Rule, finding
+from pipeproof.verify.subject import Rule
 from tests.plans import subject
 from tests.state.tiny import write_state
 
@@ -32,7 +32,7 @@ def add_rule(monkeypatch):
     """Adds a rule of a note, which every plan gets or none, and raises the rule set version."""
 
     def add(*, finds=True):
-        found = [finding(NOTED, "it has stages")] if finds else []
+        found = [NOTED.finding("it has stages")] if finds else []
         rules = (*registry.RULES, Rule(NOTED, lambda one: iter(found)))
         monkeypatch.setattr(registry, "RULES", rules)
         monkeypatch.setattr(check_plan, "RULES", rules)

@@ -127,7 +127,7 @@ class _Line:
 def _line(line: _Line, form: LogForm, counts: Counter[tuple[int, str]]) -> Iterator[Observed]:
     pairs = dict(_PAIR.findall(line.text))
     if "loss" in pairs and "global_step" in pairs:
-        yield from _trainer(line, pairs, form)
+        yield from _trainer(line, pairs)
     for match in _PER_TOKEN.finditer(line.text):
         yield _anchor(line, match, "per_token_loss", form, counts)
     for match in _FINAL.finditer(line.text):
@@ -139,7 +139,7 @@ def _line(line: _Line, form: LogForm, counts: Counter[tuple[int, str]]) -> Itera
         yield _observed(line, match, "mtp_loss_path", loss, rank, step, place, form)
 
 
-def _trainer(line: _Line, pairs: dict[str, str], form: LogForm) -> Iterator[Observed]:
+def _trainer(line: _Line, pairs: dict[str, str]) -> Iterator[Observed]:
     step = line.whole(pairs["global_step"], "global_step")
     md5 = line.md5(pairs["loss_md5"]) if "loss_md5" in pairs else None
     yield Observed(step, "main", "loss", None, None, line.number(pairs["loss"]), md5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -102,40 +103,16 @@ def _ratio(ratio: Fraction | None) -> str:
 
 def comparison_to_json(comparison: Comparison, *, worst: int) -> dict[str, Any]:
     """The form of ``compare --format json``; see ``docs/schemas/compare.schema.json``."""
-    parting = comparison.parting
     return {
         "unit": "us",
         "a": _file_to_json(comparison.a),
         "b": _file_to_json(comparison.b),
         "clocks": "per_rank" if comparison.per_rank_clocks else "common",
         "steps": [_step_to_json(step) for step in comparison.steps],
-        "kinds": [
-            {
-                "kind": str(kind.kind),
-                "count": kind.count,
-                "total_a": float(kind.total_a),
-                "total_b": float(kind.total_b),
-                "median_ratio": None if kind.median_ratio is None else float(kind.median_ratio),
-                "median_error": float(kind.median_error),
-                "max_error": float(kind.max_error),
-                "median_start_error": float(kind.median_start_error),
-                "max_start_error": float(kind.max_start_error),
-            }
-            for kind in comparison.kinds
-        ],
+        "kinds": [_floats(asdict(kind)) for kind in comparison.kinds],
         "only_a": _counts(comparison.only_a),
         "only_b": _counts(comparison.only_b),
-        "parting": None
-        if parting is None
-        else {
-            "rank": parting.rank,
-            "queue": parting.queue,
-            "step_a": parting.step_a,
-            "step_b": parting.step_b,
-            "place": parting.place,
-            "op_a": parting.op_a,
-            "op_b": parting.op_b,
-        },
+        "parting": None if comparison.parting is None else asdict(comparison.parting),
         "worst": [
             {
                 "rank": pair.a.rank,
@@ -157,17 +134,17 @@ def _file_to_json(file: TimelineFile) -> dict[str, Any]:
 
 
 def _step_to_json(step: StepTimes) -> dict[str, Any]:
-    makespan, compute = _quotient(step.makespan_b, step.makespan_a), _quotient(step.compute_b, step.compute_a)
-    return {
-        "step_a": step.step_a,
-        "step_b": step.step_b,
-        "makespan_a": float(step.makespan_a),
-        "makespan_b": float(step.makespan_b),
-        "makespan_ratio": None if makespan is None else float(makespan),
-        "compute_a": float(step.compute_a),
-        "compute_b": float(step.compute_b),
-        "compute_ratio": None if compute is None else float(compute),
-    }
+    return _floats(
+        {
+            **asdict(step),
+            "makespan_ratio": _quotient(step.makespan_b, step.makespan_a),
+            "compute_ratio": _quotient(step.compute_b, step.compute_a),
+        }
+    )
+
+
+def _floats(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if isinstance(value, Fraction) else value for name, value in content.items()}
 
 
 def _counts(only: Mapping[OpKind, int]) -> dict[str, int]:

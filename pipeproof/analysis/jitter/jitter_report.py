@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -129,15 +130,7 @@ def jitter_to_json(runs: JitterRuns, delays: Delays | None) -> dict[str, Any]:
     noise = runs.noise
     content: dict[str, Any] = {
         "unit": "us",
-        "noise": {
-            "seed": noise.seed,
-            "distribution": noise.distribution,
-            "compute_cv": noise.compute_cv,
-            "network_cv": noise.network_cv,
-            "slow": {str(rank): factor for rank, factor in sorted(noise.slow.items())},
-            "straggler_probability": noise.straggler_probability,
-            "straggler_factor": noise.straggler_factor,
-        },
+        "noise": {**asdict(noise), "slow": {str(rank): factor for rank, factor in sorted(noise.slow.items())}},
         "engines": sorted(runs.engines),
         "replicas": runs.replicas,
         **number_to_json("undisturbed", runs.undisturbed),

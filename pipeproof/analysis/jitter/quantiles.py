@@ -65,18 +65,8 @@ _NORMAL = 1.959964
 
 def _ranks(size: int, share: float) -> tuple[int, int]:
     """Places, from 1, of the values that bound the quantile; 0 and ``size + 1`` where no value does."""
+    from scipy.stats import binom  # slow to import
+
     tail = (1 - CONFIDENCE) / 2
-    low, high, below = 0, size + 1, 0.0
-    for count in range(size + 1):
-        if below <= tail:
-            low = count
-        below += _binomial(size, count, share)
-        if below >= 1 - tail:
-            high = count + 1
-            break
-    return low, high
-
-
-def _binomial(size: int, count: int, share: float) -> float:
-    logarithm = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)
-    return math.exp(logarithm + count * math.log(share) + (size - count) * math.log1p(-share))
+    low, high = binom.ppf((tail, 1 - tail), size, share)
+    return int(low), int(high) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT
 
@@ -151,4 +151,4 @@ def _numel(sizes: Iterable[Sequence[int]]) -> int:
 
 def _finding(message: str, entries: Sequence[Entry]) -> Finding:
     ops = tuple(WitnessOp(entry.rank, f"{entry.text}: {entry.tensor_text}") for entry in entries)
-    return Finding(DISAGREEMENT.code, Severity.ERROR, message, entries[0].location, witness=OpsWitness(ops))
+    return DISAGREEMENT.finding(message, entries[0].location, witness=OpsWitness(ops))

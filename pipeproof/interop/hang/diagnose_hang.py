@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, Severity, WitnessOp
+from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, WitnessOp
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.interop.hang.collective_matches import Matches, disagreements, match_entries
 from pipeproof.interop.hang.flight_recorder import Dump, Launch, read_dumps
@@ -83,9 +83,7 @@ def _missing_dumps(dumps: Sequence[Dump]) -> Iterator[Finding]:
     members = {rank for dump in dumps for launch in dump.launches for rank in launch.entries[0].group.ranks}
     missing = sorted(members - known)
     if missing:
-        yield Finding(
-            NO_DUMP.code,
-            Severity.WARNING,
+        yield NO_DUMP.finding(
             f"{len(missing)} of {len(members | known)} ranks have no dump: {_named(missing)}",
             help="their operations are unknown: they may have ended, or were killed before they could write",
         )
@@ -105,15 +103,13 @@ def _cycle_finding(dumps: Sequence[Dump], waits: Waits, matches: Matches, cycle:
     number = {node: position for position, node in enumerate(cycle, start=1)}
     by_rank = {dump.rank: dump for dump in dumps}
     ranks = sorted({rank for rank, _ in cycle})
-    programs = tuple(_excerpt(by_rank[rank], waits, number) for rank in ranks)
+    programs = tuple(_excerpt(by_rank[rank], number) for rank in ranks)
     witness = CycleWitness(tuple(WitnessOp(rank, text) for (rank, _), text in zip(cycle, texts, strict=True)), programs)
     issue_lines = _issue_lines(waits, cycle)
     location = next(
         (entry.location for node in cycle for entry in waits.launches[node].entries if entry.location), None
     )
-    return Finding(
-        HANG_CYCLE.code,
-        Severity.ERROR,
+    return HANG_CYCLE.finding(
         "\n".join(
             (f"{len(cycle)} operations of {_ranks(ranks)} wait for each other, and none of them ends", *issue_lines)
         ),
@@ -153,7 +149,7 @@ def _suggested_fix(waits: Waits, cycle: Sequence[Node]) -> str:
     return "let all ranks issue messages and collectives in one global order"
 
 
-def _excerpt(dump: Dump, waits: Waits, number: dict[Node, int]) -> ProgramExcerpt:
+def _excerpt(dump: Dump, number: dict[Node, int]) -> ProgramExcerpt:
     """Return the part of a rank's launches around those of the cycle."""
     numbered = {id(launch): number.get((dump.rank, position), 0) for position, launch in enumerate(dump.pending)}
     marked = [index for index, launch in enumerate(dump.launches) if numbered.get(id(launch))]
@@ -177,9 +173,7 @@ def _never_issued(dumps: Sequence[Dump], waits: Waits) -> Iterator[Finding]:
             continue
         launch = waits.launches[node]
         lines = [f"rank {rank} issued {_last_text(last[rank])}" for rank in new[:_MOST_NAMED]]
-        yield Finding(
-            NEVER_ISSUED.code,
-            Severity.ERROR,
+        yield NEVER_ISSUED.finding(
             f"rank {node[0]} waits in {launch.text}, and {_ranks(new)} never issued its part",
             launch.entries[0].location,
             "\n".join(lines),
@@ -195,9 +189,7 @@ def _not_finished(waits: Waits) -> Iterator[Finding]:
     for node in first_stuck(waits):
         launch = waits.launches[node]
         message = f"{launch.text} is {launch.state.name.lower()} on rank {node[0]} and not done, "
-        yield Finding(
-            NOT_FINISHED.code,
-            Severity.WARNING,
+        yield NOT_FINISHED.finding(
             f"{message}although all ranks issued their parts",
             launch.entries[0].location,
             "look at the computation before it on its stream, and at the network between these ranks",

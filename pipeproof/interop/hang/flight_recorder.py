@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
 
@@ -215,7 +215,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 def unreadable_dump(message: str, file: str, help: str | None = None) -> PlanFileError:
     """Return the error for a file that cannot be used."""
-    return PlanFileError(Finding(UNREADABLE_DUMP.code, Severity.ERROR, message, Location(file), help))
+    return PlanFileError(UNREADABLE_DUMP.finding(message, Location(file), help))
 
 
 _NAME_AND_DESC: Final = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.problems import dotted
 from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
 from pipeproof.interop.importers.imported import Assumption, Imported
@@ -43,8 +43,7 @@ def import_findings(imported: Imported) -> tuple[Finding, ...]:
     if imported.assumptions:
         findings.append(_assumed(imported.assumptions))
     findings += [
-        Finding(NOT_SHOWN.code, Severity.NOTE, f"`{setting.name}`: {setting.why}", setting.location)
-        for setting in imported.ignored
+        NOT_SHOWN.finding(f"`{setting.name}`: {setting.why}", setting.location) for setting in imported.ignored
     ]
     return tuple(findings)
 
@@ -55,9 +54,7 @@ def _assumed(assumptions: tuple[Assumption, ...]) -> Finding:
         by_reason.setdefault(assumption.why, []).append(f"{dotted(assumption.key)} {_plain(assumption.value)}")
     lines = [f"{', '.join(values)}: {why}" for why, values in by_reason.items()]
     keys = [dotted(assumption.key) for assumption in assumptions]
-    return Finding(
-        ASSUMED.code,
-        Severity.NOTE,
+    return ASSUMED.finding(
         "\n".join((f"{len(keys)} value{'s were' if len(keys) > 1 else ' was'} assumed", *lines)),
         help=f"give them: `--set {keys[0]}=VALUE`, and so on",
     )

@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.problems import KeyPath, describe_value
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE
@@ -35,7 +36,7 @@ def import_deepspeed(files: Sequence[Path], flags: Flags) -> Imported:
     """
     if len(files) != 1:
         message = f"a configuration of DeepSpeed is one JSON file, found {len(files)}"
-        raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message))
+        raise PlanFileError(UNREADABLE.finding(message))
     name = str(files[0])
     data, source = read_mapping(name)
     job = _Job(data, source, Draft("deepspeed", flags))
@@ -84,9 +85,9 @@ class _Job:
             value = value.get(part) if isinstance(value, dict) else None
         return None if value == "auto" else value
 
-    def _refused(self, message: str, *path: str, code: str = UNREADABLE.code, help: str | None = None) -> PlanFileError:
+    def _refused(self, message: str, *path: str, code: RuleDoc = UNREADABLE, help: str | None = None) -> PlanFileError:
         location = self._source.locate(path)
-        return PlanFileError(Finding(code, Severity.ERROR, message, location, help), source=self._source)
+        return PlanFileError(code.finding(message, location, help), source=self._source)
 
     def _take(self, key: KeyPath, value: object, *path: str) -> None:
         self.draft.set(key, value, ".".join(path), self._source.locate(path))
@@ -132,7 +133,7 @@ class _Job:
             return 1
         if world % ranks:
             message = f"{world} processes do not divide by pp x tp = {ranks}"
-            raise PlanFileError(Finding(REFUSED.code, Severity.ERROR, message))
+            raise PlanFileError(REFUSED.finding(message))
         draft.set(("topology", "dp"), world // ranks, f"{world} processes")
         return world // ranks
 
@@ -144,7 +145,7 @@ class _Job:
             raise self._refused(
                 f"DeepSpeed refuses this: train_batch_size {total} is not train_micro_batch_size_per_gpu {size} x "
                 f"gradient_accumulation_steps {steps} x {data_parallel} data-parallel ranks",
-                "train_batch_size", code=REFUSED.code, help="give the number of processes with `--world-size N`",
+                "train_batch_size", code=REFUSED, help="give the number of processes with `--world-size N`",
             )  # fmt: skip
         if total is not None:
             size, steps = self._completed(total, size, steps, data_parallel)
@@ -160,7 +161,7 @@ class _Job:
         known = (size or 1) * (steps or 1) * data_parallel
         if total % known:
             message = f"DeepSpeed refuses this: train_batch_size {total} does not divide by {known}"
-            raise self._refused(message, "train_batch_size", code=REFUSED.code)
+            raise self._refused(message, "train_batch_size", code=REFUSED)
         if size is not None:
             return size, steps or total // known
         return total // known, steps or 1
@@ -179,7 +180,7 @@ class _Job:
         stage = self._get("zero_optimization", "stage")
         if type(stage) is int and stage >= _SHARDED_GRADIENTS:
             message = f"DeepSpeed refuses this: its pipeline engine does not run with ZeRO stage {stage}"
-            raise self._refused(message, "zero_optimization", "stage", code=REFUSED.code, help="use stage 1")
+            raise self._refused(message, "zero_optimization", "stage", code=REFUSED, help="use stage 1")
         if stage == 1:
             self._take(("memory", "shard_optimizer"), "dp", "zero_optimization", "stage")
         interval = self._get("pipeline", "activation_checkpoint_interval")
@@ -189,4 +190,4 @@ class _Job:
         if partition not in (None, "best", "uniform"):
             location = self._source.locate(("pipeline", "partition"))
             message = f"`partition`: {partition} depends on the program; the partition is even here"
-            draft.find(Finding(NOT_SHOWN.code, Severity.NOTE, message, location))
+            draft.find(NOT_SHOWN.finding(message, location))

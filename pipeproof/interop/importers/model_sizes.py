@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
@@ -81,7 +81,7 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
             continue
         if type(value) is not expected_type:
             message = f"`{name}` must be {'true or false' if expected_type is bool else 'an integer'}, found "
-            raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message + describe_value(value), location))
+            raise PlanFileError(UNREADABLE.finding(message + describe_value(value), location))
         draft.set(("model", *path), value, name, location)
     take_parts(draft, values)
 
@@ -112,7 +112,7 @@ def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap
         return tree.data, tree.source
     else:
         message, location = f"a mapping of keys is expected, found {describe_value(tree.data)}", Location(name)
-    raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, prefix + message, location), source=tree.source)
+    raise PlanFileError(UNREADABLE.finding(prefix + message, location), source=tree.source)
 
 
 def assume_model(draft: Draft, needs: Needs) -> None:

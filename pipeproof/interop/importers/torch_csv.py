@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, read_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
@@ -24,7 +24,7 @@ def import_torch_csv(files: Sequence[Path], flags: Flags) -> Imported:
     """
     if len(files) != 1:
         message = f"a schedule is one CSV file, found {len(files)}"
-        raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message))
+        raise PlanFileError(UNREADABLE.finding(message))
     name = str(files[0])
     foreign = load_schedule_file(files[0], Expected())
     ops = [row.op for rows in foreign.rows for row in rows if row.op.kind in COMPUTE_KINDS]

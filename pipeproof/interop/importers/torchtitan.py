@@ -14,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
@@ -61,10 +62,10 @@ class TomlFile:
         return self._locations.get((section, key)) or self._locations.get((section, "")) or top
 
     def refused(
-        self, message: str, section: str, key: str, *, help: str | None = None, code: str = UNREADABLE.code
+        self, message: str, section: str, key: str, *, help: str | None = None, code: RuleDoc = UNREADABLE
     ) -> PlanFileError:
         """Return the error for a value."""
-        finding = Finding(code, Severity.ERROR, message, self.location(section, key), help)
+        finding = code.finding(message, self.location(section, key), help)
         return PlanFileError(finding, source=SourceMap(self.name, self.lines))
 
 
@@ -83,7 +84,7 @@ def read_toml(path: Path) -> TomlFile:
         match = _AT.search(str(error))
         line, column = (int(match[1]), int(match[2])) if match else (len(lines), 1)
         message = f"no valid TOML: {_AT.sub('', str(error)).strip()}"
-        finding = Finding(UNREADABLE.code, Severity.ERROR, message, Location(name, line, column))
+        finding = UNREADABLE.finding(message, Location(name, line, column))
         raise PlanFileError(finding, source=SourceMap(name, lines)) from error
     return TomlFile(name, lines, data)
 
@@ -143,7 +144,7 @@ def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
     """
     if len(files) != 1:
         message = f"a job of torchtitan is one TOML file, found {len(files)}"
-        raise PlanFileError(Finding("PP170", Severity.ERROR, message))
+        raise PlanFileError(UNREADABLE.finding(message))
     job = _Job(read_toml(files[0]), Draft("torchtitan", flags))
     job.read()
     return job.draft.imported(job.file.name, job.file.lines)
@@ -217,7 +218,7 @@ class _Job:
                 raise self.file.refused(
                     f"{world} processes do not divide by dp_replicate x cp x tp x pp = {others}",
                     *shard_key,
-                    code=REFUSED.code,
+                    code=REFUSED,
                 )
             shard = world // others
         if shard * replicas % ep:
@@ -319,7 +320,7 @@ class _Job:
             source = self._setting("pipeline_parallel_degree") or ("parallelism", "pipeline_parallel_degree")
             raise self.file.refused(
                 f"torchtitan refuses this: {num_layers} layers on {num_stages} stages leave {blocks_each} for each; "
-                f"the embedding counts for {first}, the head for {last}", *source, code=REFUSED.code,
+                f"the embedding counts for {first}, the head for {last}", *source, code=REFUSED,
             )  # fmt: skip
         sizes = [blocks_each + (stage < more) for stage in range(num_stages)]
         sizes[0] -= first
@@ -352,7 +353,7 @@ class _Job:
             raise self.file.refused(
                 f"torchtitan refuses this: {local[1]} {total} does not divide by {name} {size}",
                 *local,
-                code=REFUSED.code,
+                code=REFUSED,
             )
         self._take(name, ("schedule", "micro_batch_size"), size)
         if self.file.has(*local):

@@ -9,7 +9,7 @@ from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, RAISED, SPLITS, UNFINISHED_LOG
@@ -112,17 +112,15 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
         ranks = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
         message = f"{len(missing)} of {logs[0].num_ranks} ranks have no log: {ranks}"
         location = Location(str(Path(logs[0].file).parent))
-        yield Finding(
-            MISSING_LOG.code, Severity.WARNING, message, location, "copy the logs of all ranks to one directory"
-        )
+        yield MISSING_LOG.finding(message, location, "copy the logs of all ranks to one directory")
     for log in logs:
         if not log.ended:
             waiting = [call for call in log.calls if call.seq in log.waiting_for]
             where = f"; its host waits in {call_text(waiting[0])}{position_text(waiting[0])}" if waiting else ""
             last = log.events[-1].line if log.events else Location(log.file)
-            yield Finding(UNFINISHED_LOG.code, Severity.WARNING, f"the log of rank {log.rank} has no end{where}", last)
+            yield UNFINISHED_LOG.finding(f"the log of rank {log.rank} has no end{where}", last)
         if log.error is not None:
-            yield Finding(RAISED.code, Severity.WARNING, f"rank {log.rank} {log.error}", log.error_line)
+            yield RAISED.finding(f"rank {log.rank} {log.error}", log.error_line)
 
 
 def _splits(logs: Sequence[RankLog]) -> Iterator[Finding]:
@@ -142,8 +140,7 @@ def _splits(logs: Sequence[RankLog]) -> Iterator[Finding]:
             sender, receiver = members[rank], members[group.ranks[differing]]
             sent = _split_sizes(sender, sender.sent_splits, group)
             received = _split_sizes(receiver, receiver.received_splits, group)
-            yield Finding(
-                SPLITS.code, Severity.ERROR,
+            yield SPLITS.finding(
                 f"all_to_all #{index} of {group.title}: rank {rank} sends {sent[differing]} elements to "
                 f"rank {receiver.rank}{position_text(sender)}, which receives {received[i]} from it"
                 f"{position_text(receiver)}",

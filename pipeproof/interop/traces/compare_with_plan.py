@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeproof.comm.lower import lower_loaded
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
 from pipeproof.interop.traces.trace_codes import OTHER_ORDER
 from pipeproof.interop.traces.trace_log import LoggedCall, Mark, RankLog
 from pipeproof.interop.traces.trace_text import call_text, position_text
@@ -51,7 +51,7 @@ def plan_findings(logs: Sequence[RankLog], plan: LoadedPlan) -> Iterator[Finding
     first = Location(logs[0].file)
     if graph.num_ranks != logs[0].num_ranks:
         message = f"the plan has {graph.num_ranks} ranks, the recorded job {logs[0].num_ranks}"
-        yield Finding(OTHER_ORDER.code, Severity.ERROR, message, first)
+        yield OTHER_ORDER.finding(message, first)
         return
     for log in logs:
         by_direction = _is_marked(log)
@@ -121,8 +121,7 @@ def _differs(
     actual = f"{call_text(call)}{position_text(call)}" if call else "nothing more"
     ops = [WitnessOp(log.rank, planned_message.text)] if planned_message else []
     ops += [WitnessOp(log.rank, call_text(call))] if call else []
-    return Finding(
-        OTHER_ORDER.code, Severity.ERROR,
+    return OTHER_ORDER.finding(
         f"rank {log.rank}, {title}, position {position}: {why}: the plan has {expected}; the log has {actual}",
         call.line if call else Location(log.file), None, OpsWitness(tuple(ops)),
     )  # fmt: skip

@@ -1,11 +1,14 @@
-"""Hooks of the recorder: functions that are replaced while it records, and marks of prepared messages."""
+"""Hooks of the recorder: functions that are replaced while it records, marks of prepared messages, calls and waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from pipeproof.interop.traces.recorder import Call
+from pipeproof.interop.traces.recorder import Call, Recorder
 
 Wrapping = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a function, and returns its replacement."""
@@ -51,3 +54,81 @@ class Marks:
         tensors = call.inputs if is_send else call.outputs
         entry = self._by_address.pop((is_send, tensors[0].start), None) if tensors else None
         return None if entry is None else entry[1]
+
+
+class GroupCalls(ABC):
+    """Writes the calls of a framework's process groups, and the waits for them, into the log.
+
+    ``_handles`` has the numbers of the calls that a task or work object waits for.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._handles: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+        self._marks = Marks()
+
+    @abstractmethod
+    def wrap(self, patches: Patches) -> None:
+        """Wrap all functions that communicate."""
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record until the block ends, also by an exception, then close the log."""
+        patches = Patches()
+        error: BaseException | None = None
+        try:
+            self.wrap(patches)
+            yield self._recorder
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            patches.undo()
+            self._recorder.close(error)
+
+    def _issue(self, method: str, read: Callable[[], Call], function: Callable[[], Any]) -> tuple[int | None, Any]:
+        """Issue a call; return its number in the log, None for a call that cannot be read, and its result."""
+        try:
+            record = read()
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # of an unknown release
+            self._recorder.unread(method, error)
+            return None, function()
+        seq = self._recorder.call(record, self._marks.of(record))
+        try:
+            result = function()
+        except BaseException as error:
+            self._recorder.failed((seq,), error)
+            raise
+        self._recorder.issued(seq)
+        return seq, result
+
+    def _pending(self, handle: Any) -> tuple[int, ...]:
+        return tuple(seq for seq in self._handles.get(handle, ()) if self._recorder.is_pending(seq))
+
+    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            seqs = self._pending(handle)
+            if not seqs:
+                return function(handle, *args, **kwargs)
+            self._recorder.waits(seqs)
+            try:
+                result = function(handle, *args, **kwargs)
+            except BaseException as error:
+                self._recorder.failed(seqs, error)
+                raise
+            self._end(handle, seqs)
+            return result
+
+        return wait
+
+    def _end(self, handle: Any, seqs: Sequence[int]) -> None:
+        self._recorder.done(seqs)
+
+
+def tensors_in(value: Any, kind: type, read: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return ``read`` of each tensor of type ``kind`` in nested lists."""
+    if isinstance(value, kind):
+        return (read(value),)
+    if isinstance(value, list | tuple):
+        return tuple(tensor for item in value for tensor in tensors_in(item, kind, read))
+    return ()

@@ -14,13 +14,12 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import _GroupManager
 
-from pipeproof.interop.traces.message_hooks import Marks, Patches
+from pipeproof.interop.traces.message_hooks import GroupCalls, Marks, Patches, tensors_in
 from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 
 _ON_STREAM = "_on_calc_stream"
@@ -52,26 +51,15 @@ def record_paddle(directory: str | Path) -> Iterator[Recorder]:
         raise ValueError("record_paddle needs process groups: call paddle.distributed.init_parallel_env first")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     recorder = Recorder(Path(directory), rank, num_ranks, f"paddle {paddle.__version__}", _version_of)
-    patches = Patches()
-    error: BaseException | None = None
-    try:
-        PaddleCalls(recorder).wrap(patches)
+    with PaddleCalls(recorder).recording():
         yield recorder
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        patches.undo()
-        recorder.close(error)
 
 
-class PaddleCalls:
+class PaddleCalls(GroupCalls):
     """Converts calls of process groups into lines of the log."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._tasks: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
-        self._marks = Marks()
+        super().__init__(recorder)
         self._patches = Patches()
         self._waited: set[type] = set()
 
@@ -91,25 +79,20 @@ class PaddleCalls:
         def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(group: Any, *args: Any, **kwargs: Any) -> Any:
                 name, ranks = self._group_of(group)
-                try:
-                    record = _read(method, name, ranks, [*args, *kwargs.values()])
-                except (AttributeError, IndexError, TypeError, ValueError) as error:  # of an unknown release
-                    self._recorder.unread(method, error)
-                    return function(group, *args, **kwargs)
                 blocks = on_stream or _is_plain_gloo(group)
-                seq = self._recorder.call(replace(record, blocks=blocks), self._marks.of(record))
-                try:
-                    task = function(group, *args, **kwargs)
-                except BaseException as error:
-                    self._recorder.failed((seq,), error)
-                    raise
-                self._recorder.issued(seq)
+                seq, task = self._issue(
+                    method,
+                    lambda: replace(_read(method, name, ranks, [*args, *kwargs.values()]), blocks=blocks),
+                    lambda: function(group, *args, **kwargs),
+                )
+                if seq is None:
+                    return task
                 if blocks:
                     if not self._recorder.in_batch:
                         self._recorder.done((seq,))
                 elif task is not None:
                     self._waitable(type(task))
-                    self._tasks[task] = (seq,)
+                    self._handles[task] = (seq,)
                 return task
 
             return call
@@ -152,22 +135,6 @@ class PaddleCalls:
 
         return end
 
-    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(task: Any, *args: Any, **kwargs: Any) -> Any:
-            seqs = tuple(seq for seq in self._tasks.get(task, ()) if self._recorder.is_pending(seq))
-            if not seqs:
-                return function(task, *args, **kwargs)
-            self._recorder.waits(seqs)
-            try:
-                result = function(task, *args, **kwargs)
-            except BaseException as error:
-                self._recorder.failed(seqs, error)
-                raise
-            self._recorder.done(seqs)
-            return result
-
-        return wait
-
 
 def _classes_of_groups() -> list[type]:
     """Classes of the objects behind groups: those that the program has put there, if any, else Paddle's."""
@@ -197,11 +164,7 @@ def _version_of(tensor: Any) -> int:
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:
-    if isinstance(value, paddle.Tensor):
-        return (_tensor_of(value),)
-    if isinstance(value, list | tuple):
-        return tuple(tensor for item in value for tensor in _tensors(item))
-    return ()
+    return tensors_in(value, paddle.Tensor, _tensor_of)
 
 
 def _read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> Call:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.traces.trace_graph import channels_of
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, RankLog
@@ -31,8 +31,7 @@ def stuck_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
         call: LoggedCall = graph.edges[rank, other]["call"]
         last = by_rank[other].calls[-1:]
         last_text = f"its log ends after {call_text(last[0])}" if last else "its log has no operation"
-        yield Finding(
-            NEVER_ISSUED.code, Severity.ERROR,
+        yield NEVER_ISSUED.finding(
             f"rank {rank} waits in {call_text(call)}{position_text(call)}, and rank {other} never issued its part",
             call.line, f"rank {other}: {last_text}", OpsWitness((WitnessOp(rank, call_text(call)),)),
         )  # fmt: skip
@@ -99,4 +98,4 @@ def _cycle_finding(graph: nx.DiGraph[int], cycle: Sequence[int]) -> Finding:
     suggested_fix = "let one of them issue the operation that the other waits for before it waits itself, "
     suggested_fix += "or issue both ends in one batch"
     message = "\n".join((f"{ranks} wait for each other, and none of them continues", *lines))
-    return Finding(HANG_CYCLE.code, Severity.ERROR, message, calls[0].line, suggested_fix, witness)
+    return HANG_CYCLE.finding(message, calls[0].line, suggested_fix, witness)

@@ -11,17 +11,16 @@ wrapped where they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from pipeproof.interop.traces.message_hooks import Marks, Patches
+from pipeproof.interop.traces.message_hooks import GroupCalls, Marks, Patches, tensors_in
 from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 from pipeproof.interop.traces.torch_functional import wrap_functional
 
@@ -53,29 +52,16 @@ def record_torch(directory: str | Path) -> Iterator[Recorder]:
         raise ValueError("record_torch needs a process group: call torch.distributed.init_process_group first")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     recorder = Recorder(Path(directory), rank, num_ranks, f"torch {torch.__version__}", version_of)
-    with ExitStack() as at_end:
-        patches = Patches()
-        at_end.callback(patches.undo)
-        calls = TorchCalls(recorder)
-        calls.wrap(patches)
-        error: BaseException | None = None
-        try:
-            yield recorder
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            recorder.close(error)
+    with TorchCalls(recorder).recording():
+        yield recorder
 
 
-class TorchCalls:
+class TorchCalls(GroupCalls):
     """Converts calls of process groups into lines of the log."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._works: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+        super().__init__(recorder)
         self._any_source: set[int] = set()
-        self._marks = Marks()
 
     def wrap(self, patches: Patches) -> None:
         """Wrap all functions that communicate."""
@@ -102,22 +88,18 @@ class TorchCalls:
         def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(group: Any, *args: Any, **kwargs: Any) -> Any:
                 name, ranks = self._group_of(group), dist.get_process_group_ranks(group)
-                try:
-                    record = read(function.__name__, name, ranks, args, kwargs)
-                except (AttributeError, IndexError, TypeError, ValueError) as error:  # of an unknown release
-                    self._recorder.unread(function.__name__, error)
-                    return function(group, *args, **kwargs)
-                seq = self._recorder.call(record, self._marks.of(record))
-                if function.__name__ == "recv_anysource":
+                method = function.__name__
+                seq, work = self._issue(
+                    method,
+                    lambda: read(method, name, ranks, args, kwargs),
+                    lambda: function(group, *args, **kwargs),
+                )
+                if seq is None:
+                    return work
+                if method == "recv_anysource":
                     self._any_source.add(seq)
-                try:
-                    work = function(group, *args, **kwargs)
-                except BaseException as error:
-                    self._recorder.failed((seq,), error)
-                    raise
-                self._recorder.issued(seq)
                 if work is not None:
-                    self._works[work] = (seq,)
+                    self._handles[work] = (seq,)
                 elif not self._recorder.in_batch:  # the backend has already waited for it
                     self._recorder.waits((seq,))
                     self._recorder.done((seq,))
@@ -146,31 +128,15 @@ class TorchCalls:
             batch = self._recorder.end_batch()
             work = function(group, *args)
             if work is not None:
-                self._works[work] = batch
+                self._handles[work] = batch
             return work
 
         return end
 
-    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            seqs = tuple(seq for seq in self._works.get(work, ()) if self._recorder.is_pending(seq))
-            if not seqs:
-                return function(work, *args, **kwargs)
-            self._recorder.waits(seqs)
-            try:
-                result = function(work, *args, **kwargs)
-            except BaseException as error:
-                self._recorder.failed(seqs, error)
-                raise
-            self._end(work, seqs)
-            return result
-
-        return wait
-
     def _polling(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def is_completed(work: Any) -> Any:
             completed = function(work)
-            seqs = tuple(seq for seq in self._works.get(work, ()) if self._recorder.is_pending(seq))
+            seqs = self._pending(work)
             if completed and seqs:
                 self._recorder.waits(seqs)
                 self._end(work, seqs)
@@ -178,10 +144,10 @@ class TorchCalls:
 
         return is_completed
 
-    def _end(self, work: Any, seqs: Sequence[int]) -> None:
+    def _end(self, handle: Any, seqs: Sequence[int]) -> None:
         source = None
         if self._any_source.intersection(seqs):
-            source = int(work._source_rank())  # noqa: SLF001 - nothing else gives the source of a message from any rank
+            source = int(handle._source_rank())  # noqa: SLF001 - nothing else gives the source of a message from any rank
         self._recorder.done(seqs, source)
 
     def _creating(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,11 +175,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:
-    if isinstance(value, torch.Tensor):
-        return (tensor_of(value),)
-    if isinstance(value, list | tuple):
-        return tuple(tensor for item in value for tensor in _tensors(item))
-    return ()
+    return tensors_in(value, torch.Tensor, tensor_of)
 
 
 def _message(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:

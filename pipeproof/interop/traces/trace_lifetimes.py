@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.interop.traces.trace_codes import NOT_WAITED
 from pipeproof.interop.traces.trace_graph import IN_ORDER
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedTensor, LoggedWait, RankLog
@@ -73,12 +74,14 @@ def _overlap(first: Sequence[LoggedTensor], second: Sequence[LoggedTensor]) -> b
     return any(a.start < b.stop and b.start < a.stop for a in first for b in second)
 
 
+def _code(call: LoggedCall) -> RuleDoc:
+    return {"send": WRITE_UNDER_SEND, "recv": USE_UNDER_RECEIVE}.get(call.op, NO_ORDER)
+
+
 def _clash(call: LoggedCall, later: LoggedCall) -> Finding:
-    doc = WRITE_UNDER_SEND if call.op == "send" else USE_UNDER_RECEIVE if call.op == "recv" else NO_ORDER
     access = "writes" if _overlap(_writes(later), (*call.inputs, *call.outputs)) else "reads"
     earlier_access = "reading" if call.op == "send" else "writing"
-    return Finding(
-        doc.code, Severity.ERROR,
+    return _code(call).finding(
         f"rank {call.rank}: {call_text(later)}{position_text(later)} {access} memory that {call_text(call)}"
         f"{position_text(call)} may still be {earlier_access}: nothing waited for it yet",
         later.line, "wait for the first before the second is issued, or use another tensor",
@@ -87,9 +90,7 @@ def _clash(call: LoggedCall, later: LoggedCall) -> Finding:
 
 
 def _written(call: LoggedCall, wait: LoggedWait) -> Finding:
-    doc = WRITE_UNDER_SEND if call.op == "send" else USE_UNDER_RECEIVE if call.op == "recv" else NO_ORDER
-    return Finding(
-        doc.code, Severity.ERROR,
+    return _code(call).finding(
         f"rank {call.rank}: the tensor of {call_text(call)}{position_text(call)} was written in place after the call "
         f"and before the wait{f' at {wait.at}' if wait.at else ''}: either value may arrive",
         call.line, "write to the tensor after the wait, or send a copy",
@@ -98,8 +99,7 @@ def _written(call: LoggedCall, wait: LoggedWait) -> Finding:
 
 
 def _not_waited(call: LoggedCall) -> Finding:
-    return Finding(
-        NOT_WAITED.code, Severity.WARNING,
+    return NOT_WAITED.finding(
         f"rank {call.rank}: nothing waited for {call_text(call)}{position_text(call)} before the recording ended",
         call.line, "wait for its request, or record until that is done",
         OpsWitness((WitnessOp(call.rank, call_text(call)),)),

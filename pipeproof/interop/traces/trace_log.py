@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.traces.recorder import VERSION
 from pipeproof.interop.traces.trace_codes import UNREADABLE_LOG
@@ -311,4 +311,4 @@ def _tensors(values: Sequence[Mapping[str, Any]]) -> tuple[LoggedTensor, ...]:
 
 
 def _raise_unreadable(message: str, location: Location, help: str | None = None) -> NoReturn:
-    raise PlanFileError(Finding(UNREADABLE_LOG.code, Severity.ERROR, message, location, help))
+    raise PlanFileError(UNREADABLE_LOG.finding(message, location, help))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity, file_order
+from pipeproof.diagnostics.finding import Finding, Location, file_order
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.schedule_file import ScheduleFileError
 
@@ -56,7 +56,7 @@ class Findings:
         Raises:
             ScheduleFileError: these are ``MOST_FINDINGS``.
         """
-        self.found.append(Finding(doc.code, Severity(doc.severity), message, location, help))
+        self.found.append(doc.finding(message, location, help))
         if len(self.found) == MOST_FINDINGS:
             self.raise_any()
 

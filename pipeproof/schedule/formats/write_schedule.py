@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.csv_file import csv_comms_text, csv_text
 from pipeproof.schedule.formats.fleet_text import fleet_text
@@ -57,8 +56,7 @@ def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations
         return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)
     except InexpressibleError as error:
         place = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
-        finding = Finding(INEXPRESSIBLE.code, Severity(INEXPRESSIBLE.severity), str(error), place, error.help)
-        raise ScheduleFileError(finding) from error
+        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), place, error.help)) from error
 
 
 def _converted(foreign: ForeignSchedule, form: ScheduleFormat, *, only_computations: bool) -> str:

@@ -26,7 +26,7 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
 from pipeproof.verify.deadlock.suggested_fix import LARGEST, suggest_fix
 from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
 from pipeproof.verify.fifo_matching import partner_of
-from pipeproof.verify.subject import Rule, Subject, finding, missing_op
+from pipeproof.verify.subject import Rule, Subject, missing_op
 
 _NAMED = 6
 """Operations, or ranks, up to which a sentence names all."""
@@ -133,15 +133,13 @@ def _endless(subject: Subject, wait: int) -> Finding:
     op, target, rank = graph.ops[wait], int(graph.waits_for[wait]), graph.global_rank[int(graph.rank[wait])]
     assert op.target is not None
     if target == NONE:
-        return finding(
-            NEVER,
+        return NEVER.finding(
             f"rank {rank} runs {op}, but no {op.target} is under way there",
             help=f"post {op.target} before the wait, and wait for it once",
-            witness=OpsWitness((subject.witness_op(wait),)),
+            witness=subject.witness(wait),
         )
     peer, partner = graph.global_rank[int(graph.peer[target])], partner_of(op.target)
-    return finding(
-        NEVER,
+    return NEVER.finding(
         f"rank {rank} waits for {op.target}, but rank {peer} never issues its counterpart {partner}",
         help=f"add {partner} to rank {peer}",
         witness=OpsWitness((subject.witness_op(wait), missing_op(peer, partner))),
@@ -164,8 +162,7 @@ def _not_joined(subject: Subject) -> Iterator[Finding]:
             op = graph.ops[waited]
             members = [graph.global_rank[member] for member in group.ranks]
             lacking = graph.global_rank[rank]
-            yield finding(
-                NEVER,
+            yield NEVER.finding(
                 f"rank {graph.global_rank[most]} issues {op} on {group.axis} group {members}, but "
                 f"rank {lacking} issues only {number} collectives there and never joins it",
                 help=f"add {op} to rank {lacking}",
@@ -270,8 +267,7 @@ def _check_device(subject: Subject) -> Iterator[Finding]:
     if failing and all(model.queue == "device" for model in failing):
         ops = cycle_of(subject.graph, failing[0])
         yield replace(
-            finding(
-                DEVICE,
+            DEVICE.finding(
                 f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
                 location=subject.locate("schedule"),
                 help=f"no change is needed for {subject.backend.name}; on GPUs, issue them in one order on all ranks",
@@ -288,8 +284,7 @@ def _check_first_use(subject: Subject) -> Iterator[Finding]:
     if model is not None:
         ops = cycle_of(subject.graph, model)
         yield replace(
-            finding(
-                FIRST_USE,
+            FIRST_USE.finding(
                 f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
                 help="open every connection before the first step",
                 witness=cycle_witness(subject, ops),
@@ -304,8 +299,7 @@ def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Itera
     if deadlock is None or deadlock.fault != fault:
         return
     ops = cycle_of(subject.graph, deadlock.model)
-    yield finding(
-        doc,
+    yield doc.finding(
         f"{ranks_text(subject, ops)} deadlock {where}: {chain_text(subject, ops)}",
         location=subject.locate("schedule"),
         help=_help(subject, deadlock.model, ops),
@@ -335,8 +329,7 @@ def _check_conditional(subject: Subject) -> Iterator[Finding]:
     if not any(model.queue != "device" for model in failing):
         return
     ops = cycle_of(subject.graph, failing[0])
-    yield finding(
-        CONDITIONAL,
+    yield CONDITIONAL.finding(
         f"the plan is safe on {subject.backend.name}, but deadlocks under {len(failing)} of {len(MODELS)} channel "
         f"models: {models_text(failing)}",
         location=subject.locate("schedule"),

@@ -120,25 +120,20 @@ class _Search:
                 later, earlier = max(stretch, key=place.__getitem__), min(stretch, key=place.__getitem__)
                 for waiting in stretch:
                     if self._rows[waiting].op.kind is OpKind.WAIT and waiting != later:
-                        yield from self._wait_later(draft, waiting, later, everywhere=everywhere)
+                        yield from self._moved(draft, waiting, later, "move behind", everywhere=everywhere)
                 if later != earlier:
                     if not everywhere:
                         yield from self._one_call(draft, later, earlier)
-                    yield from self._exchange(draft, later, earlier, everywhere=everywhere)
+                    yield from self._moved(draft, later, earlier, "issue before", everywhere=everywhere)
 
-    def _wait_later(self, draft: _Draft, wait: int, later: int, *, everywhere: bool) -> Iterator[_Draft]:
-        moved = _Move(self._graph, self._rows, wait, later).past(draft, everywhere=everywhere)
+    def _moved(self, draft: _Draft, op: int, other: int, words: str, *, everywhere: bool) -> Iterator[_Draft]:
+        """The draft with an operation moved past another; ``words`` are a verb and a preposition for the change."""
+        moved = _Move(self._graph, self._rows, op, other).past(draft, everywhere=everywhere)
         if moved is not None:
-            wait_text, later_text = self._texts(wait, later, everywhere=everywhere)
-            what = f"move {wait_text} behind {'the nearest ' if everywhere else ''}{later_text}"
-            yield self._with_change(moved, draft, wait, what)
-
-    def _exchange(self, draft: _Draft, later: int, earlier: int, *, everywhere: bool) -> Iterator[_Draft]:
-        moved = _Move(self._graph, self._rows, later, earlier).past(draft, everywhere=everywhere)
-        if moved is not None:
-            later_text, earlier_text = self._texts(later, earlier, everywhere=everywhere)
-            what = f"issue {later_text} before {'the nearest ' if everywhere else ''}{earlier_text}"
-            yield self._with_change(moved, draft, later, what)
+            text, other_text = self._texts(op, other, everywhere=everywhere)
+            verb, preposition = words.split()
+            what = f"{verb} {text} {preposition} {'the nearest ' if everywhere else ''}{other_text}"
+            yield self._with_change(moved, draft, op, what)
 
     def _one_call(self, draft: _Draft, later: int, earlier: int) -> Iterator[_Draft]:
         one, other = self._rows[earlier], self._rows[later]

@@ -7,13 +7,13 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.training_state import num_shards, shard_numel
-from pipeproof.verify.subject import Rule, Subject, finding, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, of_small_plan
 
 _MOST_NAMED = 3
 _TOPOLOGY = "{'pp': 2, 'dp': 2}, 'memory': {'shard_optimizer': 'dp'}"
@@ -49,13 +49,12 @@ def _scattered(subject: Subject) -> Iterator[Finding]:
     found = np.flatnonzero(scatters).tolist()
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        yield finding(
-            APART,
+        yield APART.finding(
             f"{subject.coords_text(int(graph.rank[found[0]]))}: {graph.ops[found[0]]}{more} leaves a share of a sum, "
             "and the plan's optimizer updates whole weights",
             location=subject.locate("schedule"),
             help="issue ALL_REDUCE, or set `memory.shard_optimizer: dp`",
-            witness=OpsWitness((subject.witness_op(found[0]),)),
+            witness=subject.witness(found[0]),
         )
 
 
@@ -82,12 +81,11 @@ class _Gathers:
             step, ops = places[0]
             rank = int(self._graph.rank[step])
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            yield finding(
-                APART,
+            yield APART.finding(
                 f"{self._subject.coords_text(rank)}{more}: {fact}",
                 location=self._subject.locate("memory", "shard_optimizer"),
                 help="gather each weight of the stage once over all of dp, after its STEP",
-                witness=OpsWitness(tuple(map(self._subject.witness_op, (step, *ops)))),
+                witness=self._subject.witness(step, *ops),
             )
 
     def _of_step(self, step: int) -> Iterator[tuple[str, list[int]]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.verify.gradients.diagnose import diagnose
 from pipeproof.verify.gradients.explain_sum import Cause, Count, Problem
-from pipeproof.verify.subject import Rule, Subject, finding, of_small_plan
+from pipeproof.verify.subject import Rule, Subject, of_small_plan
 
 MISSING = RuleDoc(
     code="PP601",
@@ -181,12 +181,11 @@ def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Fin
     first = problems[0]
     forwards = [first.count.op] if first.count is not None and first.count.op is not None else []
     witness = dict.fromkeys(forwards + [op for problem in problems[:_MOST_NAMED] for op in problem.ops])
-    return finding(
-        doc,
+    return doc.finding(
         _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
         location=subject.locate("loss" if first.count is not None else "schedule"),
         help=_fix_text(first.count) if first.count is not None else first.fix,
-        witness=OpsWitness(tuple(subject.witness_op(op) for op in witness)) if witness else None,
+        witness=subject.witness(*witness) if witness else None,
     )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pipeproof.comm.step_end_rows import norm_axes, num_weights
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.expected_gradients import ADDS
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(changed: str) -> str:
@@ -74,12 +74,11 @@ def _check(subject: Subject) -> Iterator[Finding]:
         for fact, places in wrong.items():
             rank, op_id = places[0]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            yield finding(
-                INCOMPLETE,
+            yield INCOMPLETE.finding(
                 f"{subject.coords_text(rank)}{more}: the norm of the gradients {fact}",
                 location=subject.locate("run", "clip_norm"),
                 help=f"sum it once over all of {axis}, after the gradients' own sums and before the first STEP",
-                witness=None if op_id is None else OpsWitness((subject.witness_op(op_id),)),
+                witness=None if op_id is None else subject.witness(op_id),
             )
 
 

@@ -11,7 +11,7 @@ from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.layer import is_empty, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import AxisType
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 OTHER_LAYOUT = RuleDoc(
     code="PP209",
@@ -48,8 +48,7 @@ def _check_declared(subject: Subject) -> Iterator[Finding]:
             if declared == needed or (key == "receiver_tp" and entry.receiver_tp is None) or (index, key) in reported:
                 continue
             reported.add((index, key))
-            yield finding(
-                OTHER_LAYOUT,
+            yield OTHER_LAYOUT.finding(
                 f"`{entry.name}` is declared {declared} over tp, and the layers {verb} it {needed}",
                 location=subject.locate("boundaries", index, key),
                 help=f"write `{key}: {needed}`",

@@ -8,7 +8,7 @@ from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.stages.describe.index_map import NOWHERE, Count, IndexMap, counts, differences
 from pipeproof.verify.declared_facts import HeldTensor, MapUse
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(field: str, fact: str) -> str:
@@ -49,8 +49,7 @@ def _check_bijection(subject: Subject) -> Iterator[Finding]:
         wrong = [count for count in counts(pieces, tensor.numel) if count.times != _expected(tensor, count)]
         overlaps = [rank for rank, part in tensor.parts.items() if _overlaps(part)]
         if wrong or overlaps:
-            yield finding(
-                NO_BIJECTION,
+            yield NO_BIJECTION.finding(
                 f"`{tensor.name}` of {tensor.numel} elements: {'; '.join(_facts(tensor, wrong, overlaps))}",
                 help="add the rank's own offset to its local indices: its place among those that hold the tensor",
                 witness=RangesWitness((), tuple(_repeated(tensor, wrong))),
@@ -133,8 +132,7 @@ def _check_uses(subject: Subject) -> Iterator[Finding]:
                 lost += _ranges(rank, use.holds, one.second, one.length)
                 foreign += _ranges(rank, {rank: use.holds.get(rank, nothing)}, one.first, one.length)
         if lost or foreign:
-            yield finding(
-                OTHER_INDICES,
+            yield OTHER_INDICES.finding(
                 f"`{use.name}`: {_first(use)}",
                 help="use the map by which the tensor is laid out on both sides",
                 witness=RangesWitness(tuple(lost), tuple(foreign)),
@@ -187,8 +185,7 @@ OTHER_MEMORY = RuleDoc(
 def _check_memory(subject: Subject) -> Iterator[Finding]:
     for load in subject.facts.loads:
         if load.target != load.memory:
-            yield finding(
-                OTHER_MEMORY,
+            yield OTHER_MEMORY.finding(
                 f"on rank {load.rank} `{load.parameter}` is read into `{load.target}`, and the model computes with "
                 f"`{load.memory}`",
                 help=f"read into `{load.memory}`, or copy `{load.target}` there after the load",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
@@ -21,7 +21,7 @@ from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layer import Collective, CollectiveKind, is_block, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 
 def _example(left_out: str) -> str:
@@ -161,12 +161,11 @@ def _check_issued(subject: Subject) -> Iterator[Finding]:
         children = [int(i) for i in np.flatnonzero(graph.parent == parent) if graph.is_kind(CHILD_KINDS)[i]]
         same = alike & (graph.stage[parents] == key[0]) & (graph.kind[parents] == key[1])
         batches = len(np.unique(graph.work_item[parents[same]]))
-        yield finding(
-            ISSUED,
+        yield ISSUED.finding(
             f"{op} on {subject.coords_text(int(graph.rank[parent]))} issues {_first(graph, needed, parent, children)}"
             + (f"; so in {batches} micro-batches" if batches > 1 else ""),
             help="issue what the layers need, in their order, on every member of the group",
-            witness=OpsWitness(tuple(subject.witness_op(i) for i in (parent, *children))),
+            witness=subject.witness(parent, *children),
         )
 
 

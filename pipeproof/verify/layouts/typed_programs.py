@@ -14,7 +14,7 @@ from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, deri
 from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 _MESH = 'p = ProgramBuilder("layer", {"tp": 2}, {"s": 8, "h": 4, "f": 16, "v": 32})\n'
 
@@ -97,7 +97,7 @@ def _problems(subject: Subject, doc: RuleDoc, reason: Reason) -> Iterator[Findin
     for layer in _layers(subject):
         for problem in layer.problems:
             if problem.reason is reason:
-                yield finding(doc, _text(layer, problem), help=problem.help)
+                yield doc.finding(_text(layer, problem), help=problem.help)
 
 
 def _text(layer: TypedLayer, problem: TypeProblem) -> str:
@@ -151,15 +151,13 @@ def _compare(name: str, owed: Sequence[str], declared: set[str]) -> Iterator[Fin
     missing = [axis for axis in owed if axis not in declared]
     surplus = sorted(declared - set(owed))
     if missing:
-        yield finding(
-            UNREDUCED,
+        yield UNREDUCED.finding(
             f"each rank has an addend of the gradient of `{name}` over {' and '.join(missing)}, and no reduction there "
             "is declared",
             help=f"sum it over {' and '.join(missing)} before the optimizer",
         )
     if surplus:
-        yield finding(
-            UNREDUCED,
+        yield UNREDUCED.finding(
             f"the gradient of `{name}` is complete over {' and '.join(surplus)}, and a reduction there is declared",
             help=f"remove the reduction over {' and '.join(surplus)}",
         )
@@ -210,8 +208,7 @@ def _check_collectives(subject: Subject) -> Iterator[Finding]:
             place = _first_difference(listed, expected)
             if place is not None:
                 here, there = (_collective_text(c[place : place + 1]) for c in (listed, expected))
-                yield finding(
-                    COLLECTIVES,
+                yield COLLECTIVES.finding(
                     f"collective {place} of the {way} of `{layer.name}` is listed as {here}, and its types need "
                     f"{there}",
                     help="list what the types need, or change the operation that needs it",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness
+from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.columns import QUEUES
 from pipeproof.schedule.op_table import NONE, IntColumn
@@ -24,7 +24,7 @@ from pipeproof.verify.lifetime.races import (
     lifetimes,
 )
 from pipeproof.verify.lifetime.tensor_buffers import FREES, WRITES
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 _STAGE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
 _WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.GATHER_WEIGHT})
@@ -101,8 +101,8 @@ class UseText:
 
 def about(subject: Subject, doc: RuleDoc, message: str, ops: Iterable[int], help: str) -> Finding:
     """A finding about operations of the graph."""
-    witness = OpsWitness(tuple(subject.witness_op(op) for op in ops))
-    return finding(doc, message, location=place_of_schedule(subject), help=help, witness=witness)
+    witness = subject.witness(*ops)
+    return doc.finding(message, location=place_of_schedule(subject), help=help, witness=witness)
 
 
 def place_of_schedule(subject: Subject) -> Location | None:
@@ -114,8 +114,7 @@ def capped(subject: Subject, doc: RuleDoc, findings: Iterator[Finding], total: i
     """The first findings of ``total``, and one that counts the rest."""
     yield from islice(findings, MOST_PER_CODE)
     if total > MOST_PER_CODE:
-        yield finding(
-            doc,
+        yield doc.finding(
             f"and {total - MOST_PER_CODE} more that look alike, not checked one by one",
             location=place_of_schedule(subject),
         )

@@ -17,14 +17,14 @@ from itertools import islice
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.verify.lifetime.happens_before import Order, order_of
 from pipeproof.verify.lifetime.races import lifetimes
 from pipeproof.verify.lifetime.tensor_buffers import StageTensors
-from pipeproof.verify.subject import Rule, Subject, finding
+from pipeproof.verify.subject import Rule, Subject
 
 _MOST_POOLS = 4
 """Maximum number of too small pools that are named; the help has the number for all."""
@@ -192,13 +192,12 @@ def _too_few(
         when = ""
         fix = f"{key}: {enough} is the smallest number that is enough for every channel"
         until += f"; this channel needs {pool.smallest(order)} slots"
-    return finding(
-        TOO_FEW,
+    return TOO_FEW.finding(
         f"{subject.coords_text(int(graph.rank[owner]))}, channel {graph.channels[pool.channel]}: "
         f"{graph.ops[following]} takes slot {slot} of {declared}{when}, which {graph.ops[owner]} holds until {until}",
         location=subject.locate("buffers", key),
         help=fix,
-        witness=OpsWitness(tuple(subject.witness_op(op) for op in (owner, holder, following))),
+        witness=subject.witness(owner, holder, following),
     )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, dotted
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.megatron.flags import FLAGS
 from pipeproof.interop.importers.megatron.shell_script import Script, read_script
 from pipeproof.interop.importers.megatron.shell_values import Argument, words_of
@@ -65,13 +67,11 @@ def read_arguments(path: Path) -> Arguments:
     try:
         script = read_script(text, name)
     except ShellTextError as error:
-        raise PlanFileError(Finding("PP170", Severity.ERROR, f"{error}", error.location), source=source) from error
+        raise PlanFileError(UNREADABLE.finding(f"{error}", error.location), source=source) from error
     candidates = [command for command in _lists(script) if _score(command)]
     if not candidates:
         raise PlanFileError(
-            Finding(
-                "PP170",
-                Severity.ERROR,
+            UNREADABLE.finding(
                 "no command here has flags of Megatron-LM",
                 Location(name),
                 help="give the script that starts the training, or a file with its flags",
@@ -257,14 +257,14 @@ class FlagReader:
         """Set a plan value from the flag."""
         self.draft.set(key, value, self.shown(flag), self.location(flag))
 
-    def refuse(self, message: str, location: Location, help: str | None = None, code: str = "PP170") -> NoReturn:
+    def refuse(self, message: str, location: Location, help: str | None = None, code: RuleDoc = UNREADABLE) -> NoReturn:
         """End the import.
 
         Raises:
             PlanFileError: always.
         """
         source = SourceMap(self.arguments.file, self.arguments.lines)
-        raise PlanFileError(Finding(code, Severity.ERROR, message, location, help), source=source)
+        raise PlanFileError(code.finding(message, location, help), source=source)
 
     def megatron_refuses(self, message: str, flag: str, help: str | None = None) -> NoReturn:
         """End the import because Megatron-LM would refuse the settings.
@@ -273,4 +273,4 @@ class FlagReader:
             PlanFileError: always, PP171.
         """
         location = self.location(flag) or Location(self.arguments.file)
-        self.refuse(f"Megatron-LM refuses this: {message}", location, help, code="PP171")
+        self.refuse(f"Megatron-LM refuses this: {message}", location, help, code=REFUSED)

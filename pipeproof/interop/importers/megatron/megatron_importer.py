@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, read_arguments
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
@@ -27,7 +27,7 @@ def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
     """
     if len(files) != 1:
         message = f"a training of Megatron-LM is one file, found {len(files)}"
-        raise PlanFileError(Finding("PP170", Severity.ERROR, message, help="give the script that starts it"))
+        raise PlanFileError(UNREADABLE.finding(message, help="give the script that starts it"))
     arguments = read_arguments(files[0])
     draft = Draft("megatron", flags)
     reader = FlagReader(arguments, draft)

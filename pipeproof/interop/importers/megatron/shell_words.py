@@ -109,14 +109,9 @@ class _Lexer:
     def tokens(self) -> list[Token]:
         tokens: list[Token] = []
         while not self._at_end():
-            c = self._peek()
-            if c in " \t":
-                self._step()
-            elif self._text.startswith("\\\n", self._position):
-                self._step(2)
-            elif c == "#":
-                self._skip_comment()
-            elif c == "\n":
+            if self._skip_blank():
+                continue
+            if self._peek() == "\n":
                 tokens.append(Operator("\n", self._here()))
                 self._step()
                 self._skip_here_documents()
@@ -151,9 +146,18 @@ class _Lexer:
                 self._column += 1
             self._position += 1
 
-    def _skip_comment(self) -> None:
-        while not self._at_end() and self._peek() != "\n":
+    def _skip_blank(self) -> bool:
+        """Skip a blank, a continued line's end, or a comment; return False for anything else."""
+        if self._peek() in " \t":
             self._step()
+        elif self._text.startswith("\\\n", self._position):
+            self._step(2)
+        elif self._peek() == "#":
+            while not self._at_end() and self._peek() != "\n":
+                self._step()
+        else:
+            return False
+        return True
 
     def _operator(self, text: str) -> Operator:
         operator = Operator(text, self._here())
@@ -194,12 +198,10 @@ class _Lexer:
             if c == ")":
                 self._step()
                 return tuple(items)
-            if c in " \t\n":
+            if c == "\n":
                 self._step()
-            elif self._text.startswith("\\\n", self._position):
-                self._step(2)
-            elif c == "#":
-                self._skip_comment()
+            elif self._skip_blank():
+                continue
             elif c in _ENDS_WORD:
                 raise ShellTextError(f"`{c}` in a list", self._here(1))
             else:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from math import gcd, lcm
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft
@@ -213,9 +213,7 @@ def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
         return
     if job.guard and sequence.value:
         draft.find(
-            Finding(
-                GUARDED.code,
-                Severity.WARNING,
+            GUARDED.finding(
                 f"{job.partial.text} with {sequence.text}, {job.tp.text} and batched P2P ({job.batched.text}): "
                 "the trainer turns partial sends off; without that guard every boundary tensor would be corrupted",
                 sequence.location or job.partial.location,
@@ -224,9 +222,7 @@ def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
         )
     elif sequence.value is None:
         draft.find(
-            Finding(
-                UNKNOWN_SEQUENCE_PARALLEL.code,
-                Severity.WARNING,
+            UNKNOWN_SEQUENCE_PARALLEL.finding(
                 f"{job.partial.text}, {job.tp.text} and P2P is batched: correct without sequence parallelism, which a "
                 "strategy does not contain; with it every boundary tensor is corrupted",
                 job.partial.location or job.tp.location,
@@ -299,12 +295,12 @@ def _needs(job: FleetJob, draft: Draft) -> Needs:
 
 def ineffective(draft: Draft, sourced: SourcedValue[int] | SourcedValue[bool] | SourcedValue[str], why: str) -> None:
     """Record PP174: a setting without effect, and the reason."""
-    draft.find(Finding(WITHOUT_EFFECT.code, Severity.WARNING, f"{sourced.text} has no effect: {why}", sourced.location))
+    draft.find(WITHOUT_EFFECT.finding(f"{sourced.text} has no effect: {why}", sourced.location))
 
 
 def refuse(message: str, location: Location | None, help: str | None = None, doc: RuleDoc = REFUSED) -> None:
     """Raise the finding of a job that its own framework would refuse."""
-    raise PlanFileError(Finding(doc.code, Severity.ERROR, message, location, help))
+    raise PlanFileError(doc.finding(message, location, help))
 
 
 _LOSSY_CODE = "PP201"

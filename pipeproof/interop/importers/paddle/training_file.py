@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
@@ -151,4 +151,4 @@ def _walk(data: Mapping[str, Any], source: SourceMap, below: KeyPath) -> Iterato
 
 def unreadable(message: str, location: Location | None, help: str | None = None) -> PlanFileError:
     """Return the error PP170."""
-    return PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message, location, help))
+    return PlanFileError(UNREADABLE.finding(message, location, help))
