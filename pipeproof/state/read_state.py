@@ -6,8 +6,7 @@ A rank reads byte ranges, not files: memory holds what the rank holds, and one b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.array_files import ByteArray, read_file
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
-from pipeproof.state.checkpoint import StoredRegion, StoredShard, read_stored_regions, stored_regions_of
-from pipeproof.state.regions import Region, intersect
-from pipeproof.state.safetensors_header import Header, read_header, require_array
+from pipeproof.state.checkpoint import CheckpointReader, checkpoint_of_index
+from pipeproof.state.regions import Region
 from pipeproof.state.state_codes import StateError
-from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, read_index
+from pipeproof.state.state_index import INDEX_FILE, StateIndex, read_index
 from pipeproof.state.state_layout import INITIAL_COUNTERS, RankShard, shards_of_rank
 from pipeproof.state.write_state import step_directory
 
@@ -122,15 +120,6 @@ def _states_below(root: Path) -> list[Path]:
 _FIX = "copy the file again from where it was saved, or name another state"
 
 
-def shards_by_tensor(index: StateIndex) -> dict[str, list[tuple[Shard, ShardFile]]]:
-    """Return the shards of each tensor, each with its file."""
-    shards: dict[str, list[tuple[Shard, ShardFile]]] = {}
-    for file in index.files:
-        for shard in file.shards:
-            shards.setdefault(shard.tensor, []).append((shard, file))
-    return shards
-
-
 def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
     """Return what a rank holds of the state, by weight and slot, after ``require_resumable`` has checked it.
 
@@ -140,20 +129,24 @@ def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tup
     Raises:
         StateError: A file has changed since.
     """
-    stored, content, files = shards_by_tensor(state.index), {}, _Files(state.directory)
-    with RangeReader(_FIX) as reader:
-        for shard_of_rank in shards_of_rank(plan, rank):
-            stored_shards = stored.get(shard_of_rank.shard.tensor)
-            if stored_shards is None and shard_of_rank.tensor.kind == "buffer":
+    own_shards, wanted, content = list(shards_of_rank(plan, rank)), dict[str, list[Region]](), {}
+    for own in own_shards:
+        wanted.setdefault(own.shard.tensor, []).append(Region(own.shard.offsets, own.shard.extents))
+    files = {state.directory / file.name: file for file in state.index.files}
+    checkpoint = checkpoint_of_index(state.directory, "state", state.index, files, wanted)
+    reader = CheckpointReader(checkpoint)
+    with RangeReader(_FIX) as ranges:
+        for own in own_shards:
+            name = own.shard.tensor
+            if name in checkpoint.tensors:
+                values = np.empty(prod(own.shape), bits_dtype(own.tensor.dtype))
+                for first, region in own.shard.regions():
+                    reader.read(ranges, name, region, values[first : first + region.numel].reshape(region.extents))
+            elif own.tensor.kind == "buffer":
                 continue
-            values = (
-                _initial_values(shard_of_rank)
-                if stored_shards is None
-                else _read(shard_of_rank, stored_shards, files, reader)
-            )
-            content[shard_of_rank.weight, shard_of_rank.slot] = ByteArray(
-                shard_of_rank.tensor.dtype, shard_of_rank.shape, values.view(np.uint8)
-            )
+            else:
+                values = _initial_values(own)
+            content[own.weight, own.slot] = ByteArray(own.tensor.dtype, own.shape, values.view(np.uint8))
     return content
 
 
@@ -162,39 +155,3 @@ def _initial_values(shard_of_rank: RankShard) -> Bits:
     if shard_of_rank.tensor.kind == "counter":
         return np.array([INITIAL_COUNTERS[shard_of_rank.slot]], dtype=shard_of_rank.tensor.dtype)
     return np.zeros(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
-
-
-def _read(
-    shard_of_rank: RankShard, stored: Sequence[tuple[Shard, ShardFile]], files: _Files, reader: RangeReader
-) -> Bits:
-    """Return the elements of a shard; the stored shards that overlap it tile it."""
-    values = np.empty(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
-    wanted_region = Region(shard_of_rank.shard.offsets, shard_of_rank.shard.extents)
-    overlapping = [
-        (shard, file)
-        for shard, file in stored
-        if intersect(Region(shard.offsets, shard.extents), wanted_region) is not None
-    ]
-    for first, target_region in shard_of_rank.shard.regions():
-        target = values[first : first + target_region.numel].reshape(target_region.extents)
-        for shard, file in overlapping:
-            read_stored_regions(
-                reader, files.stored_regions(shard, file, shard_of_rank.tensor.dtype), target_region, target
-            )
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a state; each header is read at its first use."""
-
-    directory: Path
-    headers: dict[Path, Header] = field(default_factory=dict)
-
-    def stored_regions(self, shard: Shard, file: ShardFile, dtype: str) -> Iterator[StoredRegion]:
-        """Yield the regions of a stored shard."""
-        path, key = self.directory / file.name, file.key_of(shard.tensor)
-        if path not in self.headers:
-            self.headers[path] = read_header(path)
-        array = require_array(path, self.headers[path], key, dtype, shard.shape, _FIX)
-        return stored_regions_of(StoredShard(shard, path, key, array.start, file.rank), dtype)

@@ -31,8 +31,9 @@ def saved(root, at):
         held = {}
         for piece in shards_of_rank(at.plan, rank):
             content = np.frombuffer(shard_of(values[piece.shard.tensor], piece.shard).tobytes(), np.uint8)
-            held[piece.weight, piece.slot] = ByteArray(piece.tensor.dtype, piece.shape, content)
-        write_rank_state(root, 2, "job", at.plan, rank, held)
+            if piece.writer == rank:
+                held[piece.shard] = ByteArray(piece.tensor.dtype, piece.shape, content)
+        write_rank_state(root, 2, "job", rank, held)
     return finish_state(root, 2, "job", at.plan, graph_digest(at), "3.3.1")
 
 
