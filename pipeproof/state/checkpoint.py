@@ -23,7 +23,6 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.byte_ranges import ByteRange, RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
 from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault
-from pipeproof.state.safetensors_header import Header, read_header, require_array
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry
 
@@ -76,75 +75,6 @@ class Checkpoint:
     def has_sha256(self, file: Path) -> bool:
         """Return True if an index has a SHA-256 to compare the content of a file with."""
         return self.files[file] is not None
-
-
-def checkpoint_of_index(
-    path: Path,
-    kind: str,
-    index: StateIndex,
-    files: Mapping[Path, ShardFile],
-    wanted: Mapping[str, Iterable[Region]] | None = None,
-) -> Checkpoint:
-    """Open the files that an index describes; with ``wanted``, only those with elements of these regions of tensors.
-
-    Raises:
-        StateError: A file is missing, cut short, or differs from the index.
-    """
-    shards = dict[str, list[HeldShard]]()
-    opened = {
-        file: entry
-        for file, entry in files.items()
-        if wanted is None or any(_overlaps(shard, wanted.get(shard.tensor, ())) for shard in entry.shards)
-    }
-    for file, entry in opened.items():
-        header = header_of_size(file, entry)
-        for shard in entry.shards:
-            tensor = index.tensors.get(shard.tensor)
-            if tensor is None:
-                raise StateError(f"{file} must hold {shard.tensor}, and the index has no tensor of that name", FIX)
-            if len(shard.extents) != len(tensor.shape):
-                message = (
-                    f"the index of {path}: the shard of {shard.tensor} in {entry.name} has {len(shard.extents)} dims"
-                )
-                raise StateError(f"{message}, and the tensor {len(tensor.shape)}", FIX)
-            array = require_array(file, header, entry.key_of(shard.tensor), tensor.dtype, shard.shape, FIX)
-            held = HeldShard(shard, entry.rank if kind == "state" else None, file, array.start)
-            shards.setdefault(shard.tensor, []).append(held)
-        require_no_more(file, header, [entry.key_of(shard.tensor) for shard in entry.shards])
-    by_tensor = {name: tuple(of_tensor) for name, of_tensor in shards.items()}
-    return Checkpoint(path, kind, index.tensors, by_tensor, opened, index)
-
-
-def _overlaps(shard: Shard, regions: Iterable[Region]) -> bool:
-    held = Region(shard.offsets, shard.extents)
-    return any(intersect(held, region) is not None for region in regions)
-
-
-def header_of_size(path: Path, file: ShardFile) -> Header:
-    """Return the header of a file that is as large as its entry in the index.
-
-    Raises:
-        StateError: It cannot be read, or has another size.
-    """
-    header = read_header(path)
-    if header.size_bytes != file.size_bytes:
-        raise StateError(f"{path} has {header.size_bytes} bytes, and {file.size_bytes} in the index", FIX)
-    return header
-
-
-def require_no_more(path: Path, header: Header, names: Sequence[str]) -> None:
-    """Refuse arrays that no index lists, because they would be lost silently. Nor may an index list a key twice.
-
-    Raises:
-        StateError: There is one.
-    """
-    extra = sorted(header.arrays.keys() - set(names))
-    if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise StateError(f"{path} holds {extra[0]}{more}, which the index does not list", FIX)
-    if len(names) > len(header.arrays):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise StateError(f"the index has two shards of {twice} in {path}, which holds one", FIX)
 
 
 class _StoredTensor(NamedTuple):

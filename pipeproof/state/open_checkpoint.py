@@ -15,12 +15,9 @@ from pipeproof.state.checkpoint import (
     SUFFIX,
     Checkpoint,
     HeldShard,
-    checkpoint_of_index,
-    header_of_size,
-    require_no_more,
     require_tiled,
 )
-from pipeproof.state.read_state import SavedState, find_state
+from pipeproof.state.read_state import SavedState, checkpoint_of_index, find_state, header_of_size, require_no_more
 from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_codes import StateError, reading
 from pipeproof.state.state_index import (
@@ -102,15 +99,28 @@ def _of_state(state: SavedState) -> Checkpoint:
 
 
 def _merged(file: Path) -> Checkpoint:
-    """Open a file of whole tensors; a provenance file without tensors has but the size and SHA-256."""
     provenance = read_provenance(file)
-    entry = None if provenance is None else provenance.files[0]
-    if provenance is not None and entry is not None and provenance.tensors:
-        return checkpoint_of_index(file, "merged", provenance, {file: entry})
-    header = read_header(file) if entry is None else header_of_size(file, entry)
-    tensors = {name: _entry_of(name, array) for name, array in header.arrays.items()}
-    shards = {name: (_whole(name, tensors[name], file, array),) for name, array in header.arrays.items()}
-    return Checkpoint(file, "merged", tensors, shards, {file: entry}, None)
+    if provenance is not None and provenance.tensors:
+        return checkpoint_of_index(file, "merged", provenance, {file: provenance.files[0]})
+    return _of_whole_tensors(file, {file: None})
+
+
+def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> Checkpoint:
+    """Open files of whole tensors; ``names_of`` has the tensors of each file that an index lists, None for all."""
+    tensors, shards = dict[str, TensorEntry](), dict[str, tuple[HeldShard, ...]]()
+    files = dict[Path, ShardFile | None]()
+    for file, names in names_of.items():
+        provenance = read_provenance(file)
+        files[file] = entry = None if provenance is None else provenance.files[0]
+        header = read_header(file) if entry is None else header_of_size(file, entry)
+        for name in header.arrays if names is None else names:
+            if name not in header.arrays:
+                raise StateError(f"{file} must hold {name}, and it is missing", FIX)
+            tensors[name] = _entry_of(name, header.arrays[name])
+            shards[name] = (_whole(name, tensors[name], file, header.arrays[name]),)
+        if names is not None:
+            require_no_more(file, header, names)
+    return Checkpoint(path, "merged", tensors, shards, files, None)
 
 
 def _of_many(directory: Path) -> Checkpoint:
@@ -119,25 +129,12 @@ def _of_many(directory: Path) -> Checkpoint:
     with reading(file, FIX):
         content = file.read_bytes()
     try:
-        by_name = _weight_map(json.loads(content))
         names_of = dict[str, list[str]]()
-        for name, file_name in by_name.items():
+        for name, file_name in _weight_map(json.loads(content)).items():
             names_of.setdefault(_file_name(file_name), []).append(name)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", FIX) from error
-    tensors, shards = dict[str, TensorEntry](), dict[str, tuple[HeldShard, ...]]()
-    files = dict[Path, ShardFile | None]()
-    for file_name, names in sorted(names_of.items()):
-        path = directory / file_name
-        provenance, header = read_provenance(path), read_header(path)
-        files[path] = None if provenance is None else provenance.files[0]
-        for name in names:
-            if name not in header.arrays:
-                raise StateError(f"{path} must hold {name}, and it is missing", FIX)
-            tensors[name] = _entry_of(name, header.arrays[name])
-            shards[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
-        require_no_more(path, header, names)
-    return Checkpoint(directory, "merged", tensors, shards, files, None)
+    return _of_whole_tensors(directory, {directory / name: names for name, names in sorted(names_of.items())})
 
 
 def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.flex_metadata import MAIN, SUFFIX, FlexShard, read_metadata, tensor_of
-from pipeproof.state.flex.pickles import ByteRange, GlobalName, PickledObject, read_pickle
+from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle
 from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_index import Shard, TensorEntry
 
@@ -160,7 +160,7 @@ def _array(path: Path, key: Any, instance: Any) -> StoredArray:
         dtype, order = kind.arguments[0], kind.state[1]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise FlexError(f"{path}: {key} is no array of numpy's: {error}", _FIX_ARRAYS) from error
-    if dtype not in _TYPES or order == ">" or not isinstance(content, ByteRange) or (is_fortran and len(shape) > 1):
+    if dtype not in _TYPES or order == ">" or not isinstance(content, PickledBytes) or (is_fortran and len(shape) > 1):
         raise FlexError(f"{path}: {key} is an array of a type or order that is not read: {order}{dtype}", _FIX_ARRAYS)
     array = StoredArray(_TYPES[dtype], tuple(shape), content.start)
     if content.length != prod(shape) * dtype_bytes(array.dtype):
