@@ -112,7 +112,7 @@ def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> 
     for file, names in names_of.items():
         provenance = read_provenance(file)
         files[file] = entry = None if provenance is None else provenance.files[0]
-        header = read_header(file) if entry is None else header_of_size(file, entry)
+        header = read_header(file) if entry is None else header_of_size(file, entry, is_merged=True)
         for name in header.arrays if names is None else names:
             if name not in header.arrays:
                 raise StateError(f"{file} must hold {name}, and it is missing", FIX)

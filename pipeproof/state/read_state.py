@@ -22,10 +22,11 @@ from pipeproof.state.checkpoint import FIX, Checkpoint, CheckpointReader, HeldSh
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.safetensors_header import Header, read_header, require_array
 from pipeproof.state.state_codes import StateError
-from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, read_index
+from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, provenance_file, read_index
 from pipeproof.state.state_layout import INITIAL_COUNTERS, RankShard, shards_of_rank
 from pipeproof.state.write_state import step_directory
 
+_FIX_MERGED = "copy both files again from where they were written; to change the file on purpose, remove its provenance"
 _STEP_DIRECTORY = re.compile(r"step-\d{8,}")
 
 
@@ -135,7 +136,7 @@ def checkpoint_of_index(
         if wanted is None or any(_overlaps(shard, wanted.get(shard.tensor, ())) for shard in entry.shards)
     }
     for file, entry in opened.items():
-        header = header_of_size(file, entry)
+        header = header_of_size(file, entry, is_merged=kind == "merged")
         for shard in entry.shards:
             tensor = index.tensors.get(shard.tensor)
             if tensor is None:
@@ -148,7 +149,8 @@ def checkpoint_of_index(
             array = require_array(file, header, entry.key_of(shard.tensor), tensor.dtype, shard.shape, FIX)
             held = HeldShard(shard, entry.rank if kind == "state" else None, file, array.start)
             shards.setdefault(shard.tensor, []).append(held)
-        require_no_more(file, header, [entry.key_of(shard.tensor) for shard in entry.shards])
+        if wanted is None:
+            require_no_more(file, header, [entry.key_of(shard.tensor) for shard in entry.shards])
     by_tensor = {name: tuple(of_tensor) for name, of_tensor in shards.items()}
     return Checkpoint(path, kind, index.tensors, by_tensor, opened, index)
 
@@ -158,15 +160,16 @@ def _overlaps(shard: Shard, regions: Iterable[Region]) -> bool:
     return any(intersect(held, region) is not None for region in regions)
 
 
-def header_of_size(path: Path, file: ShardFile) -> Header:
-    """Return the header of a file that is as large as its entry in the index.
+def header_of_size(path: Path, file: ShardFile, *, is_merged: bool) -> Header:
+    """Return the header of a file that is as large as its entry in the index, or in its provenance.
 
     Raises:
         StateError: It cannot be read, or has another size.
     """
     header = read_header(path)
     if header.size_bytes != file.size_bytes:
-        raise StateError(f"{path} has {header.size_bytes} bytes, and {file.size_bytes} in the index", FIX)
+        index, fix = (provenance_file(path).name, _FIX_MERGED) if is_merged else ("the index", FIX)
+        raise StateError(f"{path} has {header.size_bytes} bytes, and {file.size_bytes} in {index}", fix)
     return header
 
 
