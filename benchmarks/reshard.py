@@ -27,7 +27,7 @@ import yaml
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.state.array_files import digest_of
 from pipeproof.state.reshard.copy_regions import TargetFiles
-from pipeproof.state.state_index import INDEX_FILE, ShardFile, StateIndex, index_text
+from pipeproof.state.state_index import INDEX_FILE, ShardFile, StateIndex, index_text, provenance_file
 from pipeproof.state.state_layout import files_of, whole_state
 from pipeproof.state.write_state import values_of
 from pipeproof.verify.certificate import graph_digest
@@ -120,6 +120,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+        provenance_file(path).unlink()
 
 
 def _num_layers(gb: float) -> int:

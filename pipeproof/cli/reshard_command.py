@@ -179,7 +179,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
     from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
-    from pipeproof.state.reshard.shard_layout import layout_of_checkpoint
+    from pipeproof.state.reshard.shard_layout import ShardLayout
     from pipeproof.state.reshard.work_directory import work_directory_of
 
     require_not_state_file(options.source)
@@ -187,7 +187,8 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     if options.out is not None:
         require_output_path(source, options.out, is_merged=options.out.suffix == FILE)
     task, findings = _task_and_findings(source, options)
-    status, outcome = _prove(options, layout_of_checkpoint(source), task.state_map, task.target_layout, findings)
+    layout = ShardLayout(str(source.path), source.tensors, source.shards)
+    status, outcome = _prove(options, layout, task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:
         return status
     if source.others:

@@ -26,13 +26,21 @@ _GAP = 2**14
 """Largest gap in bytes that is read along: one more system call would take as long."""
 
 
-class FileArray(NamedTuple):
-    """An array that begins at the byte ``start`` of a file; ``dtype`` has the bits of its elements."""
+class ByteRange(NamedTuple):
+    """A region of a tensor that is stored in C order from the byte ``start`` of a file on.
+
+    ``dtype`` has the bits of the elements.
+    """
 
     path: Path
     start: int
-    extents: tuple[int, ...]
+    region: Region
     dtype: np.dtype[Any]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of the stored array."""
+        return self.region.extents
 
 
 class RangeReader:
@@ -81,9 +89,9 @@ class RangeReader:
                     position, rest = position + num_read, rest[num_read:]
 
     def read_region(
-        self, array: FileArray, region: Region, out: Bits, convert: Callable[[Bits], Bits] | None = None
+        self, array: ByteRange, region: Region, out: Bits, convert: Callable[[Bits], Bits] | None = None
     ) -> None:
-        """Copy a region of an array into ``out``, which has the region's extents and any strides.
+        """Copy a region, counted from the begin of the stored one, into ``out`` of its extents and any strides.
 
         ``convert`` turns the array's elements into those of ``out``, where their types differ.
 
@@ -119,7 +127,7 @@ class RangeReader:
             else:
                 target[...] = _converted(self._read_enclosing(array, block, dim), convert)
 
-    def _read_strided(self, array: FileArray, region: Region, num_ranges: int, row: int) -> Bits:
+    def _read_strided(self, array: ByteRange, region: Region, num_ranges: int, row: int) -> Bits:
         """Return a region of ranges that begin ``row`` elements apart; nothing between them is read."""
         item, self._scratch_range = array.dtype.itemsize, None
         content = self._scratch[: region.numel * item]
@@ -128,7 +136,7 @@ class RangeReader:
         )
         return content.view(array.dtype).reshape(region.extents)
 
-    def _read_enclosing(self, array: FileArray, region: Region, dim: int) -> Bits:
+    def _read_enclosing(self, array: ByteRange, region: Region, dim: int) -> Bits:
         """Return a region of some indices of ``dim`` and one of each earlier dim.
 
         All that the array has of these indices is read.

@@ -1,44 +1,56 @@
-"""A checkpoint of any origin.
+"""A checkpoint of any origin: its tensors, their shards on disk, and the one reader of their content.
 
-Its tensors, their shards on disk, and their content as bytes in C order, block by block.
+Resume, comparison, reshard and digests read regions of tensors with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.byte_ranges import FileArray, RangeReader
+from pipeproof.state.byte_ranges import ByteRange, RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
-from pipeproof.state.regions import Region, flat_regions, intersect, tiling_fault
+from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry
 
 SUFFIX = ".safetensors"
+FIX = "copy the checkpoint again from where it was saved, or name another one"
+"""Suggested fix for damaged files."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredShard:
-    """A shard on disk. ``start`` is the byte of the file where its first element is."""
+class HeldShard:
+    """A shard and its holder: the rank that has or wrote it, where that is known, or else a file.
+
+    ``start`` is the byte of the file where its first element is.
+    """
 
     shard: Shard
-    file: Path
-    key: str
-    """The tensor's name in that file."""
-    start: int
     rank: int | None
-    """The rank that wrote it, where that is known."""
+    file: Path
+    start: int = 0
+
+    @property
+    def where(self) -> str:
+        """Text for messages, such as ``rank 3``."""
+        return self.file.name if self.rank is None else f"rank {self.rank}"
+
+
+ShardsByTensor = Mapping[str, tuple[HeldShard, ...]]
+"""Shards by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +62,14 @@ class Checkpoint:
     """``state``, ``merged`` (whole tensors in one file or several), ``flex`` (Paddle's) or ``dcp`` (PyTorch's)."""
     tensors: Mapping[str, TensorEntry]
     """Whole tensors by name."""
-    shards: Mapping[str, tuple[StoredShard, ...]]
-    """Shards by tensor."""
+    shards: ShardsByTensor
     files: Mapping[Path, ShardFile | None]
     """All files, each with its entry in the index, where there is one."""
     index: StateIndex | None
     """Index of a state; of a merged file the one in its provenance file, if it has the file's tensors."""
     others: tuple[str, ...] = ()
     """Names of what is stored next to the tensors of model and optimizer, such as learning rates and RNG states."""
-    crcs: Mapping[StoredShard, int] = field(default_factory=lambda: MappingProxyType({}))
+    crcs: Mapping[HeldShard, int] = field(default_factory=lambda: MappingProxyType({}))
     """CRC-32 of the content of each shard, where its file has one; -1 where it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
@@ -66,67 +77,121 @@ class Checkpoint:
         return self.files[file] is not None
 
 
-BLOCK = 2**24
-"""Most bytes of a tensor that are in memory at once."""
-_FIX_CONTENT = "copy the file again from where it was saved, or name another checkpoint"
+class _StoredTensor(NamedTuple):
+    """Where a tensor is stored; the columns ``starts`` and ``stops``, [ranges, dims], find what overlaps a region."""
+
+    ranges: tuple[ByteRange, ...]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRegion:
-    """A region of a whole tensor that is stored in C order in one file, as an array of its extents."""
+class CheckpointReader:
+    """The reader of a checkpoint's tensors by region, from any files; threads may share it."""
 
-    region: Region
-    array: FileArray
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._stored: dict[str, _StoredTensor] = {}
+
+    def read(
+        self,
+        files: RangeReader,
+        name: str,
+        region: Region,
+        out: Bits,
+        convert: Callable[[Bits], Bits] | None = None,
+    ) -> None:
+        """Copy what is stored of a tensor's region into ``out``, of the region's extents and any strides.
+
+        ``convert`` is as in ``RangeReader.read_region``.
+
+        Raises:
+            StateError: A file cannot be read, or is too short.
+        """
+        for stored in self._overlapping(name, region):
+            common = intersect(stored.region, region)
+            assert common is not None, "it overlaps"
+            target = out[common.relative_to(region).slices]
+            files.read_region(stored, common.relative_to(stored.region), target, convert)
+
+    def files_of(self, name: str, region: Region) -> set[Path]:
+        """Return the files that have elements of a region of a tensor."""
+        return {stored.path for stored in self._overlapping(name, region)}
+
+    def _overlapping(self, name: str, region: Region) -> Iterator[ByteRange]:
+        stored = self._stored.get(name)
+        if stored is None:
+            stored = self._stored[name] = self._locate(name)
+        meets = (np.maximum(stored.starts, region.offsets) < np.minimum(stored.stops, region.stops)).all(axis=1)
+        return (stored.ranges[number] for number in np.flatnonzero(meets))
+
+    def _locate(self, name: str) -> _StoredTensor:
+        entry = self._checkpoint.tensors[name]
+        bits = bits_dtype(entry.dtype)
+        ranges = tuple(
+            ByteRange(held.file, held.start + first * bits.itemsize, region, bits)
+            for held in self._checkpoint.shards.get(name, ())
+            for first, region in held.shard.regions()
+        )
+        shape = len(ranges), len(entry.shape)
+        starts = np.array([stored.region.offsets for stored in ranges], np.int64).reshape(shape)
+        stops = np.array([stored.region.stops for stored in ranges], np.int64).reshape(shape)
+        return _StoredTensor(ranges, starts, stops)
 
 
-def stored_regions_of(stored: StoredShard, dtype: str) -> Iterator[StoredRegion]:
-    """Yield a shard as regions that are one byte range of its file each; ``dtype`` is the type of the elements."""
-    bits = bits_dtype(dtype)
-    for first, region in stored.shard.regions():
-        yield StoredRegion(region, FileArray(stored.file, stored.start + first * bits.itemsize, region.extents, bits))
+def sharding_fault(shape: Sequence[int], shards: Sequence[Shard]) -> TilingFault | None:
+    """Return the first region of a tensor that shards do not hold once, with the numbers of its holders.
+
+    None if the shards are a bijection onto the tensor. Shards with another number of dims are outside of it.
+    """
+    for number, shard in enumerate(shards):
+        if len(shard.extents) != len(shape):
+            return TilingFault(Region(shard.offsets, shard.extents), 1, (number,))
+    if _whole_regions_tile(shape, shards):
+        return None
+    regions, owner = list[Region](), list[int]()
+    for number, shard in enumerate(shards):
+        for _, region in shard.regions():
+            regions.append(region)
+            owner.append(number)
+    fault = tiling_fault(shape, regions)
+    return None if fault is None else fault._replace(holders=tuple(owner[number] for number in fault.holders))
 
 
-def read_stored_regions(
-    reader: RangeReader,
-    stored_regions: Iterable[StoredRegion],
-    region: Region,
-    out: Bits,
-    convert: Callable[[Bits], Bits] | None = None,
-) -> None:
-    """Copy what the stored regions have of ``region`` into ``out``, of the region's extents and any strides.
+def _whole_regions_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:
+    """Return True if the shards' regions tile the tensor, and flat ranges each region.
 
-    ``convert`` is as in ``RangeReader.read_region``.
+    All plans shard so, and this is a fast check.
+    """
+    ranges: dict[Region, list[tuple[int, int]]] = {}
+    for shard in shards:
+        ranges.setdefault(Region(shard.offsets, shard.extents), []).append(shard.flat or (0, prod(shard.extents)))
+    for region, flat in ranges.items():
+        ends = [(0, 0), *sorted(flat), (region.numel, region.numel)]
+        if any(held[1] != next_one[0] for held, next_one in pairwise(ends)):
+            return False
+    return tiling_fault(shape, list(ranges)) is None
+
+
+def require_tiled(checkpoint: Checkpoint, name: str) -> None:
+    """Refuse a tensor with an element that is stored nowhere, or in several places.
 
     Raises:
-        StateError: A file cannot be read, or is too short.
+        StateError: There is one.
     """
-    for stored in stored_regions:
-        common = intersect(stored.region, region)
-        if common is not None:
-            reader.read_region(
-                stored.array, common.relative_to(stored.region), out[common.relative_to(region).slices], convert
-            )
-
-
-def require_tiled(checkpoint: Checkpoint, name: str) -> list[StoredRegion]:
-    """Return the stored regions of a tensor, which hold every element exactly once.
-
-    Raises:
-        StateError: An element is stored nowhere, or in several places.
-    """
-    entry = checkpoint.tensors[name]
-    stored_regions = [
-        region for shard in checkpoint.shards.get(name, ()) for region in stored_regions_of(shard, entry.dtype)
-    ]
-    fault = tiling_fault(entry.shape, [stored.region for stored in stored_regions])
+    entry, shards = checkpoint.tensors[name], checkpoint.shards.get(name, ())
+    fault = sharding_fault(entry.shape, [held.shard for held in shards])
     if fault is None:
-        return stored_regions
-    where = " and ".join(sorted({str(stored_regions[number].array.path) for number in fault.holders})[:2]) or "no file"
+        return
+    where = " and ".join(sorted({str(shards[number].file) for number in fault.holders})[:2]) or "no file"
     raise StateError(
         f"{checkpoint.path}: of {name}, {list(entry.shape)}, the region of {list(fault.region.extents)} "
         f"from {list(fault.region.offsets)} on is stored in {where}, and must be stored once",
         "the index was changed, or a file of another checkpoint lies there: copy it again from where it was saved",
     )
+
+
+BLOCK = 2**24
+"""Most bytes of a tensor that are in memory at once."""
 
 
 def tensor_blocks(checkpoint: Checkpoint, name: str, block_bytes: int = BLOCK) -> Iterator[npt.NDArray[np.uint8]]:
@@ -137,19 +202,17 @@ def tensor_blocks(checkpoint: Checkpoint, name: str, block_bytes: int = BLOCK) -
     Raises:
         StateError: The shards do not make up the tensor, or a file cannot be read or is too short.
     """
-    entry = checkpoint.tensors[name]
-    bits, stored_regions = bits_dtype(entry.dtype), require_tiled(checkpoint, name)
-    numel, row = prod(entry.shape), prod(entry.shape[1:])
+    require_tiled(checkpoint, name)
+    entry, reader = checkpoint.tensors[name], CheckpointReader(checkpoint)
+    bits, numel, row = bits_dtype(entry.dtype), prod(entry.shape), prod(entry.shape[1:])
     most = max(1, block_bytes // bits.itemsize)
     step = most // row * row or most if row else most  # whole rows where one fits: fewer and longer reads
     buffer = np.empty(min(step, numel), bits)
-    with RangeReader(_FIX_CONTENT) as reader:
+    with RangeReader(FIX) as files:
         for begin in range(0, numel, step):
             end, done = min(begin + step, numel), 0
             for region in flat_regions(entry.shape, (begin, end)):
-                read_stored_regions(
-                    reader, stored_regions, region, buffer[done : done + region.numel].reshape(region.extents)
-                )
+                reader.read(files, name, region, buffer[done : done + region.numel].reshape(region.extents))
                 done += region.numel
             yield buffer[: end - begin].view(np.uint8)
 

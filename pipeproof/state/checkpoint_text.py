@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from pipeproof.state.checkpoint import Checkpoint, StoredShard, entry_bytes
+from pipeproof.state.checkpoint import Checkpoint, HeldShard, entry_bytes
 from pipeproof.state.region_text import counted
 from pipeproof.state.state_index import TensorEntry
 
@@ -59,7 +59,7 @@ def _states_text(weight: str, names: Sequence[str], cuts: Mapping[str, str]) -> 
     return ", ".join(parts)
 
 
-def sharding_text(shards: Sequence[StoredShard]) -> str:
+def sharding_text(shards: Sequence[HeldShard]) -> str:
     """Return the number of shards along each dim; ``flat``: ranges of the flattened region."""
     if len(shards) < 2:
         return ""

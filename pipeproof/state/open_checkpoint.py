@@ -10,18 +10,22 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.array_files import require_whole
-from pipeproof.state.checkpoint import SUFFIX, Checkpoint, StoredShard, require_tiled
-from pipeproof.state.read_state import SavedState, find_state
-from pipeproof.state.safetensors_header import Header, StoredArray, read_header, require_array
+from pipeproof.state.checkpoint import (
+    FIX,
+    SUFFIX,
+    Checkpoint,
+    HeldShard,
+    require_tiled,
+)
+from pipeproof.state.read_state import SavedState, checkpoint_of_index, find_state, header_of_size, require_no_more
+from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_codes import StateError, reading
 from pipeproof.state.state_index import (
     INDEX_FILE,
     Shard,
     ShardFile,
-    StateIndex,
     TensorEntry,
     TensorKind,
-    provenance_file,
     read_provenance,
 )
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
@@ -30,7 +34,6 @@ _OPEN_INDEX = "model.safetensors.index.json"
 """Index of a model's files in a Hugging Face directory: the file of each tensor."""
 _OPEN_FILE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", ".pdparams", "pytorch_model-*.bin")
-_FIX = "copy the checkpoint again from where it was saved, or name another one"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -89,72 +92,49 @@ def _require_no_other_files(directory: Path) -> None:
 
 
 def _of_state(state: SavedState) -> Checkpoint:
-    index = state.index
-    files = {state.directory / file.name: file for file in index.files}
-    if len(files) != len(index.files):
-        raise StateError(f"{state.directory / INDEX_FILE} names a file twice", _FIX)
-    return _of_index(state.directory, "state", index, state.directory / INDEX_FILE, files)
-
-
-def _of_index(
-    path: Path, kind: str, index: StateIndex, index_file: Path, files: Mapping[Path, ShardFile]
-) -> Checkpoint:
-    shards = dict[str, list[StoredShard]]()
-    for path_of_file, file in files.items():
-        header = _header_of_size(path_of_file, file)
-        for shard in file.shards:
-            entry = index.tensors.get(shard.tensor)
-            if entry is None:
-                message = f"{path_of_file} must hold {shard.tensor}, and the index has no tensor of that name"
-                raise StateError(message, _FIX)
-            if len(shard.extents) != len(entry.shape):
-                message = f"{index_file}: the shard of {shard.tensor} in {file.name} has {len(shard.extents)} dims"
-                raise StateError(f"{message}, and the tensor {len(entry.shape)}", _FIX)
-            key = file.key_of(shard.tensor)
-            array = require_array(path_of_file, header, key, entry.dtype, shard.shape, _FIX)
-            rank = file.rank if kind == "state" else None
-            shards.setdefault(shard.tensor, []).append(StoredShard(shard, path_of_file, key, array.start, rank))
-        _require_no_more(path_of_file, header, [file.key_of(shard.tensor) for shard in file.shards])
-    return Checkpoint(path, kind, index.tensors, _in_order(shards), files, index)
+    files = {state.directory / file.name: file for file in state.index.files}
+    if len(files) != len(state.index.files):
+        raise StateError(f"{state.directory / INDEX_FILE} names a file twice", FIX)
+    return checkpoint_of_index(state.directory, "state", state.index, files)
 
 
 def _merged(file: Path) -> Checkpoint:
-    """Open a file of whole tensors; a provenance file without tensors has but the size and SHA-256."""
     provenance = read_provenance(file)
-    entry = None if provenance is None else provenance.files[0]
-    if provenance is not None and entry is not None and provenance.tensors:
-        return _of_index(file, "merged", provenance, provenance_file(file), {file: entry})
-    header = read_header(file) if entry is None else _header_of_size(file, entry)
-    tensors = {name: _entry_of(name, array) for name, array in header.arrays.items()}
-    shards = {name: (_whole(name, tensors[name], file, array),) for name, array in header.arrays.items()}
-    return Checkpoint(file, "merged", tensors, shards, {file: entry}, None)
+    if provenance is not None and provenance.tensors:
+        return checkpoint_of_index(file, "merged", provenance, {file: provenance.files[0]})
+    return _of_whole_tensors(file, {file: None})
+
+
+def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> Checkpoint:
+    """Open files of whole tensors; ``names_of`` has the tensors of each file that an index lists, None for all."""
+    tensors, shards = dict[str, TensorEntry](), dict[str, tuple[HeldShard, ...]]()
+    files = dict[Path, ShardFile | None]()
+    for file, names in names_of.items():
+        provenance = read_provenance(file)
+        files[file] = entry = None if provenance is None else provenance.files[0]
+        header = read_header(file) if entry is None else header_of_size(file, entry, is_merged=True)
+        for name in header.arrays if names is None else names:
+            if name not in header.arrays:
+                raise StateError(f"{file} must hold {name}, and it is missing", FIX)
+            tensors[name] = _entry_of(name, header.arrays[name])
+            shards[name] = (_whole(name, tensors[name], file, header.arrays[name]),)
+        if names is not None:
+            require_no_more(file, header, names)
+    return Checkpoint(path, "merged", tensors, shards, files, None)
 
 
 def _of_many(directory: Path) -> Checkpoint:
     """Open a directory of Hugging Face: its index gives the file of each tensor."""
     file = directory / _OPEN_INDEX
-    with reading(file, _FIX):
+    with reading(file, FIX):
         content = file.read_bytes()
     try:
-        by_name = _weight_map(json.loads(content))
         names_of = dict[str, list[str]]()
-        for name, file_name in by_name.items():
+        for name, file_name in _weight_map(json.loads(content)).items():
             names_of.setdefault(_file_name(file_name), []).append(name)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"{file} is no index of safetensors files: {error}", _FIX) from error
-    tensors, shards = dict[str, TensorEntry](), dict[str, tuple[StoredShard, ...]]()
-    files = dict[Path, ShardFile | None]()
-    for file_name, names in sorted(names_of.items()):
-        path = directory / file_name
-        provenance, header = read_provenance(path), read_header(path)
-        files[path] = None if provenance is None else provenance.files[0]
-        for name in names:
-            if name not in header.arrays:
-                raise StateError(f"{path} must hold {name}, and it is missing", _FIX)
-            tensors[name] = _entry_of(name, header.arrays[name])
-            shards[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
-        _require_no_more(path, header, names)
-    return Checkpoint(directory, "merged", tensors, shards, files, None)
+        raise StateError(f"{file} is no index of safetensors files: {error}", FIX) from error
+    return _of_whole_tensors(directory, {directory / name: names for name, names in sorted(names_of.items())})
 
 
 def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -167,26 +147,6 @@ def _file_name(text: str) -> str:
     if Path(text).name != text or not text.endswith(SUFFIX):
         raise ValueError(f"{text!r} is no name of a safetensors file next to it")
     return text
-
-
-def _header_of_size(path: Path, file: ShardFile) -> Header:
-    header = read_header(path)
-    if header.size_bytes != file.size_bytes:
-        message = f"{path} has {header.size_bytes} bytes, and {file.size_bytes} in the index"
-        raise StateError(message, _FIX)
-    return header
-
-
-def _require_no_more(path: Path, header: Header, names: Iterable[str]) -> None:
-    """Refuse arrays that no index lists, because they would be lost silently. Nor may an index list a key twice."""
-    names_list = list(names)
-    extra = sorted(header.arrays.keys() - set(names_list))
-    if extra:
-        shown = extra[0] + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
-        raise StateError(f"{path} holds {shown}, which the index does not list", _FIX)
-    if len(names_list) > len(header.arrays):
-        twice = next(name for name in names_list if names_list.count(name) > 1)
-        raise StateError(f"the index has two shards of {twice} in {path}, which holds one", _FIX)
 
 
 _OPTIMIZER_KINDS: Mapping[str, TensorKind] = {
@@ -204,13 +164,8 @@ def _entry_of(name: str, array: StoredArray) -> TensorEntry:
     return TensorEntry(kind="weight", dtype=array.dtype, shape=array.shape)
 
 
-def _whole(name: str, entry: TensorEntry, file: Path, array: StoredArray) -> StoredShard:
-    shard = Shard(tensor=name, offsets=(0,) * len(entry.shape), extents=entry.shape)
-    return StoredShard(shard, file, name, array.start, None)
-
-
-def _in_order(shards: Mapping[str, Iterable[StoredShard]]) -> dict[str, tuple[StoredShard, ...]]:
-    return {name: tuple(stored) for name, stored in shards.items()}
+def _whole(name: str, entry: TensorEntry, file: Path, array: StoredArray) -> HeldShard:
+    return HeldShard(Shard(tensor=name, offsets=(0,) * len(entry.shape), extents=entry.shape), None, file, array.start)
 
 
 _HASHED_AT_ONCE = 4
@@ -248,7 +203,7 @@ def require_crcs(checkpoint: Checkpoint) -> None:
     """
     faults = _faults(_crc_checks(checkpoint))
     if faults:
-        error = StateError(faults[0].message, _FIX)
+        error = StateError(faults[0].message, FIX)
         error.findings = faults
         raise error
 

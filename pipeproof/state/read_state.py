@@ -1,4 +1,4 @@
-"""Finding a saved state, and reading it whole or what one rank holds of it.
+"""Finding a saved state, opening its files by the index, and reading it whole or what one rank holds of it.
 
 A rank reads byte ranges, not files: memory holds what the rank holds, and one block.
 """
@@ -6,8 +6,8 @@ A rank reads byte ranges, not files: memory holds what the rank holds, and one b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.array_files import ByteArray, read_file
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
-from pipeproof.state.checkpoint import StoredRegion, StoredShard, read_stored_regions, stored_regions_of
+from pipeproof.state.checkpoint import FIX, Checkpoint, CheckpointReader, HeldShard
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.safetensors_header import Header, read_header, require_array
 from pipeproof.state.state_codes import StateError
-from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, read_index
+from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, StateIndex, provenance_file, read_index
 from pipeproof.state.state_layout import INITIAL_COUNTERS, RankShard, shards_of_rank
 from pipeproof.state.write_state import step_directory
 
+_FIX_MERGED = "copy both files again from where they were written; to change the file on purpose, remove its provenance"
 _STEP_DIRECTORY = re.compile(r"step-\d{8,}")
 
 
@@ -52,15 +53,12 @@ def find_state(path: Path) -> SavedState:
         states = _states_below(path)
         if not states:
             fix = "name the directory that `--save` named, or one of the states below it"
-            if (path / ".metadata").exists():
+            of_other = {".metadata": ("PyTorch", " --names CONVENTION"), "*.metadata": ("Paddle", "")}
+            tool, names = next((entry for name, entry in of_other.items() if any(path.glob(name))), ("", ""))
+            if tool:
                 fix = (
-                    "PyTorch's checkpoint does not record its training; a run can start from its weights: "
-                    f"`pipeproof reshard {path} --to PLAN --names CONVENTION -o STATE`, then `--resume STATE`"
-                )
-            elif any(path.glob("*.metadata")):
-                fix = (
-                    "Paddle's checkpoint does not record its training; a run can start from its weights: "
-                    f"`pipeproof reshard {path} --to PLAN -o STATE`, then `--resume STATE`"
+                    f"{tool}'s checkpoint does not record its training; a run can start from its weights: "
+                    f"`pipeproof reshard {path} --to PLAN{names} -o STATE`, then `--resume STATE`"
                 )
             elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
                 fix = (
@@ -119,16 +117,75 @@ def _states_below(root: Path) -> list[Path]:
     return sorted(entry for entry in root.iterdir() if _STEP_DIRECTORY.fullmatch(entry.name) and entry.is_dir())
 
 
-_FIX = "copy the file again from where it was saved, or name another state"
+def checkpoint_of_index(
+    path: Path,
+    kind: str,
+    index: StateIndex,
+    files: Mapping[Path, ShardFile],
+    wanted: Mapping[str, Iterable[Region]] | None = None,
+) -> Checkpoint:
+    """Open the files that an index describes; with ``wanted``, only those with elements of these regions of tensors.
+
+    Raises:
+        StateError: A file is missing, cut short, or differs from the index.
+    """
+    shards = dict[str, list[HeldShard]]()
+    opened = {
+        file: entry
+        for file, entry in files.items()
+        if wanted is None or any(_overlaps(shard, wanted.get(shard.tensor, ())) for shard in entry.shards)
+    }
+    for file, entry in opened.items():
+        header = header_of_size(file, entry, is_merged=kind == "merged")
+        for shard in entry.shards:
+            tensor = index.tensors.get(shard.tensor)
+            if tensor is None:
+                raise StateError(f"{file} must hold {shard.tensor}, and the index has no tensor of that name", FIX)
+            if len(shard.extents) != len(tensor.shape):
+                message = (
+                    f"the index of {path}: the shard of {shard.tensor} in {entry.name} has {len(shard.extents)} dims"
+                )
+                raise StateError(f"{message}, and the tensor {len(tensor.shape)}", FIX)
+            array = require_array(file, header, entry.key_of(shard.tensor), tensor.dtype, shard.shape, FIX)
+            held = HeldShard(shard, entry.rank if kind == "state" else None, file, array.start)
+            shards.setdefault(shard.tensor, []).append(held)
+        if wanted is None:
+            require_no_more(file, header, [entry.key_of(shard.tensor) for shard in entry.shards])
+    by_tensor = {name: tuple(of_tensor) for name, of_tensor in shards.items()}
+    return Checkpoint(path, kind, index.tensors, by_tensor, opened, index)
 
 
-def shards_by_tensor(index: StateIndex) -> dict[str, list[tuple[Shard, ShardFile]]]:
-    """Return the shards of each tensor, each with its file."""
-    shards: dict[str, list[tuple[Shard, ShardFile]]] = {}
-    for file in index.files:
-        for shard in file.shards:
-            shards.setdefault(shard.tensor, []).append((shard, file))
-    return shards
+def _overlaps(shard: Shard, regions: Iterable[Region]) -> bool:
+    held = Region(shard.offsets, shard.extents)
+    return any(intersect(held, region) is not None for region in regions)
+
+
+def header_of_size(path: Path, file: ShardFile, *, is_merged: bool) -> Header:
+    """Return the header of a file that is as large as its entry in the index, or in its provenance.
+
+    Raises:
+        StateError: It cannot be read, or has another size.
+    """
+    header = read_header(path)
+    if header.size_bytes != file.size_bytes:
+        index, fix = (provenance_file(path).name, _FIX_MERGED) if is_merged else ("the index", FIX)
+        raise StateError(f"{path} has {header.size_bytes} bytes, and {file.size_bytes} in {index}", fix)
+    return header
+
+
+def require_no_more(path: Path, header: Header, names: Sequence[str]) -> None:
+    """Refuse arrays that no index lists, because they would be lost silently. Nor may an index list a key twice.
+
+    Raises:
+        StateError: There is one.
+    """
+    extra = sorted(header.arrays.keys() - set(names))
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise StateError(f"{path} holds {extra[0]}{more}, which the index does not list", FIX)
+    if len(names) > len(header.arrays):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise StateError(f"the index has two shards of {twice} in {path}, which holds one", FIX)
 
 
 def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
@@ -140,20 +197,24 @@ def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tup
     Raises:
         StateError: A file has changed since.
     """
-    stored, content, files = shards_by_tensor(state.index), {}, _Files(state.directory)
-    with RangeReader(_FIX) as reader:
-        for shard_of_rank in shards_of_rank(plan, rank):
-            stored_shards = stored.get(shard_of_rank.shard.tensor)
-            if stored_shards is None and shard_of_rank.tensor.kind == "buffer":
+    own_shards, wanted, content = list(shards_of_rank(plan, rank)), dict[str, list[Region]](), {}
+    for own in own_shards:
+        wanted.setdefault(own.shard.tensor, []).append(Region(own.shard.offsets, own.shard.extents))
+    files = {state.directory / file.name: file for file in state.index.files}
+    checkpoint = checkpoint_of_index(state.directory, "state", state.index, files, wanted)
+    reader = CheckpointReader(checkpoint)
+    with RangeReader(FIX) as ranges:
+        for own in own_shards:
+            name = own.shard.tensor
+            if name in checkpoint.tensors:
+                values = np.empty(prod(own.shape), bits_dtype(own.tensor.dtype))
+                for first, region in own.shard.regions():
+                    reader.read(ranges, name, region, values[first : first + region.numel].reshape(region.extents))
+            elif own.tensor.kind == "buffer":
                 continue
-            values = (
-                _initial_values(shard_of_rank)
-                if stored_shards is None
-                else _read(shard_of_rank, stored_shards, files, reader)
-            )
-            content[shard_of_rank.weight, shard_of_rank.slot] = ByteArray(
-                shard_of_rank.tensor.dtype, shard_of_rank.shape, values.view(np.uint8)
-            )
+            else:
+                values = _initial_values(own)
+            content[own.weight, own.slot] = ByteArray(own.tensor.dtype, own.shape, values.view(np.uint8))
     return content
 
 
@@ -162,39 +223,3 @@ def _initial_values(shard_of_rank: RankShard) -> Bits:
     if shard_of_rank.tensor.kind == "counter":
         return np.array([INITIAL_COUNTERS[shard_of_rank.slot]], dtype=shard_of_rank.tensor.dtype)
     return np.zeros(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
-
-
-def _read(
-    shard_of_rank: RankShard, stored: Sequence[tuple[Shard, ShardFile]], files: _Files, reader: RangeReader
-) -> Bits:
-    """Return the elements of a shard; the stored shards that overlap it tile it."""
-    values = np.empty(prod(shard_of_rank.shape), bits_dtype(shard_of_rank.tensor.dtype))
-    wanted_region = Region(shard_of_rank.shard.offsets, shard_of_rank.shard.extents)
-    overlapping = [
-        (shard, file)
-        for shard, file in stored
-        if intersect(Region(shard.offsets, shard.extents), wanted_region) is not None
-    ]
-    for first, target_region in shard_of_rank.shard.regions():
-        target = values[first : first + target_region.numel].reshape(target_region.extents)
-        for shard, file in overlapping:
-            read_stored_regions(
-                reader, files.stored_regions(shard, file, shard_of_rank.tensor.dtype), target_region, target
-            )
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a state; each header is read at its first use."""
-
-    directory: Path
-    headers: dict[Path, Header] = field(default_factory=dict)
-
-    def stored_regions(self, shard: Shard, file: ShardFile, dtype: str) -> Iterator[StoredRegion]:
-        """Yield the regions of a stored shard."""
-        path, key = self.directory / file.name, file.key_of(shard.tensor)
-        if path not in self.headers:
-            self.headers[path] = read_header(path)
-        array = require_array(path, self.headers[path], key, dtype, shard.shape, _FIX)
-        return stored_regions_of(StoredShard(shard, path, key, array.start, file.rank), dtype)

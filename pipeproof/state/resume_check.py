@@ -18,9 +18,9 @@ from pydantic import JsonValue
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.state.array_files import require_whole
-from pipeproof.state.read_state import SavedState, shards_by_tensor
+from pipeproof.state.read_state import SavedState
 from pipeproof.state.regions import Region, intersect
-from pipeproof.state.reshard.shard_layout import sharding_fault
+from pipeproof.state.reshard.shard_layout import bad_shardings, layout_of_files
 from pipeproof.state.state_codes import DATA_CHANGES, StateError
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, StateIndex, TensorEntry
 from pipeproof.state.state_layout import shards_of_rank, whole_state
@@ -91,16 +91,14 @@ def _mismatch(expected: TensorEntry, stored: TensorEntry | None, *, weights_only
 
 def _require_shards(state: SavedState, plan: LoweredPlan) -> None:
     """Require every element of every tensor in exactly one shard."""
-    stored_shards = shards_by_tensor(state.index)
-    for name, tensor in state.index.tensors.items():
-        shards = stored_shards.get(name, [])
-        fault = sharding_fault(tensor.shape, [shard for shard, _ in shards])
-        if fault is None:
-            continue
-        files = sorted({shards[number][1].name for number in fault.holders})
+    held_files = {file.name: file.shards for file in state.index.files}
+    layout = layout_of_files(str(state.directory), state.index.tensors, held_files, {})
+    for (name, *_), fault in bad_shardings(layout):
+        shards, shape = layout.shards.get(name, ()), layout.tensors[name].shape
+        files = sorted({shards[number].where for number in fault.holders})
         if fault.num_holders == 1:
             region_part = f"{list(fault.region.extents)} from {list(fault.region.offsets)} on"
-            message = f"{files[0]} must have {region_part} of {name}, whose shape is {list(tensor.shape)}"
+            message = f"{files[0]} must have {region_part} of {name}, whose shape is {list(shape)}"
         elif fault.num_holders:
             message = f"{_needs(plan, name, fault.region)}; {' and '.join(files)} have that region, "
             message += f"{fault.num_holders} times in all"

@@ -22,8 +22,8 @@ from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.array_files import ByteArray, sync, write_file
-from pipeproof.state.state_index import INDEX_FILE, DataPosition, ShardFile, StateIndex, TensorEntry, index_text
-from pipeproof.state.state_layout import file_name, shards_of_rank, whole_state
+from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
+from pipeproof.state.state_layout import file_name, whole_state
 
 _NOT_VALUES = ("steps", "replay", "device", "backend")
 """Keys of ``run`` that may differ when a run is resumed: the framework is compared separately."""
@@ -42,26 +42,12 @@ def partial_directory(root: Path, steps_done: int, job: str) -> Path:
     return root / f".step-{steps_done:08d}.{job}.part"
 
 
-def write_rank_state(
-    root: Path, steps_done: int, job: str, plan: LoweredPlan, rank: int, arrays: Mapping[tuple[str, str], ByteArray]
-) -> None:
-    """Write one rank's file of a state; ``arrays`` has all that the rank holds, by weight and slot."""
-    own_shards = [shard_of_rank for shard_of_rank in shards_of_rank(plan, rank) if shard_of_rank.writer == rank]
+def write_rank_state(root: Path, steps_done: int, job: str, rank: int, arrays: Mapping[Shard, ByteArray]) -> None:
+    """Write one rank's file of a state; ``arrays`` has the shards that this rank writes."""
     directory, name = partial_directory(root, steps_done, job), file_name(rank)
     directory.mkdir(parents=True, exist_ok=True)
-    content = {}
-    for shard_of_rank in own_shards:
-        array = arrays[shard_of_rank.weight, shard_of_rank.slot]
-        assert array.dtype == shard_of_rank.tensor.dtype, (shard_of_rank.shard.tensor, array.dtype)
-        content[shard_of_rank.shard.tensor] = ByteArray(array.dtype, shard_of_rank.shape, array.content)
-    size, sha256 = write_file(directory / name, content)
-    file = ShardFile(
-        name=name,
-        rank=rank,
-        size_bytes=size,
-        sha256=sha256,
-        shards=tuple(shard_of_rank.shard for shard_of_rank in own_shards),
-    )
+    size, sha256 = write_file(directory / name, {shard.tensor: array for shard, array in arrays.items()})
+    file = ShardFile(name=name, rank=rank, size_bytes=size, sha256=sha256, shards=tuple(arrays))
     (directory / f"rank{rank}.json").write_text(file.model_dump_json(exclude_none=True))
 
 

@@ -23,7 +23,7 @@ def plan_of(backend="paddle", steps=2, topology=(), schedule=(), model=(), run=(
 def save(at, root, adapters, arrays, steps_done=2):
     """Save the state of all ranks of a subject after so many steps."""
     for rank, adapter in enumerate(adapters):
-        write_rank_state(root, steps_done, "job", at.plan, rank, rank_shards(adapter, arrays, at.plan, rank))
+        write_rank_state(root, steps_done, "job", rank, rank_shards(adapter, arrays, at.plan, rank))
     return finish_state(root, steps_done, "job", at.plan, graph_digest(at), "1.0")
 
 

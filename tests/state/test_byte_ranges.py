@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipeproof.state import byte_ranges as ranges
 from pipeproof.state.array_files import read_file
-from pipeproof.state.byte_ranges import FileArray, RangeReader
-from pipeproof.state.regions import Region
+from pipeproof.state.byte_ranges import ByteRange, RangeReader
+from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.state_codes import StateError
 from tests.state.runs import plan_of
 from tests.state.tiny import write_state
@@ -64,7 +64,7 @@ def test_a_region_is_numpys_slice(root, at, dtype, scratch_bytes, gap, gives, tr
         patch.setattr(ranges, "_GAP", gap)
         calls = Calls(patch, gives)
         with RangeReader("mend", scratch_bytes) as reader:
-            of_file = FileArray(root / "file", START, extents, array.dtype)
+            of_file = ByteRange(root / "file", START, whole_region(extents), array.dtype)
             change = (lambda found: -found.astype(np.int64)) if changed else None
             reader.read_region(of_file, region, out.T if transposed else out, change)
     expected = array[region.slices]
@@ -83,7 +83,9 @@ def test_what_lies_between_is_read_along_only_where_it_is_little(root, monkeypat
         for columns, expected in ((2**16 - 8, [2**20] * 4), (16, [64] * 16)):
             calls.sizes.clear()
             out = np.zeros((8, 2, columns), "<u4")
-            reader.read_region(FileArray(root / "rows", 0, array.shape, array.dtype), Region((0, 0, 8), out.shape), out)
+            reader.read_region(
+                ByteRange(root / "rows", 0, whole_region(array.shape), array.dtype), Region((0, 0, 8), out.shape), out
+            )
             np.testing.assert_array_equal(out, array[:, :, 8 : 8 + columns])
             assert calls.sizes == expected
 
@@ -104,7 +106,7 @@ def test_regions_that_lie_between_each_other_are_each_their_own(root, scratch_by
             region = Region((data.draw(st.integers(0, 3)), first), (3, data.draw(st.integers(1, width - first))))
             out = np.zeros(region.extents, "<u2")
             start = START + number * arrays[0].nbytes
-            reader.read_region(FileArray(root / "fused", start, (6, width), out.dtype), region, out)
+            reader.read_region(ByteRange(root / "fused", start, whole_region((6, width)), out.dtype), region, out)
             np.testing.assert_array_equal(out, arrays[number][region.slices])
 
 
@@ -115,7 +117,9 @@ def test_regions_that_lie_between_each_other_are_read_once(root, monkeypatch):
     with RangeReader("mend") as reader:
         for first in range(0, 12, 2):
             out = np.zeros((64, 2), "<u4")
-            reader.read_region(FileArray(root / "fused", 0, (64, 12), array.dtype), Region((0, first), (64, 2)), out)
+            reader.read_region(
+                ByteRange(root / "fused", 0, whole_region((64, 12)), array.dtype), Region((0, first), (64, 2)), out
+            )
             np.testing.assert_array_equal(out, array[:, first : first + 2])
     assert calls.sizes == [array.nbytes]
 

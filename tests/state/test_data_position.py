@@ -15,7 +15,7 @@ from pipeproof.state.write_state import finish_state, write_rank_state
 from pipeproof.verify.certificate import Certificate, Verdict, graph_digest
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
 from tests.state.runs import plan_of, save
-from tests.state.tiny import part_of_rank, values
+from tests.state.tiny import values, written_by_rank
 
 PRODUCT = r"dp * ep * schedule.num_micro_batches was 4 and is"
 
@@ -23,7 +23,7 @@ PRODUCT = r"dp * ep * schedule.num_micro_batches was 4 and is"
 def write(at, root, steps_done=2, data_before=None):
     for rank in range(at.plan.mesh.num_ranks):
         whole = values(at.plan, steps_done)
-        write_rank_state(root, steps_done, "job", at.plan, rank, part_of_rank(at.plan, rank, whole))
+        write_rank_state(root, steps_done, "job", rank, written_by_rank(at.plan, rank, whole))
     return finish_state(root, steps_done, "job", at.plan, graph_digest(at), "1.0", data_before=data_before)
 
 

@@ -49,12 +49,13 @@ def write(at, root, steps_done=1, **others):
     whole = numbers(at.plan) | others
     for rank in range(at.plan.mesh.num_ranks):
         arrays = {
-            (piece.weight, piece.slot): ByteArray(
+            piece.shard: ByteArray(
                 piece.tensor.dtype, piece.shape, np.frombuffer(cut(piece, whole[piece.shard.tensor]).tobytes(), "u1")
             )
             for piece in shards_of_rank(at.plan, rank)
+            if piece.writer == rank
         }
-        write_rank_state(root, steps_done, "job", at.plan, rank, arrays)
+        write_rank_state(root, steps_done, "job", rank, arrays)
     return finish_state(root, steps_done, "job", at.plan, graph_digest(at), "1.0")
 
 
@@ -297,12 +298,13 @@ def test_a_save_that_is_cut_off_leaves_the_state_before_and_nothing_that_looks_f
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for rank in range(written):
         arrays = {
-            (piece.weight, piece.slot): ByteArray(
+            piece.shard: ByteArray(
                 piece.tensor.dtype, piece.shape, np.zeros(prod(piece.shape) * dtype_bytes(piece.tensor.dtype), "u1")
             )
             for piece in shards_of_rank(at.plan, rank)
+            if piece.writer == rank
         }
-        write_rank_state(tmp_path, 4, "other", at.plan, rank, arrays)
+        write_rank_state(tmp_path, 4, "other", rank, arrays)
     assert find_state(tmp_path).steps_done == 2
     assert {path: path.read_bytes() for path in before} == before
     remove_partial_states(tmp_path, "other")

@@ -22,8 +22,16 @@ def values(plan, steps_done):
     return found
 
 
+def written_by_rank(plan, rank, whole):
+    """Return the shards that a rank writes, as ``write_rank_state`` takes them."""
+    parts = part_of_rank(plan, rank, whole)
+    return {
+        piece.shard: parts[piece.weight, piece.slot] for piece in shards_of_rank(plan, rank) if piece.writer == rank
+    }
+
+
 def part_of_rank(plan, rank, whole):
-    """Return the shards of a rank, as ``write_rank_state`` takes them."""
+    """Return the shards of a rank by weight and slot."""
     return {
         (piece.weight, piece.slot): ByteArray(piece.tensor.dtype, piece.shape, as_bytes(cut(piece.shard, whole)))
         for piece in shards_of_rank(plan, rank)
@@ -42,7 +50,7 @@ def as_bytes(array):
 
 
 def write_rank(at, root, rank, steps_done=1, job="job"):
-    write_rank_state(root, steps_done, job, at.plan, rank, part_of_rank(at.plan, rank, values(at.plan, steps_done)))
+    write_rank_state(root, steps_done, job, rank, written_by_rank(at.plan, rank, values(at.plan, steps_done)))
 
 
 def finish(at, root, steps_done=1, job="job"):

@@ -2,9 +2,11 @@
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 
+from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.regions import NO_DIM, Region, whole_region
-from pipeproof.state.reshard.shard_layout import HeldShard, ShardLayout
+from pipeproof.state.reshard.shard_layout import ShardLayout
 from pipeproof.state.state_index import Shard, TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_map
 from tests.state.reshard_proof.plans import layout
@@ -97,7 +99,7 @@ def _of_whole_tensors(target, claimed, right):
 
 
 def _whole(name, shape):
-    return HeldShard(Shard(tensor=name, offsets=(0,) * len(shape), extents=shape), None, "file")
+    return HeldShard(Shard(tensor=name, offsets=(0,) * len(shape), extents=shape), None, Path("file"))
 
 
 def without(name):

@@ -33,6 +33,7 @@ from pipeproof.exec.run_plan import StepCollector
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.state.checkpoint import md5_of_all, tensor_md5s
 from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.state_index import provenance_file
 from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
 from pipeproof.verify.subject import make_subject
 
@@ -117,16 +118,12 @@ def _there_and_back(model: str, one: str, other: str, root: Path) -> dict[str, A
         "num_tensors": len(before.keys() | after.keys()),
         "equal_files": sum((back / file.name).read_bytes() == file.read_bytes() for file in files),
         "num_files": len(files),
-        "merged_md5s": [_md5(file) for file in merged],
+        "merged_md5s": [hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() for file in merged],
     }
     for file in merged:
         file.unlink()
+        provenance_file(file).unlink()
     return result
-
-
-def _md5(file: Path) -> str:
-    """MD5 of the tensors of a file, without its header, which names their origin."""
-    return md5_of_all(tensor_md5s(open_checkpoint(file)))
 
 
 def _resumed(model: str, names: Sequence[str], other: str, root: Path) -> dict[str, list[dict[str, Any]]]:

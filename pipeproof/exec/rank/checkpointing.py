@@ -18,6 +18,7 @@ from pipeproof.verify.subject import Subject
 
 if TYPE_CHECKING:
     from pipeproof.state.array_files import ByteArray
+    from pipeproof.state.state_index import Shard
 
 PaddleWriter: TypeAlias = Callable[[Path, LoweredPlan, int, Mapping[tuple[str, str], Tensor]], None]
 """Writer of a rank's part of a state, by weight and slot, into a directory."""
@@ -135,7 +136,7 @@ def save_state(
         write_by_paddle(directory, plan, world.rank, holder.state())
     else:
         shards = rank_shards(holder, arrays, plan, world.rank)
-        write_rank_state(job.checkpoint.root, steps_done, name, plan, world.rank, shards)
+        write_rank_state(job.checkpoint.root, steps_done, name, world.rank, shards)
     world.barrier()
     if world.rank == 0:
         if write_by_paddle is not None:
@@ -157,16 +158,17 @@ def save_state(
     emit("setup", what="running")
 
 
-def rank_shards(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[tuple[str, str], ByteArray]:
-    """Arrays that a rank has to write, by weight and slot."""
+def rank_shards(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[Shard, ByteArray]:
+    """Return the shards that a rank writes, with their content."""
     from pipeproof.state.array_files import ByteArray
     from pipeproof.state.state_layout import shards_of_rank
 
     state, content = holder.state(), {}
-    for shard in shards_of_rank(plan, rank):
-        if shard.writer == rank:
-            tensor = state[shard.weight, shard.slot]
-            content[shard.weight, shard.slot] = ByteArray(arrays.dtype(tensor), shard.shape, arrays.to_bytes(tensor))
+    for own in shards_of_rank(plan, rank):
+        if own.writer == rank:
+            tensor = state[own.weight, own.slot]
+            assert arrays.dtype(tensor) == own.tensor.dtype, (own.shard.tensor, arrays.dtype(tensor))
+            content[own.shard] = ByteArray(own.tensor.dtype, own.shape, arrays.to_bytes(tensor))
     return content
 
 

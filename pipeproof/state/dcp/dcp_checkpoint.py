@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
-from pipeproof.state.checkpoint import Checkpoint, StoredShard
+from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import METADATA_FILE, DcpChunk, DcpMetadata, read_metadata
 from pipeproof.state.dcp.torch_archive import locate_tensor
@@ -66,7 +66,7 @@ def _chunks(metadata: DcpMetadata, name: str) -> Iterable[tuple[int, DcpChunk]]:
 
 def _located(
     path: Path, metadata: DcpMetadata, places: Iterable[_Place]
-) -> Iterator[tuple[str, int, tuple[StoredShard, int]]]:
+) -> Iterator[tuple[str, int, tuple[HeldShard, int]]]:
     """Yield name and number of chunks, and where their elements are, with their CRC-32; file by file."""
     for file, of_file in groupby(sorted(places), key=itemgetter(0)):
         with reading(path / file, _FIX), (path / file).open("rb") as stream:
@@ -75,7 +75,7 @@ def _located(
                 chunk = tensor.chunks[number]
                 array, crc = locate_tensor(stream, path / file, name, tensor.dtype, chunk)
                 shard = Shard(tensor=name, offsets=chunk.offsets, extents=chunk.extents)
-                yield name, number, (StoredShard(shard, path / file, name, array.start, _rank_of(file)), crc)
+                yield name, number, (HeldShard(shard, _rank_of(file), path / file, array.start), crc)
 
 
 def require_content(path: Path, metadata: DcpMetadata, share: int, num_shares: int) -> None:
@@ -94,7 +94,7 @@ def require_content(path: Path, metadata: DcpMetadata, share: int, num_shares: i
         require_crc(stored, metadata.tensors[name].dtype, crc)
 
 
-def require_crc(stored: StoredShard, dtype: str, crc: int) -> None:
+def require_crc(stored: HeldShard, dtype: str, crc: int) -> None:
     """Refuse a shard whose elements have another CRC-32; -1 is none.
 
     Raises:

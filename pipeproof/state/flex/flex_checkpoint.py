@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.checkpoint import Checkpoint, StoredShard
+from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.flex_metadata import MAIN, SUFFIX, FlexShard, read_metadata, tensor_of
-from pipeproof.state.flex.pickles import ByteRange, GlobalName, PickledObject, read_pickle
+from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle
 from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_index import Shard, TensorEntry
 
@@ -47,7 +47,7 @@ def open_flex(path: Path) -> Checkpoint:
     main_weights = {shard.key.removesuffix(MAIN) for _, shard in shards if shard.key.endswith(MAIN)}
     arrays = {file: arrays_of(file) for file in sorted({directory / shard.file for directory, shard in shards})}
     _require_all_listed(path, shards, arrays)
-    tensors, stored = dict[str, TensorEntry](), dict[str, list[StoredShard]]()
+    tensors, stored = dict[str, TensorEntry](), dict[str, list[HeldShard]]()
     for directory, shard in shards:
         file = directory / shard.file
         array = _require_array(file, shard, arrays[file].get(shard.key))
@@ -59,7 +59,7 @@ def open_flex(path: Path) -> Checkpoint:
             raise FlexError(f"{path}: {shard.key} is {known} and {entry.dtype} {list(entry.shape)}", _FIX)
         rank = _FILE.fullmatch(shard.file)
         stored.setdefault(name, []).append(
-            StoredShard(_shard(name, entry, shard), file, shard.key, array.start, int(rank[1]) if rank else None)
+            HeldShard(_shard(name, entry, shard), int(rank[1]) if rank else None, file, array.start)
         )
     shards_by_tensor = {name: tuple(of_tensor) for name, of_tensor in stored.items()}
     return Checkpoint(path, "flex", tensors, shards_by_tensor, dict.fromkeys(arrays), None)
@@ -160,7 +160,7 @@ def _array(path: Path, key: Any, instance: Any) -> StoredArray:
         dtype, order = kind.arguments[0], kind.state[1]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise FlexError(f"{path}: {key} is no array of numpy's: {error}", _FIX_ARRAYS) from error
-    if dtype not in _TYPES or order == ">" or not isinstance(content, ByteRange) or (is_fortran and len(shape) > 1):
+    if dtype not in _TYPES or order == ">" or not isinstance(content, PickledBytes) or (is_fortran and len(shape) > 1):
         raise FlexError(f"{path}: {key} is an array of a type or order that is not read: {order}{dtype}", _FIX_ARRAYS)
     array = StoredArray(_TYPES[dtype], tuple(shape), content.start)
     if content.length != prod(shape) * dtype_bytes(array.dtype):

@@ -3,8 +3,8 @@
 ``pickle.load`` imports and calls everything that a file names. Paddle's metadata and its ``.distcp`` files are pickles,
 and so is the metadata of PyTorch's checkpoints (``state.dcp``), so a checkpoint from an unknown source could execute
 anything. Here the operations of the pickle machine (Python's ``pickletools`` documents each) move plain values only. A
-function or class is a ``GlobalName``, the result of a call a ``PickledObject``, and bytes a ``ByteRange`` of the file,
-so that arrays of many GB are located and not read.
+function or class is a ``GlobalName``, the result of a call a ``PickledObject``, and bytes are ``PickledBytes`` of the
+file, so that arrays of many GB are located and not read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PickledObject:
 
 
 @dataclass(frozen=True, slots=True)
-class ByteRange:
+class PickledBytes:
     """Bytes of the file, not read."""
 
     start: int
@@ -131,11 +131,11 @@ class _Machine:
         (value,) = struct.unpack(form, self.take_bytes(struct.calcsize(form)))
         return value
 
-    def byte_range(self, form: str) -> ByteRange:
+    def byte_range(self, form: str) -> PickledBytes:
         """Return the next bytes, which follow their length, without reading them."""
         length = self.number(form)
         self._require(length)
-        byte_range = ByteRange(self._at, length)
+        byte_range = PickledBytes(self._at, length)
         self._at = self._stream.seek(self._at + length)
         return byte_range
 

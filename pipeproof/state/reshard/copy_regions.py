@@ -23,7 +23,7 @@ from pipeproof.state.cast import Bits, bits_dtype
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.dcp.torch_archive import archive_end, archive_length, archive_start
 from pipeproof.state.regions import Region
-from pipeproof.state.reshard.region_reader import RegionReader
+from pipeproof.state.reshard.region_reader import MappedReader
 from pipeproof.state.reshard.reshard_codes import writing
 from pipeproof.state.safetensors_header import Header, StoredArray, make_header
 from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
@@ -149,7 +149,7 @@ class _TargetWriter:
         report_progress: Callable[[int, int], None], jobs: int,
     ) -> None:  # fmt: skip
         self._block_bytes = _BLOCKS_BYTES // (2 * jobs)
-        self._checkpoint, self._source = source, RegionReader(source)
+        self._checkpoint, self._source = source, MappedReader(source)
         self._map, self._target, self._directory = state_map, target, directory
         self._report_progress, self._done, self._all, self._lock = report_progress, 0, target.size_bytes, Lock()
         self._verified: dict[Path, Future[None]] = {}

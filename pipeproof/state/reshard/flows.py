@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.aoa.patterns import by_form
+from pipeproof.state.checkpoint import ShardsByTensor
 from pipeproof.state.checkpoint_text import common_name
 from pipeproof.state.regions import Region, intersect
-from pipeproof.state.reshard.shard_layout import ShardLayout, ShardsByTensor
+from pipeproof.state.reshard.shard_layout import ShardLayout
 from pipeproof.state.tensor_map import RegionCopy, StateMap, copies_into
 
 ZEROS = "zeros"

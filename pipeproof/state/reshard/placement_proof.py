@@ -9,10 +9,11 @@ from pipeproof.comm.weight_ranges import index_of
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
+from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.region_text import and_more, range_text
 from pipeproof.state.regions import Region
 from pipeproof.state.reshard.reshard_codes import TENSOR_MISMATCH
-from pipeproof.state.reshard.shard_layout import HeldShard, ShardLayout
+from pipeproof.state.reshard.shard_layout import ShardLayout
 from pipeproof.verify.layouts.index_maps import OTHER_INDICES
 
 

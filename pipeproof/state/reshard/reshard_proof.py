@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.state.cast import CAST_DTYPES
+from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.region_text import and_more, range_text, weight_name
 from pipeproof.state.regions import Region, TilingFault, first_with_count, is_outside, tiling_fault, whole_region
 from pipeproof.state.reshard.padding import VOCABULARY_DIM
@@ -20,7 +21,6 @@ from pipeproof.state.reshard.placement_proof import check_placement
 from pipeproof.state.reshard.reshard_codes import DUPLICATED_ELEMENTS, LOST_ELEMENTS, SHAPE_MISMATCH, TENSOR_MISMATCH
 from pipeproof.state.reshard.shard_layout import (
     BadSharding,
-    HeldShard,
     ShardLayout,
     bad_shardings,
     garbage_collection_paused,

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.state.checkpoint import Checkpoint
-from pipeproof.state.regions import Region, TilingFault, tiling_fault
+from pipeproof.state.checkpoint import HeldShard, ShardsByTensor, sharding_fault
+from pipeproof.state.regions import TilingFault
 from pipeproof.state.state_index import Shard, TensorEntry
 from pipeproof.state.state_layout import file_name, files_of, whole_state
-
-
-@dataclass(frozen=True, slots=True)
-class HeldShard:
-    """A shard and its holder: ``where`` is text such as ``rank 3``, or a file's name."""
-
-    shard: Shard
-    rank: int | None
-    where: str
-
-
-ShardsByTensor = Mapping[str, tuple[HeldShard, ...]]
-"""Shards by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +27,6 @@ class ShardLayout:
     tensors: Mapping[str, TensorEntry]
     shards: ShardsByTensor
     plan: LoweredPlan | None = None
-
-
-def layout_of_checkpoint(checkpoint: Checkpoint) -> ShardLayout:
-    """Return the layout of a checkpoint on disk."""
-    shards = {
-        name: tuple(
-            HeldShard(held.shard, held.rank, held.file.name if held.rank is None else f"rank {held.rank}")
-            for held in stored
-        )
-        for name, stored in checkpoint.shards.items()
-    }
-    return ShardLayout(str(checkpoint.path), checkpoint.tensors, shards)
 
 
 def layout_of_plan(plan: LoweredPlan, name: str) -> ShardLayout:
@@ -84,10 +58,9 @@ def layout_of_files(
     """Return the layout of files, each written by one rank. A file without a rank is named by itself."""
     held: dict[str, list[HeldShard]] = {}
     for file, shards in files.items():
-        rank = ranks.get(file)
-        where = file if rank is None else f"rank {rank}"
+        rank, path = ranks.get(file), Path(file)
         for shard in shards:
-            held.setdefault(shard.tensor, []).append(HeldShard(shard, rank, where))
+            held.setdefault(shard.tensor, []).append(HeldShard(shard, rank, path))
     return ShardLayout(name, tensors, {tensor: tuple(shards) for tensor, shards in held.items()}, plan)
 
 
@@ -113,37 +86,3 @@ def bad_shardings(layout: ShardLayout) -> Iterator[BadSharding]:
         fault = sharding_fault(layout.tensors[names[0]].shape, shards)
         if fault is not None:
             yield BadSharding(tuple(names), fault)
-
-
-def sharding_fault(shape: Sequence[int], shards: Sequence[Shard]) -> TilingFault | None:
-    """Return the first region of a tensor that shards do not hold once, with the numbers of its holders.
-
-    None if the shards are a bijection onto the tensor. Shards with another number of dims are outside of it.
-    """
-    for number, shard in enumerate(shards):
-        if len(shard.extents) != len(shape):
-            return TilingFault(Region(shard.offsets, shard.extents), 1, (number,))
-    if _whole_regions_tile(shape, shards):
-        return None
-    regions, owner = list[Region](), list[int]()
-    for number, shard in enumerate(shards):
-        for _, region in shard.regions():
-            regions.append(region)
-            owner.append(number)
-    fault = tiling_fault(shape, regions)
-    return None if fault is None else fault._replace(holders=tuple(owner[number] for number in fault.holders))
-
-
-def _whole_regions_tile(shape: Sequence[int], shards: Sequence[Shard]) -> bool:
-    """Return True if the shards' regions tile the tensor, and flat ranges each region.
-
-    All plans shard so, and this is a fast check.
-    """
-    ranges: dict[Region, list[tuple[int, int]]] = {}
-    for shard in shards:
-        ranges.setdefault(Region(shard.offsets, shard.extents), []).append(shard.flat or (0, prod(shard.extents)))
-    for region, flat in ranges.items():
-        ends = [(0, 0), *sorted(flat), (region.numel, region.numel)]
-        if any(held[1] != next_one[0] for held, next_one in pairwise(ends)):
-            return False
-    return tiling_fault(shape, list(ranges)) is None

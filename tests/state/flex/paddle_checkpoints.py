@@ -47,6 +47,11 @@ def write_checkpoint(directory, files, shards, metadata="0.metadata"):
     return directory
 
 
+def names_by_key(checkpoint):
+    """Our names of the tensors of a checkpoint by Paddle's keys."""
+    return {key_of(name, entry): name for name, entry in checkpoint.tensors.items()}
+
+
 def whole_tensors(checkpoint):
     """The tensors of an opened checkpoint, read at the places that it says; every element from exactly one shard."""
     whole = {}

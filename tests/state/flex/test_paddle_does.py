@@ -11,7 +11,13 @@ import pytest
 
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.state_codes import StateError
-from tests.state.flex.paddle_checkpoints import require_equal, whole_tensors, write_checkpoint, written_shards
+from tests.state.flex.paddle_checkpoints import (
+    names_by_key,
+    require_equal,
+    whole_tensors,
+    write_checkpoint,
+    written_shards,
+)
 from tests.state.flex.ranks import moe_plan, values_of
 
 pytestmark = pytest.mark.needs_paddle
@@ -65,7 +71,7 @@ def test_it_reads_metadata_that_was_written_without_it(paddle, tmp_path):
     plan = moe_plan().plan
     place = write_checkpoint(tmp_path / "c", *written_shards(plan))
     loaded = paddle.distributed.load_merged_state_dict(str(place), safetensors=True)
-    names = {part.key: name for name, shards in open_checkpoint(place).shards.items() for part in shards}
+    names = names_by_key(open_checkpoint(place))
     values = values_of(plan)
     assert loaded.keys() == names.keys()
     for key, tensor in loaded.items():

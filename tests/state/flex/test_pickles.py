@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeproof.state.flex import pickles
 from pipeproof.state.flex.flex_codes import FlexError
-from pipeproof.state.flex.pickles import ByteRange, GlobalName, PickledObject, read_pickle, to_pickle
+from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle, to_pickle
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=300)
 KEYS = st.text(max_size=3) | st.integers(0, 9) | st.tuples(st.integers(0, 3), st.text(max_size=2))
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_by_python(value):
 def test_bytes_are_found_and_not_read(file, content):
     file.write_bytes(pickle.dumps({"a": 1, "b": content}, protocol=4))
     span = read_pickle(file)["b"]
-    assert isinstance(span, ByteRange)
+    assert isinstance(span, PickledBytes)
     assert file.read_bytes()[span.start : span.start + span.length] == content
 
 

@@ -8,7 +8,7 @@ from pipeproof.state.flex.flex_checkpoint import open_flex
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state, read_rank_state, read_whole
 from pipeproof.state.state_layout import shards_of_rank, whole_state
-from tests.state.flex.paddle_checkpoints import require_equal, whole_tensors
+from tests.state.flex.paddle_checkpoints import names_by_key, require_equal, whole_tensors
 from tests.state.flex.ranks import in_ranks, moe_plan, shard_of, values_of
 
 pytestmark = pytest.mark.needs_paddle
@@ -74,7 +74,7 @@ def test_the_shards_in_the_index_are_those_of_the_plan_each_in_one_file(four):
 def test_paddle_merges_it_to_the_tensors_that_we_open(two):
     from paddle.distributed import load_merged_state_dict
 
-    keys = {shards[0].key: name for name, shards in open_flex(two[0]).shards.items()}
+    keys = names_by_key(open_flex(two[0]))
     merged = load_merged_state_dict(str(two[0]), safetensors=True)
     values = values_of(moe_plan(**TWO).plan)
     assert {keys[key]: tensor._md5sum() for key, tensor in merged.items()} == {

@@ -16,7 +16,7 @@ from pipeproof.state.reshard import reshard_targets as goals
 from pipeproof.state.write_state import write_rank_state
 from tests.plans import plan_dict
 from tests.state.runs import MOE, plan_of
-from tests.state.tiny import finish, part_of_rank, values
+from tests.state.tiny import finish, values, written_by_rank
 
 _SMALL = {"num_layers": 2, "vocab_size": 8}
 PLANS = MappingProxyType(
@@ -41,7 +41,7 @@ IMPORTED = (rich.console, render_text, carry, goals, naming, proof)
 """What a command imports when it runs is here before it does: processes are forked from this one."""
 _PARTS = MappingProxyType(
     {
-        (name, steps_done, rank): part_of_rank(at.plan, rank, values(at.plan, steps_done))
+        (name, steps_done, rank): written_by_rank(at.plan, rank, values(at.plan, steps_done))
         for name, at in PLANS.items()
         for steps_done in (1, 2)
         for rank in range(at.plan.mesh.num_ranks)
@@ -65,7 +65,7 @@ def save_rank(name, root, rank, steps_done, barrier):
 
 
 def _write(name, root, rank, steps_done, job):
-    write_rank_state(root, steps_done, job, PLANS[name].plan, rank, _PARTS[name, steps_done, rank])
+    write_rank_state(root, steps_done, job, rank, _PARTS[name, steps_done, rank])
 
 
 def write_target(path):

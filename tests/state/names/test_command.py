@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from pipeproof.state.names.convention_maps import map_from_own_names
 from pipeproof.state.names.convention_statements import statements_between
 from pipeproof.state.names.convention_tables import CONVENTIONS
+from pipeproof.state.state_index import provenance_file
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MODELS
 from tests.state.reshard.plans import files_of, reshard, state_of, subject_of, write_plan
@@ -44,7 +45,9 @@ def test_a_directory_as_hugging_face_has_it_has_the_configuration_and_comes_in_a
     a, out = write_plan(tmp_path / "a.yaml", "tp2", LARGE), tmp_path / "model"
     source = state_of(a, tmp_path / "of_a")
     reshard(source, "-o", out, "--names", "huggingface")
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json", "model.safetensors", "model.safetensors.provenance.json",
+    ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert (config["architectures"], config["num_nextn_predict_layers"]) == (["Glm4MoeForCausalLM"], 1)
     reshard(out, "--to", a, "--names", "huggingface", "-o", tmp_path / "in")
@@ -56,6 +59,7 @@ def test_a_directory_as_hugging_face_has_it_has_the_configuration_and_comes_in_a
 def written(tmp_path, model=LARGE):
     a, out = write_plan(tmp_path / "a.yaml", "one", model), tmp_path / "model.safetensors"
     reshard(state_of(a, tmp_path / "of_a"), "-o", out, "--names", "huggingface")
+    provenance_file(out).unlink()  # the file is changed below
     return a, out, load_file(out)
 
 

@@ -148,7 +148,9 @@ def test_provenance_that_is_of_another_file_or_was_changed_is_refused_when_the_f
     _, whole, named = made
     bad = copied(whole, tmp_path)
     provenance_file(bad).write_bytes(provenance_file(named).read_bytes())
-    with pytest.raises(StateError, match=r"whole.safetensors has \d+ bytes, and \d+ in the index"):
+    with pytest.raises(
+        StateError, match=r"whole.safetensors has \d+ bytes, and \d+ in whole.safetensors.provenance.json"
+    ):
         open_checkpoint(bad)
     text = provenance_file(whole).read_text().replace('"steps_done": 3', '"steps_done": 4')
     provenance_file(bad).write_text(text)

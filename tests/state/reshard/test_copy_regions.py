@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from pipeproof.state.array_files import ByteArray, write_file
-from pipeproof.state.checkpoint import Checkpoint, StoredShard
+from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.regions import NO_DIM, Region, whole_region
 from pipeproof.state.reshard import copy_regions as moving
 from pipeproof.state.reshard.copy_regions import TargetFiles, write_target
@@ -82,7 +82,7 @@ def written(root, arrays, files):
         noted[root / name] = ShardFile(name=name, rank=rank, size_bytes=size, sha256=sha256, shards=shards)
         header = read_header(root / name)
         for one in shards:
-            shard = StoredShard(one, root / name, one.tensor, header.arrays[one.tensor].start, rank)
+            shard = HeldShard(one, rank, root / name, header.arrays[one.tensor].start)
             stored.setdefault(one.tensor, []).append(shard)
     return Checkpoint(root, "state", entries, {name: tuple(of_one) for name, of_one in stored.items()}, noted, None)
 

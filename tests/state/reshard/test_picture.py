@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_turned_and_padded_tensor_has_its_givers_where_their_elements_come_to_
                                                      RegionCopy(zeros, None, zeros)))  # fmt: skip
     entry = side.tensors[name].model_copy(update={"shape": (columns + 1, rows)})
     shard = side.shards[name][0].shard.model_copy(update={"offsets": (0, 0), "extents": (columns + 1, rows)})
-    taken = side.shards[name][0].__class__(shard, None, "model.safetensors")
+    taken = side.shards[name][0].__class__(shard, None, Path("model.safetensors"))
     target = side.__class__("b", {name: entry}, {name: (taken,)})
     flows = flows_between(side, StateMap({name: made}), target)
     half = columns // 2

@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import Severity
+from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.regions import Region, flat_regions, whole_region
 from pipeproof.state.reshard.reshard_proof import prove
-from pipeproof.state.reshard.shard_layout import HeldShard
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap, identity_map
 from tests.state.reshard_proof.plans import DENSE, EXPERTS, TOPOLOGIES, layout, lowered
 from tests.work import num_calls
@@ -106,7 +106,7 @@ def test_a_shard_on_another_rank_is_found_unless_that_rank_computes_with_it_too(
     shards, plan = list(one.shards[name]), one.plan
     number = data.draw(st.integers(0, len(shards) - 1))
     rank = data.draw(st.integers(0, plan.mesh.num_ranks - 1))
-    shards[number] = dataclasses.replace(shards[number], rank=rank, where=f"rank {rank}")
+    shards[number] = dataclasses.replace(shards[number], rank=rank)
     weight = one.tensors[name].weight or name
     used = {
         p.name: p for s in plan.stages_of_rank(rank) for la in plan.layers_of(s) for p in (*la.parameters, *la.borrowed)
@@ -166,7 +166,7 @@ def test_a_missing_shard_is_named_with_its_range_and_how_many_tensors_lack_it():
 def test_a_shard_that_two_ranks_saved_is_named_with_both():
     one = SIDES[2, 0]
     first = one.shards["embed.weight"][0]
-    twice = with_parts(one, "embed.weight", (*one.shards["embed.weight"], HeldShard(first.shard, 3, "rank 3")))
+    twice = with_parts(one, "embed.weight", (*one.shards["embed.weight"], HeldShard(first.shard, 3, first.file)))
     (found,) = errors(dataclasses.replace(twice, plan=None), identity_map(one.tensors), one)
     assert "rows 0..11 is in 2 shards, rank 0 and rank 3" in found.message
 
@@ -204,7 +204,7 @@ def test_a_layer_that_is_saved_by_a_rank_without_it_is_reported():
     name = "layer.1.mlp.up.weight"
     (part,) = one.shards[name]
     assert part.rank == 1
-    shifted = with_parts(dataclasses.replace(one, plan=plan), name, [dataclasses.replace(part, rank=0, where="rank 0")])
+    shifted = with_parts(dataclasses.replace(one, plan=plan), name, [dataclasses.replace(part, rank=0)])
     (found,) = errors(one, identity_map(one.tensors), shifted)
     assert found.code == "PP213"
     assert found.message == "rank 0 of plan holds `layer.1.mlp.up.weight`, and computes with no layer that has it"
