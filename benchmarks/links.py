@@ -80,7 +80,7 @@ def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     from pipeproof.cost.network_times import Network
     from pipeproof.specs.load_plan import plan_from_dict
     from pipeproof.stages.describe.edge_tensors import describe_boundaries
-    from pipeproof.stages.describe.layers import Collective, CollectiveKind
+    from pipeproof.stages.describe.layer import Collective, CollectiveKind
 
     seq = 64 * num_ranks
     hidden = size * 2**19 // seq

@@ -90,7 +90,7 @@ def predicted(name: str, device: str) -> dict[str, float]:
     """The times of the same operations by ``cost.analytic``."""
     from pipeproof.cost.analytic_times import AnalyticCosts
     from pipeproof.specs.load_plan import plan_from_dict
-    from pipeproof.stages.describe.gpt_work import layer_work
+    from pipeproof.stages.describe.op_work import layer_work
 
     sizes = SIZES[name]
     plan = plan_from_dict(

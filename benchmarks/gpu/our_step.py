@@ -192,7 +192,7 @@ class _QuickWeights:
 
     def __call__(self, parameter: Any, seed: int, dtype: str) -> np.ndarray:
         if parameter.init_std is None:
-            return np.ones(parameter.shape, dtype=np.float32)
+            return np.full(parameter.shape, parameter.init_value, dtype=np.float32)
         key = tuple(parameter.shape), parameter.init_std
         if key not in self._made:
             self._made[key] = np.resize(self._draws * np.float32(parameter.init_std), parameter.shape)

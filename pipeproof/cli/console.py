@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
 
 
-_PICTURES = (".png", ".svg", ".pdf")
 _FIXES = MappingProxyType(
     {
         errno.ENOSPC: "make room on that disk, or name another",
@@ -92,8 +91,10 @@ def _error_text(error: OSError) -> str:
 
 def picture_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuse a picture that cannot be made before any work is done."""
-    if value is not None and value.suffix.lower() not in _PICTURES:
-        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(_PICTURES)}")
+    from pipeproof.views.plot_file import SUFFIXES
+
+    if value is not None and value.suffix.lower() not in SUFFIXES:
+        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(SUFFIXES)}")
     if value is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
     return writable(context, parameter, value)

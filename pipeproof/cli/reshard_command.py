@@ -185,7 +185,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     require_not_state_file(options.source)
     source = open_checkpoint(options.source)
     if options.out is not None:
-        require_output_path(source, options.out)
+        require_output_path(source, options.out, is_merged=options.out.suffix == FILE)
     task, findings = _task_and_findings(source, options)
     status, outcome = _prove(options, layout_of_checkpoint(source), task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:
@@ -244,7 +244,7 @@ def _require_same_md5(source: Checkpoint, task: ReshardTask, out: Path) -> str |
 
 
 def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[ReshardTask, tuple[Finding, ...]]:
-    """Return the task, and findings of elements that statements map to elements of another meaning."""
+    """Return the task, its notes, and findings of elements that statements map to ones of another meaning."""
     from pipeproof.state.reshard.reshard_targets import has_training_steps
 
     plan, digest = None, ""
@@ -253,7 +253,8 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
     weights_only = options.weights_only or (plan is not None and not has_training_steps(source))
     if weights_only and not options.weights_only:
         click.echo(
-            f"{source.path} has no step number: only its weights are used, and training begins at step 0",
+            f"{source.path} has no step number{_missing_provenance(source)}: only its weights are used, and training "
+            "begins at step 0",
             err=True,
         )
     named: StateMap | None = None
@@ -272,10 +273,20 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
             click.echo(f"names are for weights: {num_left_out} tensors of the optimizer are left out", err=True)
     task = _task_of(source, options, plan, digest, named, weights_only=weights_only)
     if options.aoa is None or options.names is None or named is None:
-        return task, ()
+        return task, task.notes
     from pipeproof.state.reshard.map_options import meaning_findings
 
-    return task, meaning_findings(options.names, named, source, plan, task.target_layout)
+    return task, (*task.notes, *meaning_findings(options.names, named, source, plan, task.target_layout))
+
+
+def _missing_provenance(source: Checkpoint) -> str:
+    """Return the reason why a merged file with optimizer states, which this command wrote, has no step."""
+    from pipeproof.state.state_index import provenance_file
+
+    provenance = provenance_file(source.path)
+    if source.kind != "merged" or provenance.exists() or all(entry.weight is None for entry in source.tensors.values()):
+        return ""
+    return f" (there is no {provenance.name} next to it)"
 
 
 def _task_of(

@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import click
+from rich.text import Text
 
+from pipeproof.cli.console import console_for
 from pipeproof.schedule.generators.sizes import sizes_of
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Schedule
+from pipeproof.views.tables import print_lines, table_lines
 
 _SAMPLE_RANKS, _SAMPLE_MICRO_BATCHES = 4, 8
 """Sizes for which every kind exists: facts of a schedule are read from such a sample."""
@@ -27,18 +30,16 @@ def show_kinds(form: str) -> None:
 
 def _render() -> None:
     """Print one line of facts for each kind, one for each further variant, and the title below."""
-    cells = [[*_HEADINGS]]
+    cells: list[list[str]] = []
     titles = [""]
     for kind in SCHEDULE_KINDS.values():
         sizes = _sizes_texts(kind)
         facts = (kind.name, _chunks_text(kind), kind.placement.replace("_", " "), _backward_text(_sample(kind)))
         cells += [[*facts, sizes[0]], *(["", "", "", "", text] for text in sizes[1:])]
         titles += [""] * (len(sizes) - 1) + [kind.title]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row, title in zip(cells, titles, strict=True):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        if title:
-            click.echo(f"    {title}")
+    console = console_for()
+    for line, title in zip(table_lines(_HEADINGS, cells), titles, strict=True):
+        print_lines((line, Text(f"    {title}")) if title else (line,), console)
     click.echo(_LEGEND)
 
 

@@ -32,7 +32,8 @@ from pipeproof.sim.timeline import timeline_of
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule
 from pipeproof.views.schedule_svg import schedule_svg
-from pipeproof.views.timeline_text import figures_table, format_us, render_timeline
+from pipeproof.views.tables import print_lines
+from pipeproof.views.timeline_text import figures_lines, format_us, render_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def _render(shown: _Shown, console: Console) -> None:
     render_timeline(timeline, console, _title(shown.plan), unit="")
     console.print()
     console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
-    console.print(figures_table((str(figures.rank), figures) for figures in figures_of(timeline)))
+    print_lines(figures_lines((str(figures.rank), figures) for figures in figures_of(timeline)), console)
     if shown.verdict is None:
         return
     style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[shown.verdict.outcome]

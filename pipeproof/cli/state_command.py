@@ -97,41 +97,32 @@ def _print_verified(opened: Checkpoint) -> None:
         result = f"has the length of its header; there is no SHA-256 of {subject} to check the content"
     elif opened.crcs:
         result = "has the CRC-32 of its content" if num_files == 1 else "has the CRC-32 of each tensor in it"
-    elif opened.checksums:
-        result = "matches its own SHA-256"
     else:
-        result = "has the size, SHA-256 and tensors of the index"
+        origin = "its provenance file" if opened.kind == "merged" else "the index"
+        result = f"has the size, SHA-256 and tensors of {origin}"
     files = "its file" if num_files == 1 else f"each of its {num_files} files"
     click.echo(f"{opened.path}: {files} {result}; the shards cover every tensor")
 
 
 def _show(opened: Checkpoint, *, as_json: bool) -> None:
     from pipeproof.state.checkpoint_text import checkpoint_to_json, summary_lines, tensor_rows, totals_by_kind
+    from pipeproof.views.tables import print_table
 
     if as_json:
         _write(checkpoint_to_json(opened))
         return
     for line in summary_lines(opened):
         click.echo(line)
+    console = console_for()
     kinds = [(kind, dtype, *(f"{number:,}" for number in numbers)) for kind, dtype, *numbers in totals_by_kind(opened)]
-    _show_table(("kind", "type", "tensors", "elements", "bytes"), kinds, right=(2, 3, 4))
+    console.print()
+    print_table(("kind", "type", ">tensors", ">elements", ">bytes"), kinds, console)
     rows = [
         (row.name, str(row.num), row.entry.dtype, " x ".join(map(str, row.entry.shape)) or "()", row.cut, row.states)
         for row in tensor_rows(opened, fold=len(opened.tensors) > _MANY)
     ]
-    _show_table(("tensor", "similar", "type", "shape", "sharding", "optimizer state"), rows, right=(1,))
-
-
-def _show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-    """Print columns without lines at full width: names are not shortened, and can be searched."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    click.echo()
-    for row in (heads, *rows):
-        texts = (
-            text.rjust(width) if number in right else text.ljust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        click.echo("  ".join(texts).rstrip())
+    console.print()
+    print_table(("tensor", ">similar", "type", "shape", "sharding", "optimizer state"), rows, console)
 
 
 def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.console import writable
+from pipeproof.views.plot_file import SUFFIXES as PICTURES
 
 if TYPE_CHECKING:
     from pipeproof.schedule.op_table import OpGraph
@@ -23,14 +24,12 @@ FORMS: Mapping[str, str] = MappingProxyType(
         ".json": "a Chrome trace",
         ".pftrace": "a Perfetto trace",
         ".csv": "a table",
-        ".png": "a picture",
-        ".svg": "a picture",
-        ".pdf": "a picture",
+        **dict.fromkeys(PICTURES, "a picture"),
     }
 )
 """Formats by suffix."""
 _NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {".pftrace": ("perfetto", "trace"), **dict.fromkeys((".png", ".svg", ".pdf"), ("matplotlib", "plot"))}
+    {".pftrace": ("perfetto", "trace"), **dict.fromkeys(PICTURES, ("matplotlib", "plot"))}
 )
 """The package that a format needs, and the extra that has it."""
 

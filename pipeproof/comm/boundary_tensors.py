@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.schedule.op_table import TensorSpec
+from pipeproof.schedule.op_table import BoundaryPosition, TensorSpec
 from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.stages.describe.boundary import Boundary, Edge
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, Layer
+from pipeproof.stages.describe.layer import COUNTS_DTYPE, Layer
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer], num_loads: int = 
             if not 0 <= edge < len(edges):
                 continue
             for variant, members in enumerate(edges[edge].variants):
-                for place, member in enumerate(members):
+                for number, member in enumerate(members):
+                    position = BoundaryPosition(edge, variant, number)
                     for gradient in (False, True) if member.has_gradient else (False,):
                         name = f"{side}_grad" if gradient else side
-                        index[name, stage, variant, place] = len(specs)
-                        specs.append(_tensor(f"{name.replace('_', ' ')} of stage {stage}", member, side, gradient))
+                        index[name, stage, variant, number] = len(specs)
+                        title = f"{name.replace('_', ' ')} of stage {stage}"
+                        specs.append(_tensor(title, member, side, gradient, position))
     largest = {COUNTS_DTYPE: num_loads} if num_loads else dict[str, int]()
     for layer in layers:
         for collective in (*layer.forward_collectives, *layer.backward_collectives):
@@ -50,8 +52,8 @@ def tensors_of(edges: Sequence[Edge], layers: Sequence[Layer], num_loads: int = 
     return BoundaryTensors(tuple(specs), index, inside)
 
 
-def _tensor(name: str, boundary: Boundary, side: str, gradient: bool) -> TensorSpec:
+def _tensor(name: str, boundary: Boundary, side: str, gradient: bool, position: BoundaryPosition) -> TensorSpec:
     at_sender = side == "output"
     placement = boundary.placement(at_sender=at_sender, gradient=gradient)
     shape = boundary.local_shape_at(at_sender=at_sender)
-    return TensorSpec(name, shape, boundary.dtype, str(placement), boundary.dims, boundary.member)
+    return TensorSpec(name, shape, boundary.dtype, str(placement), boundary.dims, boundary.member, position=position)

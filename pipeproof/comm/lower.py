@@ -31,7 +31,7 @@ from pathlib import Path
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.mesh import Mesh
-from pipeproof.comm.op_graph import graph_of
+from pipeproof.comm.op_graph import lower_context
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.receive_order import Posts, early_receives, receives_as_sent, used_as_sent
 from pipeproof.comm.step_end_rows import require_own_updates
@@ -47,7 +47,7 @@ from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundary
 from pipeproof.stages.describe.custom_model import describe_custom_layers, smallest_custom_boundary
 from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import Collective, Layer, backward_calls, weight_calls
+from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
 from pipeproof.stages.describe.partition import stage_layers
 
 FOLD_ABOVE = 100_000
@@ -106,10 +106,10 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     is_early = plan.transport.recv_order != "just_in_time"
     if is_early:
         context = replace(context, receives=_received_early(context))
-    graph = graph_of(context, folded=True)
+    graph = lower_context(context)
     if not is_early and (foreign is None or foreign.computes_only) and not used_as_sent(graph):
         context = replace(context, receives=receives_as_sent(context))
-        graph = graph_of(context, folded=True)
+        graph = lower_context(context)
     lowered = LoweredPlan.of(context, graph)
     num_replicas = mesh.num_ranks // graph.num_ranks
     return lowered if graph.num_ops * num_replicas > FOLD_ABOVE else lowered.unfolded()

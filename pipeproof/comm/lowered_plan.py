@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from pipeproof.comm.op_graph import graph_of
+from pipeproof.comm.op_graph import unfold
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.schedule.op_table import OpGraph
 
@@ -40,4 +40,4 @@ class LoweredPlan(PlanContext):
 
     def unfolded(self) -> LoweredPlan:
         """Return the same plan with a graph in which every rank represents itself."""
-        return replace(self, graph=graph_of(self, folded=False)) if self.folded else self
+        return replace(self, graph=unfold(self, self.graph)) if self.folded else self

@@ -1,8 +1,16 @@
-"""Op graph of a plan: the rows of every rank, or of one replica that represents all (*folded*)."""
+"""Lowering of a plan's context to its op graph, and the graph in which each rank of the mesh has rows of its own.
+
+Replicas along every axis but ``pp`` run the same programs on the same shapes. A plan is therefore lowered for one of
+them (*folded*): each rank of the graph represents all that share its coordinates on the other axes. Only along ``tp``
+may ranks differ, where a boundary changes its layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from pipeproof.comm.boundary_tensors import tensors_of
 from pipeproof.comm.plan_context import PlanContext
@@ -10,81 +18,133 @@ from pipeproof.comm.rank_blocks import RankBlocks
 from pipeproof.comm.rank_writer import RankWriter
 from pipeproof.comm.step_end_rows import DATA_AXES, num_loads
 from pipeproof.schedule.blocks import Blocks
-from pipeproof.schedule.columns import Columns, columns_of
-from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec
+from pipeproof.schedule.columns import NONE, IntColumn, columns_of
+from pipeproof.schedule.op_table import Group, OpGraph
+
+_GROUP_AXES = ("tp", "cp", "ep", "dp")
+"""The order in which groups are made."""
 
 
-def graph_of(plan: PlanContext, *, folded: bool) -> OpGraph:
-    """The op graph of every global rank, or with replicas along the folded axes counted once."""
-    mesh = plan.mesh
-    fold = _fold_axes(plan) if folded else ()
-    ranks = [rank for rank in range(mesh.num_ranks) if all(mesh.coords(rank)[axis] == 0 for axis in fold)]
-    graph_rank = {rank: place for place, rank in enumerate(ranks)}
-    axes = [axis for axis in _GROUP_AXES if mesh.size(axis) > 1]
-    groups = tuple(
-        Group(axis, members, copies=mesh.size(axis) if axis in fold else 1)
-        for axis in axes
-        for group in mesh.groups(axis)
-        if (members := tuple(graph_rank[rank] for rank in group.ranks if rank in graph_rank))
-    )
-    group_of = {(group.axis, rank): i for i, group in enumerate(groups) for rank in group.ranks}
-    copies = _copy_groups(plan, ranks)
-    numbers = {members: len(groups) + i for i, members in enumerate(dict.fromkeys(copies.values()))}
-    groups += tuple(Group("pp", tuple(graph_rank[rank] for rank in members)) for members in numbers)
-    copies_of = {place: numbers[members] for place, members in copies.items()}
-    columns, tensors = _columns(plan, ranks, graph_rank, axes, group_of, copies_of, fold_tp="tp" in fold)
-    return OpGraph(columns, tensors, groups, tuple(ranks))
-
-
-def _copy_groups(plan: PlanContext, ranks: Sequence[int]) -> dict[tuple[tuple[int, ...], int], tuple[int, ...]]:
-    """For each (pipeline ranks that hold copies of something, one of its global ranks): the members, in order."""
-    members: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
-    everyone = tuple(range(plan.mesh.size("pp")))  # sums the norm to which gradients are clipped
-    norm = [everyone] if plan.spec.run.clip_norm is not None and len(everyone) > 1 else []
-    for holders in (*plan.shared_weights.groups(), *norm):
-        for rank in ranks:
-            coords = plan.mesh.coords(rank)
-            if coords["pp"] in holders:
-                members[holders, rank] = tuple(plan.mesh.rank({**coords, "pp": pp}) for pp in holders)
-    return members
-
-
-def _columns(
-    plan: PlanContext,
-    ranks: Sequence[int],
-    graph_rank: Mapping[int, int],
-    axes: Sequence[str],
-    group_of: Mapping[tuple[str, int], int],
-    copies_of: Mapping[tuple[tuple[int, ...], int], int],
-    *,
-    fold_tp: bool,
-) -> tuple[Columns, tuple[TensorSpec, ...]]:
+def lower_context(plan: PlanContext) -> OpGraph:
+    """The folded op graph of a plan. Linear in operations."""
+    fold = _fold_axes(plan)
+    groups = _Groups.of(plan, fold)
     tensors = tensors_of(plan.edges, plan.layers, num_loads(plan.spec))
     reduce_axes = _reduce_axes(plan)
     blocks, given = Blocks(num_splits=plan.num_splits), []
-    for rank in ranks:
+    for index, rank in enumerate(groups.ranks):
         coords = plan.mesh.coords(rank)
-        groups = {axis: group_of[axis, graph_rank[rank]] for axis in axes}
-        copies = {holders: group for (holders, member), group in copies_of.items() if member == rank}
-        lowering = RankBlocks(plan, coords, tensors, groups, copies, graph_rank, fold_tp=fold_tp)
+        writer = RankBlocks(
+            plan, coords, tensors, groups.by_axis[index], groups.of_copies[index], groups.index, fold_tp="tp" in fold
+        )
         foreign = plan.foreign
         if foreign is not None and not foreign.computes_only:
-            given.append(list(lowering.given(foreign.rows[coords["pp"]], reduce_axes)))
+            given.append(list(writer.given(foreign.rows[coords["pp"]], reduce_axes)))
             continue
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
         posts = plan.receives[coords["pp"]] if plan.receives else {}
-        RankWriter(lowering, blocks, posts).write(own if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
-    return (columns_of(given, plan.num_splits) if given else blocks.expand()), tensors.specs
+        RankWriter(writer, blocks, posts).write(own if foreign is None else foreign.rows[coords["pp"]], reduce_axes)
+    columns = columns_of(given, plan.num_splits) if given else blocks.expand()
+    return OpGraph(columns, tensors.specs, groups.groups, groups.ranks)
+
+
+def unfold(plan: PlanContext, graph: OpGraph) -> OpGraph:
+    """The graph of every rank of the mesh, from the folded one of the same plan.
+
+    A rank has the rows of the one that represents it, with its own peers and groups, and its own ranges where they
+    move along ``tp``.
+    """
+    fold = _fold_axes(plan)
+    before, after = _Groups.of(plan, fold), _Groups.of(plan, ())
+    source = [before.index[_represented_by(plan, rank, fold)] for rank in after.ranks]
+    length = np.diff(graph.offsets)[source]
+    offsets = np.concatenate([[0], np.cumsum(length)])
+    rows = np.arange(offsets[-1]) + np.repeat(graph.offsets[source] - offsets[:-1], length)
+    values = {name: column[rows] for name, column in graph.columns.values.items()}
+    rank = np.repeat(np.arange(len(source)), length)
+    for name, numbers in (("peer", _peers(plan, before, fold)), ("group", _renumbered(before, after, source))):
+        values[name] = np.where(values[name] == NONE, NONE, numbers[rank, values[name]])
+    tp = np.array([plan.mesh.coords(each)["tp"] for each in after.ranks])
+    moved = values["shift"] * tp[rank]
+    values |= {"start": values["start"] + moved, "stop": values["stop"] + moved, "shift": np.zeros_like(moved)}
+    return OpGraph(graph.columns.repeated(values, source, offsets), graph.tensors, after.groups, after.ranks)
+
+
+def _represented_by(plan: PlanContext, rank: int, fold: Sequence[str]) -> int:
+    return plan.mesh.rank(plan.mesh.coords(rank) | dict.fromkeys(fold, 0))
+
+
+def _peers(plan: PlanContext, before: _Groups, fold: Sequence[str]) -> IntColumn:
+    """By rank of the mesh and rank of the folded graph: the rank that is that peer on the first one's replica."""
+    mesh = plan.mesh
+    strides = {axis: mesh.rank(dict.fromkeys(mesh.axes, 0) | {axis: 1}) if mesh.size(axis) > 1 else 0 for axis in fold}
+    own = [sum(mesh.coords(rank)[axis] * stride for axis, stride in strides.items()) for rank in range(mesh.num_ranks)]
+    return np.add.outer(np.array(own, dtype=np.int64), np.array(before.ranks, dtype=np.int64))
+
+
+def _renumbered(before: _Groups, after: _Groups, source: Sequence[int]) -> IntColumn:
+    """By rank of the mesh and group of the folded graph: the number of that rank's own group."""
+    numbers = np.full((len(source), max(1, len(before.groups))), NONE, dtype=np.int64)
+    for rank, folded in enumerate(source):
+        for axis, group in before.by_axis[folded].items():
+            numbers[rank, group] = after.by_axis[rank][axis]
+        for holders, group in before.of_copies[folded].items():
+            numbers[rank, group] = after.of_copies[rank][holders]
+    return numbers
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The ranks of a graph and their groups.
+
+    ``ranks`` are global ranks, ``index`` has their numbers in the graph. ``by_axis`` has for each of them its groups by
+    axis, ``of_copies`` those with other holders of its stages or weights by their pipeline ranks.
+    """
+
+    ranks: tuple[int, ...]
+    index: Mapping[int, int]
+    groups: tuple[Group, ...]
+    by_axis: tuple[Mapping[str, int], ...]
+    of_copies: tuple[Mapping[tuple[int, ...], int], ...]
+
+    @classmethod
+    def of(cls, plan: PlanContext, fold: Sequence[str]) -> _Groups:
+        mesh = plan.mesh
+        ranks = tuple(rank for rank in range(mesh.num_ranks) if _represented_by(plan, rank, fold) == rank)
+        index = {rank: number for number, rank in enumerate(ranks)}
+        groups: list[Group] = []
+        by_axis: list[dict[str, int]] = [{} for _ in ranks]
+        for axis in _GROUP_AXES:
+            for group in mesh.groups(axis) if mesh.size(axis) > 1 else ():
+                if members := tuple(index[rank] for rank in group.ranks if rank in index):
+                    for member in members:
+                        by_axis[member][axis] = len(groups)
+                    groups.append(Group(axis, members, copies=mesh.size(axis) if axis in fold else 1))
+        of_copies: list[dict[tuple[int, ...], int]] = [{} for _ in ranks]
+        numbers: dict[tuple[int, ...], int] = {}
+        for holders in _copy_holders(plan):
+            for number, rank in enumerate(ranks):
+                coords = mesh.coords(rank)
+                if coords["pp"] in holders:
+                    members = tuple(index[mesh.rank({**coords, "pp": pp})] for pp in holders)
+                    if members not in numbers:
+                        numbers[members] = len(groups)
+                        groups.append(Group("pp", members))
+                    of_copies[number][holders] = numbers[members]
+        return cls(ranks, index, tuple(groups), tuple(by_axis), tuple(of_copies))
+
+
+def _copy_holders(plan: PlanContext) -> list[tuple[int, ...]]:
+    """The pipeline ranks that sum something together: copies of weights, or the norm to which gradients are clipped."""
+    everyone = tuple(range(plan.mesh.size("pp")))
+    norm = [everyone] if plan.spec.run.clip_norm is not None and len(everyone) > 1 else []
+    return [*plan.shared_weights.groups(), *norm]
 
 
 def _fold_axes(plan: PlanContext) -> tuple[str, ...]:
     """Axes along which all ranks run alike; TP is not one of them if a boundary changes its layout."""
     varies = any(boundary.changes_layout for edge in plan.edges for members in edge.variants for boundary in members)
     return tuple(axis for axis in plan.mesh.axes if axis != "pp" and not (axis == "tp" and varies))
-
-
-_GROUP_AXES = ("tp", "cp", "ep", "dp")
-"""The order in which groups are made."""
 
 
 def _reduce_axes(plan: PlanContext) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import Op
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, work_item_sizes
-from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter
 
 if TYPE_CHECKING:  # most plans need none of what times links
     from pipeproof.cost.transfer_times import LinkTimes

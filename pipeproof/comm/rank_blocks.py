@@ -26,7 +26,7 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.schedule.programs import Program
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, backward_calls, weight_calls
+from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, weight_calls
 from pipeproof.stages.describe.transports import Transport, effective_transport, slice_range
 
 _CHILD_KIND = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.stages.describe.layers import Layer, Parameter, users_of_shared
+from pipeproof.stages.describe.layer import Layer, Parameter, users_of_shared
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from pipeproof.schedule.ops import Op, OpKind, wait_for
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, Collective, CollectiveKind, Parameter
+from pipeproof.stages.describe.layer import COUNTS_DTYPE, Collective, CollectiveKind, Parameter
 from pipeproof.stages.describe.training_state import num_shards, shard_numel
 
 

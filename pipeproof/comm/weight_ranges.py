@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.stages.describe.layers import Parameter
+from pipeproof.stages.describe.layer import Parameter
 
 
 def index_of(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:

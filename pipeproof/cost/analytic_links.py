@@ -23,7 +23,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.edge_tensors import describe_boundaries
-from pipeproof.stages.describe.layers import Collective, CollectiveKind
+from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.transports import Transport, effective_transport
 
 

@@ -30,9 +30,8 @@ from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.layers import Layer, is_block, layer_kind, weight_calls
-from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work
+from pipeproof.stages.describe.layer import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, layer_work
 from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 

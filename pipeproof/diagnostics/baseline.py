@@ -128,9 +128,7 @@ def load_baseline(path: Path) -> LoadedBaseline:
         raise BaselineError(*(_not_a_baseline(f.message, f.location) for f in error.findings)) from error
     source = tree.source
     if tree.problems:
-        raise BaselineError(
-            *(_not_a_baseline(problem.message, source.at(problem.span)) for problem in tree.problems), source=source
-        )
+        raise BaselineError(*(_not_a_baseline(f.message, f.location) for f in tree.problems), source=source)
     if not isinstance(tree.data, dict):
         found = "nothing" if tree.data is None else describe_value(tree.data)
         raise BaselineError(

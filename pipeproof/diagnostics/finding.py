@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 
 class Severity(StrEnum):
@@ -20,13 +21,35 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A position in a plan file; line and column count from 1."""
+    """A position in a file of the user; line and column count from 1.
+
+    As text it is ``file:line:column`` in every output.
+    """
 
     file: str
-    line: int
-    column: int
+    line: int = 1
+    column: int = 1
     end_column: int | None = None
     """Last column to underline (inclusive), when it is on the same line."""
+
+    def __str__(self) -> str:
+        return f"{shown_path(self.file)}:{self.line}:{self.column}"
+
+    def part(self, start: int, stop: int) -> Location:
+        """Return the location of the characters ``start : stop``, at least one, of the text that begins here."""
+        column = self.column + start
+        return Location(self.file, self.line, column, max(column, self.column + stop - 1))
+
+
+def shown_path(file: str) -> str:
+    """Return a path relative to the working directory if the file is below it, else unchanged."""
+    path = Path(file)
+    if not path.is_absolute():
+        return file
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the working directory no longer exists
+        return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +130,12 @@ class Finding:
     location: Location | None = None
     help: str | None = None
     witness: Witness | None = None
+
+
+def file_order(finding: Finding) -> tuple[int, int, str]:
+    """Return the sort key for the order of a file; findings without a location come first."""
+    location = finding.location
+    return (location.line, location.column, finding.code) if location is not None else (0, 0, finding.code)
 
 
 class PipeproofError(Exception):

@@ -27,34 +27,18 @@ _MAX_EXCERPT_BYTES = 2**26
 """Largest file that is opened to show a line of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A range of characters; lines and columns count from 1.
-
-    ``end_column`` is the last column, inclusive; None where the range ends on
-    another line.
-    """
-
-    line: int
-    column: int
-    end_column: int | None
-
-
-_START = Span(1, 1, None)
-
-
 @dataclass(frozen=True)
 class SourceMap:
-    """A file name as it was given, the lines of the text, and spans by key path.
+    """A file name as it was given, the lines of the text, and locations by key path.
 
     ``values`` has every value, list items included; ``keys`` every key of a
-    mapping. Values below an alias have no span of their own: the alias has.
+    mapping. Values below an alias have no location of their own: the alias has.
     """
 
     file: str
     lines: tuple[str, ...]
-    values: dict[KeyPath, Span] = field(default_factory=dict)
-    keys: dict[KeyPath, Span] = field(default_factory=dict)
+    values: dict[KeyPath, Location] = field(default_factory=dict)
+    keys: dict[KeyPath, Location] = field(default_factory=dict)
 
     def locate(self, path: KeyPath, *, key: bool = False) -> Location:
         """Return the location of the value at ``path``, or with ``key`` of the key itself.
@@ -62,16 +46,10 @@ class SourceMap:
         A path that is not in the file (a missing key, a default) has the
         location of its nearest parent that is.
         """
-        spans = self.keys if key else self.values
-        if path in spans:
-            return self.at(spans[path])
-        if path in self.values:
-            return self.at(self.values[path])
-        return self.locate(path[:-1], key=key) if path else self.at(_START)
-
-    def at(self, span: Span) -> Location:
-        """Return a span as the location of a finding."""
-        return Location(self.file, span.line, span.column, span.end_column)
+        location = (self.keys if key else self.values).get(path) or self.values.get(path)
+        if location is not None:
+            return location
+        return self.locate(path[:-1], key=key) if path else Location(self.file)
 
 
 class PlanFileError(BadPlanError):
@@ -181,17 +159,6 @@ class Sources:
         if file not in self._lines:
             self._lines[file] = _read_lines(file)
         return self._lines[file]
-
-
-def shown_path(file: str) -> str:
-    """Return a path relative to the working directory if the file is below it, else unchanged."""
-    path = Path(file)
-    if not path.is_absolute():
-        return file
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the working directory no longer exists
-        return file
 
 
 def _read_lines(file: str) -> tuple[str, ...]:

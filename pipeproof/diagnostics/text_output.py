@@ -22,7 +22,7 @@ from pipeproof.diagnostics.finding import (
     Witness,
     WitnessOp,
 )
-from pipeproof.diagnostics.source import Sources, shown_path
+from pipeproof.diagnostics.source import Sources
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,8 +103,7 @@ def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brev
     location = finding.location
     margin = " " * (len(str(location.line)) if location is not None else 1)
     if location is not None:
-        position = f"{shown_path(location.file)}:{location.line}:{location.column}"
-        printer.line((f"{margin}--> ", _FRAME), (position, ""))
+        printer.line((f"{margin}--> ", _FRAME), (str(location), ""))
         _render_excerpt(location, sources, printer, margin, style)
     if finding.witness is not None:
         for line in _shown_witness_lines(finding.witness, brevity):

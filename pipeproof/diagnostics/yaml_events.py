@@ -15,31 +15,17 @@ from yaml.parser import Parser
 from yaml.reader import Reader, ReaderError
 from yaml.scanner import Scanner
 
+from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.problems import describe_value
-from pipeproof.diagnostics.source import LINE_BREAK, Span
-
-
-@dataclass(frozen=True, slots=True)
-class TextProblem:
-    """A problem of the text itself: PP101 (syntax), PP103 (a key twice), PP106 (a number with too many digits)."""
-
-    code: str
-    span: Span
-    message: str
-    help: str | None = None
+from pipeproof.diagnostics.source import LINE_BREAK
 
 
 class TextError(Exception):
-    """A problem after which the text cannot be read further."""
+    """A problem, PP101, after which the text cannot be read further."""
 
-    def __init__(self, problem: TextProblem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
-
-
-def refusal(span: Span, message: str, *, help: str | None = None) -> TextError:
-    """Return a PP101 at ``span``."""
-    return TextError(TextProblem("PP101", span, message, help))
+    def __init__(self, location: Location, message: str, help: str | None = None) -> None:
+        super().__init__(message)
+        self.problem = Finding("PP101", Severity.ERROR, message, location, help)
 
 
 class EventKind(Enum):
@@ -65,7 +51,7 @@ class TextEvent:
     """
 
     kind: EventKind
-    span: Span
+    location: Location
     text: str = ""
     plain: bool = False
     brackets: bool = False
@@ -89,18 +75,19 @@ _KINDS: tuple[tuple[type[events.Event], EventKind], ...] = (
 class EventStream:
     """The events of a text in order; every method raises ``TextError`` for invalid text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, file: str) -> None:
+        self._file = file
         try:
             self._parser: Any = _PyYamlParser(text)
         except ReaderError as error:
-            raise TextError(_unprintable(text, error)) from error
+            raise _unprintable(text, error, file) from error
         self._ahead: TextEvent | None = None
         self._raw()  # the start of the stream carries no data
 
     def peek(self) -> TextEvent:
         """Return the next event without consuming it."""
         if self._ahead is None:
-            self._ahead = _typed(self._raw())
+            self._ahead = _typed(self._raw(), self._file)
         return self._ahead
 
     def next(self) -> TextEvent:
@@ -112,14 +99,14 @@ class EventStream:
         try:
             return self._parser.get_event()
         except yaml.MarkedYAMLError as error:
-            raise TextError(_syntax_problem(error)) from error
+            raise _syntax_error(error, self._file) from error
         except (
             ValueError,
             OverflowError,
         ) as error:  # the scanner turns digits of escapes and versions into numbers unchecked
             mark = self._parser.get_mark()
-            span = Span(mark.line + 1, mark.column + 1, None)
-            raise refusal(span, "not valid YAML: an escape or a version number is out of range") from error
+            location = Location(self._file, mark.line + 1, mark.column + 1)
+            raise TextError(location, "not valid YAML: an escape or a version number is out of range") from error
 
 
 class _PyYamlParser(Reader, Scanner, Parser):
@@ -138,16 +125,16 @@ class _PyYamlParser(Reader, Scanner, Parser):
             super().scan_to_next_token()
 
 
-def _typed(event: Any) -> TextEvent:
+def _typed(event: Any, file: str) -> TextEvent:
     kind = next(kind for event_type, kind in _KINDS if isinstance(event, event_type))
     start, end = event.start_mark, event.end_mark
     same_line = start.line == end.line and end.column > start.column
-    span = Span(start.line + 1, start.column + 1, end.column if same_line else None)
+    location = Location(file, start.line + 1, start.column + 1, end.column if same_line else None)
     is_scalar = kind is EventKind.SCALAR
     return TextEvent(
         kind,
-        span,
-        text=_joined_surrogates(event.value, span) if is_scalar else "",
+        location,
+        text=_joined_surrogates(event.value, location) if is_scalar else "",
         plain=is_scalar and event.implicit[0],
         brackets=kind in (EventKind.MAPPING, EventKind.SEQUENCE) and bool(event.flow_style),
         empty=is_scalar and start.index == end.index,
@@ -156,13 +143,13 @@ def _typed(event: Any) -> TextEvent:
     )
 
 
-def _joined_surrogates(text: str, span: Span) -> str:
+def _joined_surrogates(text: str, location: Location) -> str:
     r"""``text`` with surrogate pairs joined: JSON has two escapes for a character beyond U+FFFF, PyYAML two halves."""
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         shown = describe_value(text.encode("ascii", "replace").decode())
-        raise refusal(span, f"half of a character in the {shown}") from error
+        raise TextError(location, f"half of a character in the {shown}") from error
 
 
 _HELP_BY_SIGN = (
@@ -175,21 +162,20 @@ _HELP_BY_SIGN = (
 )
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> TextProblem:
+def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> TextError:
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line, mark.column) if mark is not None else (0, 0)
     message = ", ".join(part for part in (error.problem, error.context) if part) or "the text cannot be read"
     if error.context_mark is not None and error.context_mark.line != line:
         message += f" that begins on line {error.context_mark.line + 1}"
     fix = next((text for sign, text in _HELP_BY_SIGN if sign in message), None)
-    return TextProblem("PP101", Span(line + 1, column + 1, None), f"not valid YAML: {message}", fix)
+    return TextError(Location(file, line + 1, column + 1), f"not valid YAML: {message}", fix)
 
 
-def _unprintable(text: str, error: ReaderError) -> TextProblem:
+def _unprintable(text: str, error: ReaderError, file: str) -> TextError:
     before = LINE_BREAK.split(text[: error.position])
-    return TextProblem(
-        "PP101",
-        Span(len(before), len(before[-1]) + 1, None),
+    return TextError(
+        Location(file, len(before), len(before[-1]) + 1),
         f"the control character U+{ord(text[error.position]):04X} is not allowed in YAML",
         help="remove it, or write it as an escape inside double quotes",
     )

@@ -7,12 +7,13 @@ Scalars follow the core schema of YAML 1.2: ``yes`` and ``on`` are strings,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.problems import KeyPath, shortened
-from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, Span
-from pipeproof.diagnostics.yaml_events import EventKind, EventStream, TextError, TextEvent, TextProblem, refusal
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
+from pipeproof.diagnostics.yaml_events import EventKind, EventStream, TextError, TextEvent
 
 MAX_DEPTH: Final = 32
 """Deepest nesting; a plan needs four levels."""
@@ -35,22 +36,23 @@ _CONSTANTS: Final = {
 class Tree:
     """The data of a text (None for an empty one) with positions and problems.
 
-    ``complete`` is False after a syntax error, and ``data`` then None; a
-    duplicate key leaves the first value in place.
+    Problems are of the text itself: PP101 (syntax), PP103 (a key twice), PP106
+    (a number with too many digits). ``complete`` is False after a syntax error,
+    and ``data`` then None; a duplicate key leaves the first value in place.
     """
 
     data: object
     source: SourceMap
-    problems: tuple[TextProblem, ...]
+    problems: tuple[Finding, ...]
     complete: bool
 
 
 def parse_text(text: str, file: str) -> Tree:
     """Parse a YAML or JSON text. It never raises: all problems are in ``problems``."""
     source = SourceMap(file, tuple(LINE_BREAK.split(text)))
-    problems: list[TextProblem] = []
+    problems: list[Finding] = []
     try:
-        data = _Builder(EventStream(text), source, problems).document()
+        data = _Builder(EventStream(text, file), source, problems).document()
     except TextError as error:
         return Tree(None, source, (*problems, error.problem), complete=False)
     return Tree(data, source, tuple(problems), complete=True)
@@ -63,9 +65,9 @@ class _Anchored:
 
 
 class _Builder:
-    """Builder of data from events that also records spans and problems."""
+    """Builder of data from events that also records locations and problems."""
 
-    def __init__(self, events: EventStream, source: SourceMap, problems: list[TextProblem]) -> None:
+    def __init__(self, events: EventStream, source: SourceMap, problems: list[Finding]) -> None:
         self._events = events
         self._source = source
         self._problems = problems
@@ -76,24 +78,24 @@ class _Builder:
         """Return the data of the only document; None for a text without one."""
         if self._events.next().kind is EventKind.STREAM_END:
             return None
-        data = self._node((), depth=0, key_span=None)
+        data = self._node((), depth=0, key_location=None)
         self._events.next()  # the end of the document
         event = self._events.next()
         if event.kind is not EventKind.STREAM_END:
-            raise refusal(
-                event.span,
+            raise TextError(
+                event.location,
                 "a second document begins here, and a plan is one",
                 help="remove the line `---`, or keep each plan in a file of its own",
             )
         return data
 
-    def _node(self, path: KeyPath, *, depth: int, key_span: Span | None) -> object:
+    def _node(self, path: KeyPath, *, depth: int, key_location: Location | None) -> object:
         event = self._events.next()
         if depth > MAX_DEPTH:
-            raise refusal(event.span, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
+            raise TextError(event.location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
         self._count(1, event)
         # An empty value has no characters: findings point at its key.
-        self._source.values[path] = key_span if event.empty and key_span is not None else event.span
+        self._source.values[path] = key_location if event.empty and key_location is not None else event.location
         if event.kind is EventKind.ALIAS:
             return self._alias(event)
         _refuse_tag(event)
@@ -115,44 +117,45 @@ class _Builder:
     def _mapping(self, start: TextEvent, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
         while self._events.peek().kind is not EventKind.END:
-            key, span = self._key()
+            key, location = self._key()
             inner = (*path, key)
             if key in data:
-                self._repeated_key(inner, span, depth)
+                self._repeated_key(inner, location, depth)
             else:
-                self._source.keys[inner] = span
-                data[key] = self._node(inner, depth=depth + 1, key_span=span)
+                self._source.keys[inner] = location
+                data[key] = self._node(inner, depth=depth + 1, key_location=location)
         self._close(start, self._events.next(), path)
         return data
 
-    def _repeated_key(self, path: KeyPath, span: Span, depth: int) -> None:
+    def _repeated_key(self, path: KeyPath, location: Location, depth: int) -> None:
         """Report the key and skip its value; the positions of the first one stay."""
         first = self._source.keys[path]
         self._problems.append(
-            TextProblem(
+            Finding(
                 "PP103",
-                span,
+                Severity.ERROR,
                 f"the key `{shortened(str(path[-1]))}` is repeated here; line {first.line} has it already",
-                help="remove one of the two",
+                location,
+                "remove one of the two",
             )
         )
         source, self._source = self._source, SourceMap(self._source.file, ())
-        self._node(path, depth=depth + 1, key_span=None)
+        self._node(path, depth=depth + 1, key_location=None)
         self._source = source
 
     def _sequence(self, start: TextEvent, path: KeyPath, depth: int) -> list[object]:
         data: list[object] = []
         while self._events.peek().kind is not EventKind.END:
-            data.append(self._node((*path, len(data)), depth=depth + 1, key_span=None))
+            data.append(self._node((*path, len(data)), depth=depth + 1, key_location=None))
         self._close(start, self._events.next(), path)
         return data
 
     def _close(self, start: TextEvent, end: TextEvent, path: KeyPath) -> None:
         """Set the end of a collection in brackets on one line."""
-        if start.brackets and start.span.line == end.span.line:
-            self._source.values[path] = Span(start.span.line, start.span.column, end.span.end_column)
+        if start.brackets and start.location.line == end.location.line:
+            self._source.values[path] = replace(start.location, end_column=end.location.end_column)
 
-    def _key(self) -> tuple[str, Span]:
+    def _key(self) -> tuple[str, Location]:
         event = self._events.next()
         self._count(1, event)
         key = event.text
@@ -164,27 +167,27 @@ class _Builder:
             if event.anchor:
                 self._anchors[event.anchor] = _Anchored(key, 1)
         if not key:
-            raise refusal(event.span, "a key must be a name")
-        return key, event.span
+            raise TextError(event.location, "a key must be a name")
+        return key, event.location
 
     def _alias(self, event: TextEvent) -> object:
         name = shortened(event.anchor)
         if event.anchor not in self._anchors:
-            raise refusal(
-                event.span,
+            raise TextError(
+                event.location,
                 f"the alias `*{name}` has no anchor before it",
                 help=f"mark the value to repeat with `&{name}`, or quote the text",
             )
         anchored = self._anchors[event.anchor]
         if anchored is None:
-            raise refusal(event.span, f"the alias `*{name}` is inside its own value")
+            raise TextError(event.location, f"the alias `*{name}` is inside its own value")
         self._count(anchored.num_nodes - 1, event)
         return anchored.data
 
     def _count(self, num_nodes: int, event: TextEvent) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise refusal(event.span, f"more than {MAX_NODES} values, with aliases expanded")
+            raise TextError(event.location, f"more than {MAX_NODES} values, with aliases expanded")
 
     def _scalar(self, event: TextEvent) -> object:
         """Return the value of a scalar by the core schema (YAML 1.2, chapter 10.3.2)."""
@@ -195,7 +198,8 @@ class _Builder:
             return _CONSTANTS[text]
         if _INT.fullmatch(text):
             if len(text) > _MAX_DIGITS:
-                self._problems.append(TextProblem("PP106", event.span, f"a number of {len(text)} digits"))
+                message = f"a number of {len(text)} digits"
+                self._problems.append(Finding("PP106", Severity.ERROR, message, event.location))
                 return 0
             return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
         if _FLOAT.fullmatch(text):
@@ -208,4 +212,4 @@ class _Builder:
 def _refuse_tag(event: TextEvent) -> None:
     if event.tag is not None:
         shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
-        raise refusal(event.span, f"the tag `{shown}` has no meaning in a plan", help="remove it")
+        raise TextError(event.location, f"the tag `{shown}` has no meaning in a plan", help="remove it")

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
@@ -32,6 +31,7 @@ from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.profile_file import Profile
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import Report
+from pipeproof.views.tables import print_table
 
 _Result = TypeVar("_Result")
 
@@ -132,7 +132,7 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
         def on_step(step: StepResult) -> None:
             console.print(step_line(step, _bound(report)), soft_wrap=True)
 
-        return run(report, options, on_progress, on_step, on_start)
+        return run(report, options, on_progress, on_step, on_start, _printed(report, console))
 
 
 def _bound(report: Report) -> float | None:
@@ -147,8 +147,13 @@ def _run_launched(rank: int, report: Report, options: RunOptions, console: Conso
         report,
         options,
         on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),
-        on_hang=lambda finding: render_text([finding], report.subject.source, console=console),
+        on_hang=_printed(report, console),
+        on_note=_printed(report, console),
     )
+
+
+def _printed(report: Report, console: Console) -> Callable[[Finding], None]:
+    return lambda finding: render_text([finding], report.subject.source, console=console)
 
 
 def _status(error: PipeproofError) -> int:
@@ -191,30 +196,26 @@ _MOST_ROWS = 80
 """Most parameters that the table shows; where there are more, only those that differ. The JSON report has all."""
 
 
-def _gradient_table(step: StepResult, bound: float | None) -> Table:
-    """Table of the gradients of one step, compared with the reference, or with the bound if there is one."""
+def _print_gradients(step: StepResult, bound: float | None, console: Console) -> None:
+    """Print the gradients of one step, compared with the reference, or with the bound if there is one."""
     shown, title = step.gradients, f"gradients of step {step.step}"
     if len(shown) > _MOST_ROWS:
         shown = tuple(g for g in shown if not _is_accepted(g, bound))[:_MOST_ROWS]
         title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("parameter", no_wrap=True)
-    table.add_column("md5", no_wrap=True)
-    table.add_column("bits" if bound is None else "bound", no_wrap=True)
-    table.add_column("rel. diff.", justify="right")
-    table.add_column("to unpartitioned", justify="right")
-    accepted, refused = ("equal", "[red]differ[/]") if bound is None else ("within", "[red]beyond[/]")
-    for gradient in shown:
-        table.add_row(
+    criterion, accepted, refused = ("bits", "equal", "differ") if bound is None else ("bound", "within", "beyond")
+    rows = [
+        (
             str(gradient.stage),
             gradient.name,
             gradient.md5[:8],
-            accepted if _is_accepted(gradient, bound) else refused,
+            accepted if _is_accepted(gradient, bound) else Text(refused, style="red"),
             f"{gradient.max_rel_diff:.2g}",
             f"{gradient.unpartitioned_max_rel_diff:.2g}",
         )
-    return table
+        for gradient in shown
+    ]
+    console.print(title)
+    print_table((">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console)
 
 
 def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
@@ -224,7 +225,7 @@ def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
 def render_run(report: RunReport, console: Console) -> None:
     """Print the findings, the gradients of the last step, and the verdict."""
     render_text(report.findings, report.subject.source, console=console)
-    console.print(_gradient_table(report.steps[-1], report.parallel_bound if report.is_checked_by_bound else None))
+    _print_gradients(report.steps[-1], report.parallel_bound if report.is_checked_by_bound else None, console)
     spec = report.subject.plan.spec
     if report.is_checked_by_bound:
         console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")

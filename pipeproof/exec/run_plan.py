@@ -69,10 +69,12 @@ def run(
     on_progress: Callable[[Progress], None],
     on_step: Callable[[StepResult], None],
     on_start: Callable[[], None] = lambda: None,
+    on_note: Callable[[Finding], None] = lambda _: None,
 ) -> RunReport:
     """Run the plan of a check report on real processes and compare every step with the reference.
 
-    ``on_start`` is called when nothing refuses the plan, before any process starts.
+    ``on_start`` is called when nothing refuses the plan, before any process starts; ``on_note`` with a note on the
+    state to resume from.
 
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
@@ -86,7 +88,7 @@ def run(
     require_runnable(report, options)
     on_start()
     with job_directory(options.logs) as directory:
-        job = prepare_job(report, options, directory)
+        job = prepare_job(report, options, directory, on_note)
         collector = StepCollector(job, report.subject, options.record, requires_finite=report.certificate is not None)
         state = JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s)
@@ -106,14 +108,16 @@ def run(
         return finish_report(report, job, collector.results, state.threads)
 
 
-def prepare_job(report: Report, options: RunOptions, directory: Path) -> Job:
+def prepare_job(
+    report: Report, options: RunOptions, directory: Path, on_note: Callable[[Finding], None] = lambda _: None
+) -> Job:
     """Write the job of a run into its directory, with the state to resume from; build custom layers to run once.
 
     Raises:
         PlanFileError: custom layers cannot be built, or differ from their declaration.
         StateError: the state to resume from does not fit the plan, or is incomplete.
     """
-    checkpoint = prepare_checkpoint(options.checkpoint, report.subject, report.digest)
+    checkpoint = prepare_checkpoint(options.checkpoint, report.subject, report.digest, on_note)
     plan = dump_plan(report.subject.loaded)
     job = Job(directory, plan, report.conclusion, replace(options, checkpoint=checkpoint))
     job.save()

@@ -156,6 +156,19 @@ class Columns:
         values = {name: changed[name] if name in changed else column[rows] for name, column in self.values.items()}
         return replace(self, values=values, offsets=offsets)
 
+    def repeated(self, values: Mapping[str, IntColumn], ranks: Sequence[int], offsets: IntColumn) -> Columns:
+        """Columns with the rows of ``ranks`` (repeats allowed) one after the other; ``values`` has their entries."""
+        accesses: list[IntColumn] = []
+        unusual: dict[int, Op] = {}
+        for rank, start in zip(ranks, offsets.tolist(), strict=False):
+            first, end = self.offsets[rank : rank + 2].tolist()
+            if len(self.accesses):
+                op = self.accesses[:, 0]
+                accesses.append(self.accesses[(op >= first) & (op < end)] + [start - first, 0, 0])
+            unusual |= {row + start - first: op for row, op in self.unusual.items() if first <= row < end}
+        joined = np.concatenate(accesses) if accesses else self.accesses
+        return replace(self, values=values, offsets=offsets, accesses=joined, unusual=unusual)
+
 
 def columns_of(rows_by_rank: Sequence[Iterable[Row]], num_splits: int | None = None) -> Columns:
     """Rows of each rank as columns; without ``num_splits``, sequences are split as in the rows.

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from typing import overload
+from typing import NamedTuple, overload
 
 from pipeproof.schedule.columns import Columns, IntColumn, op_from_columns
 from pipeproof.schedule.ops import Op
+
+
+class BoundaryPosition(NamedTuple):
+    """One member of one variant of the edge after stage ``edge``."""
+
+    edge: int
+    variant: int
+    member: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,8 @@ class TensorSpec:
     ``shape`` is local, in elements; ``placement`` is over the ``tp`` axis in
     its text form; ``dims`` names the dims (``sbh``). ``member``
     distinguishes the tensors that cross a boundary together (``mask``, ``hidden``).
-    ``strides`` are in elements; None is C order without holes.
+    ``strides`` are in elements; None is C order without holes. ``position`` is the boundary member that a tensor of
+    a lowered plan is; it takes no part in equality.
     """
 
     name: str
@@ -29,6 +38,7 @@ class TensorSpec:
     dims: str
     member: str = ""
     strides: tuple[int, ...] | None = None
+    position: BoundaryPosition | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:

@@ -41,7 +41,16 @@ from pipeproof.schedule.derive import (
     waits_for_column,
     with_children,
 )
-from pipeproof.schedule.op_parts import Accesses, Channel, EdgeKind, EdgesByKind, Group, OpsById, TensorSpec
+from pipeproof.schedule.op_parts import (
+    Accesses,
+    BoundaryPosition,
+    Channel,
+    EdgeKind,
+    EdgesByKind,
+    Group,
+    OpsById,
+    TensorSpec,
+)
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
 
 if TYPE_CHECKING:
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NONE",
     "Accesses",
+    "BoundaryPosition",
     "Channel",
     "EdgeKind",
     "Group",

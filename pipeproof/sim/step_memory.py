@@ -35,7 +35,7 @@ from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation, keeps_input, stored_activations
 from pipeproof.stages.describe.custom_model import custom_activations
-from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.training_state import memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)

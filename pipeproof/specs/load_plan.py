@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding, Severity, file_order
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
@@ -33,16 +33,13 @@ def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
     name = os.fspath(path)
     tree = parse_text(read_text(name), name)
     source = tree.source
-    findings = [
-        Finding(problem.code, Severity.ERROR, problem.message, source.at(problem.span), problem.help)
-        for problem in tree.problems
-    ]
+    findings = [*tree.problems]
     spec = None
     if tree.complete:
         spec, problems = _validate(tree.data)
         findings += _without_repeats(_finding(problem, source) for problem in problems)
     if findings or spec is None:
-        raise PlanFileError(*sorted(findings, key=_sort_key), source=source)
+        raise PlanFileError(*sorted(findings, key=file_order), source=source)
     return LoadedPlan(spec, source)
 
 
@@ -94,11 +91,6 @@ def _finding(problem: Problem, source: SourceMap | None) -> Finding:
 
 def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
     return list(dict.fromkeys(findings))
-
-
-def _sort_key(finding: Finding) -> tuple[int, int, str]:
-    location = finding.location
-    return (location.line, location.column, finding.code) if location is not None else (0, 0, finding.code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +20,10 @@ from pipeproof.specs.section import Section, divisors, multiples, refuse
 
 
 class ModelSpec(Section):
-    """The network: a GPT of pre-norm blocks with rotary attention and a SwiGLU MLP, or experts in its place."""
+    """The network: a GPT of pre-norm blocks with attention and an MLP, or experts in its place.
+
+    By default norms are RMSNorm, positions rotary, MLPs SwiGLU, and nothing has a bias: a Llama.
+    """
 
     kind: Literal["gpt"] = Field(description="The family of the model.")
     num_layers: int = Field(ge=1, le=100_000, description="Number of transformer blocks.")
@@ -57,6 +61,29 @@ class ModelSpec(Section):
         default=False, description="Whether the head multiplies by the transpose of the embedding's weight."
     )
     moe: MoeSpec | None = Field(default=None, description="Experts in place of the MLP of most blocks.")
+    norm: Literal["rms", "layer"] = Field(
+        default="rms", description="Every norm: RMSNorm (arXiv:1910.07467), or LayerNorm with a weight and a bias."
+    )
+    qk_norm: bool = Field(
+        default=False,
+        description="Whether the query and the key of each head are normed before attention, with one weight for all "
+        "heads, as in Qwen3.",
+    )
+    positions: Literal["rotary", "learned"] = Field(
+        default="rotary",
+        description="rotary: queries and keys are rotated (arXiv:2104.09864); learned: a vector for each position is "
+        "added to the embedding, as in GPT-3.",
+    )
+    mlp: Literal["swiglu", "gelu", "gelu_tanh"] = Field(
+        default="swiglu",
+        description="The MLP of blocks without experts: SwiGLU with three weights (arXiv:2002.05202), or GELU with two "
+        "(arXiv:1606.08415), exact or by its approximation with tanh.",
+    )
+    biases: Literal["none", "qkv", "all"] = Field(
+        default="none",
+        description="Products with a bias: none, the one that makes queries, keys and values, as in Qwen2, or all of "
+        "attention and MLPs, as in GPT-3.",
+    )
     mla: MlaSpec | None = Field(
         default=None, description="Latent attention; its head sizes replace num_kv_heads and head_size."
     )
@@ -123,10 +150,42 @@ class ModelSpec(Section):
         return self.moe is not None and block >= self.moe.dense_layers
 
 
+_ADDED_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
+
+
+def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of a model as JSON values, for digests and saved states.
+
+    Keys that came later than these are left out at their default, so that a plan without them keeps its digest.
+    """
+    content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
+    fields = type(model).model_fields
+    return {key: value for key, value in content.items() if key not in _ADDED_KEYS or value != fields[key].default}
+
+
 def _problems(model: ModelSpec) -> list[Problem]:
     """Heads fit the hidden size and are even (PP108); the parts of a model fit it and each other (PP106, PP108)."""
     heads = _check_latent(model) if model.mla is not None else [*_check_head_size(model), *_check_groups(model)]
-    return [*heads, *_check_vocabulary(model), *_check_experts(model)]
+    return [*heads, *_check_vocabulary(model), *_check_experts(model), *_check_parts(model)]
+
+
+def _check_parts(model: ModelSpec) -> list[Problem]:
+    """PP106: keys that have no meaning together."""
+    latent = "`model.mla` has its own projections and norms"
+    refused = [
+        (model.qk_norm and model.mla is not None, "qk_norm", latent),
+        (model.biases != "none" and model.mla is not None, "biases", latent),
+        (model.biases == "all" and model.moe is not None, "biases", "experts have no biases"),
+        (model.mlp != "swiglu" and model.moe is not None, "mlp", "experts are SwiGLU"),
+        (model.mlp != "swiglu" and model.swiglu_limit is not None, "mlp", "`model.swiglu_limit` clamps a SwiGLU"),
+        (model.positions == "learned" and model.mtp is not None, "positions", "`model.mtp` embeds without positions"),
+        (model.positions == "learned" and model.mla is not None, "positions", "`model.mla` has rotary keys"),
+    ]
+    return [
+        Problem("PP106", (key,), f"`model.{key}` is {getattr(model, key)!r}, and {why}", help=f"remove {key}")
+        for is_refused, key, why in refused
+        if is_refused
+    ]
 
 
 def _check_head_size(model: ModelSpec) -> list[Problem]:

@@ -258,12 +258,10 @@ def read_profile(path: Path) -> Profile:
     """
     shown = str(path)
     tree = parse_text(_text_of(path), shown)
-    problems = [_finding(problem.message, tree.source.at(problem.span)) for problem in tree.problems]
+    problems = [_finding(problem.message, problem.location) for problem in tree.problems]
     if problems or not isinstance(tree.data, dict):
         value = "nothing" if tree.data is None else describe_value(tree.data)
-        raise ProfileError(
-            *(problems or [_finding(f"`{shown}` is not a profile, found {value}", Location(shown, 1, 1))])
-        )
+        raise ProfileError(*(problems or [_finding(f"`{shown}` is not a profile, found {value}", Location(shown))]))
     try:
         return Profile.model_validate(tree.data)
     except ValidationError as error:
@@ -275,13 +273,11 @@ def read_profile(path: Path) -> Profile:
                 _finding(f"{name}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", tree.source.locate(path_in_file))
             )
         if len(details) > len(findings):
-            findings.append(
-                _finding(f"{len(details) - len(findings)} more problems of this kind", Location(shown, 1, 1))
-            )
+            findings.append(_finding(f"{len(details) - len(findings)} more problems of this kind", Location(shown)))
         raise ProfileError(*findings) from error
 
 
-def _finding(message: str, location: Location) -> Finding:
+def _finding(message: str, location: Location | None) -> Finding:
     fix = "measure again: `pipeproof run PLAN --profile FILE`"
     return Finding(NOT_A_PROFILE.code, Severity.ERROR, message, location, fix)
 

@@ -1,15 +1,9 @@
-"""Safetensors files: written and read whole, and checked against their checksums.
-
-A merged file, which no index describes, has the checksum of itself in the metadata of its own header. It is the SHA-256
-of the whole file, header and tensors, as the file is with 64 times ``-`` in place of the checksum. It is written last:
-a file that still has a ``-`` there is unfinished.
-"""
+"""Safetensors files: written and read whole, and checked against the SHA-256 of an index."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +15,7 @@ from safetensors import TensorSpec, serialize_file
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
-from pipeproof.state.safetensors_header import header_bytes, read_header, require_array
+from pipeproof.state.safetensors_header import read_header, require_array
 from pipeproof.state.state_codes import StateError, reading, regular_size
 from pipeproof.state.state_index import ShardFile, TensorEntry
 
@@ -73,13 +67,12 @@ def read_file(path: Path) -> dict[str, ByteArray]:
     }
 
 
-def require_whole(directory: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
-    """Refuse a file that does not match its entry in the index.
+def require_whole(path: Path, file: ShardFile, tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse a file at ``path`` that does not match its entry in the index.
 
     Raises:
         StateError: The file is missing, shorter or longer, has other content, or holds other tensors.
     """
-    path = directory / file.name
     with reading(path, _FIX):
         try:
             size = regular_size(path)
@@ -114,14 +107,10 @@ def require_sha256(path: Path, sha256: str, fix: str, on_block: Callable[[], Non
         raise StateError(f"{path} was changed: its SHA-256 is not the {sha256[:12]}.. of the index", fix)
 
 
-def digest_of(path: Path, on_block: Callable[[], None] = lambda: None, start: bytes = b"") -> str:
-    """Return the SHA-256 of a file, with ``start`` in place of as many of its first bytes.
-
-    ``on_block`` is called between blocks, and may raise.
-    """
-    digest = hashlib.sha256(start)
+def digest_of(path: Path, on_block: Callable[[], None] = lambda: None) -> str:
+    """Return the SHA-256 of a file; ``on_block`` is called between blocks, and may raise."""
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        stream.seek(len(start))
         while block := stream.read(_BLOCK):
             digest.update(block)
             on_block()
@@ -135,49 +124,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-CHECKSUM_KEY = "pipeproof_sha256"
-EMPTY_CHECKSUM = "-" * 64
-_CHECKSUM = re.compile("[0-9a-f]{64}")
-_FIX_EMBEDDED = "copy the file again from where it was saved; to change it on purpose, remove its `pipeproof_sha256`"
-
-
-def checksum_offset(start: bytes, checksum: str = EMPTY_CHECKSUM) -> int:
-    """Return the byte of the file where its checksum begins, or -1; ``start`` is everything before the first tensor."""
-    before = f'"{CHECKSUM_KEY}":"'.encode()  # within a name, quotes have a backslash each
-    actual = start.find(before + checksum.encode() + b'"')
-    return actual + len(before) if actual >= 0 else -1
-
-
-def without_checksum(start: bytes, checksum: str) -> bytes:
-    """Return the beginning of a file as it was before the checksum was written."""
-    offset = checksum_offset(start, checksum)
-    return start if offset < 0 else start[:offset] + EMPTY_CHECKSUM.encode() + start[offset + len(EMPTY_CHECKSUM) :]
-
-
-def embedded_checksum(metadata: Mapping[str, str], path: Path) -> str | None:
-    """Return the checksum in the metadata of a file; None for files of other tools.
-
-    Raises:
-        StateError: The file was never finished.
-    """
-    checksum = metadata.get(CHECKSUM_KEY)
-    if checksum is not None and not _CHECKSUM.fullmatch(checksum):
-        message = f"{path} was not written to its end: `{CHECKSUM_KEY}` in its metadata is no SHA-256"
-        raise StateError(message, "run the same command again to resume")
-    return checksum
-
-
-def require_embedded_checksum(path: Path, checksum: str, on_block: Callable[[], None] = lambda: None) -> None:
-    """Refuse a file that differs from the one that got the checksum; ``on_block`` is as in ``digest_of``.
-
-    Raises:
-        StateError: A byte was changed, or the file cannot be read.
-    """
-    with reading(path, _FIX_EMBEDDED):
-        sha256 = digest_of(path, on_block, without_checksum(header_bytes(path), checksum))
-    if sha256 != checksum:
-        raise StateError(
-            f"{path} was changed: its SHA-256 is not the {checksum[:12]}.. that it has of itself", _FIX_EMBEDDED
-        )

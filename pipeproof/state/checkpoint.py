@@ -26,8 +26,6 @@ from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry
 
 SUFFIX = ".safetensors"
-INDEX_KEY = "pipeproof_state"
-"""Metadata key under which a merged file has the index of the state that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +55,15 @@ class Checkpoint:
     files: Mapping[Path, ShardFile | None]
     """All files, each with its entry in the index, where there is one."""
     index: StateIndex | None
-    """Index of a state; of a merged file the one in its metadata, if any."""
-    checksums: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By file the checksum in its own metadata, of merged files that were written here (see ``array_files``)."""
-
+    """Index of a state; of a merged file the one in its provenance file, if it has the file's tensors."""
     others: tuple[str, ...] = ()
     """Names of what is stored next to the tensors of model and optimizer, such as learning rates and RNG states."""
     crcs: Mapping[StoredShard, int] = field(default_factory=lambda: MappingProxyType({}))
     """CRC-32 of the content of each shard, where its file has one; -1 where it covers more than the shard."""
 
     def has_sha256(self, file: Path) -> bool:
-        """Return True if there is a checksum to compare the content of a file with."""
-        return self.files[file] is not None or file in self.checksums
+        """Return True if an index has a SHA-256 to compare the content of a file with."""
+        return self.files[file] is not None
 
 
 BLOCK = 2**24

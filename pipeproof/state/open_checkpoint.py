@@ -9,12 +9,22 @@ from functools import partial
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.array_files import embedded_checksum, require_embedded_checksum, require_whole
-from pipeproof.state.checkpoint import INDEX_KEY, SUFFIX, Checkpoint, StoredShard, require_tiled
+from pipeproof.state.array_files import require_whole
+from pipeproof.state.checkpoint import SUFFIX, Checkpoint, StoredShard, require_tiled
 from pipeproof.state.read_state import SavedState, find_state
 from pipeproof.state.safetensors_header import Header, StoredArray, read_header, require_array
 from pipeproof.state.state_codes import StateError, reading
-from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile, TensorEntry, parse_index
+from pipeproof.state.state_index import (
+    INDEX_FILE,
+    Shard,
+    ShardFile,
+    StateIndex,
+    TensorEntry,
+    TensorKind,
+    provenance_file,
+    read_provenance,
+)
+from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
 
 _OPEN_INDEX = "model.safetensors.index.json"
 """Index of a model's files in a Hugging Face directory: the file of each tensor."""
@@ -79,39 +89,45 @@ def _require_no_other_files(directory: Path) -> None:
 
 
 def _of_state(state: SavedState) -> Checkpoint:
-    index, shards = state.index, dict[str, list[StoredShard]]()
-    index_file = state.directory / INDEX_FILE
+    index = state.index
     files = {state.directory / file.name: file for file in index.files}
     if len(files) != len(index.files):
-        raise StateError(f"{index_file} names a file twice", _FIX)
-    for path, file in files.items():
-        header = _header_of_size(path, file)
+        raise StateError(f"{state.directory / INDEX_FILE} names a file twice", _FIX)
+    return _of_index(state.directory, "state", index, state.directory / INDEX_FILE, files)
+
+
+def _of_index(
+    path: Path, kind: str, index: StateIndex, index_file: Path, files: Mapping[Path, ShardFile]
+) -> Checkpoint:
+    shards = dict[str, list[StoredShard]]()
+    for path_of_file, file in files.items():
+        header = _header_of_size(path_of_file, file)
         for shard in file.shards:
             entry = index.tensors.get(shard.tensor)
             if entry is None:
-                raise StateError(f"{path} must hold {shard.tensor}, and the index has no tensor of that name", _FIX)
+                message = f"{path_of_file} must hold {shard.tensor}, and the index has no tensor of that name"
+                raise StateError(message, _FIX)
             if len(shard.extents) != len(entry.shape):
                 message = f"{index_file}: the shard of {shard.tensor} in {file.name} has {len(shard.extents)} dims"
                 raise StateError(f"{message}, and the tensor {len(entry.shape)}", _FIX)
             key = file.key_of(shard.tensor)
-            array = require_array(path, header, key, entry.dtype, shard.shape, _FIX)
-            shards.setdefault(shard.tensor, []).append(StoredShard(shard, path, key, array.start, file.rank))
-        _require_no_more(path, header, [file.key_of(shard.tensor) for shard in file.shards])
-    return Checkpoint(state.directory, "state", index.tensors, _in_order(shards), files, index)
+            array = require_array(path_of_file, header, key, entry.dtype, shard.shape, _FIX)
+            rank = file.rank if kind == "state" else None
+            shards.setdefault(shard.tensor, []).append(StoredShard(shard, path_of_file, key, array.start, rank))
+        _require_no_more(path_of_file, header, [file.key_of(shard.tensor) for shard in file.shards])
+    return Checkpoint(path, kind, index.tensors, _in_order(shards), files, index)
 
 
 def _merged(file: Path) -> Checkpoint:
-    header = read_header(file)
-    tensors = {name: _weight(array) for name, array in header.arrays.items()}
-    index = None
-    if INDEX_KEY in header.metadata:
-        index = parse_index(header.metadata[INDEX_KEY], f"`{INDEX_KEY}` in the metadata of {file}", _FIX)
-        for name, entry in index.tensors.items():
-            require_array(file, header, name, entry.dtype, entry.shape, _FIX)
-        _require_no_more(file, header, index.tensors)
-        tensors = dict(index.tensors)
-    shards = {name: (_whole(name, entry, file, header.arrays[name]),) for name, entry in tensors.items()}
-    return Checkpoint(file, "merged", tensors, shards, {file: None}, index, _embedded_checksums({file: header}))
+    """Open a file of whole tensors; a provenance file without tensors has but the size and SHA-256."""
+    provenance = read_provenance(file)
+    entry = None if provenance is None else provenance.files[0]
+    if provenance is not None and entry is not None and provenance.tensors:
+        return _of_index(file, "merged", provenance, provenance_file(file), {file: entry})
+    header = read_header(file) if entry is None else _header_of_size(file, entry)
+    tensors = {name: _entry_of(name, array) for name, array in header.arrays.items()}
+    shards = {name: (_whole(name, tensors[name], file, array),) for name, array in header.arrays.items()}
+    return Checkpoint(file, "merged", tensors, shards, {file: entry}, None)
 
 
 def _of_many(directory: Path) -> Checkpoint:
@@ -127,22 +143,18 @@ def _of_many(directory: Path) -> Checkpoint:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", _FIX) from error
     tensors, shards = dict[str, TensorEntry](), dict[str, tuple[StoredShard, ...]]()
-    headers = dict[Path, Header]()
+    files = dict[Path, ShardFile | None]()
     for file_name, names in sorted(names_of.items()):
         path = directory / file_name
-        header = headers[path] = read_header(path)
+        provenance, header = read_provenance(path), read_header(path)
+        files[path] = None if provenance is None else provenance.files[0]
         for name in names:
             if name not in header.arrays:
                 raise StateError(f"{path} must hold {name}, and it is missing", _FIX)
-            tensors[name] = _weight(header.arrays[name])
+            tensors[name] = _entry_of(name, header.arrays[name])
             shards[name] = (_whole(name, tensors[name], path, header.arrays[name]),)
         _require_no_more(path, header, names)
-    return Checkpoint(directory, "merged", tensors, shards, dict.fromkeys(headers), None, _embedded_checksums(headers))
-
-
-def _embedded_checksums(headers: Mapping[Path, Header]) -> dict[Path, str]:
-    found = {path: embedded_checksum(header.metadata, path) for path, header in headers.items()}
-    return {path: checksum for path, checksum in found.items() if checksum is not None}
+    return Checkpoint(directory, "merged", tensors, shards, files, None)
 
 
 def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -177,8 +189,18 @@ def _require_no_more(path: Path, header: Header, names: Iterable[str]) -> None:
         raise StateError(f"the index has two shards of {twice} in {path}, which holds one", _FIX)
 
 
-def _weight(array: StoredArray) -> TensorEntry:
-    """Return the entry of a tensor that nothing describes."""
+_OPTIMIZER_KINDS: Mapping[str, TensorKind] = {
+    **{slot: "moment" for slots in MOMENTS.values() for slot in slots},
+    **{slot: "counter" for by_backend in COUNTERS.values() for slots in by_backend.values() for slot in slots},
+}
+
+
+def _entry_of(name: str, array: StoredArray) -> TensorEntry:
+    """Return the entry of a tensor that no index describes: by its name an optimizer state of a weight, or a weight."""
+    for slot, kind in _OPTIMIZER_KINDS.items():
+        weight = name.removeprefix(moment_name("", slot))
+        if weight != name:
+            return TensorEntry(kind=kind, dtype=array.dtype, shape=array.shape, weight=weight)
     return TensorEntry(kind="weight", dtype=array.dtype, shape=array.shape)
 
 
@@ -198,21 +220,17 @@ _Check = Callable[[], object]
 def file_findings(path: Path) -> tuple[Finding, ...]:
     """Return everything that is wrong with the files of a checkpoint, not only the first fault.
 
-    Files are compared with the index, SHA-256 included, and the shards of each tensor must make it up. Merged files are
-    compared with the checksum in their own metadata. Where there is neither, as in checkpoints of other tools, only
-    headers are checked.
+    Files are compared with the index, SHA-256 included, or merged files with their provenance, and the shards of each
+    tensor must make it up. Where there is neither, as in checkpoints of other tools, only headers are checked.
     """
     try:
         checkpoint = open_checkpoint(path)
     except StateError as error:
         return _faults_of_state(path) or error.findings
     tiling_checks: list[_Check] = [partial(require_tiled, checkpoint, name) for name in sorted(checkpoint.tensors)]
-    checksum_checks: list[_Check] = [
-        partial(require_embedded_checksum, path, checksum) for path, checksum in checkpoint.checksums.items()
-    ]
     crc_checks = _crc_checks(checkpoint)
     whole_file_checks = _whole_file_checks(checkpoint.files, checkpoint.tensors)
-    return _faults([*whole_file_checks, *checksum_checks, *crc_checks, *tiling_checks])
+    return _faults([*whole_file_checks, *crc_checks, *tiling_checks])
 
 
 def _crc_checks(checkpoint: Checkpoint) -> list[_Check]:
@@ -254,7 +272,7 @@ def _faults_of_state(path: Path) -> tuple[Finding, ...]:
 
 
 def _whole_file_checks(files: Mapping[Path, ShardFile | None], tensors: Mapping[str, TensorEntry]) -> list[_Check]:
-    return [partial(require_whole, path.parent, file, tensors) for path, file in files.items() if file is not None]
+    return [partial(require_whole, path, file, tensors) for path, file in files.items() if file is not None]
 
 
 def _faults(checks: Iterable[_Check]) -> tuple[Finding, ...]:

@@ -2,26 +2,27 @@
 
 Weights start from the seed, and every draw is keyed by its purpose. So a step is the same mathematics wherever the keys
 agree that values depend on, on any topology. The micro-batches of a step are counted over all data ranks: dp 2 with 4
-each are those of dp 4 with 2 each.
+each are those of dp 4 with 2 each. If a step has other micro-batches, training continues, with a note.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.state.array_files import require_whole
 from pipeproof.state.read_state import SavedState, shards_by_tensor
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.reshard.shard_layout import sharding_fault
-from pipeproof.state.state_codes import StateError
-from pipeproof.state.state_index import INDEX_FILE, StateIndex, TensorEntry
+from pipeproof.state.state_codes import DATA_CHANGES, StateError
+from pipeproof.state.state_index import INDEX_FILE, DataPosition, StateIndex, TensorEntry
 from pipeproof.state.state_layout import shards_of_rank, whole_state
 from pipeproof.state.write_state import values_of
 
@@ -33,10 +34,11 @@ _OTHER_WEIGHTS = (
 )
 
 
-def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> None:
+def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> str | None:
     """Refuse a state that the plan cannot resume from, or that is not whole, before anything is loaded.
 
-    The topology that it was saved on does not matter. ``digest`` is the plan's.
+    The topology that it was saved on does not matter. ``digest`` is the plan's. Return the first difference of the
+    data, if a step gets other micro-batches.
 
     Raises:
         StateError: Another framework or other values saved it; it is at or after the last step; a file is missing, cut
@@ -44,7 +46,7 @@ def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> None
             or in several places.
     """
     index, run = state.index, plan.spec.run
-    require_same_training(index, plan, digest)
+    changed = require_same_training(index, plan, digest)
     if index.steps_done >= run.steps:
         raise StateError(
             f"{state.directory} is the state after step {index.steps_done - 1}, and the plan has {run.steps} steps",
@@ -53,7 +55,8 @@ def require_resumable(state: SavedState, plan: LoweredPlan, digest: str) -> None
     _require_tensors(state, plan)
     _require_shards(state, plan)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:  # hashing lets other threads run
-        list(pool.map(lambda file: require_whole(state.directory, file, index.tensors), index.files))
+        list(pool.map(lambda file: require_whole(state.directory / file.name, file, index.tensors), index.files))
+    return changed
 
 
 def _require_tensors(state: SavedState, plan: LoweredPlan) -> None:
@@ -127,11 +130,12 @@ _Values = Mapping[str, JsonValue]
 _SHOWN = 3
 _SPLITS = "schedule.num_sequence_splits"
 _NUM = "schedule.num_micro_batches"
+_SIZE = "schedule.micro_batch_size"
 _LAST = "schedule.last_micro_batch_size"
 _LENGTHS = "schedule.seq_lengths"
 _TOPOLOGY_KEYS = (
-    "memory.shard_optimizer", "model.empty_layers", "model.final_norm", "model.mtp.magic_send", _SPLITS, _NUM, _LAST,
-    _LENGTHS,
+    "memory.shard_optimizer", "model.empty_layers", "model.final_norm", "model.mtp.magic_send", _SPLITS, _NUM, _SIZE,
+    _LAST, _LENGTHS,
 )  # fmt: skip
 """Keys that determine which rank computes what, and in which order."""
 _TRAINING_KEYS = (
@@ -151,8 +155,8 @@ class _KeyDifference(NamedTuple):
     now: str
 
 
-def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | None = None) -> None:
-    """Refuse a state whose training the plan does not continue.
+def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | None = None) -> str | None:
+    """Refuse a state whose training the plan does not continue; return the first difference of the data, if any.
 
     For weights alone the model must be the same, as far as both sides describe it. A state that has ``digest``, that of
     the plan, has the same micro-batches.
@@ -164,7 +168,7 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
     _require_same_replicas(index, plan)
     if index.is_weights_only:
         _require_none(_model_differences(index.values, values_of(plan.spec)), "these weights belong to another model")
-        return
+        return None
     if index.framework != backend:
         raise StateError(
             f"the state was saved by {index.framework}, and the plan runs on {backend}: the bits of their optimizers' "
@@ -172,10 +176,41 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
             f"use `backend: {index.framework}`, or take the weights alone: `pipeproof reshard STATE --to PLAN "
             "--weights-only -o DIR`",
         )
-    differences = [*_value_differences(index.values, values_of(plan.spec))]
-    if index.digest != digest:
-        differences += _data_differences(index, plan)
-    _require_none(differences, "the state was saved by a run of another plan")
+    _require_none(
+        _value_differences(index.values, values_of(plan.spec)), "the state was saved by a run of another plan"
+    )
+    return None if index.digest == digest else _data_difference(index, plan)
+
+
+def data_note(difference: str, index: StateIndex | None) -> Finding:
+    """Return the note on steps with other micro-batches after the state of ``index``; None: after any state."""
+    where = "after the state's last step"
+    if index is not None:
+        done = data_done(index)
+        tokens = "" if done.tokens is None else f" ({done.tokens:,} tokens)"
+        where = f"of step {done.steps}, after {done.sequences:,} sequences{tokens}"
+    return Finding(
+        DATA_CHANGES.code,
+        Severity.NOTE,
+        f"{difference}: the state is loaded bit for bit, but the losses, gradients, weights and moments of later steps "
+        f"are not those of the plan that saved it; the data resumes with the first micro-batch {where}",
+        help="to continue with the same steps, keep dp * ep * num_micro_batches and the size of each micro-batch",
+    )
+
+
+def data_done(index: StateIndex) -> DataPosition:
+    """Return the data that the training of a state has used."""
+    before = index.data_before or DataPosition(steps=0, sequences=0, tokens=0)
+    values, steps = index.values, index.steps_done - before.steps
+    num = values[_NUM]
+    assert isinstance(num, int), "checked before the data is compared"
+    replicas = steps * index.mesh.get("dp", 1) * index.mesh.get("ep", 1)
+    sizes = [_micro_batch_size(values, number, num) for number in range(num)]
+    tokens = None
+    if before.tokens is not None and all(size.length is not None for size in sizes):
+        tokens = before.tokens + replicas * sum(size.rows * (size.length or 0) for size in sizes)
+    sequences = before.sequences + replicas * sum(size.rows for size in sizes)
+    return DataPosition(steps=index.steps_done, sequences=sequences, tokens=tokens)
 
 
 def _require_same_replicas(index: StateIndex, plan: LoweredPlan) -> None:
@@ -218,33 +253,46 @@ def _model_differences(saved: _Values, expected: _Values) -> list[_KeyDifference
     return _differing(saved, expected, [key for key in shared if not _is_in(key, _TOPOLOGY_KEYS + _TRAINING_KEYS)])
 
 
-def _data_differences(index: StateIndex, plan: LoweredPlan) -> Iterator[_KeyDifference]:
-    """Compare the micro-batches of a step: their number over all data ranks, and the size of each."""
+def _data_difference(index: StateIndex, plan: LoweredPlan) -> str | None:
+    """Compare the micro-batches of a step: their number over all data ranks, and the size of each.
+
+    Raises:
+        StateError: The state has no number of micro-batches.
+    """
     saved, expected = index.values, values_of(plan.spec)
     was, now = saved.get(_NUM), plan.spec.schedule.num_micro_batches
     if not isinstance(was, int) or was < 1:
-        yield _KeyDifference(_NUM, _value_text(saved, _NUM), str(now))
-        return
+        _require_none([_KeyDifference(_NUM, _value_text(saved, _NUM), str(now))], "the state does not record its data")
+        return None
     total = index.mesh.get("dp", 1) * index.mesh.get("ep", 1) * was
     total_now = plan.mesh.size("dp") * plan.mesh.size("ep") * now
     if total != total_now:
-        yield _KeyDifference(f"dp * ep * {_NUM}", str(total), str(total_now))
-        return
+        return f"dp * ep * {_NUM} was {total} and is {total_now}"
     for number in range(total):
-        size_saved, size_now = _micro_batch_size(saved, number, was), _micro_batch_size(expected, number, now)
-        if size_saved != size_now:
-            yield _KeyDifference(f"micro-batch {number} of a step", size_saved, size_now)
-            return
+        sizes = _micro_batch_size(saved, number, was), _micro_batch_size(expected, number, now)
+        if sizes[0] != sizes[1]:
+            return f"micro-batch {number} of a step was {sizes[0].text} and is {sizes[1].text}"
+    return None
 
 
-def _micro_batch_size(values: _Values, number: int, num_micro_batches: int) -> str:
-    """Return a micro-batch's sequences and, unless it is that of all, their length."""
+class _MicroBatchSize(NamedTuple):
+    """Sequences of a micro-batch, and their length; None where the plan does not give it."""
+
+    rows: int
+    length: int | None
+
+    @property
+    def text(self) -> str:
+        return f"{self.rows} rows" if self.length is None else f"{self.rows} x {self.length} tokens"
+
+
+def _micro_batch_size(values: _Values, number: int, num_micro_batches: int) -> _MicroBatchSize:
     index, lengths = number % num_micro_batches, values.get(_LENGTHS)
     last = values.get(_LAST) if index == num_micro_batches - 1 else None
     length = lengths[index] if isinstance(lengths, list) and index < len(lengths) else None
-    rows = values.get("schedule.micro_batch_size") if last is None else last
+    rows = values.get(_SIZE) if last is None else last
     length = values.get("model.seq_length") if length is None else length
-    return f"{rows} rows" if length is None else f"{rows} x {length} tokens"
+    return _MicroBatchSize(rows if isinstance(rows, int) else 1, length if isinstance(length, int) else None)
 
 
 def _differing(saved: _Values, expected: _Values, keys: list[str]) -> list[_KeyDifference]:

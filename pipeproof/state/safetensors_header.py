@@ -129,17 +129,6 @@ def require_array(path: Path, header: Header, key: str, dtype: str, shape: tuple
     return array
 
 
-def header_bytes(path: Path) -> bytes:
-    """All of a file before its first tensor, of one that ``read_header`` reads.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as stream:
-        length = stream.read(_LENGTH_BYTES)
-        return length + stream.read(min(int.from_bytes(length, "little"), _MAX_BYTES))
-
-
 def make_header(arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
     """Return the bytes before the first tensor, and the header, with arrays in the file's order.
 

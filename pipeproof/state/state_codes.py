@@ -16,18 +16,33 @@ STATE_UNUSABLE = RuleDoc(
     severity="error",
     explanation=(
         "A run resumes from a state if training by its plan is the same: the same framework and the same values of "
-        "everything that training depends on (model, loss, seed, optimizer, micro-batches of a step over all data "
-        "ranks). Topology, schedule, layer split and sharding may differ: each rank reads its shards from any file. A "
-        "state of weights alone may be of another framework, and the optimizer starts anew. The files of the state "
-        "must exist, with the size and the SHA-256 of the index, and hold every element of every tensor once. "
-        "Everything is checked before the first process starts, so that nothing is loaded in part."
+        "everything that training depends on (model, loss, seed, optimizer). Topology, schedule, layer split and "
+        "sharding may differ: each rank reads its shards from any file. A state of weights alone may be of another "
+        "framework, and the optimizer starts anew. The files of the state must exist, with the size and the SHA-256 of "
+        "the index, and hold every element of every tensor once. Everything is checked before the first process "
+        "starts, so that nothing is loaded in part."
     ),
     wrong="pipeproof run plan.yaml --resume states   # saved with run.seed 7, the plan has 8",
     right="pipeproof run plan.yaml --resume states   # the plan that it was saved with",
     kind=ExampleKind.COMMAND,
 )
 
-STATE_CODES = (STATE_UNUSABLE,)
+DATA_CHANGES = RuleDoc(
+    code="PP925",
+    title="training continues with other micro-batches",
+    severity="note",
+    explanation=(
+        "The micro-batches of a step are counted over all data-parallel ranks. If their number or size changes, each "
+        "later step sums other gradients, so that no plan with the former micro-batches has its bits. The state itself "
+        "is loaded bit for bit. Every micro-batch is drawn by the seed, the step and its number in the step. So the "
+        "data resumes with the first micro-batch of the next step, and nothing is repeated."
+    ),
+    wrong="pipeproof run dp4.yaml --resume states   # saved with dp 2 and as many micro-batches: twice the batch",
+    right="pipeproof run dp4.yaml --resume states   # with half of num_micro_batches: the same steps",
+    kind=ExampleKind.COMMAND,
+)
+
+STATE_CODES = (STATE_UNUSABLE, DATA_CHANGES)
 
 
 class StateError(PipeproofError):

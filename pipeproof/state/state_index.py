@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeproof.state.regions import Region, flat_regions
 from pipeproof.state.state_codes import StateError, reading, regular_size
 
 INDEX_FILE = "index.json"
+_PROVENANCE = ".provenance.json"
 MAX_BYTES = 2**28
 """Largest index that is read."""
 
@@ -102,7 +104,9 @@ class Shard(_Frozen):
 class ShardFile(_Frozen):
     """One file, written by one rank."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of a file next to the index.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9._-]+$", description="Name of a file next to the index; not used in a provenance file."
+    )
     rank: _Count = Field(description="The rank that wrote it.")
     size_bytes: _Count = Field(description="Its size.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the whole file.")
@@ -117,8 +121,16 @@ class ShardFile(_Frozen):
         return (self.keys or {}).get(tensor, tensor)
 
 
+class DataPosition(_Frozen):
+    """Data that training has used: the micro-batches of all data-parallel ranks."""
+
+    steps: _Count = Field(description="Number of optimizer steps.")
+    sequences: _Count = Field(description="Number of sequences in these steps.")
+    tokens: _Count | None = Field(default=None, description="Number of tokens; absent if the length is unknown.")
+
+
 class StateIndex(_Frozen):
-    """Content of ``index.json``."""
+    """Content of ``index.json``, and of the provenance file of a merged file."""
 
     pipeproof_state: Literal[1] = Field(description="Version of the format.")
     steps_done: _Count = Field(
@@ -130,6 +142,11 @@ class StateIndex(_Frozen):
         description="True if that plan alone made it, from step 0 on. False after steps of another plan, which adds in "
         "another order, or if it started from other weights.",
     )
+    data_before: DataPosition | None = Field(
+        default=None,
+        description="Data used before the micro-batches of a step changed last; absent if all steps had those of "
+        "`values` and `mesh`.",
+    )
     framework: str = Field(description="`run.backend` of that plan.")
     versions: dict[str, str] = Field(
         json_schema_extra=_BY_NAME, description="Versions of pipeproof, the framework, numpy and Python."
@@ -138,7 +155,10 @@ class StateIndex(_Frozen):
     values: dict[str, JsonValue] = Field(
         json_schema_extra=_BY_NAME, description="Keys of the plan that values depend on, dotted."
     )
-    tensors: dict[str, TensorEntry] = Field(json_schema_extra=_BY_NAME, description="The tensors by name.")
+    tensors: dict[str, TensorEntry] = Field(
+        json_schema_extra=_BY_NAME,
+        description="The tensors by name. Empty in the provenance of a file whose tensors have other names.",
+    )
     files: Annotated[tuple[ShardFile, ...], Field(strict=False)] = Field(description="The files.")
     sha256: str | None = Field(
         default=None,
@@ -169,8 +189,34 @@ def read_index(directory: Path) -> StateIndex:
     Raises:
         StateError: There is none, or it cannot be read.
     """
-    file = directory / INDEX_FILE
-    fix = "name a directory that `pipeproof run --save` wrote"
+    return _read(directory / INDEX_FILE, "name a directory that `pipeproof run --save` wrote")
+
+
+def provenance_file(path: Path) -> Path:
+    """Return the provenance file of a merged file: the index of its content, next to it.
+
+    The merged file itself has only its tensors, so that files of equal content are equal.
+    """
+    return path.with_name(path.name + _PROVENANCE)
+
+
+def read_provenance(path: Path) -> StateIndex | None:
+    """Return the provenance of a merged file, with one file; None if there is none, as for files of other tools.
+
+    Raises:
+        StateError: It cannot be read.
+    """
+    file = provenance_file(path)
+    if not os.path.lexists(file):
+        return None
+    fix = "copy it again from where the file was written; remove it to use the file without its origin"
+    provenance = _read(file, fix)
+    if len(provenance.files) != 1:
+        raise StateError(f"{file} must describe one file, and lists {len(provenance.files)}", fix)
+    return provenance
+
+
+def _read(file: Path, fix: str) -> StateIndex:
     with reading(file, fix):
         if regular_size(file) > MAX_BYTES:
             raise StateError(f"{file} has more than {MAX_BYTES} bytes", fix)
@@ -198,11 +244,11 @@ def parse_index(content: bytes | str, name: str, fix: str) -> StateIndex:
     return index
 
 
-def index_text(index: StateIndex, indent: int | None = 1) -> str:
+def index_text(index: StateIndex) -> str:
     """Return the text of the index file, with the SHA-256 of itself: a changed offset would move values."""
     bare = index.model_copy(update={"sha256": None}).model_dump_json(exclude_none=True)
     whole = index.model_copy(update={"sha256": _sha256_without_itself(bare)})
-    return whole.model_dump_json(indent=indent, exclude_none=True) + ("\n" if indent else "")
+    return whole.model_dump_json(indent=1, exclude_none=True) + "\n"
 
 
 def _sha256_without_itself(content: bytes | str) -> str:

@@ -15,7 +15,7 @@ from math import prod
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.layers import Buffer, Parameter, loss_dtype
+from pipeproof.stages.describe.layer import Buffer, Parameter, loss_dtype
 from pipeproof.stages.describe.training_state import num_shards, shard_range
 from pipeproof.state.regions import whole_region
 from pipeproof.state.state_index import Shard, Sharding, TensorEntry

@@ -19,9 +19,10 @@ import numpy as np
 from pipeproof import __version__
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.array_files import ByteArray, sync, write_file
-from pipeproof.state.state_index import INDEX_FILE, ShardFile, StateIndex, TensorEntry, index_text
+from pipeproof.state.state_index import INDEX_FILE, DataPosition, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.state_layout import file_name, shards_of_rank, whole_state
 
 _NOT_VALUES = ("steps", "replay", "device", "backend")
@@ -73,10 +74,11 @@ def finish_state(
     framework_version: str,
     *,
     from_beginning: bool = True,
+    data_before: DataPosition | None = None,
 ) -> Path:
     """Write the index when every rank has written its file, and give the state its name; return the directory.
 
-    ``from_beginning`` is True if runs of this plan alone made the state.
+    ``from_beginning`` is True if runs of this plan alone made the state; ``data_before`` is as in ``StateIndex``.
 
     Raises:
         OSError: A state of that name exists, or the disk refuses.
@@ -89,6 +91,7 @@ def finish_state(
         steps_done,
         digest=digest,
         from_beginning=from_beginning,
+        data_before=data_before,
         versions={"pipeproof": __version__, plan.spec.run.backend: framework_version},
         tensors=whole_state(plan),
         files=files,
@@ -109,24 +112,30 @@ def index_of_plan(
     *,
     digest: str = "",
     from_beginning: bool = True,
+    data_before: DataPosition | None = None,
     versions: Mapping[str, str] = MappingProxyType({}),
     tensors: Mapping[str, TensorEntry] = MappingProxyType({}),
     files: tuple[ShardFile, ...] = (),
 ) -> StateIndex:
     """Return the index of a state of a plan, with the versions of the running software added to ``versions``."""
-    running = {"pipeproof": __version__, "numpy": np.__version__, "python": platform.python_version()}
     return StateIndex(
         pipeproof_state=1,
         steps_done=steps_done,
         digest=digest,
         from_beginning=from_beginning,
+        data_before=data_before,
         framework=plan.spec.run.backend,
-        versions={**versions, **running},
+        versions={**versions, **running_versions()},
         mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
         values=values_of(plan.spec),
         tensors=dict(tensors),
         files=files,
     )
+
+
+def running_versions() -> dict[str, str]:
+    """Return the versions of the running software."""
+    return {"pipeproof": __version__, "numpy": np.__version__, "python": platform.python_version()}
 
 
 def remove_partial_states(root: Path, job: str) -> None:
@@ -139,7 +148,7 @@ def values_of(spec: PlanSpec) -> dict[str, Any]:
     """Return the plan's keys that the values of training depend on in addition to its graph, dotted."""
     run = {key: value for key, value in spec.run.model_dump(mode="json").items() if key not in _NOT_VALUES}
     custom_layers = spec.custom_layers
-    model = spec.model.model_dump(mode="json") if custom_layers is None else _custom_layer_values(custom_layers)
+    model = model_content(spec.model) if custom_layers is None else _custom_layer_values(custom_layers)
     sections = {"model": model, "loss": spec.loss.model_dump(mode="json"), "run": run}
     sections["schedule"] = spec.schedule.model_dump(mode="json", include=_OF_SCHEDULE)
     sections["memory"] = {"shard_optimizer": spec.memory.shard_optimizer}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
-from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.op_table import OpGraph, TensorSpec
 from pipeproof.schedule.ops import KINDS
+from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 7
@@ -97,12 +98,17 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
         "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],
         "unusual": {str(op_id): str(op) for op_id, op in columns.unusual.items()},
-        "tensors": [astuple(tensor) for tensor in graph.tensors],
+        "tensors": [_by_value(tensor) for tensor in graph.tensors],
         "groups": [astuple(group) for group in graph.groups],
         "global_rank": graph.global_rank,
         "plan": None if subject.lowered is None else _plan_content(subject.lowered),
         "facts": astuple(subject.facts),
     }
+
+
+def _by_value(tensor: TensorSpec) -> tuple[object, ...]:
+    """The fields by which tensors are equal."""
+    return tuple(getattr(tensor, field.name) for field in fields(tensor) if field.compare)
 
 
 def _plain(value: object) -> list[Any]:
@@ -119,7 +125,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "device": plan.spec.run.device,
         "queue": plan.spec.transport.queue or "directed_edge",
         "mesh": astuple(plan.mesh),
-        "model": plan.spec.model.model_dump(mode="json", exclude=_NO_PART_OF_A_GRAPH),
+        "model": model_content(plan.spec.model, _NO_PART_OF_A_GRAPH),
         "layers": [astuple(replace(layer, buffers=())) for layer in plan.layers],
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),

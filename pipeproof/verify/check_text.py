@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding, Severity, shown_path
 from pipeproof.diagnostics.problems import listed
-from pipeproof.diagnostics.source import shown_path
 from pipeproof.diagnostics.text_output import Brevity, render_text
 from pipeproof.verify.check_plan import CHECK_CODES, Report
 
@@ -63,7 +62,7 @@ def _suppressed_text(report: Report) -> str:
 def _render_known(compared: BaselineComparison, console: Console) -> None:
     for known in compared.known:
         finding = known.finding
-        place = "" if finding.location is None else f" {shown_path(finding.location.file)}:{finding.location.line}"
+        place = "" if finding.location is None else f" {finding.location}"
         reason = "no reason given" if known.reason is None else known.reason
         line = f"known {finding.severity}[{finding.code}]{place}: {finding.message.splitlines()[0]} ({reason})"
         console.print(line, style="dim", markup=False, soft_wrap=True)

@@ -270,5 +270,5 @@ def program_subject(
     findings.raise_any()
     if not any(program.rows_by_rank):
         message = "no rank of this program does anything: nothing could be wrong with it"
-        raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file, 1, 1)))
+        raise ScheduleFileError(Finding(NO_OPERATIONS.code, Severity.ERROR, message, Location(file)))
     return graph_subject(program.graph(), backend=backend, origins=program.origins, facts=facts)

@@ -5,30 +5,27 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rich.console import Console
-from rich.table import Table
 
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
+from pipeproof.diagnostics.number_ranges import ranges_text, runs
 from pipeproof.stages.describe.op_work import Phase
+from pipeproof.views.tables import print_table
 
 
 def render_costs(costs: AnalyticCosts, console: Console) -> None:
     """A row for each phase of each run of stages with equal work."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", ""):
-        table.add_column(column, no_wrap=True)
-    for column in ("us", "TFLOP", "GB", "GB sent", "TFLOP/s", "compute", "memory", "links"):
-        table.add_column(column, justify="right", no_wrap=True)
-    stages = costs.stages
-    first = 0
-    for stage in range(len(stages)):
-        if stage + 1 < len(stages) and stages[stage + 1] == stages[first]:
-            continue
-        name = str(first) if first == stage else f"{first}-{stage}"
-        for phase in Phase:
-            table.add_row("" if phase is not Phase.FORWARD else name, phase, *_figures(stages[first][phase]))
-        first = stage + 1
+    rows = [
+        (
+            ranges_text(range(first, last + 1)) if phase is Phase.FORWARD else "",
+            phase,
+            *_figures(costs.stages[first][phase]),
+        )
+        for first, last in runs(costs.stages)
+        for phase in Phase
+    ]
     console.print("one rank's work for one micro-batch; shares of its time that compute, memory and links bound")
-    console.print(table)
+    headings = (">us", ">TFLOP", ">GB", ">GB sent", ">TFLOP/s", ">compute", ">memory", ">links")
+    print_table(("stage", "", *headings), rows, console)
     console.print(_assumptions(costs), soft_wrap=True, highlight=False)
     most = max(costs.updates)
     few = "" if min(costs.updates) == most else f" on the slowest stage (on the fastest {_us(min(costs.updates))} us)"
@@ -44,9 +41,8 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
 
 
 def _figures(time: PhaseTime) -> tuple[str, ...]:
-    shares = (
-        f"{float(100 * us / time.us):.0f} %" for us in (time.compute_us, time.memory_us, time.links_us) if time.us
-    )
+    parts = (time.compute_us, time.memory_us, time.links_us)
+    shares = (f"{float(100 * us / time.us):.0f} %" if time.us else "" for us in parts)
     rate = f"{float(time.flops / time.us) / 10**6:.0f}" if time.us else ""
     return (
         _us(time.us),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pipeproof.comm.lowered_plan import LoweredPlan
@@ -16,6 +15,7 @@ from pipeproof.sim.step_memory import stage_holdings
 from pipeproof.stages.describe.activation_memory import StoredActivation, is_flash
 from pipeproof.stages.describe.training_state import memory_dtype, optimizer_bytes, state_of_weights
 from pipeproof.views.byte_sizes import size_text, unit_name, unit_of
+from pipeproof.views.tables import print_table
 from pipeproof.views.timeline_text import format_us
 
 
@@ -28,10 +28,7 @@ def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console
     head = f"memory at each rank's peak, in {unit_name(power)}; states are weights with their gradients and optimizer's"
     console.print(Text(head), soft_wrap=True)
     console.print(Text(_assumptions(lowered)), soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for heading in ("peak", "at us", "states", *parts):
-        table.add_column(heading, justify="right")
+    rows = []
     for ranks in _alike(curves):
         curve = curves[ranks[0]]
         states = sum(curve.make_up[part] for part in STATES)
@@ -39,8 +36,8 @@ def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console
             size_text(size, power, unit=False)
             for size in (curve.peak, states, *(curve.make_up[part] for part in parts))
         )
-        table.add_row(ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes)
-    console.print(table)
+        rows.append((ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes))
+    print_table(("rank", ">peak", ">at us", ">states", *(f">{part}" for part in parts)), rows, console)
     budget = lowered.spec.memory.budget_gib
     if budget is not None:
         over = sum(curve.peak > budget * GIB for curve in curves)
@@ -60,10 +57,7 @@ def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
     splits = lowered.spec.schedule.num_sequence_splits
     unit = "micro-batch" if splits == 1 else f"one of {splits} pieces of a micro-batch"
     console.print(Text(f"one rank's memory by stage; activations of one {unit}; {_assumptions(lowered)}"))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "held", "how long"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
+    cells = []
     for first, last in kinds:
         state = states[first]
         rows = [
@@ -73,10 +67,9 @@ def render_stage_memory(lowered: LoweredPlan, console: Console) -> None:
             *((one.name, one.lifetime.value, size_text(int(one.num_bytes))) for one in held[first]),
             ("all activations", "from F on", size_text(_from_forward(held[first]))),
         ]
-        for place, row in enumerate(rows):
-            name = str(first) if first == last else f"{first}-{last}"
-            table.add_row("" if place else name, *row)
-    console.print(table)
+        names = (ranges_text(range(first, last + 1)), *("" for _ in rows[1:]))
+        cells += [(name, *row) for name, row in zip(names, rows, strict=True)]
+    print_table(("stage", "held", "how long", ">size"), cells, console)
 
 
 def _from_forward(held: Iterable[StoredActivation]) -> int:

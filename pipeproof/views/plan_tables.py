@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.comm.lowered_plan import LoweredPlan
@@ -14,6 +14,7 @@ from pipeproof.diagnostics.number_ranges import names_text, ranges_text
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.views.tables import print_table
 
 MOST_SHOWN = 100
 """Computations of a program that are shown."""
@@ -21,18 +22,17 @@ MOST_SHOWN = 100
 
 def render_show(plan: LoweredPlan, console: Console) -> None:
     """Print the derived stages, ranks, groups and boundary tensor."""
-    stages = Table(title="stages", title_justify="left")
-    for column in ("stage", "ranks", "layers", "parameters"):
-        stages.add_column(column)
+    rows = []
     for stage, names in enumerate(plan.stages):
         ranks = plan.ranks_of_stage(stage)
         numel = sum(prod(p.shape) for layer in plan.layers_of(stage) for p in layer.parameters)
-        stages.add_row(str(stage), ranges_text(ranks, ", "), names_text(names), f"{numel:,}")
-    console.print(stages)
+        rows.append((str(stage), ranges_text(ranks, ", "), names_text(names), f"{numel:,}"))
+    print_table(("stage", "ranks", "layers", ">parameters"), rows, console)
+    console.print()
     for line in _boundaries(plan):
         console.print(line)
     if plan.graph.channels or plan.graph.groups:
-        console.print(_groups(plan))
+        _print_groups(plan, console)
     console.print(f"weight gradients are added: {accumulation_of(plan)}")
     console.print("programs (transfers, waits and collectives: `--rank N`)")
     for rank, program in enumerate(plan.programs):
@@ -57,20 +57,21 @@ def _boundaries(plan: LoweredPlan) -> Iterator[str]:
             )
 
 
-def _groups(plan: LoweredPlan) -> Table:
-    """The communicators; of a folded graph, those of the replica whose ranks represent all others."""
+def _print_groups(plan: LoweredPlan, console: Console) -> None:
+    """Print the communicators; of a folded graph, those of the replica whose ranks represent all others."""
     graph, mesh = plan.graph, plan.mesh
     where = f", of {graph.num_ranks:,} of {mesh.num_ranks:,} ranks: the others have the same" if plan.folded else ""
-    groups = Table(title=f"groups, in the order of creation{where}", title_justify="left", min_width=34)
-    groups.add_column("communicator")
-    groups.add_column("ranks")
-    for channel in graph.channels:
-        groups.add_row(channel.communicator, f"{graph.global_rank[channel.src]} -> {graph.global_rank[channel.dst]}")
+    rows = [
+        (channel.communicator, f"{graph.global_rank[channel.src]} -> {graph.global_rank[channel.dst]}")
+        for channel in graph.channels
+    ]
     for group in graph.groups:
         ranks = [graph.global_rank[rank] for rank in group.ranks]
         copies = f" and {group.size - len(ranks):,} more" if group.copies > 1 else ""
-        groups.add_row(group.axis, ranges_text(ranks, ", ") + copies)
-    return groups
+        rows.append((group.axis, ranges_text(ranks, ", ") + copies))
+    console.print(Text(f"\ngroups, in the order of creation{where}"), soft_wrap=True)
+    print_table(("communicator", "ranks"), rows, console)
+    console.print()
 
 
 def render_program(plan: LoweredPlan, rank: int, console: Console) -> None:

@@ -1,9 +1,8 @@
 """The times of a schedule as an SVG picture: a row per rank, a block per computation, time to the right.
 
-The picture is self-contained: no script, nothing loaded from elsewhere, its own
-background, and colours that follow the reader's light or dark setting. Colours
-are those of the terminal's timeline: one for each kind, paler for every second
-stage of a rank. Letters carry the same information, so that colours are not needed.
+Colours are those of the terminal's timeline: one for each kind, paler for every
+second stage of a rank. Letters carry the same information, so that colours are
+not needed.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from html import escape
 from math import ceil, floor, log10
 
 from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 from pipeproof.views.colours import KIND_COLOURS, is_dark
+from pipeproof.views.svg import label_in, px, rect, svg_page, text
 
 _LEFT, _RIGHT = 60, 12
 """Width next to the time axis, in pixels at full size."""
@@ -29,12 +28,6 @@ _TOP, _ROW, _BLOCK, _BELOW = 56, 36, 30, 44
 """Above the rows; from row to row; height of a block; below the rows, for the legend."""
 _GAP = 1
 """Between blocks that follow each other at once."""
-
-_SIZES = (11, 9, 8)
-"""Of labels, in pixels; a label that fits in none of them is left out."""
-_WIDTHS = {".": Fraction(8, 25), "W": Fraction(1)}
-_WIDTH_OF_OTHERS = Fraction(16, 25)
-"""Width of characters in a wide font, as a share of their size."""
 
 _KINDS = {
     OpKind.FORWARD: "forward",
@@ -48,13 +41,9 @@ _FILLS = tuple(
 )
 """Classes of blocks with their colours."""
 _STYLE = """\
-text{font-family:ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;font-size:11px;fill:#24292f}
-.block text{text-anchor:middle;fill:#111}.block .on{fill:#fff}.s9{font-size:9px}.s8{font-size:8px}.title{font-size:13px}
-.paper{fill:#fff}.lane{fill:#eef0f3}.tick{stroke:#8c959f;stroke-width:.5}
-FILLS
-@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.lane{fill:#1c2128}text{fill:#d1d7e0}}""".replace(
-    "FILLS", "\n".join("".join(f".{name}{{fill:{colour}}}" for name, colour in _FILLS[i : i + 4]) for i in (0, 4))
-)
+.lane{fill:#eef0f3}.tick{stroke:#8c959f;stroke-width:.5}
+""" + "\n".join("".join(f".{name}{{fill:{colour}}}" for name, colour in _FILLS[i : i + 4]) for i in (0, 4))
+_DARK = ".lane{fill:#1c2128}"
 _LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
 """Classes of blocks whose labels are white."""
 
@@ -64,20 +53,11 @@ def schedule_svg(timed: Timed, title: str) -> str:
     height = _TOP + _ROW * len(timed.programs) + _BELOW
     head = f"{title}: makespan {_decimal(timed.makespan)}"
     scale = _Scale(timed.makespan, _length(timed))
-    width = _LEFT + scale.length + _RIGHT
-    size = f'width="{width}" height="{height}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size} role="img">',
-        f"<title>{escape(head)}</title>",
-        f"<style>{_STYLE}</style>",
-        f'<rect class="paper" {size}/>',
-        f'<text class="title" x="8" y="20">{escape(head)}</text>',
-        *_axis(scale, len(timed.programs)),
-    ]
+    marks = [text(8, 20, head, "title"), *_axis(scale, len(timed.programs))]
     for rank, stages in enumerate(stages_of(timed.programs)):
-        lines += _row(timed, rank, stages, scale)
-    lines += _legend(timed, height - 18)
-    return "\n".join([*lines, "</svg>", ""])
+        marks += _row(timed, rank, stages, scale)
+    marks += _legend(timed, height - 18)
+    return svg_page((_LEFT + scale.length + _RIGHT, height), head, marks, _STYLE, _DARK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +96,9 @@ def _axis(scale: _Scale, num_ranks: int) -> Iterator[str]:
         return
     step = _round_up(Fraction(scale.makespan) * _TICK / scale.length)
     for count in range(floor(scale.makespan / step) + 1):
-        x = _pixels(scale.x(count * step))
-        yield f'<text x="{x}" y="{_TOP - 10}" text-anchor="middle">{_decimal(count * step)}</text>'
-        yield f'<path class="tick" d="M{x} {_TOP - 6}V{bottom}"/>'
+        x = scale.x(count * step)
+        yield text(x, _TOP - 10, _decimal(count * step), "mid")
+        yield f'<path class="tick" d="M{px(x)} {_TOP - 6}V{bottom}"/>'
 
 
 def _round_up(time: Fraction) -> Fraction:
@@ -129,8 +109,8 @@ def _round_up(time: Fraction) -> Fraction:
 
 def _row(timed: Timed, rank: int, stages: Sequence[int], scale: _Scale) -> Iterator[str]:
     top = _TOP + _ROW * rank
-    yield f'<text x="8" y="{top + _BLOCK // 2 + 4}">rank {rank}</text>'
-    yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{scale.length}" height="{_BLOCK}"/>'
+    yield text(8, top + _BLOCK // 2 + 4, f"rank {rank}")
+    yield rect("lane", _LEFT, top, scale.length, _BLOCK)
     yield '<g class="block">'
     for block in _blocks(timed, rank):
         if block.start < block.end:
@@ -154,38 +134,13 @@ def _drawn(block: _Block, chunk: int, row_top: int, scale: _Scale) -> str:
     height = Fraction(_BLOCK, block.parts)
     top = row_top + block.part * height
     width = max(right - left - _GAP, Fraction(1, 2))
-    rect = (
-        f'<rect class="{look}" x="{_pixels(left)}" y="{_pixels(top)}" width="{_pixels(width)}" '
-        f'height="{_pixels(height)}"/>'
-    )
-    return rect + _label(block, width, (left + width / 2, top + height / 2), on_dark=look in _LIGHT_TEXT)
-
-
-def _label(block: _Block, width: Fraction, middle: tuple[Fraction, Fraction], *, on_dark: bool) -> str:
-    """``F3`` on one line, or the letter above the number; nothing where neither fits."""
+    middle, room = (float(left + width / 2), float(top + height / 2)), (float(width), float(height))
     letter = block.op.kind.value
     number = f"{block.op.micro_batch}" + ("" if block.op.split is None else f".{block.op.split}")
-    lines, size = _fitting([[letter + number], [letter, number]] if block.parts == 1 else [[letter + number]], width)
-    classes = " ".join([f"s{size}"] * (size != _SIZES[0]) + ["on"] * on_dark)
-    attribute = f' class="{classes}"' if classes else ""
-    x, y = middle
-    first = y + size * (Fraction(9, 25) - Fraction(len(lines) - 1, 2))  # the base line of text that is centred
-    return "".join(
-        f'<text{attribute} x="{_pixels(x)}" y="{_pixels(first + place * size)}">{line}</text>'
-        for place, line in enumerate(lines)
+    labels = (
+        label_in(middle, room, lines, on_dark=look in _LIGHT_TEXT) for lines in ([letter + number], [letter, number])
     )
-
-
-def _fitting(choices: Sequence[list[str]], width: Fraction) -> tuple[list[str], int]:
-    for lines in choices:
-        for size in _SIZES:
-            if max(map(_width_of, lines)) * size <= width:
-                return lines, size
-    return [], _SIZES[-1]
-
-
-def _width_of(text: str) -> Fraction:
-    return sum((_WIDTHS.get(character, _WIDTH_OF_OTHERS) for character in text), Fraction(0))
+    return rect(look, left, top, width, height) + next(filter(None, labels), "")
 
 
 def _legend(timed: Timed, y: int) -> Iterator[str]:
@@ -194,10 +149,10 @@ def _legend(timed: Timed, y: int) -> Iterator[str]:
     x = _LEFT
     for kind, word in _KINDS.items():
         if kind in there:
-            yield f'<rect class="{kind.value}0" x="{x}" y="{y - 10}" width="12" height="12"/>'
-            text = f"{kind.value} {word}"
-            yield f'<text x="{x + 17}" y="{y}">{text}</text>'
-            x += 32 + 6 * len(text)
+            yield rect(f"{kind.value}0", x, y - 10, 12, 12)
+            label = f"{kind.value} {word}"
+            yield text(x + 17, y, label)
+            x += 32 + 6 * len(label)
     sentences = []
     most = max(map(len, stages_of(timed.programs)), default=0)
     if most > 1:
@@ -207,14 +162,9 @@ def _legend(timed: Timed, y: int) -> Iterator[str]:
     if any(op.split is not None for program in timed.programs for op in program):
         sentences.append("0.1: micro-batch 0, piece 1 of its sequences")
     if sentences:
-        yield f'<text x="{x}" y="{y}">{"; ".join(sentences)}</text>'
+        yield text(x, y, "; ".join(sentences))
 
 
 def _decimal(time: Time) -> str:
     """A time with up to three digits after the point."""
     return f"{float(time):.3f}".rstrip("0").rstrip(".")
-
-
-def _pixels(length: Fraction) -> str:
-    """A length to a hundredth of a pixel."""
-    return f"{float(length):.2f}".rstrip("0").rstrip(".")

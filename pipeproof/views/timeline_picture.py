@@ -9,10 +9,8 @@ seconds; where there are many, SVG and PDF hold them as an image.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,10 +23,9 @@ from pipeproof.views.colours import KIND_COLOURS
 from pipeproof.views.memory_curves import Curve, all_curves
 from pipeproof.views.picture_parts import Parts, corners_of, parts_of, steps_of
 from pipeproof.views.picture_rows import rows_of
+from pipeproof.views.plot_file import default_style, new_figure, write_figure
 from pipeproof.views.timeline_text import format_us
 from pipeproof.views.trace_slices import Slices
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 _MOST_VECTORS = 4000
 """More blocks than this are an image within SVG and PDF."""
@@ -41,10 +38,6 @@ _SIZES = (8.0, 6.5, 5.0)
 """Of labels, in points; one that fits in none of them is left out."""
 _UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
 """Units of the time axis in microseconds; the axis has the longest that the makespan has ten of."""
-_UNDATED: Mapping[str, Mapping[str, None]] = MappingProxyType(
-    {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-)
-"""Metadata that matplotlib must not write into a file, by file format."""
 _NARROWEST = 2.0
 """No label is narrower than this, in points."""
 _WORDS = {kind.value: word for kind, word in zip(
@@ -52,6 +45,7 @@ _WORDS = {kind.value: word for kind, word in zip(
 )}  # fmt: skip
 
 
+@default_style()
 def write_picture(timeline: Timeline, path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
     """Write the picture in the form that the suffix names, overwriting what is there.
 
@@ -62,39 +56,24 @@ def write_picture(timeline: Timeline, path: Path, title: str, curves: Sequence[C
         OSError: the file cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    form = path.suffix.lower().removeprefix(".")
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{str(path)!r}: pictures end with {', '.join(SUFFIXES)}")
     drawing = drawing_of(timeline, title, curves)
-    with _own_style():
-        about: dict[str, Any] = {"Title": drawing.heading, **_UNDATED[form]}
-        drawing.figure.savefig(path, format=form, dpi=200, metadata=about)
+    write_figure(drawing.figure, path, drawing.heading)
 
 
+@default_style()
 def drawing_of(timeline: Timeline, title: str, curves: Sequence[Curve] = ()) -> Drawing:
     """The picture that ``write_picture`` writes.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    with _own_style():
-        return Drawing(Slices(timeline), title, all_curves(timeline, curves))
-
-
-def _own_style() -> AbstractContextManager[None]:
-    """Matplotlib's defaults, independent of the user's settings; by default names in an SVG are salted hashes."""
-    from matplotlib.style import context
-
-    return context(["default", {"svg.hashsalt": "pipeproof", "pdf.fonttype": 42}])
+    return Drawing(Slices(timeline), title, all_curves(timeline, curves))
 
 
 class Drawing:
     """A matplotlib ``figure`` with the ``parts`` that are drawn in it, and its ``heading``."""
 
     def __init__(self, slices: Slices, title: str, curves: Sequence[Curve]) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
         self.slices, self.rows = slices, rows_of(slices.timeline)
         self.curves = [curve for curve in curves if curve.peak]
         self.until = float(slices.timeline.makespan_us) or 1.0
@@ -107,8 +86,7 @@ class Drawing:
         num_columns = min(len(marks), int((self.width - 0.2) / 1.75))
         foot = 0.16 * -(-len(marks) // num_columns) + 0.06
         height = _ABOVE + sum(heights) + _BETWEEN * len(self.curves) + _BELOW + foot
-        self.figure = Figure(figsize=(self.width, height), facecolor=colours.PAPER)
-        FigureCanvasAgg(self.figure)
+        self.figure = new_figure(figsize=(self.width, height), facecolor=colours.PAPER)
         self.heading = self._heading(title)
         self._title(height)
         top = height - _ABOVE

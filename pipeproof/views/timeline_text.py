@@ -16,7 +16,6 @@ from fractions import Fraction
 from math import ceil, floor, gcd, lcm, log10
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pipeproof.schedule.ops import Op, OpKind, parse_op
@@ -24,6 +23,7 @@ from pipeproof.sim.figures import RankFigures
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
 from pipeproof.views.picture_rows import rows_of
+from pipeproof.views.tables import print_lines, print_table, table_lines
 
 _STYLES = {
     OpKind.FORWARD: ("bold white on blue", "bold black on bright_blue"),
@@ -78,47 +78,41 @@ def render_figures(simulation: Simulation, console: Console) -> None:
     console.print()
     console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
     rows = [(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows_of(simulation.timeline)]
-    table = figures_table(rows)
-    if _wraps(table, console):
-        console.print(_narrow_table(rows))
-        console.print(Text("bubble: of the makespan; peak: of activations"))
-    else:
-        console.print(table)
-
-
-def _wraps(table: Table, console: Console) -> bool:
-    """True if cells would be wrapped."""
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width
-
-
-def _narrow_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
-    """The figures that a terminal of 40 columns has room for."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for heading in ("span", "busy", "bubble", "peak"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, figures in rows:
-        bubble = f"{float(figures.bubble_makespan_ratio * 100):.1f} %"
-        table.add_row(name, format_us(figures.span_us), format_us(figures.busy_us), bubble, _peak_text(figures))
-    return table
-
-
-def figures_table(rows: Iterable[tuple[str, RankFigures]]) -> Table:
-    """Figures by the name of their rank, or ranks."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for heading in ("span", "busy", "bubble of span", "bubble of makespan", "peak activations"):
-        table.add_column(heading, justify="right")
-    for name, figures in rows:
-        table.add_row(
+    lines = figures_lines(rows)
+    if max(line.cell_len for line in lines) <= console.width:
+        print_lines(lines, console)
+        return
+    cells = [
+        (
             name,
             format_us(figures.span_us),
             format_us(figures.busy_us),
-            _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
-            _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
+            f"{float(figures.bubble_makespan_ratio * 100):.1f} %",
             _peak_text(figures),
         )
-    return table
+        for name, figures in rows
+    ]
+    print_table(("rank", ">span", ">busy", ">bubble", ">peak"), cells, console)  # 40 columns are wide enough
+    console.print(Text("bubble: of the makespan; peak: of activations"))
+
+
+def figures_lines(rows: Iterable[tuple[str, RankFigures]]) -> list[Text]:
+    """A table of figures by the name of their rank, or ranks."""
+    headings = ("rank", ">span", ">busy", ">bubble of span", ">bubble of makespan", ">peak activations")
+    return table_lines(
+        headings,
+        (
+            (
+                name,
+                format_us(figures.span_us),
+                format_us(figures.busy_us),
+                _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
+                _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
+                _peak_text(figures),
+            )
+            for name, figures in rows
+        ),
+    )
 
 
 def format_us(time: Fraction) -> str:

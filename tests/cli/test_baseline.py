@@ -61,7 +61,7 @@ def test_known_errors_are_shown_and_do_not_fail(plan):
     assert "known.yaml: 2 entries, 2 new, 0 removed" in written.stderr
     result = invoke("check", name, "--baseline", "known.yaml")
     assert result.exit_code == 0
-    assert result.stdout.count("known error[PP201] plan.json:1: boundary") == 2
+    assert result.stdout.count("known error[PP201] plan.json:1:297: boundary") == 2
     assert result.stdout.count("(training ends on Friday)") == 2
     assert "not proved: nothing new in" in result.stdout
     assert "2 errors known by known.yaml: no certificate" in result.stdout

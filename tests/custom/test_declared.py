@@ -10,7 +10,7 @@ from pipeproof.schedule.op_table import build_graph
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.step_memory import stage_holdings
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.layers import layer_kind
+from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.verify.check_plan import check, check_subject
 from pipeproof.verify.subject import make_subject
 from tests.cli.commands import invoke

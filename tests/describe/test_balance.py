@@ -7,8 +7,7 @@ from pipeproof.stages.describe.activation_memory import Lifetime, stored_activat
 from pipeproof.stages.describe.balance import loss_weights, router_losses, routers, work_item_weight
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.op_work import Phase
+from pipeproof.stages.describe.op_work import Phase, layer_work
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1}

@@ -11,7 +11,7 @@ from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.dropout import DropoutKeys, dropout_rate, dropout_sites
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
+from pipeproof.stages.describe.op_work import layer_work
 from tests.plans import plan_dict
 
 RATE = 0.3

@@ -11,8 +11,8 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.activation_memory import keeps_input, stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.op_work import layer_work
 from pipeproof.stages.describe.training_state import state_of
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check_subject
@@ -77,7 +77,7 @@ def test_a_stage_of_them_alone_keeps_nothing_and_is_no_error():
     assert not check_subject(one).errors
     console = Console(file=io.StringIO(), width=200)
     render_show(one.plan, console)
-    assert "│ 2     │ 2     │ empty.1             │ 0          │" in console.file.getvalue()
+    assert ["2", "2", "empty.1", "0"] in map(str.split, console.file.getvalue().splitlines())
 
 
 def test_they_get_none_of_a_stages_time():

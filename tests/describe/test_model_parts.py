@@ -10,7 +10,7 @@ from pipeproof.specs.axis_layout import INVARIANT, sharded
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import CollectiveKind, layer_kind
+from pipeproof.stages.describe.layer import CollectiveKind, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import PARTIAL, REPLICATED, cut
 from tests.plans import plan_dict
@@ -26,15 +26,34 @@ attentions = st.one_of(
 feed_forwards = st.sampled_from(
     [{}, {"moe": MOE}, {"moe": {**MOE, "num_shared_experts": 2}}, {"moe": {**MOE, "dense_layers": 2, "top_k": 8}}]
 )
+gpt_parts = st.fixed_dictionaries(
+    {
+        "norm": st.sampled_from(["rms", "layer"]),
+        "qk_norm": st.booleans(),
+        "positions": st.sampled_from(["rotary", "learned"]),
+        "mlp": st.sampled_from(["swiglu", "gelu", "gelu_tanh"]),
+        "biases": st.sampled_from(["none", "qkv", "all"]),
+    }
+)
+"""Parts that fit every model of the tests below without latent attention and experts."""
 
 
 def spec_of(model, **topology):
     return plan_from_dict(plan_dict(model={"seq_length": 16, **model}, topology={"pp": 2, **topology})).spec
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    model=st.builds(lambda a, f: {**a, **f}, attentions, feed_forwards),
+    model=st.one_of(
+        st.builds(
+            lambda a, f, norm: {**a, **f, "norm": norm}, attentions, feed_forwards, st.sampled_from(["rms", "layer"])
+        ),
+        st.builds(
+            lambda parts, heads: {**parts, **heads},
+            gpt_parts,
+            st.sampled_from([{}, {"num_kv_heads": 4, "num_heads": 8}]),
+        ),
+    ),
     tp=st.sampled_from([1, 2, 4]),
     cp=st.sampled_from([1, 2]),
     ep=st.sampled_from([1, 2, 4]),

@@ -9,9 +9,8 @@ from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.activation_memory import Lifetime, stored_activations
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after, mtp_streams_into
-from pipeproof.stages.describe.op_work import ComputeUnit, Phase
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, own

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.layers import CLASS_NAMES, layer_order, layer_prefix
+from pipeproof.stages.describe.layer import CLASS_NAMES, layer_order, layer_prefix
 from pipeproof.stages.describe.partition import cut_behind, even_shares, stage_layers
 from tests.plans import plan_dict
 

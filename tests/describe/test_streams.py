@@ -18,10 +18,10 @@ from pipeproof.stages.describe.activation_memory import Lifetime, keeps_input, s
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.layers import layer_kind
-from pipeproof.stages.describe.op_work import Phase
-from pipeproof.stages.describe.residual_streams import INITIAL_SCALE, measured_with, residual_streams_of
+from pipeproof.stages.describe.layer import layer_kind
+from pipeproof.stages.describe.layers.streams import INITIAL_SCALE
+from pipeproof.stages.describe.op_work import Phase, layer_work
+from pipeproof.stages.describe.residual_streams import measured_with, residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject

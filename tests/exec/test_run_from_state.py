@@ -4,6 +4,8 @@ import pytest
 
 from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
+from pipeproof.state.resume_check import data_done
+from pipeproof.state.state_index import read_index
 from tests.exec.processes import Run
 from tests.exec.test_reference_from_state import SP, TIED, TORCH, ZB_V, merged
 from tests.plans import plan_dict
@@ -47,3 +49,21 @@ def test_so_does_a_run_on_torch(tmp_path):
     one_rank, tp2 = {"topology": {"pp": 1}}, {"topology": {"pp": 1, "tp": 2}}
     reports = resumed_runs(tmp_path, one_rank, {}, tp2, **TORCH)
     assert [report["judged_by"] for report in reports] == ["bits", "bound"]
+
+
+@pytest.mark.needs_torch
+def test_a_run_resumes_with_other_micro_batches_with_a_note_and_saves_the_position_of_its_data(tmp_path):
+    run = {"run": {"backend": "torch", "steps": 2, "optimizer": "adamw"}}
+    small = merged(TORCH, run, {"topology": {"pp": 1}, "schedule": {"num_micro_batches": 4}})
+    twice = merged(small, {"schedule": {"num_micro_batches": 8}, "run": {"steps": 4}})
+    states, more = str(tmp_path / "states"), str(tmp_path / "more")
+    first = Run(tmp_path / "first", plan_dict(**small), "--save", states).end()
+    assert first.status == 0, first.output
+    ended = Run(tmp_path / "again", plan_dict(**twice), "--resume", states, "--save", more).end()
+    assert ended.status == 0, ended.output
+    assert "note[PP925]" in ended.output
+    assert "dp * ep * schedule.num_micro_batches was 4 and is 8" in ended.output
+    assert [step["bitwise"] for step in ended.report["steps"]] == [True, True]
+    index = read_index(tmp_path / "more" / "step-00000004")
+    assert (index.data_before.steps, index.data_before.sequences) == (2, 2 * 4 * 2)  # two sequences each
+    assert data_done(index).sequences == (2 * 4 + 2 * 8) * 2

@@ -158,7 +158,7 @@ def test_deepspeeds_batches(tmp_path):
         (DEEPSPEED | {"zero_optimization": {"stage": 2}}, "does not run with ZeRO stage 2", "PP171"),
         (DEEPSPEED | {"gradient_accumulation_steps": "4"}, 'found string "4"', "PP170"),
         (DEEPSPEED | {"pipeline": {"stages": 2, "pipe_partitioned": 1}}, "must be true or false", "PP170"),
-        ("[1]", "a mapping is expected", "PP170"),
+        ("[1]", "a mapping of keys is expected", "PP170"),
         ("{", "", "PP170"),
     ],
 )

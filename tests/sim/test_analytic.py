@@ -27,9 +27,8 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec, plan_json_schema
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work
+from pipeproof.stages.describe.layer import Collective, CollectiveKind
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
 from tests.plans import plan_dict
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}

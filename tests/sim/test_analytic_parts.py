@@ -13,9 +13,8 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.cost import NO_FLOAT8
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.layers import Collective, CollectiveKind
-from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work
+from pipeproof.stages.describe.layer import Collective, CollectiveKind
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 24, "num_shared_experts": 2, "dense_layers": 1}

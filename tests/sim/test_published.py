@@ -11,8 +11,7 @@ from pipeproof.diagnostics.finding import Severity
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.gpt_work import layer_work
-from pipeproof.stages.describe.op_work import ComputeUnit, Phase
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import make_subject
 

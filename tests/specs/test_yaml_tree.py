@@ -104,8 +104,8 @@ def test_any_text_gives_a_tree_or_problems_inside_it(text):
     tree = parse_text(text, "f")
     assert tree.complete == (not any(problem.code == "PP101" for problem in tree.problems))
     for problem in tree.problems:
-        assert 1 <= problem.span.line <= len(tree.source.lines)
-        assert 1 <= problem.span.column <= len(tree.source.lines[problem.span.line - 1]) + 1
+        assert 1 <= problem.location.line <= len(tree.source.lines)
+        assert 1 <= problem.location.column <= len(tree.source.lines[problem.location.line - 1]) + 1
 
 
 def test_aliases_stand_for_their_value():
@@ -121,7 +121,7 @@ def test_alias_bomb_is_refused_at_the_alias():
     problem = only_problem("\n".join(lines))
     assert problem.code == "PP101"
     assert str(MAX_NODES) in problem.message
-    assert problem.span.line == 5  # line n + 1 stands for more than 10**(n + 1) values
+    assert problem.location.line == 5  # line n + 1 stands for more than 10**(n + 1) values
 
 
 def test_an_alias_counts_what_it_stands_for():
@@ -138,7 +138,7 @@ def test_an_alias_counts_what_it_stands_for():
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
 def test_deep_nesting_is_refused(opening):
     assert "levels of nesting" in only_problem(opening * 100_000).message
-    assert only_problem(opening * (MAX_DEPTH + 5)).span.column == len(opening) * (MAX_DEPTH + 1) + 1
+    assert only_problem(opening * (MAX_DEPTH + 5)).location.column == len(opening) * (MAX_DEPTH + 1) + 1
 
 
 def test_endless_number():
@@ -150,7 +150,7 @@ def test_endless_number():
 def test_duplicate_keys_keep_the_first_and_its_place():
     tree = parse_text("a: {b: 1}\na: {b: 2, c: 3}\nd: 4\n", "f")
     assert tree.data == {"a": {"b": 1}, "d": 4}
-    assert [(p.code, p.span.line, p.span.column) for p in tree.problems] == [("PP103", 2, 1)]
+    assert [(p.code, p.location.line, p.location.column) for p in tree.problems] == [("PP103", 2, 1)]
     assert "line 1 has it" in tree.problems[0].message
     assert tree.source.locate(("a", "b")).line == 1
     assert tree.source.locate(("a", "c")).line == 1
@@ -158,7 +158,7 @@ def test_duplicate_keys_keep_the_first_and_its_place():
 
 def test_duplicates_deep_inside_and_equal_after_unquoting():
     tree = parse_text('a:\n  - x: 1\n    "x": 2\n', "f")
-    assert [(p.code, p.span.line, p.span.column) for p in tree.problems] == [("PP103", 3, 5)]
+    assert [(p.code, p.location.line, p.location.column) for p in tree.problems] == [("PP103", 3, 5)]
 
 
 def test_spans():

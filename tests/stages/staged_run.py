@@ -13,7 +13,7 @@ import paddle
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import make_optimizer
 from pipeproof.stages.paddle.stage import PaddleStage

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from fractions import Fraction
 from xml.etree import ElementTree as ET
 
@@ -53,8 +54,7 @@ def test_best_first_and_equal_ones_in_order(by, order):
 
 def test_the_table_has_the_chosen_columns_and_says_why_points_are_missing():
     text = text_of()
-    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row] for row in rows] == [
+    assert [line.split() for line in text.splitlines()[2:5]] == [
         ["gpipe", "4", "-", "100", "25.0%", "9"],
         ["1f1b", "4", "-", "100", "0.0%", "2"],
         ["1f1b", "2", "-", "300", "0.0%", "3"],
@@ -62,16 +62,17 @@ def test_the_table_has_the_chosen_columns_and_says_why_points_are_missing():
     assert "refused PP140: 1; first topology.pp=5: not for [5]" in text
     assert "failed: 1; first topology=pp 6, tp null: died, twice" in text
     assert "warning PP411: 1 of 3" in text
-    head = next(line for line in text.splitlines() if line.startswith("┃"))
-    assert [cell.strip() for cell in head.split("┃")[1:-1]] == [
-        "kind", "pp", "topology", "makespan us", "idle", "peak",
-    ]  # fmt: skip
+    assert re.split("  +", text.splitlines()[1]) == ["kind", "pp", "topology", "makespan us", "idle", "peak"]
 
 
 def test_rows_and_columns_can_be_fewer():
     text = text_of(columns=["peak"], sort="peak", top=1)
-    assert [line for line in text.splitlines() if line.startswith("│")] == ["│    2 │"]
-    assert "1 of 5 points" in text
+    assert text.splitlines()[:4] == [
+        "best by peak: 1 of 5 points",
+        "peak",
+        "   2",
+        "warning PP411: 1 of 3; `pipeproof explain PP411`",
+    ]
 
 
 def test_csv_has_every_point_in_the_sweeps_order():

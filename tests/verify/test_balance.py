@@ -8,7 +8,7 @@ from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
 from pipeproof.stages.describe.balance import router_loss_scales, work_item_weight
-from pipeproof.stages.describe.layers import COUNTS_DTYPE
+from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, own

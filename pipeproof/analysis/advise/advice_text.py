@@ -12,6 +12,7 @@ from pipeproof.analysis.advise.candidates import Changed
 from pipeproof.analysis.advise.reasons import caveats, name_of, percent, why_better, why_now, why_receives
 from pipeproof.analysis.advise.schedule_figures import Figures
 from pipeproof.analysis.advise.search import MAX_REFUSED, Advice, Group, Verified
+from pipeproof.views.tables import print_table
 from pipeproof.views.timeline_text import format_us
 
 _TITLES = {
@@ -33,8 +34,7 @@ def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False
             is_computed = advice.candidates.spec.cost.analytic is not None
             belief = "" if is_computed or group is not Group.RESIZED else ", if time is in proportion to tokens"
             _print(console, f"{_TITLES[group]}{belief}:")
-            for line in _table(advice, listed, group):
-                _print(console, line)
+            _print_listed(advice, listed, group, console)
     console.print()
     _print(console, _unit(advice))
     _print(console, _counts(advice))
@@ -66,9 +66,8 @@ def _now(advice: Advice) -> str:
     return text
 
 
-def _table(advice: Advice, listed: Sequence[Verified], group: Group) -> list[str]:
-    """Lines of a table with a heading, as wide as its entries: in a narrow terminal no figure may be cut off."""
-    rows = [("schedule", "micro-batches", "step us", "saved", "idle", "peak", "deadlock")]
+def _print_listed(advice: Advice, listed: Sequence[Verified], group: Group, console: Console) -> None:
+    rows = []
     for verified in listed:
         choice, figures = verified.candidate.choice, verified.candidate.figures
         is_copied = Changed.COPIES in advice.candidates.changes(choice)
@@ -83,13 +82,8 @@ def _table(advice: Advice, listed: Sequence[Verified], group: Group) -> list[str
                 "conditional" if verified.failing else "robust",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [name.ljust(widths[0]), *(n.rjust(width) for n, width in zip(numbers, widths[1:], strict=False)), verdict]
-        )
-        for name, *numbers, verdict in rows
-    ]
+    headings = ("schedule", ">micro-batches", ">step us", ">saved", ">idle", ">peak", "deadlock")
+    print_table(headings, rows, console)
 
 
 def _render_best(advice: Advice, console: Console) -> None:

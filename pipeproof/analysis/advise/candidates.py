@@ -27,7 +27,7 @@ from pipeproof.analysis.advise.schedule_figures import block_sequences
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.layers import counts_in_even_cut, layer_order
+from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
 from pipeproof.stages.describe.partition import stage_layers
 
 MAX_SPLITS = 8

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from pipeproof.stages.describe.layers import is_empty
+from pipeproof.stages.describe.layer import is_empty
 
 Stages = tuple[tuple[str, ...], ...]
 """Names of the layers of each stage."""

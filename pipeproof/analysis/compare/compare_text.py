@@ -18,13 +18,7 @@ _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a ru
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int) -> None:
     """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations."""
-    from rich.table import Table
-
-    def table(*heads: str, texts: int = 1) -> Table:
-        made = Table()
-        for index, head in enumerate(heads):
-            made.add_column(head, justify="left" if index < texts else "right")
-        return made
+    from pipeproof.views.tables import print_table
 
     for name, file in (("A", comparison.a), ("B", comparison.b)):
         clock = "measured" if file.measured else "simulated"
@@ -33,26 +27,29 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int) -
     clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
     console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)
 
-    totals = table("step of A", "of B", "makespan A", "B", "B / A", "computing A", "B", "B / A", texts=2)
-    for step in comparison.steps:
-        totals.add_row(
+    totals = [
+        (
             str(step.step_a), str(step.step_b), _us(step.makespan_a), _us(step.makespan_b),
             _ratio(_quotient(step.makespan_b, step.makespan_a)), _us(step.compute_a), _us(step.compute_b),
             _ratio(_quotient(step.compute_b, step.compute_a)),
-        )  # fmt: skip
-    console.print(totals)
-    kinds = table(
-        "kind", "number", "median B / A", "median error", "farthest", "start: median",
-        "farthest",
-    )  # fmt: skip
-    for kind in comparison.kinds:
-        kinds.add_row(
-            str(kind.kind), str(kind.count), _ratio(kind.median_ratio), _signed(kind.median_error),
-            _signed(kind.max_error), _signed(kind.median_start_error), _signed(kind.max_start_error),
-        )  # fmt: skip
+        )
+        for step in comparison.steps
+    ]  # fmt: skip
+    headings = ("step of A", "of B", ">makespan A", ">B", ">B / A", ">computing A", ">B", ">B / A")
+    print_table(headings, totals, console)
+    console.print()
     if comparison.kinds:
+        kinds = [
+            (
+                str(kind.kind), str(kind.count), _ratio(kind.median_ratio), _signed(kind.median_error),
+                _signed(kind.max_error), _signed(kind.median_start_error), _signed(kind.max_start_error),
+            )
+            for kind in comparison.kinds
+        ]  # fmt: skip
         console.print("operations that both have:")
-        console.print(kinds)
+        numbers = (">number", ">median B / A", ">median error", ">farthest", ">start: median", ">farthest")
+        print_table(("kind", *numbers), kinds, console)
+        console.print()
     else:
         console.print("no operation is in both")
     for name, only in (("A", comparison.only_a), ("B", comparison.only_b)):
@@ -62,14 +59,15 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int) -
     console.print(_parting_text(comparison.parting), soft_wrap=True)
     listed = comparison.worst(worst)
     if listed:
-        ops = table("op", "rank", "step", "A", "B", "error", "start")
-        for pair in listed:
-            ops.add_row(
+        ops = [
+            (
                 str(pair.a.op), str(pair.a.rank), _steps(pair), _us(pair.a.duration), _us(pair.b.duration),
                 _signed(pair.duration_error), _signed(pair.start_error),
-            )  # fmt: skip
-        console.print("farthest apart in length:")
-        console.print(ops)
+            )
+            for pair in listed
+        ]  # fmt: skip
+        console.print("\nfarthest apart in length:")
+        print_table(("op", ">rank", ">step", ">A", ">B", ">error", ">start"), ops, console)
 
 
 def _parting_text(parting: Parting | None) -> str:

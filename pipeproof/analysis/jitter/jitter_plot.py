@@ -12,25 +12,23 @@ from pipeproof.analysis.jitter.delays import Delay, Delays
 from pipeproof.analysis.jitter.histogram import histogram
 from pipeproof.analysis.jitter.jitter_report import noise_text
 from pipeproof.analysis.jitter.noisy_runs import JitterRuns
+from pipeproof.views.plot_file import default_style, new_figure, write_figure
 
 _BINS = 40
 _MOST_BARS = 32
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#555555"
 
 
+@default_style()
 def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path) -> None:
     """Write a picture whose form the suffix names (png, svg, pdf), overwriting what is there.
 
     Raises:
-        ValueError: the suffix is no form that matplotlib writes.
+        ValueError: the suffix is none of png, svg and pdf.
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     charts = [] if delays is None else [part for part in (delays.ranks, delays.channels) if part]
-    drawing = Figure(figsize=(9, 4 + 3 * len(charts)), layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = new_figure(figsize=(9, 4 + 3 * len(charts)), layout="constrained")
     heights = [1.3, *(1 for _ in charts)]
     axes = drawing.subplots(1 + len(charts), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
     _draw_histogram(axes[0], runs)
@@ -40,7 +38,7 @@ def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path)
         of_ranks = part is delays.ranks
         what = "computations of a rank 1 % longer" if of_ranks else "messages longer by 1 % of a mean computation"
         _draw_delays(axes[1 + place], part, "rank" if of_ranks else "channel", what)
-    drawing.savefig(path, dpi=150)
+    write_figure(drawing, path, title)
 
 
 def _draw_histogram(axes: Any, runs: JitterRuns) -> None:

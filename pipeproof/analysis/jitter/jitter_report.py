@@ -14,7 +14,6 @@ from pipeproof.sim.figures import number_to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 _MOST_ROWS = 16
 """Ranks and channels that are listed each."""
@@ -52,7 +51,7 @@ def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console) -> 
         note += " would make steps longer, slow ranks that are not all of one replica shorter"
         console.print(Text(note), soft_wrap=True)
     console.print()
-    console.print(_quantile_table(runs))
+    _print_quantiles(runs, console)
     console.print()
     bins = histogram(runs.ordered, _BINS)
     most = max(count for _, _, count in bins)
@@ -63,30 +62,28 @@ def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console) -> 
         _render_delays(delays, console)
 
 
-def _quantile_table(runs: JitterRuns) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("makespan", no_wrap=True)
-    table.add_column("us", justify="right")
-    table.add_column("over undisturbed", justify="right")
-    table.add_column(f"between, at {CONFIDENCE * 100:.0f} %", justify="right")
+def _print_quantiles(runs: JitterRuns, console: Console) -> None:
+    from pipeproof.views.tables import print_table
 
     def over(value: Fraction) -> str:
         return f"{float(100 * (value / runs.undisturbed - 1)):+.2f} %" if runs.undisturbed else "-"
 
-    table.add_row("undisturbed", _us(runs.undisturbed), "", "")
-    table.add_row("mean", _us(runs.mean.value), over(runs.mean.value), _bounds(runs.mean))
-    for share, estimate in runs.quantiles.items():
-        name = f"{int(share * 100)} % of runs within"
-        table.add_row(name, _us(estimate.value), over(estimate.value), _bounds(estimate))
-    table.add_row("longest", _us(runs.longest), over(runs.longest), "")
-    return table
+    named = {f"{int(share * 100)} % of runs within": estimate for share, estimate in runs.quantiles.items()}
+    rows = [
+        ("undisturbed", _us(runs.undisturbed), "", ""),
+        *(
+            (name, _us(estimate.value), over(estimate.value), _bounds(estimate))
+            for name, estimate in {"mean": runs.mean, **named}.items()
+        ),
+        ("longest", _us(runs.longest), over(runs.longest), ""),
+    ]
+    print_table(("makespan", ">us", ">over undisturbed", f">between, at {CONFIDENCE * 100:.0f} %"), rows, console)
 
 
 def _render_delays(delays: Delays, console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
+
+    from pipeproof.views.tables import print_table
 
     about = (
         ("rank", "whose computations take 1 % longer", delays.ranks),
@@ -96,15 +93,14 @@ def _render_delays(delays: Delays, console: Console) -> None:
         if not listed:
             continue
         console.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column(name, no_wrap=True)
-        for heading in ("adds us", "step longer by us", "sensitivity"):
-            table.add_column(heading, justify="right")
         costly = sorted(listed, key=lambda one: -one.step_us)[:_MOST_ROWS]
-        for one in (one for one in listed if one in costly):
-            table.add_row(one.where, _us(one.added_us), _us(one.step_us), f"{float(100 * one.sensitivity):.1f} %")
+        rows = [
+            (one.where, _us(one.added_us), _us(one.step_us), f"{float(100 * one.sensitivity):.1f} %")
+            for one in listed
+            if one in costly
+        ]
         console.print(Text(f"a {name} {how}:"))
-        console.print(table)
+        print_table((name, ">adds us", ">step longer by us", ">sensitivity"), rows, console)
         if len(listed) > _MOST_ROWS:
             console.print(Text(f"the {_MOST_ROWS} that cost most of {len(listed)}"))
         console.print(Text(_verdict(name, costliest(listed))), soft_wrap=True)

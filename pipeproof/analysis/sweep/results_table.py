@@ -62,19 +62,14 @@ def render_table(
 
     ``columns`` are keys that points set and names of ``FIGURES``.
     """
-    from rich.table import Table
+    from pipeproof.views.tables import print_table
 
     ranked = best_first(results, sort)
-    table = Table()
-    for column in columns:
-        figure = FIGURES.get(column)
-        title = _short(column, sweep.keys) if figure is None else figure.title
-        table.add_column(title, justify="left" if figure is None else "right", overflow="fold")
-    for result in ranked[:top]:
-        table.add_row(*(_cell(result, column) for column in columns))
     if ranked:
+        headings = [f">{FIGURES[key].title}" if key in FIGURES else _short(key, sweep.keys) for key in columns]
+        rows = [[_cell(result, column) for column in columns] for result in ranked[:top]]
         console.print(f"best by {sort}: {min(top, len(ranked))} of {len(results)} points", soft_wrap=True)
-        console.print(table)
+        print_table(headings, rows, console)
     warned = Counter(code for result in ranked for code in result.warnings)
     for code, number in sorted(warned.items()):
         console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof explain {code}`", soft_wrap=True)

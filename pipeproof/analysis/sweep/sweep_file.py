@@ -79,8 +79,7 @@ def _parse(name: str) -> Tree:
     """
     tree = parse_text(read_text(name), name)
     if tree.problems:
-        findings = [Finding(p.code, Severity.ERROR, p.message, tree.source.at(p.span), p.help) for p in tree.problems]
-        raise PlanFileError(*findings, source=tree.source)
+        raise PlanFileError(*tree.problems, source=tree.source)
     return tree
 
 

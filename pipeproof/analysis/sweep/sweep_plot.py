@@ -10,6 +10,7 @@ from typing import Any
 from pipeproof.analysis.sweep.evaluate_point import PointResult
 from pipeproof.analysis.sweep.results_table import FIGURES, best_first, setting_text, settings_text
 from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.views.plot_file import default_style, new_figure, write_figure
 
 _MOST_LINES = 12
 _MOST_BARS = 30
@@ -20,6 +21,7 @@ class NothingToPlotError(ValueError):
     """No point has figures."""
 
 
+@default_style()
 def plot_sweep(sweep: Sweep, results: Sequence[PointResult], path: Path, figure: str) -> None:
     """Write a picture whose form the suffix names (png, svg, pdf), overwriting what is there.
 
@@ -28,17 +30,13 @@ def plot_sweep(sweep: Sweep, results: Sequence[PointResult], path: Path, figure:
 
     Raises:
         NothingToPlotError: no point has figures.
-        ValueError: the suffix is no form that matplotlib writes.
+        ValueError: the suffix is none of png, svg and pdf.
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ranked = best_first(results, figure)
     if not ranked:
         raise NothingToPlotError("no point of the sweep has figures to plot")
-    drawing = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = new_figure(figsize=(9, 5.5), layout="constrained")
     axes = drawing.add_subplot()
     axis = _axis(sweep, ranked)
     title = FIGURES[figure].title
@@ -68,7 +66,7 @@ def plot_sweep(sweep: Sweep, results: Sequence[PointResult], path: Path, figure:
         axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    drawing.savefig(path, dpi=150)
+    write_figure(drawing, path, title)
 
 
 def _axis(sweep: Sweep, results: Sequence[PointResult]) -> str | None:

@@ -54,6 +54,7 @@ def run_launched(
     options: RunOptions,
     on_step: Callable[[StepResult], None],
     on_hang: Callable[[Finding], None],
+    on_note: Callable[[Finding], None],
 ) -> RunReport | None:
     """Run one rank; rank 0 returns the report of all ranks, the others return None.
 
@@ -72,7 +73,7 @@ def run_launched(
         return finish_report(report, job, collector.results, threads)
 
     try:
-        return execute_launched(rank, report, options, on_hang, conclude)
+        return execute_launched(rank, report, options, on_hang, conclude, on_note)
     finally:
         if rank == 0:
             remove_unfinished(options.checkpoint, _shared_directory().name)
@@ -84,6 +85,7 @@ def execute_launched(
     options: RunOptions,
     on_hang: Callable[[Finding], None],
     conclude: Callable[[Job, Emit, int], _Result],
+    on_note: Callable[[Finding], None] = lambda _: None,
 ) -> _Result | None:
     """Run one rank of the job that rank 0 prepares; rank 0 concludes when all ranks have written their logs.
 
@@ -101,7 +103,7 @@ def execute_launched(
     watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
     finished = False
     try:
-        job = _shared_job(directory, rank, report, options)
+        job = _shared_job(directory, rank, report, options, on_note)
         run_rank(job, rank, watch.emit)
         finished = True
         if rank != 0:
@@ -143,11 +145,13 @@ def _shared_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
 
 
-def _shared_job(directory: Path, rank: int, report: Report, options: RunOptions) -> Job:
+def _shared_job(
+    directory: Path, rank: int, report: Report, options: RunOptions, on_note: Callable[[Finding], None]
+) -> Job:
     """Job in the shared directory; rank 0 makes it."""
     if rank == 0:
         directory.mkdir(mode=0o700)
-        job = prepare_job(report, options, directory)
+        job = prepare_job(report, options, directory, on_note)
         (directory / "ready").touch()
         return job
     _await_files([directory / "ready"], options.timeout_s)

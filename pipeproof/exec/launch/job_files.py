@@ -41,7 +41,8 @@ class CheckpointOptions:
 
     ``resume`` is the state to resume from, and ``first_step`` the step that follows it. With
     ``reference_from_state`` training from step 0 does not lead to that state's bits, so the reference starts from it.
-    With ``by_paddle`` states are saved as Paddle's own checkpoints.
+    With ``by_paddle`` states are saved as Paddle's own checkpoints. ``data_before`` has the steps, sequences and tokens
+    before the micro-batches of a step changed, if they did.
     """
 
     root: Path | None = None
@@ -50,6 +51,7 @@ class CheckpointOptions:
     first_step: int = 0
     reference_from_state: bool = False
     by_paddle: bool = False
+    data_before: Mapping[str, int | None] | None = None
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return True if the state after this step is to be saved."""

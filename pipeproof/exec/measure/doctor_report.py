@@ -92,38 +92,33 @@ def _render_devices(report: DoctorReport, console: Console) -> None:
 
 
 def _render_rows(report: DoctorReport, console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
+
+    from pipeproof.views.tables import print_table
 
     console.print()
     console.print(Text(f"{report.backend}, measured with two processes of this machine", style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "behaviour", "table", "measured"):
-        table.add_column(column, no_wrap=column != "measured")
-    for row in report.rows:
-        mark = Text("ok", style="green") if row.ok else Text("DIFFERS", style="bold red")
-        table.add_row(mark, row.key, value_text(row.expected), value_text(row.observed))
-    console.print(table)
+    marks = {True: Text("ok", style="green"), False: Text("DIFFERS", style="bold red")}
+    rows = [(marks[row.ok], row.key, value_text(row.expected), value_text(row.observed)) for row in report.rows]
+    print_table(("", "behaviour", "table", "measured"), rows, console)
     console.print()
     for cited in report.not_measured:
         console.print(Text(f"not measured: {cited.key} = {value_text(cited.value)} ({cited.source})"))
 
 
 def _render_curve(curve: Curve, report: DoctorReport, console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
+
+    from pipeproof.views.tables import print_table
 
     console.print()
     console.print(Text("messages between the two, one at a time; `both` at once, GB/s in each direction", style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    ways = ("0 -> 1", "1 -> 0", "both")
-    for column in ("bytes", *(f"{way} {unit}" for way in ways for unit in ("us", "GB/s"))):
-        table.add_column(column, justify="right", no_wrap=True)
+    ways, rows = ("0 -> 1", "1 -> 0", "both"), []
     for point in curve.points:
         times = (point.forward_us, point.backward_us, point.both_us)
         cells = (cell for us in times for cell in (f"{us:.1f}", f"{point.num_bytes / us / 1000:.3g}"))
-        table.add_row(str(point.num_bytes), *cells)
-    console.print(table)
+        rows.append((str(point.num_bytes), *cells))
+    print_table((">bytes", *(f">{way} {unit}" for way in ways for unit in ("us", "GB/s"))), rows, console)
     for way, line in zip(ways, (curve.forward, curve.backward, curve.both), strict=True):
         fit = f"{line.latency_us:g} us and {line.bandwidth:g} GB/s, off by at most {line.residual:.0%}"
         console.print(Text(f"{way:<6} line: {fit}"))

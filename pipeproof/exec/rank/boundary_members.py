@@ -19,7 +19,7 @@ from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.specs.axis_layout import Placement
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.edge_tensors import describe_boundaries
-from pipeproof.stages.describe.layers import is_empty
+from pipeproof.stages.describe.layer import is_empty
 from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 TOKENS, LABELS, MASK = "tokens", "labels", "mask"

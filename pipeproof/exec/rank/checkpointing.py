@@ -35,8 +35,12 @@ class StateHolder(Protocol):
         ...
 
 
-def prepare_checkpoint(options: CheckpointOptions, subject: Subject, digest: str) -> CheckpointOptions:
+def prepare_checkpoint(
+    options: CheckpointOptions, subject: Subject, digest: str, on_note: Callable[[Finding], None] = lambda _: None
+) -> CheckpointOptions:
     """Check the state to resume from and the directory to save to, before any process starts; resolve their paths.
+
+    ``on_note`` is called with the note on steps that get other micro-batches than those of the state.
 
     Raises:
         StateError: the state does not exist, is incomplete or does not fit the plan, or there is no room to save.
@@ -45,17 +49,24 @@ def prepare_checkpoint(options: CheckpointOptions, subject: Subject, digest: str
     if options.root is None and options.resume is None:
         return options
     from pipeproof.state.read_state import find_state, require_free_steps
-    from pipeproof.state.resume_check import require_resumable
+    from pipeproof.state.resume_check import data_done, data_note, require_resumable
 
     _require_one_of_each(subject)
     _require_paddle(options, subject)
     num_steps = subject.plan.spec.run.steps
     if options.resume is not None:
         state = find_state(options.resume)
-        require_resumable(state, subject.plan, digest)
-        is_other = state.index.digest != digest or not state.index.from_beginning or state.index.is_weights_only
+        index, changed = state.index, require_resumable(state, subject.plan, digest)
+        data_before = index.data_before
+        if changed is not None:
+            data_before = data_done(index)
+            on_note(data_note(changed, index))
         options = replace(
-            options, resume=state.directory.resolve(), first_step=state.steps_done, reference_from_state=is_other
+            options,
+            resume=state.directory.resolve(),
+            first_step=state.steps_done,
+            reference_from_state=index.digest != digest or not index.from_beginning or index.is_weights_only,
+            data_before=None if data_before is None else data_before.model_dump(),
         )
     if options.root is not None:
         require_free_steps(options.root, options.first_step + 1, num_steps)
@@ -113,6 +124,7 @@ def save_state(
 
     Every rank must call this at the same step. With ``write_by_paddle`` Paddle writes the files.
     """
+    from pipeproof.state.state_index import DataPosition
     from pipeproof.state.write_state import finish_state, partial_directory, write_rank_state
 
     assert job.checkpoint.root is not None, "states are saved only with --save"
@@ -131,8 +143,17 @@ def save_state(
 
             require_all_written(directory, plan)
         version = str(sys.modules[plan.spec.run.backend].__version__)  # the framework runs in this process
-        from_beginning = not job.checkpoint.reference_from_state
-        finish_state(job.checkpoint.root, steps_done, name, plan, job.digest, version, from_beginning=from_beginning)
+        before = job.checkpoint.data_before
+        finish_state(
+            job.checkpoint.root,
+            steps_done,
+            name,
+            plan,
+            job.digest,
+            version,
+            from_beginning=not job.checkpoint.reference_from_state,
+            data_before=None if before is None else DataPosition.model_validate(before),
+        )
     emit("setup", what="running")
 
 

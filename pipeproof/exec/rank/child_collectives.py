@@ -10,7 +10,7 @@ import numpy as np
 from pipeproof.exec.rank.framework_protocol import Arrays, Collectives, Tensor
 from pipeproof.exec.rank.op_log import Traffic
 from pipeproof.schedule.ops import Op, OpKind, child_of
-from pipeproof.stages.describe.layers import COUNTS_DTYPE
+from pipeproof.stages.describe.layer import COUNTS_DTYPE
 
 
 class Host(Protocol):

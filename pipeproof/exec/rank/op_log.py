@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, Self
 
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
-from pipeproof.stages.describe.layers import COUNTS_DTYPE
+from pipeproof.stages.describe.layer import COUNTS_DTYPE
 
 HOST_QUEUE = "compute"
 

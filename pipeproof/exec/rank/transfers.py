@@ -17,7 +17,6 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.boundary_tensors import tensors_of
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.completed_sends import completed_sends
 from pipeproof.comm.entry_order import EntryOrder
@@ -37,7 +36,6 @@ from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.columns import work_item_of
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op, OpKind
-from pipeproof.stages.describe.boundary import Boundary
 
 _BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
 
@@ -127,10 +125,6 @@ class RankTransfers:
         self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *, frees_sends: bool = False
     ) -> None:
         self._plan, self._channels, self._arrays = plan, channels, arrays
-        self._member = {
-            number: (stage - 1 if side.startswith("input") else stage, variant, member)
-            for (side, stage, variant, member), number in tensors_of(plan.edges, plan.layers).index.items()
-        }
         buffers, row_rank = plan.spec.buffers, plan.graph.global_rank.index(rank)
         self._receive_slots, self._send_slots = (
             None if num_slots is None else Slots(num_slots, plan.graph, row_rank, kinds, arrays)
@@ -403,7 +397,9 @@ class RankTransfers:
         if message is None:
             row = self._plan.graph.row(op_id)
             op, spec = row.op, self._plan.graph.tensors[row.tensor]
-            boundary, member = self._boundary(row.tensor)
+            assert spec.position is not None  # transfers move tensors of boundaries only
+            edge, variant, member = spec.position
+            boundary = self._plan.edges[edge].variants[variant][member]
             message = self._messages[op_id] = _Message(
                 op,
                 str(op),
@@ -427,8 +423,3 @@ class RankTransfers:
             orders = dict.fromkeys(queue for member in entry for queue in self._entries.orders(member))
             order = self._orders[op_id] = _Order(channel, str(channel), op_id == entry[-1], entry[-1], tuple(orders))
         return order
-
-    def _boundary(self, tensor: int) -> tuple[Boundary, int]:
-        """Boundary member of one of the graph's tensors, and its index in the edge."""
-        edge, variant, member = self._member[tensor]
-        return self._plan.edges[edge].variants[variant][member], member

@@ -6,9 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import launched_rank
@@ -19,6 +17,7 @@ from pipeproof.exec.rehearse.rehearse_plan import rehearse, rehearse_launched
 from pipeproof.exec.run_console import result_or_status
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
+from pipeproof.views.tables import print_table
 
 _MOST_EDGES = 24
 """Most edges that the table shows; where there are more, only the slowest. The profile has all."""
@@ -80,7 +79,7 @@ def _run_launched(rank: int, report: Report, options: RunOptions, console: Conso
 def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
     render_text(result.findings, result.subject.source, console=console)
     if result.edges:
-        console.print(_edge_table(result))
+        _print_edges(result, console)
     if result.network is not None:
         node = result.network["node"]
         console.print(
@@ -107,19 +106,16 @@ def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
         console.print(f"[bold red]wrong[/]: {faults} operation{'' if faults == 1 else 's'} with wrong elements")
 
 
-def _edge_table(result: Rehearsal) -> Table:
-    """Table of latency and bandwidth of each edge, in the order of the graph, or of the slowest ones."""
+def _print_edges(result: Rehearsal, console: Console) -> None:
+    """Print latency and bandwidth of each edge, in the order of the graph, or of the slowest ones."""
     clock = "GPU" if result.subject.plan.spec.run.device == "gpu" else "host"
     shown, title = result.edges, f"edges, one message at a time, by the {clock}'s clock"
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("edge", no_wrap=True)
-    table.add_column("latency us", justify="right")
-    table.add_column("GB/s", justify="right")
-    table.add_column("fit error", justify="right")
-    for edge in shown:
-        link = edge.link
-        table.add_row(edge.channel, f"{link.latency_us:g}", f"{link.bandwidth:g}", f"{link.residual:.0%}")
-    return table
+    rows = [
+        (edge.channel, f"{edge.link.latency_us:g}", f"{edge.link.bandwidth:g}", f"{edge.link.residual:.0%}")
+        for edge in shown
+    ]
+    console.print(title)
+    print_table(("edge", ">latency us", ">GB/s", ">fit error"), rows, console)

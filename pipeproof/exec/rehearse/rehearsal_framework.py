@@ -26,8 +26,8 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.balance import routers
+from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.layers import COUNTS_DTYPE
 from pipeproof.stages.describe.training_state import shard_numel
 from pipeproof.verify.subject import Subject
 

@@ -40,13 +40,10 @@ class PlanRefused(PipelineError):  # noqa: N818 - the name of the public contrac
 def findings_text(findings: Sequence[Finding]) -> str:
     """Findings as indented lines: code, place in the file, message and suggested fix."""
     return "\n".join(
-        f"  {_place(f)}{f.code}: {f.message}" + (f"\n    help: {f.help}" if f.help else "") for f in findings
+        f"  {'' if f.location is None else f'{f.location}: '}{f.code}: {f.message}"
+        + (f"\n    help: {f.help}" if f.help else "")
+        for f in findings
     )
-
-
-def _place(finding: Finding) -> str:
-    at = finding.location
-    return "" if at is None else f"{at.file}:{at.line}:{at.column}: "
 
 
 def finding_content(finding: Finding) -> dict[str, Any]:

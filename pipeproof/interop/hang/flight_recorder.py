@@ -215,7 +215,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 def unreadable_dump(message: str, file: str, help: str | None = None) -> PlanFileError:
     """Return the error for a file that cannot be used."""
-    return PlanFileError(Finding(UNREADABLE_DUMP.code, Severity.ERROR, message, Location(file, 1, 1), help))
+    return PlanFileError(Finding(UNREADABLE_DUMP.code, Severity.ERROR, message, Location(file), help))
 
 
 _NAME_AND_DESC: Final = 2

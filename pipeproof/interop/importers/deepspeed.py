@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.problems import KeyPath, describe_value
-from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
-from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_mapping
 from pipeproof.specs.plan import PlanSpec
 
 _SHARDED_GRADIENTS = 2
@@ -38,16 +37,10 @@ def import_deepspeed(files: Sequence[Path], flags: Flags) -> Imported:
         message = f"a configuration of DeepSpeed is one JSON file, found {len(files)}"
         raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message))
     name = str(files[0])
-    tree = parse_text(read_text(name), name)
-    if tree.problems or not isinstance(tree.data, dict):
-        location = tree.source.at(tree.problems[0].span) if tree.problems else Location(name, 1, 1)
-        message = (
-            tree.problems[0].message if tree.problems else f"a mapping is expected, found {describe_value(tree.data)}"
-        )
-        raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, message, location), source=tree.source)
-    job = _Job(tree.data, tree.source, Draft("deepspeed", flags))
+    data, source = read_mapping(name)
+    job = _Job(data, source, Draft("deepspeed", flags))
     job.read()
-    return job.draft.imported(name, tree.source.lines, _rephrase)
+    return job.draft.imported(name, source.lines, _rephrase)
 
 
 def _rephrase(plan: PlanSpec, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

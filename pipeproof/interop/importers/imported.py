@@ -71,7 +71,7 @@ class ImportedSource(SourceMap):
             if origin is not None and origin.location is not None:
                 return origin.location
         below = (origin.location for known, origin in self.origins.items() if path and known[: len(path)] == path)
-        return next((location for location in below if location is not None), Location(self.file, 1, 1))
+        return next((location for location in below if location is not None), Location(self.file))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _comment(path: KeyPath, imported: Imported) -> str:
     origin = imported.source.origins.get(path)
     if origin is not None:
         location = origin.location
-        text = origin.setting if location is None else f"{origin.setting}, {location.file}:{location.line}"
+        text = origin.setting if location is None else f"{origin.setting}, {location}"
     else:
         text = next((f"assumed: {known.why}" for known in imported.assumptions if known.key == path), "")
     return f"  # {' '.join(text.split())}" if text else ""

@@ -83,24 +83,27 @@ def read_model_config(draft: Draft, file: Path) -> None:
     Raises:
         PlanFileError: the file cannot be read, or is no mapping.
     """
-    name = str(file)
-    tree = parse_text(read_text(name), name)
-    data: Any = tree.data
-    if tree.problems or not isinstance(data, dict):
-        location = tree.source.at(tree.problems[0].span) if tree.problems else Location(name, 1, 1)
-        why = (
-            tree.problems[0].message
-            if tree.problems
-            else f"a mapping of keys is expected, found {describe_value(data)}"
-        )
-        raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, f"no model configuration: {why}", location))
+    data, source = read_mapping(str(file), "no model configuration: ")
     text = data.get("text_config")
     below: KeyPath = ("text_config",) if isinstance(text, dict) else ()
-    take_model(draft, _located(text if isinstance(text, dict) else data, tree.source, below))
+    sizes = text if isinstance(text, dict) else data
+    take_model(draft, {name: (value, source.locate((*below, name))) for name, value in sizes.items()})
 
 
-def _located(data: Mapping[str, Any], source: SourceMap, below: KeyPath) -> dict[str, tuple[Any, Location | None]]:
-    return {name: (value, source.locate((*below, name))) for name, value in data.items()}
+def read_mapping(name: str, prefix: str = "") -> tuple[dict[str, Any], SourceMap]:
+    """Return the keys of a JSON or YAML file; messages begin with ``prefix``.
+
+    Raises:
+        PlanFileError: PP100 or PP170, the file cannot be read, or is no mapping.
+    """
+    tree = parse_text(read_text(name), name)
+    if tree.problems:
+        message, location = tree.problems[0].message, tree.problems[0].location
+    elif isinstance(tree.data, dict):
+        return tree.data, tree.source
+    else:
+        message, location = f"a mapping of keys is expected, found {describe_value(tree.data)}", Location(name)
+    raise PlanFileError(Finding(UNREADABLE.code, Severity.ERROR, prefix + message, location), source=tree.source)
 
 
 def assume_model(draft: Draft, needs: Needs) -> None:

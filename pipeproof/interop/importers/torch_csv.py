@@ -30,7 +30,7 @@ def import_torch_csv(files: Sequence[Path], flags: Flags) -> Imported:
     ops = [row.op for rows in foreign.rows for row in rows if row.op.kind in COMPUTE_KINDS]
     num_ranks = len(foreign.rows)
     num_stages = max(op.stage for op in ops) + 1
-    draft, location = Draft("torch-csv", flags), Location(name, 1, 1)
+    draft, location = Draft("torch-csv", flags), Location(name)
     draft.set(("topology", "pp"), num_ranks, f"{num_ranks} rows", location)
     draft.set(("schedule", "kind"), "file", name, location)
     draft.set(("schedule", "path"), str(files[0].resolve()), name, location)

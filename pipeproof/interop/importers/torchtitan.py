@@ -57,7 +57,7 @@ class TomlFile:
 
     def location(self, section: str, key: str) -> Location:
         """Return the location of a key, else of its section, else the top of the file."""
-        top = Location(self.name, 1, 1)
+        top = Location(self.name)
         return self._locations.get((section, key)) or self._locations.get((section, "")) or top
 
     def refused(
@@ -93,9 +93,9 @@ def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, s
     for number, line in enumerate(lines, start=1):
         if match := _SECTION.match(line):
             section = match[1]
-            yield (section, ""), Location(name, number, match.start(1) + 1, match.end(1))
+            yield (section, ""), Location(name, number).part(*match.span(1))
         elif match := _KEY.match(line):
-            yield (section, match[1]), Location(name, number, match.start(1) + 1, match.end(1))
+            yield (section, match[1]), Location(name, number).part(*match.span(1))
 
 
 SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(

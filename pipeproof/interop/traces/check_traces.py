@@ -111,7 +111,7 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
     if missing:
         ranks = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
         message = f"{len(missing)} of {logs[0].num_ranks} ranks have no log: {ranks}"
-        location = Location(str(Path(logs[0].file).parent), 1, 1)
+        location = Location(str(Path(logs[0].file).parent))
         yield Finding(
             MISSING_LOG.code, Severity.WARNING, message, location, "copy the logs of all ranks to one directory"
         )
@@ -119,7 +119,7 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
         if not log.ended:
             waiting = [call for call in log.calls if call.seq in log.waiting_for]
             where = f"; its host waits in {call_text(waiting[0])}{position_text(waiting[0])}" if waiting else ""
-            last = log.events[-1].line if log.events else Location(log.file, 1, 1)
+            last = log.events[-1].line if log.events else Location(log.file)
             yield Finding(UNFINISHED_LOG.code, Severity.WARNING, f"the log of rank {log.rank} has no end{where}", last)
         if log.error is not None:
             yield Finding(RAISED.code, Severity.WARNING, f"rank {log.rank} {log.error}", log.error_line)

@@ -48,7 +48,7 @@ def plan_findings(logs: Sequence[RankLog], plan: LoadedPlan) -> Iterator[Finding
     """
     lowered = lower_loaded(plan)
     graph = lowered.unfolded().graph if lowered.folded else lowered.graph
-    first = Location(logs[0].file, 1, 1)
+    first = Location(logs[0].file)
     if graph.num_ranks != logs[0].num_ranks:
         message = f"the plan has {graph.num_ranks} ranks, the recorded job {logs[0].num_ranks}"
         yield Finding(OTHER_ORDER.code, Severity.ERROR, message, first)
@@ -124,7 +124,7 @@ def _differs(
     return Finding(
         OTHER_ORDER.code, Severity.ERROR,
         f"rank {log.rank}, {title}, position {position}: {why}: the plan has {expected}; the log has {actual}",
-        call.line if call else Location(log.file, 1, 1), None, OpsWitness(tuple(ops)),
+        call.line if call else Location(log.file), None, OpsWitness(tuple(ops)),
     )  # fmt: skip
 
 

@@ -168,17 +168,17 @@ def read_logs(directory: Path) -> tuple[RankLog, ...]:
         PlanFileError: PP940, there is no log, or one cannot be read.
     """
     if not directory.is_dir():
-        _raise_unreadable(f"`{directory}` is no directory", Location(str(directory), 1, 1))
+        _raise_unreadable(f"`{directory}` is no directory", Location(str(directory)))
     files = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
     if not files:
         suggested_fix = (
             "record with `pipeproof.interop.traces.record_torch` or `record_paddle`, and name their directory"
         )
-        _raise_unreadable(f"`{directory}` has no `rank_N.jsonl`", Location(str(directory), 1, 1), suggested_fix)
+        _raise_unreadable(f"`{directory}` has no `rank_N.jsonl`", Location(str(directory)), suggested_fix)
     logs = tuple(_Reader(rank, files[rank]).read() for rank in sorted(files))
     first = logs[0]
     for log in logs:
-        location = Location(log.file, 1, 1)
+        location = Location(log.file)
         if (log.num_ranks, log.framework) != (first.num_ranks, first.framework):
             size = f"{log.num_ranks} ranks on {log.framework}"
             _raise_unreadable(
@@ -211,9 +211,7 @@ class _Reader:
                 problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 _raise_unreadable(f"this is not a line of a log: {problem}", self._here)
         if self._start is None:
-            _raise_unreadable(
-                "this log is empty: its rank ended before it wrote anything", Location(str(self._path), 1, 1)
-            )
+            _raise_unreadable("this log is empty: its rank ended before it wrote anything", Location(str(self._path)))
         error_text, location = self._error or (None, None)
         return RankLog(
             self._rank, self._start["num_ranks"], self._start["framework"], str(self._path), tuple(self._events),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Finding, Location, Severity, file_order
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.schedule_file import ScheduleFileError
 
@@ -31,17 +31,12 @@ class Placed:
 
     def part(self, start: int, stop: int) -> Placed:
         """The characters ``start : stop`` of this text, which is all on one line."""
-        where = self.location
-        if where is None:
-            return Placed(self.text[start:stop], None)
-        column = where.column + start
-        end = max(column, column + stop - start - 1)
-        return Placed(self.text[start:stop], Location(where.file, where.line, column, end))
+        return Placed(self.text[start:stop], None if self.location is None else self.location.part(start, stop))
 
 
 def placed_line(text: str, file: str, line: int) -> Placed:
     """A whole line of a file; ``line`` counts from 1."""
-    return Placed(text, Location(file, line, 1, max(1, len(text))))
+    return Placed(text, Location(file, line).part(0, len(text)))
 
 
 def end_of(line: Placed) -> Location:
@@ -72,9 +67,4 @@ class Findings:
             ScheduleFileError: with all findings, in the order of the file.
         """
         if self.found:
-            raise ScheduleFileError(*sorted(self.found, key=_place))
-
-
-def _place(finding: Finding) -> tuple[int, int, str]:
-    where = finding.location
-    return (where.line, where.column, finding.code) if where is not None else (0, 0, finding.code)
+            raise ScheduleFileError(*sorted(self.found, key=file_order))

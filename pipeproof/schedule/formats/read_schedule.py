@@ -182,16 +182,14 @@ def custom_schedule(
 
 def _from_text(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
     program = read_program(text, file)
-    raw = RawSchedule(program.rows_by_rank, program.origins, program.ends, Location(file, 1, 1))
+    raw = RawSchedule(program.rows_by_rank, program.origins, program.ends, Location(file))
     return _as_given(raw, expected, findings, program.tensors, program.groups)
 
 
 def _from_fleet(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
     steps = read_fleet(text, file, findings)
     findings.raise_any()
-    return _as_given(
-        RawSchedule(steps.rows_by_rank, steps.origins, steps.ends, Location(file, 1, 1)), expected, findings
-    )
+    return _as_given(RawSchedule(steps.rows_by_rank, steps.origins, steps.ends, Location(file)), expected, findings)
 
 
 def _as_given(
@@ -217,7 +215,7 @@ def _as_given(
 def _from_csv(
     cells: CsvSchedule, file: str, form: ScheduleFormat, expected: Expected, findings: Findings
 ) -> ForeignSchedule:
-    raw = RawSchedule(cells.rows_by_rank, cells.origins, cells.ends, Location(file, 1, 1))
+    raw = RawSchedule(cells.rows_by_rank, cells.origins, cells.ends, Location(file))
     other = cells.first_other_than_compute()
     if other is not None and form is ScheduleFormat.CSV:
         message = f"{other.op} is no computation, and `format: csv` has only these"

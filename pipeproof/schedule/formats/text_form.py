@@ -103,7 +103,7 @@ def read_program(text: str, file: str) -> ProgramFile:
         ScheduleFileError: everything found wrong: PP131 (no ranks at all), PP132 (operations), PP133 (lines and
             attributes).
     """
-    reader = _Reader(Location(file, 1, 1))
+    reader = _Reader(Location(file))
     for number, line in enumerate(LINE_BREAK.split(text), start=1):
         reader.line(placed_line(line, file, number))
     return reader.finish()

@@ -28,8 +28,8 @@ from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, T
 from pipeproof.stages.common.weights import ShardRank, SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.boundary import describe_boundary
+from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.layers import Layer, is_empty
 from pipeproof.stages.describe.mtp_streams import (
     is_mtp,
     module_of,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.stages.common.backend_ops import Tensor, Weight
-from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import initial_weight
 
 

@@ -28,7 +28,7 @@ from decimal import Decimal
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, ParameterGradient
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
 
 _ROUTER = ".router.weight"
 

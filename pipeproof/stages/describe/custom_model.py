@@ -14,7 +14,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.boundary import Boundary, Edge, work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layers import Buffer, Layer, Parameter
+from pipeproof.stages.describe.layer import Buffer, Layer, Parameter
 from pipeproof.stages.describe.typed_ops import TypedProgram
 
 _DIMS = "acdefghijklmnopqrstuvwxyz"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from pipeproof.stages.describe.layers import Layer, users_of_shared
+from pipeproof.stages.describe.layer import Layer, users_of_shared
 
 BATCH_AXES = ("dp", "ep")
 """Axes whose ranks have different micro-batches."""

@@ -20,7 +20,7 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MtpSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, GradientFacts, Loss, LossPath
-from pipeproof.stages.describe.layers import Layer, layer_order, layer_prefix
+from pipeproof.stages.describe.layer import Layer, layer_order, layer_prefix
 from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 MTP = "mtp"

@@ -17,7 +17,7 @@ from pipeproof.diagnostics.problems import KeyPath, listed, nearest_name
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.stage_cut import BY_CLASS, UNIFORM
-from pipeproof.stages.describe.layers import CLASS_NAMES, counts_in_even_cut, layer_order, layer_prefix
+from pipeproof.stages.describe.layer import CLASS_NAMES, counts_in_even_cut, layer_order, layer_prefix
 
 TOO_FEW_LAYERS = RuleDoc(
     code="PP110",

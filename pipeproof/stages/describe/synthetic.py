@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
-from pipeproof.stages.describe.layers import Parameter
+from pipeproof.stages.describe.layer import Parameter
 
 IGNORED = -100
 """The label of a position whose token is not counted in the loss."""

@@ -17,7 +17,7 @@ from math import ceil, prod
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.layers import Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter
 
 FLOAT32 = 4
 """Bytes of a float32 element."""

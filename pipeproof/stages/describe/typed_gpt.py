@@ -1,10 +1,11 @@
 """The plan's GPT as typed programs, one for each kind of layer, from which the list of ``describe_gpt`` is derived.
 
-Dims: ``s`` sequence, ``b`` micro-batch rows of all ``ep`` ranks, ``h`` hidden, ``v`` vocabulary, ``c`` = ``a`` heads of
-keys and values x ``e`` (q, k and v of a head's group), ``d`` q of a group, ``w`` = k and v of a head, ``g`` = ``a`` x
-``d``, ``f`` feed-forward, ``t`` the sequence of keys and values. Residual streams: ``p`` the streams, ``p_to`` the
-written streams, ``p_all`` = ``p_to`` x ``p``, ``p_gates`` the numbers that gate and mix them, ``p_three`` the scales of
-these numbers. The methods explain the dims of latent attention and of experts.
+Dims: ``s`` sequence, ``b`` micro-batch rows of all ``ep`` ranks, ``h`` hidden, ``v`` vocabulary, ``place`` the
+positions of a whole sequence, ``c`` = ``a`` heads of keys and values x ``e`` (q, k and v of a head's group), ``d`` q
+of a group, ``w`` = k and v of a head, ``head`` the size of a head, ``g`` = ``a`` x ``d``, ``f`` feed-forward, ``t``
+the sequence of keys and values. Residual streams: ``p`` the streams, ``p_to`` the written streams, ``p_all`` =
+``p_to`` x ``p``, ``p_gates`` the numbers that gate and mix them, ``p_three`` the scales of these numbers. The methods
+explain the dims of latent attention and of experts.
 
 Over ``tp`` activations between layers are invariant or, with sequence parallelism, cut along ``s``. Over ``cp`` they
 are always cut along ``s``. Over ``ep`` ranks have different micro-batches, which is a cut along ``b``.
@@ -20,7 +21,7 @@ from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.custom_model import typed_custom_layers
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
-from pipeproof.stages.describe.layers import COUNTS_DTYPE, layer_kind, loss_dtype
+from pipeproof.stages.describe.layer import COUNTS_DTYPE, layer_kind, loss_dtype
 from pipeproof.stages.describe.mtp_streams import embeds_again, mtp_streams_after, mtp_streams_into
 from pipeproof.stages.describe.residual_streams import BlockStreams, residual_streams_of
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
@@ -58,6 +59,7 @@ class _GptWriter:
             "h": self._model.hidden_size,
             "v": self._model.vocab_size,
             "f": self._model.ffn_size,
+            "place": self._model.seq_length,
             **(_head_sizes(self._model) if self._model.mla is None else _latent_sizes(self._model)),
             **_expert_sizes(self._model, topology, size.seq_length),
             **stream_sizes(self._model),
@@ -71,8 +73,12 @@ class _GptWriter:
         p = self._program("embed", mtp_streams_after(self._model, ["embed"]))
         p.constant("tokens", "s b", cp="S(s)", ep="S(b)")
         p.parameter("weight", "v h", tp="S(v)")
-        p.pick("rows", "weight", "tokens", over="v")
-        p.result(self._leave(p, "out", "rows"), **self._between)
+        x = self._leave(p, "out", p.pick("rows", "weight", "tokens", over="v"))
+        if self._model.positions == "learned":
+            p.parameter("positions.weight", "place h")
+            places = p.constant("places", "s b", **self._between)
+            x = p.add("placed", x, p.pick("positions", "positions.weight", places, over="place"))
+        p.result(x, **self._between)
         return p
 
     def empty(self) -> ProgramBuilder:
@@ -119,8 +125,7 @@ class _GptWriter:
         """The final norm."""
         p = self._program("norm", mtp_streams_into(self._model, "norm"))
         p.input("x", "s b h", **self._between)
-        p.parameter("weight", "h")
-        p.result(p.apply("y", "x", "weight", along="h"), **self._between)
+        p.result(p.apply("y", "x", *self._norm_weights(p, "", "h"), along="h"), **self._between)
         return p
 
     def head(self) -> ProgramBuilder:
@@ -155,22 +160,40 @@ class _GptWriter:
         """Reduce addends to the activation between layers."""
         return p.reduce_scatter(name, x, "tp", "s") if self._sp else p.all_reduce(name, x, "tp")
 
+    def _norm_weights(self, p: ProgramBuilder, prefix: str, dim: str) -> list[str]:
+        ends = ("weight", "bias") if self._model.norm == "layer" else ("weight",)
+        return [p.parameter(f"{prefix}{end}", dim) for end in ends]
+
     def _norm(self, p: ProgramBuilder, name: str, x: str, dim: str) -> str:
-        p.parameter(f"{name}.weight", dim)
-        return p.apply(name, x, f"{name}.weight", along=dim)
+        return p.apply(name, x, *self._norm_weights(p, f"{name}.", dim), along=dim)
 
     def _attention(self, p: ProgramBuilder, x: str) -> str:
-        p.constant("positions", "s", cp="S(s)")
         p.parameter("attn.qkv.weight", "h c", tp="S(c)")
         p.parameter("attn.out.weight", "g h", tp="S(g)")
-        p.multiply("fused", self._enter(p, "attn.in", x), "attn.qkv.weight", over="h")
-        p.split("heads", "fused", "c", "a e")
-        p.apply("query", p.select("plain_query", "heads", "e", "d"), "positions", along="d")
-        p.apply("own_kv", p.select("plain_kv", "heads", "e", "w"), "positions", along="w")
-        p.select("kv", p.all_gather("attn.kv", "own_kv", "cp"), "s", "t")  # a query sees the whole sequence
-        p.apply("mixed", "query", "kv", along="d", drop="t w")
+        fused = p.multiply("fused", self._enter(p, "attn.in", x), "attn.qkv.weight", over="h")
+        if self._model.biases != "none":
+            fused = p.add("fused.biased", fused, p.parameter("attn.qkv.bias", "c", tp="S(c)"))
+        p.split("heads", fused, "c", "a e")
+        query = self._placed_head(p, "q", p.select("plain_query", "heads", "e", "d"), "d")
+        key_value = self._placed_head(p, "k", p.select("plain_kv", "heads", "e", "w"), "w")
+        p.select("kv", p.all_gather("attn.kv", key_value, "cp"), "s", "t")  # a query sees the whole sequence
+        p.apply("mixed", query, "kv", along="d", drop="t w")
         p.multiply("attn.addends", p.merge("attention", "mixed", "a d", "g"), "attn.out.weight", over="g")
-        return self._leave(p, "attn.out", "attn.addends")
+        return self._leave_biased(p, "attn.out", "attn.addends")
+
+    def _placed_head(self, p: ProgramBuilder, name: str, x: str, dim: str) -> str:
+        """The queries of a group, or key and value (which changes neither), with norm and rotation of each head."""
+        if self._model.qk_norm:
+            norm = f"attn.{name}_head_norm"
+            x = p.apply(norm, x, *self._norm_weights(p, f"{norm}.", "head"), along=dim, drop="head")
+        if self._model.positions == "rotary":
+            x = p.apply(f"{name}.rotated", x, p.constant(f"{name}.positions", "s", cp="S(s)"), along=dim)
+        return x
+
+    def _leave_biased(self, p: ProgramBuilder, name: str, x: str) -> str:
+        """``_leave``, and then once the bias."""
+        x = self._leave(p, name, x)
+        return p.add(f"{name}.biased", x, p.parameter(f"{name}.bias", "h")) if self._model.biases == "all" else x
 
     def _latent_attention(self, p: ProgramBuilder, x: str) -> str:
         """Latent attention. For each of ``a`` heads: ``q`` query, ``z`` value, ``w`` key without positions and value.
@@ -208,17 +231,26 @@ class _GptWriter:
 
     def _mlp(self, p: ProgramBuilder, x: str) -> str:
         entered = self._enter(p, "mlp.in", x)
-        return self._leave(p, "mlp.out", self._swiglu(p, "mlp", entered, "f"))
+        addends = self._swiglu if self._model.mlp == "swiglu" else self._gelu
+        x = self._leave(p, "mlp.out", addends(p, "mlp", entered, "f"))
+        return p.add("mlp.biased", x, p.parameter("mlp.down.bias", "h")) if self._model.biases == "all" else x
+
+    def _widened(self, p: ProgramBuilder, name: str, entered: str, f: str) -> str:
+        """The product that makes the inner dim ``f`` of an MLP, with its bias."""
+        p.parameter(f"{name}.weight", f"h {f}", tp=f"S({f})")
+        x = p.multiply(f"{name}.product", entered, f"{name}.weight", over="h")
+        has_bias = self._model.biases == "all"
+        return p.add(f"{name}.biased", x, p.parameter(f"{name}.bias", f, tp=f"S({f})")) if has_bias else x
+
+    def _gelu(self, p: ProgramBuilder, name: str, entered: str, f: str) -> str:
+        inner = p.apply(f"{name}.inner", self._widened(p, f"{name}.up", entered, f))
+        return p.multiply(f"{name}.addends", inner, p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})"), over=f)
 
     def _swiglu(self, p: ProgramBuilder, name: str, entered: str, f: str) -> str:
         """A SwiGLU MLP with the inner dim ``f``. Each TP rank has an addend of its result."""
-        p.parameter(f"{name}.gate.weight", f"h {f}", tp=f"S({f})")
-        p.parameter(f"{name}.up.weight", f"h {f}", tp=f"S({f})")
-        p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})")
-        p.apply(f"{name}.gate", p.multiply(f"{name}.plain_gate", entered, f"{name}.gate.weight", over="h"))
-        p.multiply(f"{name}.up", entered, f"{name}.up.weight", over="h")
-        inner = p.multiply(f"{name}.inner", f"{name}.gate", f"{name}.up")
-        return p.multiply(f"{name}.addends", inner, f"{name}.down.weight", over=f)
+        gate = p.apply(f"{name}.gate", self._widened(p, f"{name}.gate", entered, f))
+        inner = p.multiply(f"{name}.inner", gate, self._widened(p, f"{name}.up", entered, f))
+        return p.multiply(f"{name}.addends", inner, p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})"), over=f)
 
     def _experts(self, p: ProgramBuilder, x: str) -> str:
         """``n`` experts = ``x`` EP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
@@ -259,6 +291,7 @@ def _head_sizes(model: ModelSpec) -> Mapping[str, int]:
         "c": model.kv_heads * per_group,
         "e": per_group,
         "d": group * head,
+        "head": head,
         "w": 2 * head,
         "g": model.num_heads * head,
     }

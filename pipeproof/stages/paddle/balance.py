@@ -21,7 +21,7 @@ from paddle.autograd import PyLayer
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, routers
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.paddle.functional import Indices
 
 Tensor: TypeAlias = paddle.Tensor

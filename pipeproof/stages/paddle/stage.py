@@ -19,7 +19,7 @@ from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, mtp_batches
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.synthetic import Batch, loss_scale
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.balance import Balance

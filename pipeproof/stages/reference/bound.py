@@ -12,7 +12,7 @@ from pipeproof.specs.model_parts import MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.custom_model import describe_custom_layers
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.mtp_streams import num_modules
 
 FAILURE_PROBABILITY = 1e-9

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch, Side
-from pipeproof.stages.describe.layers import layer_order
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch
 from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses

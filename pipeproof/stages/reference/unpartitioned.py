@@ -19,8 +19,8 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch, Side
-from pipeproof.stages.describe.layers import layer_order
 from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.reference import residual_streams as streams

@@ -18,7 +18,7 @@ from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import WorkItem, join_mtp_streams, split_mtp_streams
-from pipeproof.stages.describe.layers import Layer
+from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import Balance
 from pipeproof.stages.torch.experts import ExpertCollectives, ExpertRegion, Experts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value, listed
-from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, Span
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError, aoa_finding
 from pipeproof.state.aoa.parser import Locator, parse_statement
@@ -76,15 +76,12 @@ def _from_lines(text: str, file: str) -> Iterator[tuple[str, Locator]]:
     for number, line in enumerate(LINE_BREAK.split(text), 1):
         content = line.partition("#")[0]
         if content.strip():
-            yield content, partial(_on_line, file, number, 0)
+            yield content, Location(file, number).part
 
 
 def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
     tree = parse_text(text, file)
-    problems = [
-        aoa_finding(UNREADABLE, problem.message, tree.source.at(problem.span), problem.help)
-        for problem in tree.problems
-    ]
+    problems = [aoa_finding(UNREADABLE, problem.message, problem.location, problem.help) for problem in tree.problems]
     if problems or not isinstance(tree.data, Mapping) or KEY not in tree.data:
         keys = [f"`{key}`" for key in tree.data] if isinstance(tree.data, Mapping) else []
         message = f"{file} has no `{KEY}`" + (f", found {listed(keys, 'and')}" if keys else "")
@@ -106,17 +103,13 @@ def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
         yield line, _in_scalar(tree.source, tree.source.values[(KEY, number)], line)
 
 
-def _in_scalar(source: SourceMap, span: Span, text: str) -> Locator:
+def _in_scalar(source: SourceMap, location: Location, text: str) -> Locator:
     """Return the locator for a YAML string, which may be quoted and have escapes."""
-    column = source.lines[span.line - 1].find(text, span.column - 1)
+    column = source.lines[location.line - 1].find(text, location.column - 1)
     if column < 0:
-        return partial(_in_all, source.at(span))
-    return partial(_on_line, source.file, span.line, column)
+        return partial(_in_all, location)
+    return Location(source.file, location.line, column + 1).part
 
 
 def _in_all(location: Location, _start: int, _stop: int) -> Location:
     return location
-
-
-def _on_line(file: str, line: int, before: int, start: int, stop: int) -> Location:
-    return Location(file, line, before + start + 1, before + max(stop, start + 1))

@@ -50,6 +50,7 @@ def as_dcp(task: ReshardTask, name: str, file_bytes: int = _FILE_BYTES) -> Resha
             container="dcp",
         ),
         target_layout=layout_of_files(name, entries, files, {}),
+        provenance=None,
         one_file=None,
         extra_files=MappingProxyType({**task.extra_files, METADATA_FILE: metadata_of(tensors)}),
     )

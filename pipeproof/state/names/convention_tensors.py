@@ -19,7 +19,7 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers import loss_dtype
+from pipeproof.stages.describe.layer import loss_dtype
 from pipeproof.state.names.convention_tables import Convention
 from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.state_index import TensorEntry

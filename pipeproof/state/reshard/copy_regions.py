@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.array_files import checksum_offset, require_embedded_checksum, require_sha256
+from pipeproof.state.array_files import require_sha256
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
 from pipeproof.state.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ class TargetFiles:
     ranks: Mapping[str, int]
     """By file name its rank."""
     metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Metadata of each file's header; if it has room for a checksum (see ``array_files``), the file gets one."""
+    """Metadata of each file's header."""
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """By tensor its key in the files, as in Paddle's; else its name. Paddle's scalars have one dim."""
     container: Literal["safetensors", "dcp"] = "safetensors"
@@ -101,7 +101,7 @@ def write_target(
 
     Any thread calls ``report_progress`` with the bytes done and in all. Files in ``finished`` stay as they are. For
     each other file ``record`` is called when it is on the disk, and when the source files that it is made of have the
-    SHA-256 of the source's index or of their own metadata.
+    SHA-256 of the source's index or provenance.
 
     Raises:
         StateError: A file of the source was changed, or cannot be read.
@@ -182,10 +182,8 @@ class _TargetWriter:
 
     def _require_sha256(self, path: Path) -> None:
         entry = self._checkpoint.files[path]
-        if entry is None:
-            require_embedded_checksum(path, self._checkpoint.checksums[path], self._require_not_stopped)
-        else:
-            require_sha256(path, entry.sha256, _FIX, self._require_not_stopped)
+        assert entry is not None, "only files with a SHA-256 are verified"
+        require_sha256(path, entry.sha256, _FIX, self._require_not_stopped)
 
     def write(self, name: str, record: Callable[[ShardFile], None]) -> ShardFile:
         """Write one file, and record it when its sources are known to be whole."""
@@ -206,10 +204,6 @@ class _TargetWriter:
                     os.posix_fadvise(handle, max(0, 2 * synced - position), 0, os.POSIX_FADV_DONTNEED)
                     synced = position
                 self._add_progress(block.nbytes)
-            place = checksum_offset(start)
-            if place >= 0:
-                os.lseek(handle, place, os.SEEK_SET)
-                _write(handle, memoryview(digest.hexdigest().encode()))
             os.fsync(handle)
         for path in sorted(self.sources_of(name)):
             self.verify(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeproof import __version__
-from pipeproof.state.array_files import embedded_checksum, sync, without_checksum
+from pipeproof.state.array_files import sync
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.open_checkpoint import file_findings
 from pipeproof.state.region_text import size_words
@@ -23,9 +23,16 @@ from pipeproof.state.reshard.work_directory import (
     work_directory,
     work_directory_of,
 )
-from pipeproof.state.safetensors_header import read_header
 from pipeproof.state.state_codes import StateError, reading
-from pipeproof.state.state_index import INDEX_FILE, ShardFile, index_text, read_index
+from pipeproof.state.state_index import (
+    INDEX_FILE,
+    ShardFile,
+    StateIndex,
+    index_text,
+    provenance_file,
+    read_index,
+    read_provenance,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,8 @@ class ReshardResult:
     existed: bool = False
 
 
-def require_output_path(source: Checkpoint, out: Path) -> None:
-    """Refuse an output that exists, or lies in the source.
+def require_output_path(source: Checkpoint, out: Path, *, is_merged: bool) -> None:
+    """Refuse an output that exists, or lies in the source; a merged file has a provenance file next to it.
 
     The output of an interrupted call is checked later, when it is known what it has to be.
 
@@ -50,6 +57,8 @@ def require_output_path(source: Checkpoint, out: Path) -> None:
         raise RefusedError(OUTPUT_UNUSABLE, f"`{out}` is no name for an output", "give one: `-o NAME`")
     if not work_directory_of(out).is_dir():
         require_free(out)
+        if is_merged:
+            require_free(provenance_file(out))
     parent = out.absolute().parent
     if not parent.is_dir():
         raise RefusedError(OUTPUT_UNUSABLE, f"there is no directory {parent}", "create it, or name another output")
@@ -78,7 +87,7 @@ def execute_reshard(
         RefusedError: It cannot be written there.
         StateError: A file of the source is damaged.
     """
-    require_output_path(source, out)
+    require_output_path(source, out, is_merged=task.one_file is not None)
     fingerprint = _fingerprint(source, task)
     if os.path.lexists(out):
         with (
@@ -96,12 +105,24 @@ def execute_reshard(
         files = write_target(
             source, task.state_map, task.target, directory.new, report_progress, jobs, finished, directory.record
         )
-        if task.index is not None:
-            _write(directory.new / INDEX_FILE, index_text(task.index.model_copy(update={"files": files})))
+        for path, index in _indexes(task, directory.new, files).items():
+            _write(path, index_text(index))
         for name, content in task.extra_files.items():
             _write(directory.new / name, content)
         directory.publish(task.one_file)
     return ReshardResult(len(files), sum(file.size_bytes for file in files), len(finished))
+
+
+def _indexes(task: ReshardTask, directory: Path, files: tuple[ShardFile, ...]) -> dict[Path, StateIndex]:
+    """Return the index of a state, or the provenance of a merged file, by path."""
+    if task.index is not None:
+        return {directory / INDEX_FILE: task.index.model_copy(update={"files": files})}
+    if task.provenance is None:
+        return {}
+    (file,) = files
+    if not task.provenance.tensors:
+        file = file.model_copy(update={"shards": ()})
+    return {provenance_file(directory / file.name): task.provenance.model_copy(update={"files": (file,)})}
 
 
 def _require_room(task: ReshardTask, out: Path) -> None:
@@ -128,7 +149,7 @@ def _fingerprint(source: Checkpoint, task: ReshardTask) -> dict[str, object]:
         "the source": _digest_of(sorted(map(_file_of, source.files.items()))),
         "the map": _digest_of(repr(one) for one in sorted(task.state_map.tensors.items(), key=lambda pair: pair[0])),
         "the target": _digest_of(
-            [repr(target.files), repr(target.tensors), repr(target.metadata), repr(task.index), repr(task.extra_files)]
+            map(repr, (target.files, target.tensors, target.metadata, task.index, task.provenance, task.extra_files))
         ),
         "the version": __version__,
     }
@@ -156,32 +177,33 @@ def is_complete_output(out: Path, task: ReshardTask) -> bool:
     """
     try:
         headers_match = all(
-            _begins_with(out if task.one_file is not None else out / name, task.target.header_of(name)[0])
-            for name in task.target.files
+            _begins_with(_path_in(out, task, name), task.target.header_of(name)[0]) for name in task.target.files
         )
         extra_files_match = all(
             (out / name).read_bytes() == _bytes(content) for name, content in task.extra_files.items()
         )
         if not headers_match or not extra_files_match:
             return False
-        if task.index is not None:
-            existing = read_index(out)
-            if existing.model_copy(update={"files": (), "sha256": None}) != task.index:
+        expected = task.provenance if task.index is None else task.index
+        if expected is not None:
+            (first, *_) = task.target.files
+            existing = read_index(out) if task.index is not None else read_provenance(_path_in(out, task, first))
+            if existing is None or existing.model_copy(update={"files": (), "sha256": None}) != expected:
                 return False
-            if {file.name: file.shards for file in existing.files} != task.target.files:
+            if task.index is not None and {file.name: file.shards for file in existing.files} != task.target.files:
                 return False
     except (OSError, StateError):
         return False
     return not file_findings(out)
 
 
+def _path_in(out: Path, task: ReshardTask, name: str) -> Path:
+    return out if task.one_file is not None else out / name
+
+
 def _begins_with(path: Path, start: bytes) -> bool:
-    if not start:  # of PyTorch's archives, which are compared with the metadata
-        return path.is_file()
-    checksum = embedded_checksum(read_header(path).metadata, path)
-    with path.open("rb") as stream:
-        existing = stream.read(len(start))
-    return (existing if checksum is None else without_checksum(existing, checksum)) == start
+    with path.open("rb") as stream:  # nothing of PyTorch's archives, which are compared with the metadata
+        return stream.read(len(start)) == start
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -1,32 +1,33 @@
 """The flows of a reshard as an SVG picture: bands from present to future holders, and tensors that are resharded.
 
-The picture is self-contained, like those of schedules: no script, nothing loaded, colours that follow the reader's
-light or dark setting. A colour represents the present holder. Numbers show the same.
+A colour represents the present holder. Numbers show the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import product
 from math import prod
-from unicodedata import east_asian_width
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.diagnostics.text_output import printable
 from pipeproof.state.region_text import and_more, counted, range_text, size_words
 from pipeproof.state.regions import Region
 from pipeproof.state.reshard.flows import ZEROS, Flow, Flows, ReshardedTensors
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError
 from pipeproof.state.reshard.shard_layout import ShardLayout
 from pipeproof.views.colours import is_dark
+from pipeproof.views.svg import SIZE_OF_TITLE, SIZES, label_in, px, rect, shortened, svg_page, text, tooltip
 
 MAX_HOLDERS = 64
 """Most holders of one side: more bands are not distinguishable."""
 _WIDTH, _MARGIN, _COLUMNS, _MAX_CELLS = 960, 16, 4, 24
 _COLOURS = ("#3461c1", "#e0ac12", "#27803f", "#b03a9b", "#38b6c9", "#d1603d", "#8250df", "#8a9a5b")
 """Colours of the present holders; the ninth has that of the first again."""
+NEUTRAL = "#7d7d7d"
+"""Colour of elements that no holder has."""
+_STYLE = ".cut{fill:none;stroke:#fff;stroke-width:1.5}.band{fill-opacity:.45}"
+_DARK = ".cut{stroke:#0d1117}.band{fill-opacity:.6}"
 
 
 def require_drawable(*sides: ShardLayout) -> None:
@@ -55,13 +56,8 @@ def flows_svg(flows: Flows, source: LayoutLabel, target: LayoutLabel) -> str:
         flows.resharded[first : first + _COLUMNS] for first in range(0, min(len(flows.resharded), _MAX_CELLS), _COLUMNS)
     ]
     height = top + sum(max(map(height_of, row)) for row in rows) + 16
-    size = f'width="{_WIDTH}" height="{height}"'
     head = f"{source.name} to {target.name}: {size_words(sum(flows.num_bytes.values()))}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {size} role="img">',
-        title(head),
-        f"<style>{STYLE}</style>",
-        f'<rect class="paper" {size}/>',
         text(_MARGIN, 24, shortened(head, _WIDTH - 2 * _MARGIN, SIZE_OF_TITLE), "title"),
         text(LEFT, TOP - 14, "held by", "faint end"),
         text(RIGHT, TOP - 14, "will be held by", "faint"),
@@ -73,7 +69,7 @@ def flows_svg(flows: Flows, source: LayoutLabel, target: LayoutLabel) -> str:
         for column, resharded in enumerate(row):
             lines += cell(resharded, _MARGIN + column * WIDTH, y, colours)
         y += max(map(height_of, row))
-    return "\n".join([*lines, "</svg>", ""])
+    return svg_page((_WIDTH, height), head, lines, _STYLE, _DARK)
 
 
 def _summary(flows: Flows) -> str:
@@ -128,14 +124,14 @@ class Bands:
             size = self._flows.num_bytes.get((sender, receiver), 0)
             if size:
                 shape = _band(begun[sender], ended[receiver], self._height(size))
-                what = title(f"{sender} to {receiver}: {size_words(size)}")
+                what = tooltip(f"{sender} to {receiver}: {size_words(size)}")
                 yield f'<path class="band" fill="{self._colours[sender]}" d="{shape}">{what}</path>'
                 begun[sender] += self._height(size)
                 ended[receiver] += self._height(size)
         for sender, (y, height) in self._senders.items():
-            yield rect(self._colours[sender], LEFT + _LABEL_GAP, y, _BAR, height, title(source.label(sender)))
+            yield rect(self._colours[sender], LEFT + _LABEL_GAP, y, _BAR, height, tooltip(source.label(sender)))
         for receiver, (y, height) in self._receivers.items():
-            yield rect(NEUTRAL, RIGHT - _LABEL_GAP - _BAR, y, _BAR, height, title(target.label(receiver)))
+            yield rect(NEUTRAL, RIGHT - _LABEL_GAP - _BAR, y, _BAR, height, tooltip(target.label(receiver)))
         yield from _labels(self._senders, source, LEFT, "end")
         yield from _labels(self._receivers, target, RIGHT, "")
 
@@ -193,9 +189,9 @@ def cell(resharded: ReshardedTensors, x: float, y: float, colours: Mapping[str, 
         left, wide = (width * number / num_columns for number in (flow.region.offsets[-1], flow.region.extents[-1]))
         for first, num in _rectangles(flow.region, resharded.shape):
             place = x + left, y + _ABOVE + height * first / num_rows, wide, height * num / num_rows
-            yield rect(colours[flow.sender], *place, title(label))
+            yield rect(colours[flow.sender], *place, tooltip(label))
             if min(place[2:]) >= _MIN_FRAMED:  # a frame would hide what is thinner
-                yield rect(None, *place)
+                yield rect("cut", *place)
             yield _label(flow, place, on_dark=is_dark(colours[flow.sender]))
 
 
@@ -217,15 +213,13 @@ def _rectangles(region: Region, shape: Sequence[int]) -> Iterator[tuple[int, int
 
 
 def _label(flow: Flow, place: tuple[float, float, float, float], *, on_dark: bool) -> str:
-    """Return ``2→0``, or less, as large as fits; empty where nothing fits."""
+    """Return ``2→0`` as large as fits; empty where it does not fit, or neither is a rank."""
     x, y, width, height = place
     sender, receiver = rank_number(flow.sender), rank_number(flow.receiver)
-    label = f"{sender}→{receiver}" if sender or receiver else ""
-    for size in SIZES:
-        if label and size <= height - 2 and len(label) * size * LETTER <= width - 2:
-            look = f"mid {'on' if on_dark else 'under'}" + (f" s{size}" if size != SIZES[0] else "")
-            return text(x + width / 2, y + height / 2 + size * 0.36, label, look)
-    return ""
+    if not (sender or receiver):
+        return ""
+    middle, room = (x + width / 2, y + height / 2), (width - 2, height - 2)
+    return label_in(middle, room, (f"{sender}→{receiver}",), on_dark=on_dark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,69 +242,3 @@ class LayoutLabel:
 def rank_number(holder: str) -> str:
     """Return the number of a rank; empty for a file."""
     return holder.removeprefix("rank ") if holder.startswith("rank ") else ""
-
-
-NEUTRAL = "#7d7d7d"
-"""Colour of elements that no holder has."""
-SIZES = (11, 9, 8)
-"""Letter sizes in pixels; text that fits in none of them is left out."""
-SIZE_OF_TITLE = 13
-"""Letter size of the title."""
-LETTER = 0.62
-"""Width of a letter in parts of its size, in a wide font."""
-_WIDE = 1.0
-"""Width of Chinese and similar letters."""
-STYLE = """\
-text{font-family:ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;font-size:11px;fill:#24292f}
-.title{font-size:13px}.faint{fill:#57606a}.end{text-anchor:end}.mid{text-anchor:middle}.s9{font-size:9px}.s8{font-size:8px}
-.paper{fill:#fff}.cut{fill:none;stroke:#fff;stroke-width:1.5}.band{fill-opacity:.45}
-@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.band{fill-opacity:.6}.cut{stroke:#0d1117}text{fill:#d1d7e0}.faint{fill:#9198a1}}
-text.on{fill:#fff}text.under{fill:#111}"""
-"""Style sheet of the picture; it has its own background."""
-
-
-def text(x: float, y: float, label: str, look: str = "") -> str:
-    """Return a text with its base line at (x, y); ``look`` has classes of ``STYLE``."""
-    attribute = f' class="{look}"' if look else ""
-    return f'<text{attribute} x="{px(x)}" y="{px(y)}">{_escaped(label)}</text>'
-
-
-def _escaped(label: str) -> str:
-    """Escape for XML, which has no control characters, nor the bytes of file names that are not text."""
-    return escape(printable(label))
-
-
-def title(label: str) -> str:
-    """Return the tooltip of a mark, which screen readers read, too."""
-    return f"<title>{_escaped(label)}</title>"
-
-
-def shortened(label: str, room: float, size: int = SIZES[0]) -> str:
-    """Return the text, or as much of both its ends as ``room`` pixels hold."""
-    most = room / size
-    if sum(map(_width, label)) <= most:
-        return label
-    ends: tuple[list[str], list[str]] = [], []
-    left, sides = most - _WIDE, (iter(label), iter(reversed(label)))
-    while True:
-        for end, letters in zip(ends, sides, strict=True):
-            letter = next(letters)
-            left -= _width(letter)
-            if left < 0:
-                return "".join((*ends[0], "…", *reversed(ends[1])))
-            end.append(letter)
-
-
-def _width(letter: str) -> float:
-    return _WIDE if east_asian_width(letter) in "WF" else LETTER
-
-
-def rect(colour: str | None, x: float, y: float, width: float, height: float, inside: str = "") -> str:
-    """Return a rectangle with a colour, or only its frame."""
-    look = 'class="cut"' if colour is None else f'fill="{colour}"'
-    return f'<rect {look} x="{px(x)}" y="{px(y)}" width="{px(width)}" height="{px(height)}">{inside}</rect>'
-
-
-def px(length: float) -> str:
-    """Format a length, to a hundredth of a pixel."""
-    return f"{length:.2f}".rstrip("0").rstrip(".")

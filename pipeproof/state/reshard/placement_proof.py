@@ -8,7 +8,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.layers import Parameter
+from pipeproof.stages.describe.layer import Parameter
 from pipeproof.state.region_text import and_more, range_text
 from pipeproof.state.regions import Region
 from pipeproof.state.reshard.reshard_codes import TENSOR_MISMATCH

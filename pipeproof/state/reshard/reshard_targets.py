@@ -9,38 +9,42 @@ from types import MappingProxyType
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.array_files import CHECKSUM_KEY, EMPTY_CHECKSUM
-from pipeproof.state.checkpoint import INDEX_KEY, Checkpoint
+from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.regions import whole_region
 from pipeproof.state.reshard.copy_regions import TargetFiles
 from pipeproof.state.reshard.padding import padding_map, with_vocabulary_of
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError
 from pipeproof.state.reshard.shard_layout import ShardLayout, layout_of_files
-from pipeproof.state.resume_check import require_same_training
+from pipeproof.state.resume_check import data_done, data_note, require_same_training
 from pipeproof.state.state_codes import StateError
-from pipeproof.state.state_index import Shard, StateIndex, TensorEntry, index_text
+from pipeproof.state.state_index import Shard, StateIndex, TensorEntry
 from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text, files_of, whole_state
 from pipeproof.state.tensor_map import StateMap, identity_map
-from pipeproof.state.write_state import index_of_plan
+from pipeproof.state.write_state import index_of_plan, running_versions
 
 _OF_OPTIMIZER = ("moment", "counter")
 _ONE_FILE = "model.safetensors"
 """Temporary name of a merged file until it gets its own."""
+_METADATA = MappingProxyType({"format": "pt"})
+"""Header metadata of a merged file: Hugging Face's loaders require it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardTask:
     """A reshard: the files to write, the map from the source, and the target's layout for the proof.
 
-    ``index`` is that of a state, without its files; a merged file has none, and is ``one_file``. ``extra_files`` are
-    further files of a directory, by name.
+    ``index`` is that of a state, without its files. A merged file has its ``provenance`` instead, and is ``one_file``
+    unless it gets a directory. ``extra_files`` are further files of a directory, by name. ``notes`` are on data that
+    changes.
     """
 
     target: TargetFiles
     state_map: StateMap
     target_layout: ShardLayout
     index: StateIndex | None = None
+    provenance: StateIndex | None = None
     one_file: str | None = None
+    notes: tuple[Finding, ...] = ()
     extra_files: Mapping[str, str | bytes] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -62,10 +66,10 @@ def task_for_plan(
         PipeproofError: Vocabularies differ in more than their padding.
     """
     require_unique_buffers(plan)
-    index = source.index
+    index, changed = source.index, None
     if index is not None:
         padded = _as_if_padded(index, plan)
-        require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
+        changed = require_same_training(_without_steps(padded) if weights_only else padded, plan, digest)
     tensors = without_optimizer_state(whole_state(plan)) if weights_only else whole_state(plan)
     if given_map is None:
         kept_tensors = without_optimizer_state(source.tensors) if weights_only else source.tensors
@@ -84,6 +88,7 @@ def task_for_plan(
         0 if weights_only or index is None else index.steps_done,
         digest=digest,
         from_beginning=index is not None and not weights_only and index.from_beginning and index.digest == digest,
+        data_before=None if index is None or weights_only else data_done(index) if changed else index.data_before,
         versions={} if index is None else index.versions,
         tensors=tensors,
     )
@@ -92,35 +97,35 @@ def task_for_plan(
         given_map,
         layout_of_files(name, tensors, files, ranks, plan),
         index_of_target,
+        notes=() if changed is None else (data_note(changed, index),),
     )
 
 
 def training_faults(plan: LoweredPlan, other: LoweredPlan, *, weights_only: bool) -> tuple[Finding, ...]:
-    """Return why the plan ``other`` cannot resume from states that runs of ``plan`` save; none if it can."""
+    """Return why the plan ``other`` cannot resume from states that runs of ``plan`` save, or how its data changes."""
     saved = index_of_plan(plan, 0 if weights_only else 1)
     try:
-        require_same_training(_as_if_padded(saved, other), other)
+        changed = require_same_training(_as_if_padded(saved, other), other)
     except StateError as error:
         return error.findings
-    return ()
+    return () if changed is None else (data_note(changed, None),)
 
 
 def task_for_file(source: Checkpoint, out: Path, given_map: StateMap | None, *, weights_only: bool) -> ReshardTask:
     """Return the task for one file with every tensor whole.
 
-    Of a state, under the source's names, it can become a state again.
+    Of a state, under the source's names, it can become a state again. The file has its tensors alone, so that files of
+    equal content are equal; all else is provenance.
 
     ``given_map`` makes the file's tensors of the source's, if they get other names.
     """
-    metadata = {"format": "pt", CHECKSUM_KEY: EMPTY_CHECKSUM}
+    provenance = _origin_unknown() if source.index is None else source.index
+    if source.index is not None and weights_only:
+        provenance = _without_steps(source.index)
     kept_tensors = without_optimizer_state(source.tensors) if weights_only else dict(source.tensors)
     if given_map is None:
         entries = {name: entry.model_copy(update={"cut": None}) for name, entry in kept_tensors.items()}
         state_map = identity_map(entries)
-        if source.index is not None:
-            index = _without_steps(source.index) if weights_only else source.index
-            index = index.model_copy(update={"tensors": entries, "files": ()})
-            metadata[INDEX_KEY] = index_text(index, indent=None)
     else:
         state_map = given_map
         entries = {
@@ -129,10 +134,21 @@ def task_for_file(source: Checkpoint, out: Path, given_map: StateMap | None, *, 
         }
     state_map = replace(state_map, removed=state_map.removed | (source.tensors.keys() - kept_tensors.keys()))
     shards = tuple(_whole(name, entry) for name, entry in sorted(entries.items()))
-    target = TargetFiles({_ONE_FILE: shards}, entries, {_ONE_FILE: 0}, MappingProxyType(metadata))
+    described = entries if given_map is None and source.index is not None else {}
     return ReshardTask(
-        target, state_map, layout_of_files(str(out), entries, {out.name: shards}, {}), one_file=_ONE_FILE
+        TargetFiles({_ONE_FILE: shards}, entries, {_ONE_FILE: 0}, _METADATA),
+        state_map,
+        layout_of_files(str(out), entries, {out.name: shards}, {}),
+        provenance=provenance.model_copy(update={"tensors": described, "files": (), "sha256": None}),
+        one_file=_ONE_FILE,
     )
+
+
+def _origin_unknown() -> StateIndex:
+    return StateIndex(
+        pipeproof_state=1, steps_done=0, digest="", framework="", versions=running_versions(), mesh={}, values={},
+        tensors={}, files=(),
+    )  # fmt: skip
 
 
 def require_unique_buffers(plan: LoweredPlan) -> None:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from pipeproof.state.array_files import sync
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError
-from pipeproof.state.state_index import ShardFile
+from pipeproof.state.state_index import ShardFile, provenance_file
 
 _JOB, _NEW, _DONE, _LOCK = "job.json", "new", "done", "lock"
 
@@ -55,7 +55,7 @@ class WorkDirectory:
         _write_atomically(self.directory / _DONE / f"{file.name}.json", file.model_dump_json(exclude_none=True))
 
     def publish(self, one_file: str | None) -> None:
-        """Give the output its name: the directory of files, or its only file.
+        """Give the output its name: the directory of files, or its only file, after the provenance of that.
 
         Raises:
             RefusedError: An output of that name was created in the meantime.
@@ -63,6 +63,9 @@ class WorkDirectory:
         output_files = self.new if one_file is None else self.new / one_file
         sync(self.new)
         require_free(self.output)
+        if one_file is not None:
+            provenance_file(output_files).rename(provenance_file(self.output))
+            sync(self.output.absolute().parent)
         output_files.rename(self.output)
         sync(self.output.absolute().parent)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from pipeproof.diagnostics.finding import WitnessOp
-from pipeproof.diagnostics.source import shown_path
+from pipeproof.diagnostics.finding import WitnessOp, shown_path
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.schedule.ops import Op, OpKind
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.diagnostics.source import shown_path
+from pipeproof.diagnostics.finding import shown_path
 from pipeproof.schedule.columns import COMMUNICATORS, NONE
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.schedule.ops import (

@@ -11,7 +11,7 @@ from pipeproof.diagnostics.finding import Finding, OpsWitness
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
-from pipeproof.stages.describe.layers import Parameter
+from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.training_state import num_shards, shard_numel
 from pipeproof.verify.subject import Rule, Subject, finding, of_small_plan
 

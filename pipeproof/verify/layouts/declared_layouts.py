@@ -8,7 +8,7 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import BoundarySpec
-from pipeproof.stages.describe.layers import is_empty, layer_kind
+from pipeproof.stages.describe.layer import is_empty, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.stages.describe.typed_values import AxisType
 from pipeproof.verify.subject import Rule, Subject, finding

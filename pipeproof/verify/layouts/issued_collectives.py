@@ -19,7 +19,7 @@ from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layers import Collective, CollectiveKind, is_block, layer_kind
+from pipeproof.stages.describe.layer import Collective, CollectiveKind, is_block, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding
 

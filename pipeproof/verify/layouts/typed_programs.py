@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
-from pipeproof.stages.describe.layers import Collective, layer_kind, weight_calls
+from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject, finding

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.shell_script import read_script
 from pipeproof.interop.importers.megatron.shell_words import ShellTextError
 
@@ -40,7 +41,7 @@ SNIPPETS = (
 def by_reading(text):
     return [
         [argument.text for argument in command[1:]]
-        for command in read_script(text).commands
+        for command in read_script(text, "run.sh").commands
         if command[0].text == "run"
     ]
 
@@ -67,7 +68,7 @@ def test_reading_agrees_with_bash(text):
 
 
 def test_what_only_a_run_can_tell_is_said():
-    (command,) = read_script("N=$(nvidia-smi -L | wc -l)\nrun $N ${1} x${A%%b} $((N+1)) ok").commands
+    (command,) = read_script("N=$(nvidia-smi -L | wc -l)\nrun $N ${1} x${A%%b} $((N+1)) ok", "run.sh").commands
     texts = [argument.text for argument in command]
     assert texts == ["run", None, None, None, None, "ok"]
     assert "nvidia-smi" in command[1].why
@@ -77,17 +78,18 @@ def test_what_only_a_run_can_tell_is_said():
 
 
 def test_a_branch_that_depends_on_files_is_left_out_and_noted():
-    script = read_script('A=(--x)\nif [ -f conf ]; then\n  A+=(--y)\nelse\n  A+=(--z)\nfi\nrun "${A[@]}"')
+    script = read_script('A=(--x)\nif [ -f conf ]; then\n  A+=(--y)\nelse\n  A+=(--z)\nfi\nrun "${A[@]}"', "run.sh")
     assert [argument.text for argument in script.commands[-1]] == ["run", "--x"]
-    assert script.variables.undecided == {"A": 3}
+    assert script.variables.undecided == {"A": Location("run.sh", 3, 3)}
 
 
 def test_arguments_have_the_place_where_they_are_written():
     text = 'ARGS="--pp 4 \\\n   --tp 2"\nLIST=(\n  --cp 1\n)\nrun $ARGS ${LIST[@]}'
-    command = read_script(text).commands[-1]
+    command = read_script(text, "run.sh").commands[-1]
     lines = text.split("\n")
     for argument in command:
-        assert lines[argument.line - 1][argument.column - 1 : argument.end_column] == argument.text
+        location = argument.location
+        assert lines[location.line - 1][location.column - 1 : location.end_column] == argument.text
 
 
 @pytest.mark.parametrize(
@@ -101,8 +103,8 @@ def test_arguments_have_the_place_where_they_are_written():
 )
 def test_what_is_not_closed_is_refused_where_it_begins(text, message, line):
     with pytest.raises(ShellTextError, match=message.replace("(", r"\(")) as caught:
-        read_script(text)
-    assert caught.value.span.line == line
+        read_script(text, "run.sh")
+    assert caught.value.location.line == line
 
 
 PARTS = (
@@ -116,7 +118,7 @@ PARTS = (
 @given(st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=25).map(" ".join))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(ShellTextError):
-        for command in read_script(text).commands:
+        for command in read_script(text, "run.sh").commands:
             for argument in command:
-                assert argument.line >= 1
-                assert 1 <= argument.column <= argument.end_column
+                assert argument.location.line >= 1
+                assert 1 <= argument.location.column <= argument.location.end_column

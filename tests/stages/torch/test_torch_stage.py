@@ -6,8 +6,8 @@ import torch
 
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layer import backward_calls, weight_calls
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.layers import backward_calls, weight_calls
 from pipeproof.stages.describe.synthetic import IGNORED, micro_batch
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 from pipeproof.stages.torch.backend_ops import OPS

@@ -10,6 +10,7 @@ from pipeproof.state.compare_checkpoints import compare_checkpoints
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state
 from pipeproof.state.state_codes import StateError
+from pipeproof.state.state_index import provenance_file
 from tests.state.kill.dying import require_all_bytes_counted, require_renamed_after_sync
 from tests.state.kill.processes import Victim
 from tests.state.kill.work import command, save_all, write_target
@@ -42,7 +43,10 @@ def made(request, tmp_path_factory):
 
 
 def content(path):
-    return {path.name: path.read_bytes()} if path.is_file() else files_below(path)
+    """Files and their bytes, of a merged file with its provenance."""
+    if not path.is_file():
+        return files_below(path)
+    return {file.name: file.read_bytes() for file in (path, provenance_file(path)) if file.exists()}
 
 
 def again(root):
@@ -58,7 +62,7 @@ def require_absent_or_whole(at, old, out, right):
     there = (at / out).exists()
     if there:
         assert content(at / out) == right
-    assert {path.name for path in at.iterdir()} <= {STATE, out, f".{out}.reshard"}
+    assert {path.name for path in at.iterdir()} <= {STATE, out, f".{out}.reshard", provenance_file(at / out).name}
     assert find_state(at).directory.name == max(STATE, out if there and out.startswith("step") else "")
     for path in (at / f".{out}.reshard").rglob("*"):
         if path.is_dir() or path.suffix == ".safetensors":
@@ -67,7 +71,8 @@ def require_absent_or_whole(at, old, out, right):
             except StateError:
                 continue
             found = content(path)
-            whole = right if path.is_dir() else {name: right[name] for name in found}
+            is_state = path.is_dir() and not out.endswith(".safetensors")  # a merged file is whole by its length
+            whole = right if is_state else {name: right[name] for name in found}
             assert found == whole, path
     return there
 

@@ -25,15 +25,22 @@ TOPOLOGIES = {
     "pp2_sd2": {"topology": {"pp": 2, "dp": 2}, "num": 2, "memory": {"shard_optimizer": "dp"}},
     "ep2_tp2": {"topology": {"pp": 1, "ep": 2, "tp": 2}, "num": 2},
     "ep2_pp2": {"topology": {"pp": 2, "ep": 2}, "num": 2},
+    "tp2_sp_pp2": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}},
+    "pp4": {"topology": {"pp": 4}},
 }
 
 
-def write_plan(path: Path, topology: str, model=None, backend="paddle", **run) -> Path:
-    """The plan of a topology, of which every one trains on four micro-batches a step."""
+def write_plan(path: Path, topology: str, model=None, backend="paddle", micro=None, **run) -> Path:
+    """The plan of a topology, of which every one trains on four micro-batches a step, or ``micro`` on each rank."""
     asked = TOPOLOGIES[topology]
+    num = micro or asked.get("num", 4)
     plan = plan_dict(
         topology=asked["topology"],
-        schedule={"num_micro_batches": asked.get("num", 4), "micro_batch_size": 1, **asked.get("schedule", {})},
+        schedule={
+            "num_micro_batches": num,
+            "micro_batch_size": 1,
+            **asked.get("schedule", {}),
+        },
         memory=asked.get("memory", {}),
         run={"backend": backend, "steps": 9, "optimizer": "adamw", **run},
     )

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.regions import Region
 from pipeproof.state.reshard import flow_picture as page
-from pipeproof.state.reshard.flow_picture import LETTER, _rectangles, shortened
+from pipeproof.state.reshard.flow_picture import _rectangles
 from pipeproof.state.reshard.flows import ZEROS, flows_between
 from pipeproof.state.reshard.padding import padding_map
 from pipeproof.state.reshard.shard_layout import layout_of_plan
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap
 from pipeproof.state.write_state import values_of
+from pipeproof.views.svg import LETTER, shortened
 from tests.state.reshard.plans import DENSE, WITH_ALL, reshard, state_of, subject_of, write_plan
 
 PAIRS = [("tp2_pp2", "ep2_tp2", WITH_ALL), ("sd4", "tp2", DENSE), ("ep2_pp2", "sd4", WITH_ALL)]
@@ -137,7 +138,8 @@ def test_names_of_other_people_are_letters_in_the_picture_and_nothing_else(there
 
 @given(st.text("aW.长", max_size=40), st.integers(11, 300))
 def test_a_shortened_name_has_room_and_both_its_ends(name, room):
-    width = sum(11 if letter == "长" else 11 * LETTER for letter in name)
+    widths = {"a": 11 * LETTER, ".": 5.5 * LETTER, "W": 11, "长": 11}
+    width = sum(widths[letter] for letter in name)
     short = shortened(name, room)
     assert (short == name) == (width <= room)
     if width > room:
@@ -145,4 +147,4 @@ def test_a_shortened_name_has_room_and_both_its_ends(name, room):
         assert name.startswith(begin)
         assert name.endswith(end)
         assert len(begin) - len(end) in (0, 1)
-        assert sum(11 if letter == "长" else 11 * LETTER for letter in begin + end) + 11 <= room + 1e-9
+        assert sum(widths[letter] for letter in begin + end) + 11 <= room + 1e-9

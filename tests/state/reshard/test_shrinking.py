@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from pipeproof.state.reshard import execute_reshard as carry
+from pipeproof.state.state_index import provenance_file
 from tests.state.reshard.plans import DENSE, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
 SOURCES = ("states", "merged.safetensors", "theirs.safetensors")
-"""With an index, with a seal, with no SHA-256 at all."""
+"""With an index, with a provenance file, with no SHA-256 at all."""
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +23,8 @@ def made(tmp_path_factory):
     write_plan(root / "other.yaml", "tp2", DENSE)
     reshard(root / "states", "-o", root / "merged.safetensors")
     reshard(root / "states", "-o", root / "theirs.safetensors", "--names", "huggingface")
-    unseal(root / "theirs.safetensors")
+    provenance_file(root / "theirs.safetensors").unlink()
     return root
-
-
-def unseal(file):
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b'"pipeproof_sha256"', b'"somebody_sha256."'))
 
 
 @pytest.fixture
@@ -92,9 +88,9 @@ def test_a_file_that_is_gone_when_work_begins(there, monkeypatch):
     gone = next(there.glob("states/*/rank1.safetensors"))
     begin = carry.require_output_path
 
-    def removed(*arguments):
+    def removed(*arguments, **options):
         gone.unlink(missing_ok=True)
-        return begin(*arguments)
+        return begin(*arguments, **options)
 
     monkeypatch.setattr(carry, "require_output_path", removed)
     assert f"{gone.relative_to(there)} cannot be read: No such file or directory" in ended("states")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import torch
@@ -19,23 +17,19 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
-from pipeproof.exec.train.agreement import Agreement, require_equal
+from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
     Request,
-    StageFacts,
     complete_plan,
     forward_plan,
     given_plan,
-    placement_of,
     require_no_times,
     schedule_section,
 )
 from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
-from pipeproof.exec.train.stage_boundaries import Form, LeafSpec, dtype_name
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
-from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
-from pipeproof.exec.train.torch.channel_groups import OrderedSums, StageWorld, connect_stages
+from pipeproof.exec.train.torch.channel_groups import OrderedSums, connect_stages
 from pipeproof.exec.train.torch.compare_reference import (
     Comparison,
     GradientDifference,
@@ -46,30 +40,30 @@ from pipeproof.exec.train.torch.data_parallel import (
     Replicas,
     ReplicatedStepEnd,
     groups_of,
-    layout_of,
     local_part,
 )
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_framework import ModuleFramework
 from pipeproof.exec.train.torch.module_stage import (
-    Boundaries,
     LossFunction,
     ModuleStage,
     StepData,
     gradients_aside,
     trained,
 )
-from pipeproof.exec.train.torch.split_linear import require_splittable
-from pipeproof.exec.train.torch.stage_times import time_stage
-from pipeproof.exec.train.torch.stage_values import MicroBatches, micro_batches
-from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
-from pipeproof.exec.train.torch.varied_lengths import (
-    Examples,
-    declared_examples,
-    examples_of,
-    plan_entries,
-    rows_of,
+from pipeproof.exec.train.torch.pipeline_start import (
+    dtype_of,
+    placed_stages,
+    process_group,
+    require_same_layouts,
+    same_request,
+    share_start,
+    tied_layouts,
 )
+from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.stage_facts import StageDescriber
+from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
+from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
@@ -80,7 +74,6 @@ if TYPE_CHECKING:
 
 Split = Literal["whole", "linear"]
 _Start = TypeVar("_Start", bound=Callable[..., None])
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def _reports_failure(start: _Start) -> _Start:
@@ -151,14 +144,14 @@ class Pipeline:
         timeout_s: float = 600.0,
         unsafe: bool = False,
     ) -> None:
-        pipeline_group = self._process_group = _group(group)
+        pipeline_group = self._process_group = process_group(group)
         store = store_of(pipeline_group)
         ranks = dist.get_process_group_ranks(pipeline_group)
         self.rank, self.num_ranks = ranks.index(dist.get_rank()), len(ranks)
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
-        shards = None if data_group is None else _group(data_group)
+        shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
             if split not in ("whole", "linear"):
@@ -181,7 +174,7 @@ class Pipeline:
                         num_micro_batches,
                         "torch",
                         "gpu" if device_of(modules, allow_meta=True).type == "cuda" else "cpu",
-                        _dtype_of(modules),
+                        dtype_of(modules),
                         self.num_ranks,
                         sizes.pop(),
                     )
@@ -199,7 +192,7 @@ class Pipeline:
             }
 
         answers = agreement.gather("request", request)
-        asked = _same_request(answers)
+        asked = same_request(answers)
         every_stage = sorted({number for other in answers for number in other["stages"]})
         by_rank = () if isinstance(stages, ModelStages) else [other["stages"] for other in answers]
 
@@ -210,7 +203,7 @@ class Pipeline:
             return made
 
         skeleton = agreement.gather("sizes", sizes)[0]
-        placed = agreement.gather("placement", lambda: _placed(answers, every_stage, skeleton))[0]
+        placed = agreement.gather("placement", lambda: placed_stages(answers, every_stage, skeleton))[0]
         own = placed[self.rank]
         self.stages: dict[int, nn.Module] = {number: stages[number] for number in own}
         self.num_stages = len(every_stage)
@@ -218,15 +211,17 @@ class Pipeline:
 
         def own_modules() -> list[str]:
             self._device = device_of(self.stages.values())
-            return _tied_layouts(self.stages, tied)
+            return tied_layouts(self.stages, tied)
 
         layouts = agreement.gather("modules", own_modules)
-        agreement.gather("tied weights", lambda: _require_same_layouts(tied, layouts))
+        agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
         self._replicas = {n: Replicas(n, module, shards) for n, module in self.stages.items()}
-        self._split, self._profile = split, profile
-        agreement.gather("split", self._require_splittable)
+        agreement.gather("split", lambda: self._require_splittable(split))
 
-        facts, boundaries, num_rows, seq_lengths = self._describe(example, example_kwargs or {}, placed, skeleton)
+        describer = StageDescriber(
+            agreement, self.rank, self.num_stages, self._replicas, self._device, split == "linear", profile
+        )
+        facts, boundaries, num_rows, seq_lengths = describer.describe(example, example_kwargs or {}, placed, skeleton)
         content = complete_plan(skeleton, facts, tied, num_rows, seq_lengths)
         self.num_micro_batches: int = content["schedule"]["num_micro_batches"]
         self.micro_batch_size = num_rows
@@ -259,7 +254,7 @@ class Pipeline:
             timeout_s,
         )  # fmt: skip
         self._failures = PipelineFailures(agreement, self._world.abort)
-        _share_start(self._world, lowered, self._modules, self.rank)
+        share_start(self._world, lowered, self._modules, self.rank)
         self._framework = ModuleFramework(self._device, self._modules)
         self._progress = TorchProgress(lowered.graph.num_ops) if self._device.type == "cuda" else None
         self._train = self._rank_of(lowered)
@@ -352,7 +347,7 @@ class Pipeline:
             torch.clear_autocast_cache()  # it may hold casts without a graph
             losses = [] if data.outputs else self._losses_of(data)
         if data.outputs:
-            return _joined([data.outputs[index] for index in sorted(data.outputs)])
+            return joined_outputs([data.outputs[index] for index in sorted(data.outputs)])
         return self._loss_of(losses)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -380,156 +375,10 @@ class Pipeline:
                 weight.grad.mul_(factor)
         return total
 
-    def _describe(
-        self,
-        example: Sequence[Any] | None,
-        kwargs: Mapping[str, Any],
-        placed: Sequence[Sequence[int]],
-        skeleton: Mapping[str, Any],
-    ) -> tuple[list[StageFacts], dict[int, Boundaries], int, list[int] | None]:
-        """Facts of all stages, boundaries of this rank's, the rows of a micro-batch, and the lengths of all.
-
-        Each stage runs on its first rank, which publishes its boundary for the next one in the store.
-        """
-        homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
-        schedule, made = skeleton["schedule"], list[Examples | None]()
-
-        def make_examples() -> None:
-            made.append(None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"]))
-
-        self._agreement.gather("example", make_examples)
-        examples = made[0] or declared_examples(schedule.get("seq_lengths"))
-
-        def describe() -> dict[str, Any]:
-            own: dict[str, Any] = {}
-            for number in range(self.num_stages):
-                if homes[number] == self.rank:
-                    try:
-                        own[str(number)] = self._facts(number, examples, skeleton)
-                    except Exception as error:
-                        for later in range(number, self.num_stages):  # other ranks may wait for one of these
-                            if homes[later] == self.rank:
-                                self._agreement.publish(f"boundary/{later}", {"error": str(error)})
-                        raise
-                    self._agreement.publish(f"boundary/{number}", own[str(number)])
-            return own
-
-        answers = self._agreement.gather("boundaries", describe)
-        entries = {int(number): entry for own in answers for number, entry in own.items()}
-        entries = {number: entries[number] for number in range(self.num_stages)}
-        num_rows = entries[0]["rows"]
-        forms = {n: Form(e["form"][0], tuple(e["form"][1])) for n, e in entries.items()}
-        specs = {
-            n: [tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out) for out in e["out"]]
-            for n, e in entries.items()
-        }
-        facts = [
-            StageFacts(
-                e["kind"],
-                e["parameters"],
-                plan_entries(specs[n], num_rows, examples.lengths, n),
-                e["kept"],
-                *e["times"],
-            )
-            for n, e in entries.items()
-        ]
-        boundaries = {
-            n: Boundaries(
-                forms[n - 1] if n else None, forms[n], specs[n][0],
-                tuple(specs[n][variant] for variant in examples.by_micro_batch),
-            )
-            for n in self.stages
-        }  # fmt: skip
-        return facts, boundaries, num_rows, examples.seq_lengths
-
-    def _facts(self, number: int, examples: Examples, skeleton: Mapping[str, Any]) -> dict[str, Any]:
-        """JSON facts of one stage of this rank, after those of the stage before it."""
-        module = self._replicas[number].call()
-        is_last = number == self.num_stages - 1
-        before: dict[str, Any] = {}
-        if number:
-            before = self._agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
-            if "error" in before:
-                raise PipelineError.reported(str(before["error"]))
-        declared = skeleton["model"].get("layers")
-        if self._profile and not examples.distinct:
-            raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
-        if not examples.distinct and not declared:
-            raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
-        entry: dict[str, Any] = {
-            "kind": type(module).__name__,
-            "parameters": [
-                {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
-            ],
-            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"), "times": [None, None],
-        }  # fmt: skip
-        if not examples.distinct:
-            return self._declared_facts(number, entry, skeleton, examples.lengths)
-        if self._profile and self._replicas[number].is_sharded:
-            raise PipelineError(
-                f"stage {number} is sharded by fully_shard, which communicates in each run: leave out profile=True, "
-                "and measure steps with `profile(file, ...)`"
-            )
-        runs, times = [], []
-        for variant, (args, kwargs) in enumerate(examples.distinct):
-            named: Mapping[str, Any] = {}
-            if number:
-                form = Form(before["form"][0], tuple(before["form"][1]))
-                leaves = meta_leaves([LeafSpec(tuple(shape), *rest) for shape, *rest in before["out"][variant]])
-                args, named = form.arguments(leaves)
-            runs.append(run_stage(number, module, args, {**kwargs, **named}, self._device, is_last=is_last))
-            if self._profile:
-                times.append(time_stage(number, module, args, {**kwargs, **named}, self._device))
-        run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
-        self._replicas[number].reshard()
-        if not number:
-            entry["rows"] = rows_of(examples)
-        if run.recomputes_reentrantly and self._split == "linear":
-            raise PipelineError(
-                f"stage {number} uses activation checkpointing with use_reentrant=True, whose backward cannot be "
-                "split: pass use_reentrant=False, or use split='whole'"
-            )
-        entry["kept"] = max(kept, default=None)
-        if times:  # means over the micro-batches, which may differ in length
-            every = [times[variant] for variant in examples.by_micro_batch] or times
-            entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
-        entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
-        if any(each.form != run.form for each in runs):
-            raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
-        if not is_last:
-            if not any(spec.has_gradient for spec in run.leaves):
-                raise PipelineError(f"no output of stage {number} has a gradient, so no stage before it would learn")
-            entry["form"] = [run.form.kind, list(run.form.keys)]
-        return entry
-
-    def _require_splittable(self) -> None:
+    def _require_splittable(self, split: str) -> None:
         for number, replicas in self._replicas.items():
-            if self._split == "linear":
+            if split == "linear":
                 require_splittable(number, replicas.call(), is_sharded=replicas.is_sharded)
-
-    def _declared_facts(
-        self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]
-    ) -> dict[str, Any]:
-        """The boundary that the plan declares after a stage: one tensor, or a tuple."""
-        layers, rows = skeleton["model"]["layers"], skeleton["schedule"].get("micro_batch_size")
-        if rows is None or len(layers) != self.num_stages:
-            raise PipelineError(
-                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage: "
-                f"this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline an `example`"
-            )
-        out = layers[number].get("out", [])
-        dtype = skeleton["run"]["dtype"]
-        entry["rows"] = rows
-        entry["form"] = ["tensor" if len(out) == 1 else "tuple", []]
-        for length in lengths or (None,):
-            letters = {"b": rows, "s": length}
-            entry["out"].append([])
-            for leaf in out:
-                of = leaf.get("dtype") or dtype
-                gradient = leaf.get("gradient")
-                shape = [letters.get(size, size) for size in leaf["shape"]]
-                entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
-        return entry
 
     def _rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
         """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
@@ -809,129 +658,3 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of an argument.
-
-    Raises:
-        PipelineError: no process group is initialised, this rank is not in it, or the mesh has several dims.
-    """
-    if not dist.is_initialized():
-        raise PipelineError("initialise torch.distributed first: start the script with torchrun and call "
-                            "torch.distributed.init_process_group")  # fmt: skip
-    if group is None:
-        return dist.group.WORLD
-    if isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            raise PipelineError(f"the mesh has dims {group.mesh_dim_names}: pass one, such as mesh['pp']")
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise PipelineError("this rank is not a member of the group: make its Pipeline on the members alone")
-    return group
-
-
-def _dtype_of(modules: Sequence[nn.Module]) -> str:
-    """The type of most parameters."""
-    counts: Counter[str] = Counter()
-    for module in modules:
-        for weight in module.parameters():
-            counts[dtype_name(weight.dtype)] += weight.numel()
-    return next((name for name, _ in counts.most_common() if name in _DTYPES), "float32")
-
-
-def _same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
-    """The request, which must be one on all ranks; types may differ where one has no floating-point parameters."""
-    for key, name in (("tied", "`tied`"), ("whole", "the number of stages of a ModelStages")):
-        require_equal([other[key] for other in answers], name)
-    require_equal([other["settings"] for other in answers], "an argument of Pipeline")
-    requests = [dict(other["request"]) for other in answers]
-    dtypes = [request.pop("dtype") for request in requests]
-    for key in requests[0]:
-        require_equal([request[key] for request in requests], f"`{key}`")
-    return Request(**requests[0], dtype=dtypes[0])
-
-
-def _placed(
-    answers: Sequence[Mapping[str, Any]], numbers: Sequence[int], skeleton: Mapping[str, Any]
-) -> list[list[int]]:
-    """The stages of each rank by the plan, which must be those that the ranks have.
-
-    Raises:
-        PipelineError: a stage is missing, on the wrong rank or on two.
-    """
-    num_stages = len(numbers)
-    missing = [number for number in range(max(numbers) + 1) if number not in numbers]
-    if missing:
-        raise PipelineError(f"no rank has stage {missing[0]}: stages are numbered from 0 to {max(numbers)}")
-    placed = placement_of(skeleton, num_stages)
-    for number in range(num_stages):
-        holders = [rank for rank, other in enumerate(answers) if other["whole"] is None and number in other["stages"]]
-        planned = [rank for rank, own in enumerate(placed) if number in own]
-        if len(holders) > len(planned):
-            raise PipelineError(f"stage {number} is on ranks {holders}, and the schedule puts it on {planned} alone")
-    for rank, other in enumerate(answers):
-        given, planned = list(other["stages"]), list(placed[rank])
-        if other["whole"] is None and given != planned:
-            raise PipelineError(
-                f"rank {rank} has stages {given}, and {skeleton['schedule']['kind']} on {len(placed)} ranks puts "
-                f"stages {planned} there; `stages_of_rank` gives them"
-            )
-    return placed
-
-
-def _tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[str]:
-    """This rank's part of each tied weight as text; empty for one that it does not have.
-
-    Raises:
-        PipelineError: a name does not exist, or stages of one rank have separate copies of one weight.
-    """
-    layouts = []
-    for names in tied:
-        held = []
-        for number, name in names.items():
-            if number in stages:
-                weights = trained(stages[number])
-                if name not in weights:
-                    raise PipelineError(f"`tied` names {name!r} of stage {number}, which has no such trained parameter")
-                held.append(weights[name])
-        if len({id(weight) for weight in held}) > 1:
-            raise PipelineError(f"{dict(names)} are on one rank and must be one Parameter: assign it to both modules")
-        layouts.append(layout_of(held[0]) if held else "")
-    return layouts
-
-
-def _require_same_layouts(tied: Sequence[Tie], layouts: Sequence[Sequence[str]]) -> None:
-    for index, names in enumerate(tied):
-        by_rank = {rank: own[index] for rank, own in enumerate(layouts) if own[index]}
-        if len(set(by_rank.values())) > 1:
-            shown = ", ".join(f"{layout} on rank {rank}" for rank, layout in by_rank.items())
-            raise PipelineError(f"tied weights {dict(names)} must have one type, shape and distribution: {shown}")
-
-
-def _share_start(world: StageWorld, plan: LoweredPlan, stages: Mapping[int, ModuleStage], rank: int) -> None:
-    """Give the copies of a weight, or of a stage, the values of its first holder."""
-    by_ranks = {each.members: each for each in world.collectives.values()}
-    with torch.no_grad():
-        for holders in sorted(by_ranks):
-            for number in sorted(stages):
-                for weight in plan.weights_of(number, rank):
-                    if plan.shared_weights.places(number, weight.name) == holders:
-                        by_ranks[holders].broadcast(local_part(stages[number].parameters[weight.name].data))
-                if plan.holders[number] == holders:
-                    for buffer in stages[number].module.buffers():
-                        by_ranks[holders].broadcast(buffer)
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of all micro-batches along their first dim."""
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        if len({output.shape[1:] for output in outputs}) > 1:
-            return MicroBatches(outputs)
-        return torch.cat([output if output.dim() else output[None] for output in outputs])
-    if isinstance(first, Mapping):
-        return {key: _joined([output[key] for output in outputs]) for key in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_joined([output[position] for output in outputs]) for position in range(len(first)))
-    return list(outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,3 +78,17 @@ def _require_plain(leaf: torch.Tensor, what: str) -> None:
         )
     if leaf.layout is not torch.strided:
         raise PipelineError(f"{what} returns a tensor of layout {leaf.layout}: stages exchange dense tensors")
+
+
+def joined_outputs(outputs: Sequence[Any]) -> Any:
+    """The outputs of all micro-batches along their first dim."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        if len({output.shape[1:] for output in outputs}) > 1:
+            return MicroBatches(outputs)
+        return torch.cat([output if output.dim() else output[None] for output in outputs])
+    if isinstance(first, Mapping):
+        return {key: joined_outputs([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(joined_outputs([output[position] for output in outputs]) for position in range(len(first)))
+    return list(outputs)

@@ -63,11 +63,9 @@ def read_arguments(path: Path) -> Arguments:
     lines = tuple(LINE_BREAK.split(text))
     source = SourceMap(name, lines)
     try:
-        script = read_script(text)
+        script = read_script(text, name)
     except ShellTextError as error:
-        raise PlanFileError(
-            Finding("PP170", Severity.ERROR, f"{error}", source.at(error.span)), source=source
-        ) from error
+        raise PlanFileError(Finding("PP170", Severity.ERROR, f"{error}", error.location), source=source) from error
     candidates = [command for command in _lists(script) if _score(command)]
     if not candidates:
         raise PlanFileError(
@@ -75,13 +73,13 @@ def read_arguments(path: Path) -> Arguments:
                 "PP170",
                 Severity.ERROR,
                 "no command here has flags of Megatron-LM",
-                Location(name, 1, 1),
+                Location(name),
                 help="give the script that starts the training, or a file with its flags",
             ),
             source=source,
         )
     chosen = max(candidates, key=_score)
-    return _arguments(name, lines, chosen, tuple(_notes(script, name, candidates, chosen)))
+    return _arguments(name, lines, chosen, tuple(_notes(script, candidates, chosen)))
 
 
 def _lists(script: Script) -> Iterator[Sequence[Argument]]:
@@ -108,58 +106,51 @@ def _arguments(
     programs = [index for index, word in enumerate(command) if word.text is not None and _PROGRAM.fullmatch(word.text)]
     first_flag = next(index for index, word in enumerate(command) if _score([word]))
     program = max((index for index in programs if index < first_flag), default=-1)
-    return Arguments(
-        file, lines, _settings(file, command[program + 1 :]), _settings(file, command[: program + 1]), notes
-    )
+    return Arguments(file, lines, _settings(command[program + 1 :]), _settings(command[: program + 1]), notes)
 
 
-def _settings(file: str, words: Sequence[Argument]) -> dict[str, Setting]:
+def _settings(words: Sequence[Argument]) -> dict[str, Setting]:
     """Return the flags with the words up to the next flag; also ``--flag=value``."""
     settings: dict[str, Setting] = {}
-    name, location, values = "", Location(file, 1, 1), list[Argument]()
+    flag: Argument | None = None
+    values: list[Argument] = []
 
     def take() -> None:
-        if name:
+        if flag is not None:
             texts = tuple(value.text for value in values)
             why = next((value.why for value in values if value.text is None), "")
-            settings[name] = Setting(name, texts, location, _location(file, values[0]) if values else location, why)
+            settings[name] = Setting(name, texts, flag.location, (values[0] if values else flag).location, why)
 
     for word in words:
         if word.text is not None and _FLAG.match(word.text):
             take()
             name, equals, value = word.text.partition("=")
             name = f"--{name[2:].replace('_', '-')}"
-            location, values = _location(file, word), []
+            flag, values = word, []
             if equals:
-                values.append(replace(word, text=value, column=word.column + len(name) + 1))
+                start = len(name) + 1
+                values.append(replace(word, text=value, location=word.location.part(start, start + len(value))))
         else:
             values.append(word)
     take()
     return settings
 
 
-def _location(file: str, word: Argument) -> Location:
-    return Location(file, word.line, word.column, word.end_column)
-
-
 def _notes(
-    script: Script, file: str, candidates: Sequence[Sequence[Argument]], chosen: Sequence[Argument]
+    script: Script, candidates: Sequence[Sequence[Argument]], chosen: Sequence[Argument]
 ) -> Iterator[tuple[str, Location]]:
     """Notes about script parts that only a run decides."""
     variables = script.variables
-    for name, line in variables.undecided.items():
+    for name, location in variables.undecided.items():
         if name in variables.used:
-            yield (
-                f"`{name}` is changed here under a condition that only a run decides: ignored",
-                Location(file, line, 1),
-            )
+            yield f"`{name}` is changed here under a condition that only a run decides: ignored", location
     for command in script.commands:
         if command and command[0].text in ("source", "."):
             sourced_file = command[1].text if len(command) > 1 else None
-            yield f"the settings of `{sourced_file or 'another file'}` are not read", _location(file, command[0])
+            yield f"the settings of `{sourced_file or 'another file'}` are not read", command[0].location
     for candidate in candidates:
         if candidate is not chosen:
-            yield "another command with flags of Megatron-LM begins here: ignored", _location(file, candidate[0])
+            yield "another command with flags of Megatron-LM begins here: ignored", candidate[0].location
 
 
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -281,5 +272,5 @@ class FlagReader:
         Raises:
             PlanFileError: always, PP171.
         """
-        location = self.location(flag) or Location(self.arguments.file, 1, 1)
+        location = self.location(flag) or Location(self.arguments.file)
         self.refuse(f"Megatron-LM refuses this: {message}", location, help, code="PP171")

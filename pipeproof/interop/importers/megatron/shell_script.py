@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.shell_values import Argument, Variables
 from pipeproof.interop.importers.megatron.shell_words import Assignment, Operator, PartKind, Token, Word, shell_tokens
 
@@ -32,7 +33,7 @@ class Conditions:
         result: bool | None = None
         current: list[Token] = []
         joined = ""
-        for token in (*tokens, Operator("&&", 0, 0)):
+        for token in (*tokens, Operator("&&", Location(""))):
             if not (isinstance(token, Operator) and token.text in ("&&", "||")):
                 current.append(token)
                 continue
@@ -108,13 +109,13 @@ class Script:
     variables: Variables
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str, file: str) -> Script:
     """Find the commands of a script.
 
     Raises:
         ShellTextError: a quote, a list or an expansion is not closed.
     """
-    reader = _Reader(shell_tokens(text))
+    reader = _Reader(shell_tokens(text, file))
     reader.read()
     return Script(tuple(reader.commands), reader.variables)
 
@@ -227,7 +228,7 @@ class _Reader:
         words = [part for part in parts if isinstance(part, Word)]
         if runs is None:
             for part in assignments:
-                self.variables.undecided.setdefault(part.name, part.word.line)
+                self.variables.undecided.setdefault(part.name, part.word.location)
         if not runs:
             return
         if declares or not words:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.shell_words import PartKind, Word, WordPart, parse_default
 
 
@@ -22,8 +23,7 @@ class Fragment:
 
     text: str | None
     quoted: bool
-    line: int
-    column: int
+    location: Location
     why: str = ""
     unset: bool = False
 
@@ -40,9 +40,7 @@ class Argument:
     """An argument of a command; ``text`` is None if only a run determines it, and ``why`` is the reason."""
 
     text: str | None
-    line: int
-    column: int
-    end_column: int
+    location: Location
     why: str = ""
 
 
@@ -57,13 +55,13 @@ class Variables:
 
     ``unset`` collects the names that the script reads and does not set: the
     environment is assumed to have none of them. ``undecided`` maps names whose
-    assignment only a run decides to its line.
+    assignment only a run decides to its location.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, Value] = {}
-        self.unset: dict[str, int] = {}
-        self.undecided: dict[str, int] = {}
+        self.unset: dict[str, Location] = {}
+        self.undecided: dict[str, Location] = {}
         self.used: dict[str, None] = {}
 
     def assign(self, name: str, value: Value, *, append: bool) -> None:
@@ -110,7 +108,7 @@ class Variables:
         current: list[Fragment] = []
         for part in parts:
             if part.kind is PartKind.TEXT:
-                current.append(Fragment(part.text, part.quoted, part.line, part.column))
+                current.append(Fragment(part.text, part.quoted, part.location))
                 continue
             values = self._value(part)
             for index, value in enumerate(values):
@@ -118,7 +116,7 @@ class Variables:
                     yield tuple(current)
                     current = []
                 elif index:
-                    current.append(Fragment(" ", part.quoted, part.line, part.column))
+                    current.append(Fragment(" ", part.quoted, part.location))
                 current += [replace(fragment, quoted=part.quoted) for fragment in value]
         if current:
             yield tuple(current)
@@ -141,7 +139,7 @@ class Variables:
         is_empty = value is None or ((action or "").startswith(":") and all(known_text(item) == "" for item in value))
         if not action:
             return self._plain(part, name, value)
-        word = parse_default(rest, part.line, part.column + 2 + match.start("rest"))
+        word = parse_default(rest, part.location.part(2 + match.start("rest"), 2 + match.end("rest")))
         default = [tuple(fragment for scalar in self._expand(word, whole=True) for fragment in scalar)]
         match action[-1]:
             case "+":
@@ -151,7 +149,7 @@ class Variables:
             case "=" if is_empty:
                 self.assign(name, default[0], append=False)
         if value is None or is_empty:
-            self.unset.setdefault(name, part.line)
+            self.unset.setdefault(name, part.location)
             return default
         return value
 
@@ -159,21 +157,11 @@ class Variables:
         if value is not None:
             return value
         if name == "#":
-            return [(Fragment("0", part.quoted, part.line, part.column),)]
+            return [(Fragment("0", part.quoted, part.location),)]
         if name in "@*":
             return [()]
-        return [
-            (
-                Fragment(
-                    None,
-                    part.quoted,
-                    part.line,
-                    part.column,
-                    f"`${name}`, which the script does not set",
-                    unset=True,
-                ),
-            )
-        ]
+        why = f"`${name}`, which the script does not set"
+        return [(Fragment(None, part.quoted, part.location, why, unset=True),)]
 
     def _lookup(self, name: str, index: str | None) -> list[Scalar] | None:
         self.used[name] = None
@@ -195,7 +183,7 @@ class Variables:
         result = evaluate(part.text, numbers)
         if result is None:
             return _unknown(part, f"`$(({part.text}))`, which is not evaluated here")
-        return (Fragment(str(result), part.quoted, part.line, part.column),)
+        return (Fragment(str(result), part.quoted, part.location),)
 
     def _number(self, name: str) -> int | None:
         value = self._lookup(name, None)
@@ -247,7 +235,7 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, int]) -> int:
 
 
 def _unknown(part: WordPart, why: str) -> Scalar:
-    return (Fragment(None, part.quoted, part.line, part.column, why),)
+    return (Fragment(None, part.quoted, part.location, why),)
 
 
 def words_of(scalar: Scalar) -> Iterator[Argument]:
@@ -262,14 +250,15 @@ def _split(scalar: Scalar) -> Iterator[list[Fragment]]:
         if fragment.quoted or fragment.text is None:
             current.append(fragment)
             continue
-        column = fragment.column
+        start = 0
         for run in re.split(r"(\s+)", fragment.text):
             if run and not run.isspace():
-                current.append(replace(fragment, text=run, column=column))
+                location = fragment.location.part(start, start + len(run))
+                current.append(replace(fragment, text=run, location=location))
             elif run and current:
                 yield current
                 current = []
-            column += len(run)
+            start += len(run)
     if current:
         yield current
 
@@ -279,5 +268,5 @@ def _argument(fragments: list[Fragment]) -> Argument:
     text = known_text(tuple(fragments))
     why = next((fragment.why for fragment in fragments if fragment.text is None), "")
     located = next((fragment for fragment in fragments if fragment.text), first)
-    length = len(text) if text is not None and all(f.line == located.line for f in fragments) else 1
-    return Argument(text, located.line, located.column, located.column + max(length, 1) - 1, why)
+    is_one_line = all(fragment.location.line == located.location.line for fragment in fragments)
+    return Argument(text, located.location.part(0, len(text) if text is not None and is_one_line else 1), why)

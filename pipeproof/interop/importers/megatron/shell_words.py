@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from pipeproof.diagnostics.source import Span
+from pipeproof.diagnostics.finding import Location
 
 
 class PartKind(Enum):
@@ -35,8 +35,7 @@ class WordPart:
     kind: PartKind
     text: str
     quoted: bool
-    line: int
-    column: int
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class Word:
     """Pieces without a blank between them."""
 
     parts: tuple[WordPart, ...]
-    line: int
-    column: int
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,18 @@ class Operator:
     """A token between words: a new line, ``;``, ``&&``, a redirection, a parenthesis."""
 
     text: str
-    line: int
-    column: int
+    location: Location
 
 
 Token = Word | Assignment | Operator
 
 
 class ShellTextError(Exception):
-    """A script that ends inside a quote, a list or an expansion, with the span of its begin."""
+    """A script that ends inside a quote, a list or an expansion, with the location of its begin."""
 
-    def __init__(self, message: str, span: Span) -> None:
+    def __init__(self, message: str, location: Location) -> None:
         super().__init__(message)
-        self.span = span
+        self.location = location
 
 
 _OPERATOR: Final = re.compile(r"\d*(?:>>|>&|<<<|<<-?|<&|<>|>\||[<>])|;;&?|;&|&&|\|\||&>>?|\|&|[;&|()]")
@@ -84,28 +81,29 @@ _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _ENDS_WORD: Final = frozenset(" \t\n;&|()<>")
 
 
-def shell_tokens(text: str) -> tuple[Token, ...]:
+def shell_tokens(text: str, file: str) -> tuple[Token, ...]:
     """Return the words and operators of a script, in order.
 
     Raises:
         ShellTextError: a quote, a list or an expansion is not closed.
     """
-    return tuple(_Lexer(text).tokens())
+    return tuple(_Lexer(text, Location(file)).tokens())
 
 
-def parse_default(text: str, line: int, column: int) -> tuple[WordPart, ...]:
-    """Return the parts of the word after ``:-`` in an expansion at that location."""
-    return _Lexer(text, line, column).parts_to_end()
+def parse_default(text: str, location: Location) -> tuple[WordPart, ...]:
+    """Return the parts of the word after ``:-`` in an expansion, which begins at ``location``."""
+    return _Lexer(text, location).parts_to_end()
 
 
 class _Lexer:
     """Reads characters and keeps the current line and column."""
 
-    def __init__(self, text: str, line: int = 1, column: int = 1) -> None:
+    def __init__(self, text: str, location: Location) -> None:
         self._text = text.replace("\r\n", "\n")
         self._position = 0
-        self._line = line
-        self._column = column
+        self._file = location.file
+        self._line = location.line
+        self._column = location.column
         self._here_documents: list[tuple[str, bool]] = []
 
     def tokens(self) -> list[Token]:
@@ -119,7 +117,7 @@ class _Lexer:
             elif c == "#":
                 self._skip_comment()
             elif c == "\n":
-                tokens.append(Operator("\n", self._line, self._column))
+                tokens.append(Operator("\n", self._here()))
                 self._step()
                 self._skip_here_documents()
             elif operator := _OPERATOR.match(self._text, self._position):
@@ -133,6 +131,11 @@ class _Lexer:
         while not self._at_end():
             self._part(parts)
         return tuple(parts)
+
+    def _here(self, length: int | None = None) -> Location:
+        """The current location, that of ``length`` characters on the line."""
+        end = None if length is None else self._column + length - 1
+        return Location(self._file, self._line, self._column, end)
 
     def _at_end(self) -> bool:
         return self._position >= len(self._text)
@@ -153,7 +156,7 @@ class _Lexer:
             self._step()
 
     def _operator(self, text: str) -> Operator:
-        operator = Operator(text, self._line, self._column)
+        operator = Operator(text, self._here())
         self._step(len(text))
         if text in ("<<", "<<-"):
             while not self._at_end() and self._peek() in " \t":
@@ -176,15 +179,15 @@ class _Lexer:
         match = _ASSIGNMENT.match(self._text, self._position)
         if match is None:
             return None
-        line, column = self._line, self._column
+        location = self._here()
         self._step(len(match.group()))
         append = match.group(2) == "+"
         if self._at_end() or self._peek() != "(":
             return Assignment(match.group(1), append, self._word(), None)
         self._step()
-        return Assignment(match.group(1), append, Word((), line, column), self._items(Span(line, column, None)))
+        return Assignment(match.group(1), append, Word((), location), self._items(location))
 
-    def _items(self, opened: Span) -> tuple[Word, ...]:
+    def _items(self, opened: Location) -> tuple[Word, ...]:
         items: list[Word] = []
         while not self._at_end():
             c = self._peek()
@@ -198,20 +201,20 @@ class _Lexer:
             elif c == "#":
                 self._skip_comment()
             elif c in _ENDS_WORD:
-                raise ShellTextError(f"`{c}` in a list", Span(self._line, self._column, self._column))
+                raise ShellTextError(f"`{c}` in a list", self._here(1))
             else:
                 items.append(self._word())
         raise ShellTextError("the list that begins here is not closed with `)`", opened)
 
     def _word(self) -> Word:
         parts: list[WordPart] = []
-        line, column = self._line, self._column
+        location = self._here()
         while not self._at_end() and self._peek() not in _ENDS_WORD:
             if self._text.startswith("\\\n", self._position):
                 self._step(2)
             else:
                 self._part(parts)
-        return Word(tuple(parts), line, column)
+        return Word(tuple(parts), location)
 
     def _part(self, parts: list[WordPart]) -> None:
         """Read one part of a word, outside of quotes."""
@@ -233,25 +236,25 @@ class _Lexer:
         """Read one character of text, joined to the text before it on the line."""
         c = self._peek()
         last = parts[-1] if parts else None
-        joins = last is not None and (last.kind, last.quoted, last.line) == (PartKind.TEXT, quoted, self._line)
-        if last is not None and joins and last.column + len(last.text) == self._column and c != "\n":
-            parts[-1] = WordPart(PartKind.TEXT, last.text + c, quoted, last.line, last.column)
+        joins = last is not None and (last.kind, last.quoted, last.location.line) == (PartKind.TEXT, quoted, self._line)
+        if last is not None and joins and last.location.column + len(last.text) == self._column and c != "\n":
+            parts[-1] = WordPart(PartKind.TEXT, last.text + c, quoted, last.location)
         else:
-            parts.append(WordPart(PartKind.TEXT, c, quoted, self._line, self._column))
+            parts.append(WordPart(PartKind.TEXT, c, quoted, self._here()))
         self._step()
 
     def _single_quoted(self, parts: list[WordPart]) -> None:
-        opened = Span(self._line, self._column, self._column)
+        opened = self._here(1)
         self._step()
-        parts.append(WordPart(PartKind.TEXT, "", quoted=True, line=self._line, column=self._column))
+        parts.append(WordPart(PartKind.TEXT, "", quoted=True, location=self._here()))
         while not self._at_end() and self._peek() != "'":
             self._text_part(parts, quoted=True)
         self._close("'", opened)
 
     def _double_quoted(self, parts: list[WordPart]) -> None:
-        opened = Span(self._line, self._column, self._column)
+        opened = self._here(1)
         self._step()
-        parts.append(WordPart(PartKind.TEXT, "", quoted=True, line=self._line, column=self._column))
+        parts.append(WordPart(PartKind.TEXT, "", quoted=True, location=self._here()))
         while not self._at_end() and self._peek() != '"':
             if self._text.startswith("\\\n", self._position):
                 self._step(2)
@@ -264,13 +267,13 @@ class _Lexer:
                 self._text_part(parts, quoted=True)
         self._close('"', opened)
 
-    def _close(self, quote: str, opened: Span) -> None:
+    def _close(self, quote: str, opened: Location) -> None:
         if self._at_end():
             raise ShellTextError(f"the quote {quote} that begins here is not closed", opened)
         self._step()
 
     def _expansion(self, parts: list[WordPart], *, quoted: bool) -> None:
-        line, column, text, at = self._line, self._column, self._text, self._position
+        location, text, at = self._here(1), self._text, self._position
         if text.startswith("$((", at) and (stop := _closing(text, at + 1)) and text[stop - 2 : stop] == "))":
             kind, inside = PartKind.ARITHMETIC, text[at + 3 : stop - 2]
         elif text.startswith("$(", at):
@@ -291,8 +294,8 @@ class _Lexer:
             self._text_part(parts, quoted=quoted)
             return
         if not stop:
-            raise ShellTextError("the expansion that begins here is not closed", Span(line, column, column))
-        parts.append(WordPart(kind, inside, quoted, line, column))
+            raise ShellTextError("the expansion that begins here is not closed", location)
+        parts.append(WordPart(kind, inside, quoted, location))
         self._step(stop - at)
 
 

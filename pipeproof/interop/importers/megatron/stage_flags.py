@@ -23,7 +23,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
         PlanFileError: PP170 for an invalid layout, PP171 if Megatron-LM refuses the settings.
     """
     if num_layers > MAX_LAYERS or pp > MAX_RANKS:
-        location = reader.location("--num-layers") or Location(reader.arguments.file, 1, 1)
+        location = reader.location("--num-layers") or Location(reader.arguments.file)
         reader.refuse(f"{num_layers} layers on {pp} pipeline ranks are more than a plan can have", location)
     partition_flags = [flag for flag in (PER_CHUNK, CHUNKS, LAYOUT) if reader.has(flag)]
     if len(partition_flags) > 1:
@@ -38,7 +38,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
     if any(not stage for stage in stages):
         reader.refuse(
             f"stage {stages.index([])} has no layer, and a plan's stages have at least one",
-            reader.location(flag or "--num-layers") or Location(reader.arguments.file, 1, 1),
+            reader.location(flag or "--num-layers") or Location(reader.arguments.file),
         )
     if flag is not None:
         reader.take(flag, ("stages",), stages)
@@ -121,8 +121,7 @@ def _by_layout(reader: FlagReader, num_layers: int, num_mtp: int, pp: int) -> in
         stages = parse_layout(text)
         check_layout(stages, num_layers=num_layers, num_mtp=num_mtp, pp=pp, length=len(text))
     except LayoutError as error:
-        begin = Location(location.file, location.line, location.column + error.at, location.column + error.last)
-        reader.refuse(f"{LAYOUT}: {error}", begin, error.help)
+        reader.refuse(f"{LAYOUT}: {error}", location.part(error.at, error.last + 1), error.help)
     reader.take(LAYOUT, ("stages",), list(_named(stages)))
     return len(stages) // pp
 

@@ -69,7 +69,7 @@ def parse_prototxt(text: str, file: str) -> Message:
         PlanFileError: PP170, at the location of the syntax error.
     """
     tokens = [*_tokens(text, file)]
-    top = Message(Location(file, 1, 1))
+    top = Message(Location(file))
     end = _fields(tokens, 0, top, None, 0)
     assert tokens[end].kind == "end", "the top-level fields end with the text"
     return top
@@ -87,7 +87,7 @@ def _tokens(text: str, file: str) -> Iterator[_Token]:
         if kind == "line":
             line, begin = line + 1, match.end()
         elif kind != "space":
-            yield _Token(kind, match[0], Location(file, line, column, column + len(match[0]) - 1))
+            yield _Token(kind, match[0], Location(file, line, column).part(0, len(match[0])))
         position = match.end()
     yield _Token("end", "", Location(file, line, position - begin + 1))
 

@@ -105,11 +105,10 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
     name = str(file)
     tree = parse_text(read_text(name), name)
     if tree.problems:
-        findings = [Finding(p.code, Severity.ERROR, p.message, tree.source.at(p.span), p.help) for p in tree.problems]
-        raise PlanFileError(*findings, source=tree.source)
+        raise PlanFileError(*tree.problems, source=tree.source)
     if not isinstance(tree.data, dict):
         kind = "nothing" if tree.data is None else describe_value(tree.data)
-        raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name, 1, 1))
+        raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name))
     values: dict[str, tuple[Any, Location]] = {}
     for base, location in _bases(tree.data, tree.source):
         path = file.parent / base

@@ -1,0 +1,140 @@
+"""Agreement of a pipeline's ranks on what the script passed: the group, the request, the stages and tied weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.agreement import require_equal
+from pipeproof.exec.train.module_plan import Request, placement_of
+from pipeproof.exec.train.stage_boundaries import dtype_name
+from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.torch.channel_groups import StageWorld
+from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
+from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
+from pipeproof.exec.train.train_errors import PipelineError
+
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def process_group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group of an argument.
+
+    Raises:
+        PipelineError: no process group is initialised, this rank is not in it, or the mesh has several dims.
+    """
+    if not dist.is_initialized():
+        raise PipelineError("initialise torch.distributed first: start the script with torchrun and call "
+                            "torch.distributed.init_process_group")  # fmt: skip
+    if group is None:
+        return dist.group.WORLD
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise PipelineError(f"the mesh has dims {group.mesh_dim_names}: pass one, such as mesh['pp']")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise PipelineError("this rank is not a member of the group: make its Pipeline on the members alone")
+    return group
+
+
+def dtype_of(modules: Sequence[nn.Module]) -> str:
+    """The type of most parameters."""
+    counts: Counter[str] = Counter()
+    for module in modules:
+        for weight in module.parameters():
+            counts[dtype_name(weight.dtype)] += weight.numel()
+    return next((name for name, _ in counts.most_common() if name in _DTYPES), "float32")
+
+
+def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
+    """The request, which must be one on all ranks; types may differ where one has no floating-point parameters."""
+    for key, name in (("tied", "`tied`"), ("whole", "the number of stages of a ModelStages")):
+        require_equal([other[key] for other in answers], name)
+    require_equal([other["settings"] for other in answers], "an argument of Pipeline")
+    requests = [dict(other["request"]) for other in answers]
+    dtypes = [request.pop("dtype") for request in requests]
+    for key in requests[0]:
+        require_equal([request[key] for request in requests], f"`{key}`")
+    return Request(**requests[0], dtype=dtypes[0])
+
+
+def placed_stages(
+    answers: Sequence[Mapping[str, Any]], numbers: Sequence[int], skeleton: Mapping[str, Any]
+) -> list[list[int]]:
+    """The stages of each rank by the plan, which must be those that the ranks have.
+
+    Raises:
+        PipelineError: a stage is missing, on the wrong rank or on two.
+    """
+    num_stages = len(numbers)
+    missing = [number for number in range(max(numbers) + 1) if number not in numbers]
+    if missing:
+        raise PipelineError(f"no rank has stage {missing[0]}: stages are numbered from 0 to {max(numbers)}")
+    placed = placement_of(skeleton, num_stages)
+    for number in range(num_stages):
+        holders = [rank for rank, other in enumerate(answers) if other["whole"] is None and number in other["stages"]]
+        planned = [rank for rank, own in enumerate(placed) if number in own]
+        if len(holders) > len(planned):
+            raise PipelineError(f"stage {number} is on ranks {holders}, and the schedule puts it on {planned} alone")
+    for rank, other in enumerate(answers):
+        given, planned = list(other["stages"]), list(placed[rank])
+        if other["whole"] is None and given != planned:
+            raise PipelineError(
+                f"rank {rank} has stages {given}, and {skeleton['schedule']['kind']} on {len(placed)} ranks puts "
+                f"stages {planned} there; `stages_of_rank` gives them"
+            )
+    return placed
+
+
+def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[str]:
+    """This rank's part of each tied weight as text; empty for one that it does not have.
+
+    Raises:
+        PipelineError: a name does not exist, or stages of one rank have separate copies of one weight.
+    """
+    layouts = []
+    for names in tied:
+        held = []
+        for number, name in names.items():
+            if number in stages:
+                weights = trained(stages[number])
+                if name not in weights:
+                    raise PipelineError(f"`tied` names {name!r} of stage {number}, which has no such trained parameter")
+                held.append(weights[name])
+        if len({id(weight) for weight in held}) > 1:
+            raise PipelineError(f"{dict(names)} are on one rank and must be one Parameter: assign it to both modules")
+        layouts.append(layout_of(held[0]) if held else "")
+    return layouts
+
+
+def require_same_layouts(tied: Sequence[Tie], layouts: Sequence[Sequence[str]]) -> None:
+    """Refuse tied weights whose parts differ between the ranks; ``layouts`` are those of ``tied_layouts`` by rank.
+
+    Raises:
+        PipelineError: names the stages and the layouts.
+    """
+    for index, names in enumerate(tied):
+        by_rank = {rank: own[index] for rank, own in enumerate(layouts) if own[index]}
+        if len(set(by_rank.values())) > 1:
+            shown = ", ".join(f"{layout} on rank {rank}" for rank, layout in by_rank.items())
+            raise PipelineError(f"tied weights {dict(names)} must have one type, shape and distribution: {shown}")
+
+
+def share_start(world: StageWorld, plan: LoweredPlan, stages: Mapping[int, ModuleStage], rank: int) -> None:
+    """Give the copies of a weight, or of a stage, the values of its first holder."""
+    by_ranks = {each.members: each for each in world.collectives.values()}
+    with torch.no_grad():
+        for holders in sorted(by_ranks):
+            for number in sorted(stages):
+                for weight in plan.weights_of(number, rank):
+                    if plan.shared_weights.places(number, weight.name) == holders:
+                        by_ranks[holders].broadcast(local_part(stages[number].parameters[weight.name].data))
+                if plan.holders[number] == holders:
+                    for buffer in stages[number].module.buffers():
+                        by_ranks[holders].broadcast(buffer)

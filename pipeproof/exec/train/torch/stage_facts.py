@@ -1,0 +1,188 @@
+"""Description of the stages of a pipeline: each runs once on the example, after the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.module_plan import StageFacts
+from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
+from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
+from pipeproof.exec.train.torch.data_parallel import Replicas
+from pipeproof.exec.train.torch.module_stage import Boundaries, trained
+from pipeproof.exec.train.torch.stage_times import time_stage
+from pipeproof.exec.train.torch.varied_lengths import (
+    Examples,
+    declared_examples,
+    examples_of,
+    plan_entries,
+    rows_of,
+)
+from pipeproof.exec.train.train_errors import PipelineError
+
+
+@dataclass(frozen=True)
+class StageDescriber:
+    """Describes the stages of one rank, ``replicas`` by their numbers, and collects the descriptions of all ranks.
+
+    ``splits`` is True with ``split="linear"``. With ``profile`` each stage is timed, too.
+    """
+
+    agreement: Agreement
+    rank: int
+    num_stages: int
+    replicas: Mapping[int, Replicas]
+    device: torch.device
+    splits: bool
+    profile: bool
+
+    def describe(
+        self,
+        example: Sequence[Any] | None,
+        kwargs: Mapping[str, Any],
+        placed: Sequence[Sequence[int]],
+        skeleton: Mapping[str, Any],
+    ) -> tuple[list[StageFacts], dict[int, Boundaries], int, list[int] | None]:
+        """Facts of all stages, boundaries of this rank's, the rows of a micro-batch, and the lengths of all.
+
+        Each stage runs on its first rank, which publishes its boundary for the next one in the store.
+        """
+        homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
+        schedule, made = skeleton["schedule"], list[Examples | None]()
+
+        def make_examples() -> None:
+            made.append(None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"]))
+
+        self.agreement.gather("example", make_examples)
+        examples = made[0] or declared_examples(schedule.get("seq_lengths"))
+
+        def describe() -> dict[str, Any]:
+            own: dict[str, Any] = {}
+            for number in range(self.num_stages):
+                if homes[number] == self.rank:
+                    try:
+                        own[str(number)] = self._facts(number, examples, skeleton)
+                    except Exception as error:
+                        for later in range(number, self.num_stages):  # other ranks may wait for one of these
+                            if homes[later] == self.rank:
+                                self.agreement.publish(f"boundary/{later}", {"error": str(error)})
+                        raise
+                    self.agreement.publish(f"boundary/{number}", own[str(number)])
+            return own
+
+        answers = self.agreement.gather("boundaries", describe)
+        entries = {int(number): entry for own in answers for number, entry in own.items()}
+        entries = {number: entries[number] for number in range(self.num_stages)}
+        num_rows = entries[0]["rows"]
+        forms = {n: Form(e["form"][0], tuple(e["form"][1])) for n, e in entries.items()}
+        specs = {
+            n: [tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out) for out in e["out"]]
+            for n, e in entries.items()
+        }
+        facts = [
+            StageFacts(
+                e["kind"],
+                e["parameters"],
+                plan_entries(specs[n], num_rows, examples.lengths, n),
+                e["kept"],
+                *e["times"],
+            )
+            for n, e in entries.items()
+        ]
+        boundaries = {
+            n: Boundaries(
+                forms[n - 1] if n else None, forms[n], specs[n][0],
+                tuple(specs[n][variant] for variant in examples.by_micro_batch),
+            )
+            for n in self.replicas
+        }  # fmt: skip
+        return facts, boundaries, num_rows, examples.seq_lengths
+
+    def _facts(self, number: int, examples: Examples, skeleton: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON facts of one stage of this rank, after those of the stage before it."""
+        module = self.replicas[number].call()
+        is_last = number == self.num_stages - 1
+        before: dict[str, Any] = {}
+        if number:
+            before = self.agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
+            if "error" in before:
+                raise PipelineError.reported(str(before["error"]))
+        declared = skeleton["model"].get("layers")
+        if self.profile and not examples.distinct:
+            raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
+        if not examples.distinct and not declared:
+            raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
+        entry: dict[str, Any] = {
+            "kind": type(module).__name__,
+            "parameters": [
+                {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
+            ],
+            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"), "times": [None, None],
+        }  # fmt: skip
+        if not examples.distinct:
+            return self._declared_facts(number, entry, skeleton, examples.lengths)
+        if self.profile and self.replicas[number].is_sharded:
+            raise PipelineError(
+                f"stage {number} is sharded by fully_shard, which communicates in each run: leave out profile=True, "
+                "and measure steps with `profile(file, ...)`"
+            )
+        runs, times = [], []
+        for variant, (args, kwargs) in enumerate(examples.distinct):
+            named: Mapping[str, Any] = {}
+            if number:
+                form = Form(before["form"][0], tuple(before["form"][1]))
+                leaves = meta_leaves([LeafSpec(tuple(shape), *rest) for shape, *rest in before["out"][variant]])
+                args, named = form.arguments(leaves)
+            runs.append(run_stage(number, module, args, {**kwargs, **named}, self.device, is_last=is_last))
+            if self.profile:
+                times.append(time_stage(number, module, args, {**kwargs, **named}, self.device))
+        run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
+        self.replicas[number].reshard()
+        if not number:
+            entry["rows"] = rows_of(examples)
+        if run.recomputes_reentrantly and self.splits:
+            raise PipelineError(
+                f"stage {number} uses activation checkpointing with use_reentrant=True, whose backward cannot be "
+                "split: pass use_reentrant=False, or use split='whole'"
+            )
+        entry["kept"] = max(kept, default=None)
+        if times:  # means over the micro-batches, which may differ in length
+            every = [times[variant] for variant in examples.by_micro_batch] or times
+            entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
+        entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
+        if any(each.form != run.form for each in runs):
+            raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
+        if not is_last:
+            if not any(spec.has_gradient for spec in run.leaves):
+                raise PipelineError(f"no output of stage {number} has a gradient, so no stage before it would learn")
+            entry["form"] = [run.form.kind, list(run.form.keys)]
+        return entry
+
+    def _declared_facts(
+        self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]
+    ) -> dict[str, Any]:
+        """The boundary that the plan declares after a stage: one tensor, or a tuple."""
+        layers, rows = skeleton["model"]["layers"], skeleton["schedule"].get("micro_batch_size")
+        if rows is None or len(layers) != self.num_stages:
+            raise PipelineError(
+                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage: "
+                f"this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline an `example`"
+            )
+        out = layers[number].get("out", [])
+        dtype = skeleton["run"]["dtype"]
+        entry["rows"] = rows
+        entry["form"] = ["tensor" if len(out) == 1 else "tuple", []]
+        for length in lengths or (None,):
+            letters = {"b": rows, "s": length}
+            entry["out"].append([])
+            for leaf in out:
+                of = leaf.get("dtype") or dtype
+                gradient = leaf.get("gradient")
+                shape = [letters.get(size, size) for size in leaf["shape"]]
+                entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
+        return entry

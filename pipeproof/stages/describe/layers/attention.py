@@ -1,0 +1,38 @@
+"""Attention with groups of heads: queries, keys and values from one fused product.
+
+The columns of the fused weight are head-major: for each head of keys and values those of its group's q, then of its k
+and v. So TP shards have whole groups. With context parallelism each rank has its part of every sequence and gathers the
+keys and values of all (arXiv:2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.stages.describe.layers import operations as ops
+from pipeproof.stages.describe.layers.norm import norm
+
+ROTARY: ops.Cost = 3, 2
+
+
+def attention(model: ModelSpec) -> ops.Operations:
+    """The operations between the norm and the residual."""
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.size_of_head, model.kv_heads * model.size_of_head
+    fused = ops.Weight("attn.qkv.weight", (hidden, queries + 2 * keys), 1)
+    heads = (("q", model.num_heads), ("k", model.kv_heads)) if model.qk_norm else ()
+    rotary = ops.Elementwise("attn.rotary", ROTARY, ROTARY, sharded=queries + keys)
+    return (
+        ops.Enter("attn.in", hidden),
+        ops.Product("attn.qkv", (fused,), entered=True, biased=model.biases != "none"),
+        *(norm(model, f"attn.{part}_head_norm", model.size_of_head, heads=number) for part, number in heads),
+        *((rotary,) if model.positions == "rotary" else ()),
+        ops.GatherKeys("attn.kv", sharded=2 * keys),
+        ops.AttentionCore("attn.core", model.num_heads, queries, keys, keys, queries),
+        *attention_output(model, queries),
+    )
+
+
+def attention_output(model: ModelSpec, mixed: int) -> ops.Operations:
+    """The row-parallel product of the heads' ``mixed`` elements."""
+    weight = ops.Weight("attn.out.weight", (mixed, model.hidden_size), 0)
+    bias = (ops.add_bias("attn.out.bias", model.hidden_size),) if model.biases == "all" else ()
+    return ops.Product("attn.out", (weight,)), ops.Leave("attn.out", model.hidden_size), *bias

@@ -1,0 +1,49 @@
+"""Experts in place of an MLP.
+
+A block with experts enters and leaves its MLP as a dense block does. In between, every TP rank routes all tokens. EP
+ranks exchange the number of tokens for each expert. Then each token goes to the ranks of its experts and back, by one
+all-to-all in each direction (arXiv:2006.16668). All experts are assumed to get the same number of tokens, so each EP
+rank sends and receives ``top_k`` times its own tokens. Moving tokens into the order of experts, and back, reads and
+writes each visit.
+"""
+
+from __future__ import annotations
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.describe.balance import router_losses
+from pipeproof.stages.describe.layers import operations as ops
+from pipeproof.stages.describe.layers.mlp import swiglu_mlp
+
+_INPUT = "mlp_norm"
+"""The tensor that the router and the shared experts read."""
+
+
+def experts(model: ModelSpec, moe: MoeSpec) -> ops.Operations:
+    """The operations between the norm and the residual."""
+    hidden, shared = model.hidden_size, moe.num_shared_experts * moe.ffn_size
+    add = ops.Elementwise("mlp.shared.add", (1, 3), (1, 3), whole=hidden)
+    router = ops.Weight("mlp.router.weight", (hidden, moe.num_experts))
+    return (
+        ops.Enter("mlp.in", hidden),
+        ops.Product("mlp.router", (router,), entered=True, reads=_INPUT, narrow=False),
+        ops.Elementwise("mlp.scores", ops.SOFTMAX, ops.SOFTMAX_BACK, whole=moe.num_experts, stored=1, is_float32=True),
+        *_balance(moe),
+        ops.Exchange("mlp.counts", counts=moe.num_experts),
+        ops.Exchange("mlp.dispatch", dtype=moe.dispatch_dtype),
+        ops.Elementwise("mlp.permute", (0, 2), (1, 2), whole=hidden, rows=ops.VISITS),
+        *swiglu_mlp(model, "mlp.experts", moe.ffn_size, experts=moe),
+        ops.Exchange("mlp.combine", grad_dtype=moe.dispatch_dtype),
+        # The gradient of the routing weights needs the output of each visit.
+        ops.Elementwise("mlp.unpermute", (2, 2), (2, 3), whole=hidden, rows=ops.VISITS, stored=1),
+        *((*swiglu_mlp(model, "mlp.shared", shared, reads=_INPUT), add) if shared else ()),
+        ops.Leave("mlp.out", hidden),
+    )
+
+
+def _balance(moe: MoeSpec) -> ops.Operations:
+    """Router losses, with their gradient in forward; backward only adds it."""
+    num = len(router_losses(moe))
+    forward = num * (ops.SOFTMAX[0] + ops.SOFTMAX_BACK[0]), num * (ops.SOFTMAX[1] + ops.SOFTMAX_BACK[1])
+    balance = ops.Elementwise("mlp.balance", forward, (1, 3), whole=moe.num_experts, stored=1, is_float32=True)
+    return (balance,) if num else ()

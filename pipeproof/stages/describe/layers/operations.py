@@ -1,0 +1,235 @@
+"""Operations of a layer: typed records without a layer's number and without a mesh.
+
+A layer is a list of operations in the order of its forward. Parameters and collectives (``describe_gpt``), FLOPs and
+bytes (``layer_work``) and stored activations (``stored_activations``) are read from this list. ``typed_gpt`` is a
+second, independent description with which a rule compares this one.
+
+Sizes are elements of one token over all ranks: ``sharded`` elements are divided over TP, ``whole`` ones are not. Names
+are without the layer's name. Names of collectives are their labels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from pipeproof.stages.describe.dropout import DropoutSite
+
+Cost: TypeAlias = tuple[int, int]
+"""(FLOPs, elements read or written) for each element. An addition, product, division or exponential is one FLOP."""
+
+SOFTMAX: Cost = 5, 2
+SOFTMAX_BACK: Cost = 4, 3
+
+Rows: TypeAlias = Literal["inside", "between", "visits"]
+"""The rows of an operation on one rank: its tokens inside of layers, its tokens between layers (with sequence
+parallelism a part of the former), or the visits of its tokens to experts."""
+INSIDE: Rows = "inside"
+BETWEEN: Rows = "between"
+VISITS: Rows = "visits"
+
+
+class Weight(NamedTuple):
+    """A weight by its global shape, the dims that TP and EP shard, and its initial value as in ``Parameter``.
+
+    A ``borrowed`` weight belongs to an earlier layer, whose name is in its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    ep_dim: int | None = None
+    init_std: float | None = 0.02
+    init_value: float = 1.0
+    borrowed: bool = False
+
+
+def bias_of(weight: Weight) -> Weight:
+    """The bias of a weight [inner, columns], sharded as its columns; it starts as zero."""
+    name, tp_dim = weight.name.removesuffix("weight") + "bias", 0 if weight.tp_dim == 1 else None
+    return Weight(name, weight.shape[-1:], tp_dim, init_std=None, init_value=0.0)
+
+
+class Product(NamedTuple):
+    """A product of rows with weights [inner, columns], side by side, or with one for each expert.
+
+    An ``entered`` product reads a tensor that ``Enter`` gathers. Products that read the same tensor give its name in
+    ``reads``: it is stored once. ``narrow`` is that of ``Work``. ``dtype`` is the type of the input if it is not that
+    of activations. The weight of a ``transposed`` product is [columns, inner]. A ``biased`` one adds the ``bias_of``
+    each weight to its columns, which are not addends of a sum over TP.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    rows: Rows = INSIDE
+    entered: bool = False
+    reads: str = ""
+    narrow: bool = True
+    dtype: str | None = None
+    transposed: bool = False
+    biased: bool = False
+
+
+class Norm(NamedTuple):
+    """A norm of a vector of ``size`` elements for each token between layers, or for each of its ``heads`` inside.
+
+    Costs are those of ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true
+    if it reads the layer's input.
+    """
+
+    name: str
+    size: int
+    weights: tuple[Weight, ...]
+    forward: Cost
+    backward: Cost
+    weight: Cost
+    factors: int
+    heads: int = 0
+    is_input: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of all vectors."""
+        return INSIDE if self.heads else BETWEEN
+
+
+class Elementwise(NamedTuple):
+    """An elementwise operation: costs of forward, input gradient and weight gradient; None if nothing runs.
+
+    Until I it stores ``stored`` tensors of its size, in float32 if ``is_float32``. It may add ``weights`` to the sum of
+    all TP ranks' addends: their gradients are sums of the gradient of its result.
+    """
+
+    name: str
+    forward: Cost | None
+    backward: Cost | None
+    weight: Cost | None = None
+    sharded: int = 0
+    whole: int = 0
+    rows: Rows = INSIDE
+    stored: int = 0
+    is_float32: bool = False
+    weights: tuple[Weight, ...] = ()
+
+
+class AttentionCore(NamedTuple):
+    """Attention from queries, keys and values to mixed values: elements of all heads."""
+
+    name: str
+    num_heads: int
+    queries: int
+    keys: int
+    values: int
+    mixed: int
+
+
+class Dropout(NamedTuple):
+    """Dropout of an activation between layers."""
+
+    name: str
+    site: DropoutSite
+
+
+class Lookup(NamedTuple):
+    """Rows of the vocabulary-parallel embedding. Each TP rank has an addend of the result."""
+
+    name: str
+    weight: Weight
+
+
+class Loss(NamedTuple):
+    """The vocabulary-parallel cross-entropy of each token, from ``sharded`` logits."""
+
+    name: str
+    sharded: int
+    whole: int = 0
+
+
+class StreamWeights(NamedTuple):
+    """The weights with which a sub-layer reads and writes several residual streams."""
+
+    name: str
+    weights: tuple[Weight, ...]
+
+
+class StreamProduct(NamedTuple):
+    """The product of a token's streams with the weight [inner, columns] of their gates."""
+
+    name: str
+    inner: int
+    columns: int
+
+
+class Stored(NamedTuple):
+    """``numel`` elements of a token between layers, stored to the end of I, or to the end of W, or only between them.
+
+    An input that is stored ``if_recomputed`` is stored only if the block is computed again from it.
+    """
+
+    name: str
+    lifetime: Literal["TO_INPUT", "TO_WEIGHT", "BETWEEN"]
+    numel: int
+    is_float32: bool = False
+    is_input: bool = False
+    if_recomputed: bool = False
+
+
+class Enter(NamedTuple):
+    """Collectives from between layers into column-parallel weights."""
+
+    name: str
+    size: int
+    feeds_weights: bool = True
+
+
+class Leave(NamedTuple):
+    """Collectives from a row-parallel product back between layers."""
+
+    name: str
+    size: int
+
+
+class GatherKeys(NamedTuple):
+    """Collectives that give every context-parallel rank keys and values of the whole sequence."""
+
+    name: str
+    sharded: int = 0
+    whole: int = 0
+
+
+class Exchange(NamedTuple):
+    """All-to-all over EP ranks: of visits and of their gradients, with their types if they are not the usual one.
+
+    Or of ``counts``, the numbers of tokens for each expert, which have no gradient.
+    """
+
+    name: str
+    dtype: str | None = None
+    grad_dtype: str | None = None
+    counts: int = 0
+
+
+def add_bias(name: str, size: int) -> Elementwise:
+    """The bias of a row-parallel product, added once, after the sum over TP."""
+    bias = Weight(name, (size,), init_std=None, init_value=0.0)
+    return Elementwise(name, (1, 2), None, (1, 1), whole=size, rows=BETWEEN, weights=(bias,))
+
+
+_Computed: TypeAlias = Product | Norm | Elementwise | AttentionCore | Dropout | Lookup | Loss
+_OfStreams: TypeAlias = StreamWeights | StreamProduct | Stored
+Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | Exchange
+Operations: TypeAlias = tuple[Operation, ...]
+
+
+def weights_of(operation: Operation) -> tuple[tuple[Weight, ...], Rows]:
+    """The weights of an operation, and the rows that they see."""
+    match operation:
+        case Product() if operation.biased:
+            return tuple(w for weight in operation.weights for w in (weight, bias_of(weight))), operation.rows
+        case Product() | Norm() | Elementwise():
+            return operation.weights, operation.rows
+        case Lookup():
+            return (operation.weight,), INSIDE
+        case StreamWeights():
+            return operation.weights, BETWEEN
+        case _:
+            return (), INSIDE
