@@ -16,10 +16,9 @@ from pipeproof.verify.subject import make_subject
 def main(plan):
     start_paddle()
     from pipeproof.exec.rank.adapter import RankAdapter
-    from pipeproof.exec.rank.machine import RankMachine
     from pipeproof.exec.rank.paddle import nccl
     from pipeproof.exec.rank.paddle.arrays import PaddleArrays
-    from pipeproof.exec.rank.worker import run_step
+    from pipeproof.exec.rank.rank_program import RankProgram
     from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 
     rank = int(os.environ["PADDLE_TRAINER_ID"])
@@ -29,10 +28,10 @@ def main(plan):
     real = SimpleNamespace(arrays=PaddleArrays(), num_threads=lambda: 1)
     framework = RehearsalFramework(real, subject, rank)
     adapter = RankAdapter(subject.plan, rank, framework, framework.world(world), lambda step, op: None)
-    machine = RankMachine(graph, rank)
+    program = RankProgram(graph, rank, adapter)
     for step in range(2):
         adapter.begin(step)
-        run_step(machine, step, adapter.execute)
+        program.run(step)
         world.barrier()
     world.channels.close()
     checked = framework.checked

@@ -18,7 +18,7 @@ from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import start_framework
-from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.stages.describe.layer_records import LayerWatch
 
 WAIT_S = 60.0
@@ -143,16 +143,12 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
         watch = None if seen is None else LayerWatch()
         ends = around(_RankWorld(rank, channels, collectives))
         adapter = RankAdapter(plan, rank, framework, ends, lambda step, op_id: None, watch)
-        adapters[rank], machine = adapter, RankMachine(plan.graph, rank)
+        adapters[rank], program = adapter, RankProgram(plan.graph, rank, adapter)
         if prepare is not None:
             prepare(adapter, framework.arrays, rank)
         for step in range(first_step, plan.spec.run.steps):
             adapter.begin(step)
-            instructions = machine.handle(Begin(step))
-            while instructions:
-                for instruction in instructions:
-                    adapter.execute(instruction)
-                instructions = machine.handle(Finished(instructions[-1].op_id))
+            program.run(step)
             adapter.finish()
             outcomes[step][rank] = adapter.outcome
             if seen is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.rank.adapter import RankAdapter
-from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 
 WAIT_S = 30.0
@@ -159,7 +159,7 @@ class _World:
     barrier: object = None
 
 
-def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
+def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world, prepare=lambda program: None, proved=True):
     """Checks of each rank; the logs must match the graph. ``around`` changes each rank's world."""
     subject = subject.unfolded()
     graph, memory = subject.graph, _Memory(faults or Faults())
@@ -183,14 +183,11 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world):
         framework = RehearsalFramework(SimpleNamespace(arrays=HostArrays(), num_threads=lambda: 1), subject, rank)
         frameworks[rank] = framework
         adapter = RankAdapter(subject.plan, rank, framework, framework.world(world), lambda step, op_id: None)
-        adapters[rank], machine = adapter, RankMachine(graph, rank)
+        adapters[rank], program = adapter, RankProgram(graph, rank, adapter, is_proved=proved)
+        prepare(program)
         for step in range(num_steps):
             adapter.begin(step)
-            instructions = machine.handle(Begin(step))
-            while instructions:
-                for instruction in instructions:
-                    adapter.execute(instruction)
-                instructions = machine.handle(Finished(instructions[-1].op_id))
+            program.run(step)
 
     threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(graph.num_ranks)]
     for thread in threads:

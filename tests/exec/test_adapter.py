@@ -6,7 +6,7 @@ from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import start_framework
-from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
+from pipeproof.exec.rank.rank_program import RankProgram
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle
@@ -18,15 +18,11 @@ def run_alone(plan):
     from pipeproof.exec.rank.paddle.comm import PaddleChannels, PaddleWorld
 
     adapter = RankAdapter(plan, 0, framework, PaddleWorld(0, PaddleChannels(0, {}), {}), lambda step, op_id: None)
-    machine = RankMachine(plan.graph, 0)
+    program = RankProgram(plan.graph, 0, adapter)
     outcomes = []
     for step in range(plan.spec.run.steps):
         adapter.begin(step)
-        instructions = machine.handle(Begin(step))
-        while instructions:
-            for instruction in instructions:
-                adapter.execute(instruction)
-            instructions = machine.handle(Finished(instructions[-1].op_id))
+        program.run(step)
         adapter.finish()
         outcomes.append(adapter.outcome)
     return adapter, outcomes
@@ -90,7 +86,7 @@ def test_slots_are_used_round_robin_and_each_step_starts_with_the_first():
     pool, whole, smaller = (channel, True), [8, 2, 16], [8, 1, 16]
 
     def places(num):
-        taken = [slots.take(pool, whole if i % 2 else smaller, "float32") for i in range(num)]
+        taken = [slots.take(i, pool, whole if i % 2 else smaller, "float32") for i in range(num)]
         assert [tensor.shape for tensor in taken] == [whole if i % 2 else smaller for i in range(num)]
         return [tensor.data_ptr() for tensor in taken]
 
@@ -98,7 +94,7 @@ def test_slots_are_used_round_robin_and_each_step_starts_with_the_first():
     assert first[0] == first[2] == first[4] != first[1] == first[3]
     slots.begin()
     assert places(2) == first[:2]
-    assert not slots.take(pool, whole, "float32").numpy().any()
-    slots.take(pool, whole, "float32")[0, 0, 0] = 1.0
-    slots.take(pool, whole, "float32")
-    assert slots.take(pool, whole, "float32").numpy().any(), "the slot is the same memory"
+    assert not slots.take(0, pool, whole, "float32").numpy().any()
+    slots.take(0, pool, whole, "float32")[0, 0, 0] = 1.0
+    slots.take(0, pool, whole, "float32")
+    assert slots.take(0, pool, whole, "float32").numpy().any(), "the slot is the same memory"

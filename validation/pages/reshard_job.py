@@ -16,9 +16,9 @@ from pipeproof.exec.launch.job_files import Job, save_step
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state
 from pipeproof.exec.rank.framework_choice import start_framework
-from pipeproof.exec.rank.machine import RankMachine
 from pipeproof.exec.rank.op_log import HostClock
-from pipeproof.exec.rank.worker import Emit, main, require_same_plan, run_step
+from pipeproof.exec.rank.rank_program import RankProgram
+from pipeproof.exec.rank.worker import Emit, main, require_same_plan
 from pipeproof.verify.subject import make_subject
 
 STATES_FILE = "states.json"
@@ -37,10 +37,11 @@ def go_on_from_all(job: Job, rank: int, emit: Emit) -> None:
         own = replace(job, directory=job.directory / str(number))
         adapter = RankAdapter(plan, rank, framework, world, lambda step, op: emit("at", step=step, op=op), None,
                               HostClock())  # fmt: skip
+        program = RankProgram(plan.graph, rank, adapter)
         restore_state(adapter, framework.arrays, plan, rank, Path(directory))
         for step in range(job.checkpoint.first_step, plan.spec.run.steps):
             adapter.begin(step)
-            run_step(RankMachine(plan.graph, rank), step, adapter.execute)
+            program.run(step)
             adapter.finish()
             save_step(own.step_file(f"rank{rank}", step), *adapter.outcome.saved)
     emit("step", step=plan.spec.run.steps - 1)

@@ -15,7 +15,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.launch.job_files import Loss
 from pipeproof.exec.rank.child_collectives import ChildCollectives
 from pipeproof.exec.rank.framework_protocol import Collectives, Framework, RankStage, Tensor, Weight, World
-from pipeproof.exec.rank.machine import Instruction
+from pipeproof.exec.rank.machine import Instruction, ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
@@ -85,7 +85,7 @@ class RankAdapter:
         routers = {number: self._factory.routers(stage) for number, stage in self._stages.items()}
         self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
         self._step_end = make_step_end(plan, self._coords, self._stages, self._children, framework)
-        self._transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
+        self.transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
         self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
@@ -130,7 +130,7 @@ class RankAdapter:
         """Begin a step: reset the tensors of the previous step, and load the input data."""
         self._step = step
         self._factory.load(step)
-        self._transfers.begin()
+        self.transfers.begin()
         self._routers.begin()
         self._losses.clear()
         self.outcome = StepOutcome()
@@ -146,7 +146,7 @@ class RankAdapter:
 
     def clear(self) -> None:
         """Drop the tensors of a step that has ended, or failed."""
-        self._transfers.begin()
+        self.transfers.begin()
         self._losses.clear()
 
     def finish(self) -> None:
@@ -166,7 +166,7 @@ class RankAdapter:
         op_id, op = instruction.op_id, instruction.row.op
         kind = op.kind
         if kind in TRANSFER_KINDS:
-            self._transfers.post(op_id)
+            self.transfers.post(op_id)
             return
         self.enter(op_id)
         self._children.begin(op_id, op)
@@ -177,17 +177,17 @@ class RankAdapter:
         numel, dtype = 0, ""
         if kind is OpKind.WAIT:
             if op.target is not None and op.target.kind in TRANSFER_KINDS:  # all other operations are done already
-                self.log.append(self._transfers.wait(self._step, op_id))
+                self.log.append(self.transfers.wait(self._step, op_id))
         elif kind in self._computes:
             self._computes[kind](op)
         elif kind is OpKind.FREE:
-            self._transfers.free_output(op)
+            self.transfers.free_output(op)
         elif kind in GATHER_KINDS:
             collectives = self.collectives_over("tp", op.stage)
-            part = self._transfers.gather(op_id, collectives)
-            ranks, (numel, dtype) = collectives.ranks, self._transfers.size_of(part)
+            part = self.transfers.gather(op_id, collectives)
+            ranks, (numel, dtype) = collectives.ranks, self.transfers.size_of(part)
         elif kind in SLICE_KINDS:
-            self._transfers.slice(op_id)
+            self.transfers.slice(op_id)
         elif kind is OpKind.ALL_REDUCE:
             ranks, numel, dtype = self._sum_norms(instruction)
         else:
@@ -224,30 +224,32 @@ class RankAdapter:
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
-        self._transfers.drain()
+        self.transfers.drain()
         num_ranks = self._plan.mesh.size(axis)
         indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
         ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
         return self._collectives[axis, ranks]
 
     def _forward(self, op: Op) -> None:
-        tensors = self._transfers.of(op)
+        tensors = self.transfers.of(op)
         assert op.micro_batch is not None
         index = self._data_rank * self._num_micro_batches + op.micro_batch
         members = self._members_before(op)
+        if missing := set(range(len(members))) - tensors.input.keys():
+            raise ProtocolError(f"{op} reads member {min(missing)} of its boundary, for which no receive is posted")
         for position, member in enumerate(members):
             self._arrays.want_gradient(tensors.input[position], wanted=member.has_gradient)
         inputs = tuple(tensors.input[position] for position in range(len(members)))
         stage, split = self._stages[op.stage], op.split or 0
         tensors.output = stage.forward(inputs, step=self._step, index=index, split=split, watch=self._watch)
         if self._owns(op.stage + 1, op):  # nothing is sent to a stage of the same rank
-            next_input = self._transfers.on_stage(op.stage + 1, op).input
+            next_input = self.transfers.on_stage(op.stage + 1, op).input
             next_input.update((position, tensor.detach()) for position, tensor in enumerate(tensors.output))
         if op.stage == len(self._plan.stages) - 1:
             self._losses.append((op, tensors.output[-1].detach()))
 
     def _backward_input(self, op: Op) -> None:
-        tensors = self._transfers.of(op)
+        tensors = self.transfers.of(op)
         gradients = [tensors.output_grad.get(position) for position in range(len(tensors.output))]
         tensors.weights = self._stages[op.stage].backward_input(tensors.output, gradients)
         members = self._members_before(op)
@@ -257,13 +259,14 @@ class RankAdapter:
             if member.has_gradient
         }
         if self._owns(op.stage - 1, op):
-            self._transfers.on_stage(op.stage - 1, op).output_grad.update(tensors.input_grad)
+            self.transfers.on_stage(op.stage - 1, op).output_grad.update(tensors.input_grad)
+            tensors.input_grad.clear()
         tensors.output = ()
         tensors.input.clear()
         tensors.output_grad.clear()
 
     def _backward_weight(self, op: Op) -> None:
-        tensors = self._transfers.of(op)
+        tensors = self.transfers.of(op)
         assert tensors.weights is not None
         tensors.weights.accumulate()
         tensors.weights = None
@@ -287,7 +290,7 @@ class RankAdapter:
 
     def _sum_norms(self, instruction: Instruction) -> tuple[tuple[int, ...], int, str]:
         """Execute a collective without a parent: one of the norm's."""
-        self._transfers.drain()
+        self.transfers.drain()
         group = self._plan.graph.groups[instruction.row.group]
         collectives = self._collectives[group.axis, group.ranks]
         squares = self._step_end.sum_norms(collectives)

@@ -1,7 +1,8 @@
 """Protocols of a framework for the executor: tensors, communication, stages, optimizers.
 
-``exec.rank.paddle`` and ``exec.rank.torch`` implement them. The executor uses the methods that both frameworks' tensors
-share (``detach``, ``clone``, ``contiguous``, ``flatten``, ``reshape``, ranges of the first dim) and ``Arrays``.
+``exec.rank.paddle`` and ``exec.rank.torch`` implement them, and ``exec.rehearse`` over either of these. The executor
+uses the methods that all frameworks' tensors share (``detach``, ``clone``, ``contiguous``, ``flatten``, ``reshape``,
+ranges of the first dim) and ``Arrays``.
 """
 
 from __future__ import annotations

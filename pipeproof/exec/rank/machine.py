@@ -135,6 +135,15 @@ class RankMachine:
                 self._awaited = op_id
                 return
 
+    @property
+    def under_way(self) -> frozenset[int]:
+        """Transfers that were handed out to be posted, and whose wait is not finished."""
+        return frozenset(self._under_way)
+
+    def position(self) -> str:
+        """Return the operation at which the rank is, in one line."""
+        return f"rank {self._rank}, step {self._step}, is at {self._describe_awaited()}"
+
     def _note(self, op_id: int, event: str) -> None:
         self._history.append((op_id, self._step, event))
 

@@ -32,6 +32,8 @@ class Slots:
         self._num_slots, self._arrays = num_slots, arrays
         self._counts: Counter[Pool] = Counter()
         self._slots: dict[Pool, list[Tensor]] = {}
+        self.users: dict[tuple[Pool, int], list[int]] = {}
+        """Transfers of this step by their slot, in order."""
         ids = graph.rank_ops(rank)
         transfers = np.arange(ids.start, ids.stop)[graph.is_kind(kinds)[ids.start : ids.stop]]
         largest: dict[Pool, int] = {}
@@ -45,12 +47,14 @@ class Slots:
     def begin(self) -> None:
         """Begin a step: the next message of each pool takes the first slot."""
         self._counts.clear()
+        self.users.clear()
 
-    def take(self, pool: Pool, shape: Sequence[int], dtype: str) -> Tensor:
-        """Return the next slot of a pool, as a tensor that shares the slot's memory."""
-        slot = self._slots[pool][self._counts[pool] % self._num_slots]
+    def take(self, op_id: int, pool: Pool, shape: Sequence[int], dtype: str) -> Tensor:
+        """Return the next slot of a pool for a transfer, as a tensor that shares the slot's memory."""
+        index = self._counts[pool] % self._num_slots
         self._counts[pool] += 1
-        return self._arrays.shaped(slot, shape, dtype)
+        self.users.setdefault((pool, index), []).append(op_id)
+        return self._arrays.shaped(self._slots[pool][index], shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ posted together, with the last of them, and are not ordered among themselves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from math import prod
+
+import numpy as np
 
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.completed_sends import completed_sends
@@ -28,11 +30,14 @@ from pipeproof.exec.rank.framework_protocol import (
     Value,
     WeightGradients,
 )
+from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, Slots, whole_of
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.columns import work_item_of
 from pipeproof.schedule.op_table import Channel
-from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op
+from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op, OpKind
+
+_BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})
 
 Members = dict[int, Tensor]
 """Tensors of a boundary by their index in the edge."""
@@ -52,6 +57,11 @@ class WorkItemTensors:
     """Slices to send by the partial transport, by (forward, member)."""
     weights: WeightGradients | None = None
     """Deferred weight gradients."""
+
+    @property
+    def held(self) -> list[str]:
+        """Names of the fields that have tensors."""
+        return [field.name.replace("_", " ") for field in fields(self) if getattr(self, field.name)]
 
     def outgoing(self, member: int, *, forward: bool) -> Tensor:
         """Member that is sent forward, or its gradient that is sent back."""
@@ -133,6 +143,16 @@ class RankTransfers:
         self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
         self._posted: dict[int, Transfer] = {}
         self._freed: dict[int, LogEntry] = {}
+        graph, own = plan.graph, plan.graph.rank_ops(row_rank)
+        ids = np.arange(own.start, own.stop)
+        backward = ids[graph.is_kind(_BACKWARD)[own.start : own.stop]]
+        sends = ids[graph.is_kind(frozenset({OpKind.SEND_BACKWARD}))[own.start : own.stop]]
+        self._backward = frozenset(zip(graph.stage[backward].tolist(), graph.work_item[backward].tolist(), strict=True))
+        """Stage and work item of each backward."""
+        columns = (column[sends].tolist() for column in (graph.stage, graph.work_item, graph.tensor))
+        gradients = zip(*columns, strict=True)
+        self._last_sends = frozenset(dict(zip(gradients, sends.tolist(), strict=True)).values())
+        """The last send of each gradient."""
         self._tensors: dict[tuple[int, int], WorkItemTensors] = {}
 
     def begin(self) -> None:
@@ -140,6 +160,7 @@ class RankTransfers:
         self._tensors.clear()
         self._posted.clear()
         self._freed.clear()
+        self._ready.clear()
         self._last.clear()
         for slots in (self._receive_slots, self._send_slots):
             if slots is not None:
@@ -160,28 +181,30 @@ class RankTransfers:
     def post(self, op_id: int) -> None:
         """Start a transfer; ``wait`` ends it."""
         message, order = self._message(op_id), self._order(op_id)
+        if op_id in self._posted or any(op_id == ready for batch in self._ready.values() for ready, *_ in batch):
+            raise ProtocolError(f"{message.text} (op {op_id}) is posted twice")
         tensors = self.of(message.op)
-        buffer = (self._outgoing if message.is_send else self._incoming)(message, order.channel, tensors)
+        buffer = (self._outgoing if message.is_send else self._incoming)(op_id, message, order.channel, tensors)
         self._post(op_id, order, buffer)
 
-    def _outgoing(self, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
+    def _outgoing(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
         """Buffer of a send."""
         forward, member = message.is_forward, message.member
         buffer: Tensor | Slice
         if message.is_slice:
-            buffer = tensors.sliced[forward, member]
+            buffer = tensors.sliced.pop((forward, member))
         else:
             buffer = tensors.outgoing(member, forward=forward).detach().contiguous()
-            if message.is_whole and not forward and not message.changes_layout:
+            if op_id in self._last_sends:
                 del tensors.input_grad[member]  # nothing else reads it, and the plan may wait for the send much later
             if not message.is_whole:
                 buffer = buffer.flatten()[message.start : message.stop].clone()
         if self._send_slots is None or isinstance(buffer, Slice):  # slices exist only without slots
             return buffer
-        slot = self._send_slots.take((channel, forward), list(buffer.shape), message.dtype)
+        slot = self._send_slots.take(op_id, (channel, forward), list(buffer.shape), message.dtype)
         return self._arrays.copy_into(slot, buffer)
 
-    def _incoming(self, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
+    def _incoming(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
         """Buffer of a receive."""
         forward, member = message.is_forward, message.member
         if message.is_slice and self._slicing is not None:
@@ -192,7 +215,7 @@ class RankTransfers:
         if self._receive_slots is None:
             buffer = self._arrays.empty(shape, message.dtype)
         else:
-            buffer = self._receive_slots.take((channel, forward), shape, message.dtype)
+            buffer = self._receive_slots.take(op_id, (channel, forward), shape, message.dtype)
         if message.is_whole:
             tensors.incoming(forward=forward)[member] = buffer
         elif message.is_slice:
@@ -237,8 +260,9 @@ class RankTransfers:
 
     def _end(self, step: int, target: int) -> LogEntry:
         """End a posted transfer, and forget its buffer."""
-        transfer = self._posted.pop(target)
+        transfer = self._posted[target]
         transfer.wait()
+        del self._posted[target]
         message, order = self._message(target), self._order(target)
         if not message.is_send and message.changes_layout and not message.is_whole:
             self._copy_range(message, transfer.buffer)
@@ -271,7 +295,6 @@ class RankTransfers:
         assert tensors.output
         for tensor in tensors.output:
             self._arrays.release(tensor)
-        tensors.sliced.clear()
 
     def slice(self, op_id: int) -> None:
         """Take the slice of a tensor that the partial transport sends."""
@@ -283,6 +306,8 @@ class RankTransfers:
         else:
             sliced = outgoing.flatten()[message.start : message.stop].clone()
         tensors.sliced[message.is_forward, message.member] = sliced
+        if not message.is_forward:
+            del tensors.input_grad[message.member]
 
     def gather(self, op_id: int, collectives: Collectives) -> Tensor | Slice:
         """Join the slices of a tensor that all TP ranks received; return this rank's slice."""
@@ -296,6 +321,76 @@ class RankTransfers:
             joined = collectives.all_gather(part, 0).reshape(message.shape)
         tensors.incoming(forward=message.is_forward)[message.member] = joined
         return part
+
+    def validate_state(self, under_way: frozenset[int], *, due: frozenset[int], at_end: bool) -> None:
+        """Check the invariants between operations.
+
+        - Each transfer of ``under_way`` is posted, is ready for the last of its batch, or was ended early; only those
+          of ``due``, which are to be posted next, may be so too.
+        - A slot has one message at most that is under way, or received and not yet released.
+        - At the end of a step no batch is open, and a work item has no tensor after its last backward.
+
+        Raises:
+            ProtocolError: an invariant is violated.
+        """
+        ready = {op_id for batch in self._ready.values() for op_id, *_ in batch}
+        known = [op_id for ids in (self._posted, ready, self._freed) for op_id in ids]
+        if len(known) > len(set(known)):
+            raise ProtocolError(f"a transfer is in two states: {self._texts(known)}")
+        if forgotten := set(known) - under_way - due:
+            raise ProtocolError(f"posted, although the wait for it is finished: {self._texts(forgotten)}")
+        if missing := under_way - set(known):
+            raise ProtocolError(f"under way, but not posted: {self._texts(missing)}")
+        for slot, op_ids in self._slots_in_use().items():
+            if len(op_ids) > 1:
+                raise ProtocolError(f"{slot} has several messages: {self._texts(op_ids)}")
+        if at_end and self._ready:
+            raise ProtocolError(f"the step is complete, but a batch is not: {self._texts(ready)}")
+        for stage, work_item in self._backward if at_end else ():
+            tensors = self._tensors.get((stage, work_item))
+            if tensors is not None and tensors.held:
+                left = ", ".join(tensors.held)
+                raise ProtocolError(f"the step is complete, but work item {work_item} of stage {stage} has: {left}")
+
+    def story(self) -> list[str]:
+        """Return lines on the transfers, slots and work items that have tensors."""
+        lines = [
+            f"  {state}: {self._texts(op_ids)}"
+            for state, op_ids in (
+                ("posted", self._posted),
+                ("ready for the last of its batch", [op_id for batch in self._ready.values() for op_id, *_ in batch]),
+                ("ended before its wait", self._freed),
+            )
+            if op_ids
+        ]
+        lines += [f"  {slot}: {self._texts(op_ids)}" for slot, op_ids in self._slots_in_use().items()]
+        lines += [
+            f"  work item {work_item} of stage {stage} has: {', '.join(tensors.held)}"
+            for (stage, work_item), tensors in sorted(self._tensors.items())
+            if tensors.held
+        ]
+        return lines
+
+    def _slots_in_use(self) -> dict[str, list[int]]:
+        """Messages in each slot that are under way, or received and not yet released, by the slot's text."""
+        in_use: dict[str, list[int]] = {}
+        for verb, slots in (("receive", self._receive_slots), ("send", self._send_slots)):
+            for ((channel, forward), index), users in (slots.users if slots is not None else {}).items():
+                if op_ids := [op_id for op_id in users if self._needs_slot(op_id)]:
+                    in_use[f"{verb} slot {index} of {channel}, {'forward' if forward else 'backward'}"] = op_ids
+        return in_use
+
+    def _needs_slot(self, op_id: int) -> bool:
+        message = self._message(op_id)
+        if op_id in self._posted or any(op_id == ready for batch in self._ready.values() for ready, *_ in batch):
+            return True
+        tensors = self.of(message.op)
+        is_held = message.member in tensors.incoming(forward=message.is_forward)
+        is_slice = (message.is_forward, message.member) in tensors.received
+        return not message.is_send and (is_held if message.is_whole else is_slice)
+
+    def _texts(self, op_ids: Iterable[int]) -> str:
+        return ", ".join(f"{self._message(op_id).text} (op {op_id})" for op_id in sorted(op_ids))
 
     def _message(self, op_id: int) -> _Message:
         message = self._messages.get(op_id)

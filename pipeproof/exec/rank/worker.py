@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
@@ -35,15 +34,15 @@ from pipeproof.exec.rank.framework_choice import (
     timed,
     timing_of,
 )
-from pipeproof.exec.rank.machine import Begin, Finished, Instruction, RankMachine
 from pipeproof.exec.rank.op_log import HostClock
+from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.verify.certificate import Certificate, certificate_of, graph_digest
+from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
 from pipeproof.verify.subject import Subject, make_subject
 
 Emit = Callable[..., None]
@@ -89,7 +88,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
         if plan.spec.custom_layers is not None:
             require_same_start(job, adapter.weights())
-    machine = RankMachine(plan.graph, rank)
+    program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
     if options.profile:
         emit("setup", what="timing idle messages")
         times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
@@ -101,8 +100,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     first = job.checkpoint.first_step
     if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
         replays = start_replays(plan.graph.num_ops)
-        run_program = partial(run_step, machine, execute=adapter.execute)
-        replayed = ReplayedSteps(adapter, run_program, replays, report_operation)
+        replayed = ReplayedSteps(adapter, program.run, replays, report_operation)
     for step in range(first, run.steps):
         if replayed is not None:
             replayed.run(step)
@@ -113,7 +111,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
                 None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
             ):
                 adapter.begin(step)
-                run_step(machine, step, adapter.execute)
+                program.run(step)
                 adapter.finish()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
@@ -132,15 +130,6 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         timing_of(run, clock).save(job.timing_file(rank))
     job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
     emit("finished")
-
-
-def run_step(machine: RankMachine, step: int, execute: Callable[[Instruction], None]) -> None:
-    """Run one step of a rank's program, operation by operation."""
-    instructions = machine.handle(Begin(step))
-    while instructions:
-        for instruction in instructions:
-            execute(instruction)
-        instructions = machine.handle(Finished(instructions[-1].op_id))
 
 
 def require_same_plan(subject: Subject, certificate: Certificate) -> None:

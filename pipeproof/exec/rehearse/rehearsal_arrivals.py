@@ -35,7 +35,6 @@ class Arrivals:
         self.step, self.checked = -1, ArrivalChecks()
         plan, graph = subject.plan, subject.graph
         self._numbers = tensors_of(plan.edges, plan.layers).index
-        self._members = {number: member for (*_, member), number in self._numbers.items()}
         places = places_of(subject)
         self._layouts = Layouts(subject, places)
         self._deliveries: dict[Reader, list[Delivery]] = {}
@@ -174,7 +173,9 @@ class Arrivals:
         return int(self.graph.stage[op_id]), int(self.graph.work_item[op_id]), self.graph.ops[op_id].is_forward
 
     def _tensor(self, delivery: Delivery, tensors: Sequence[RehearsalTensor | None]) -> RehearsalTensor | None:
-        return tensors[self._members[int(self.graph.tensor[delivery.receive])]]
+        position = self._spec(delivery.receive).position
+        assert position is not None  # transfers move tensors of boundaries only
+        return tensors[position[2]]
 
     def _spec(self, op_id: int) -> TensorSpec:
         return self.graph.tensors[int(self.graph.tensor[op_id])]

@@ -177,8 +177,8 @@ class RehearsalStages:
         return [self._arrivals.outgoing(side, stage, variant, member, work_item) for member in members]
 
     def _issue(self, op_id: int) -> None:
-        row, call = self.plan.graph.row(op_id), self._inputs.call(op_id)
-        tensor, axis = RehearsalTensor((call.own.numel,), call.dtype), self.plan.graph.groups[row.group].axis
+        row, tensor = self.plan.graph.row(op_id), self._inputs.tensor(op_id)
+        axis = self.plan.graph.groups[row.group].axis
         match row.op.kind:
             case OpKind.ALL_REDUCE:
                 self._issued.all_reduce(tensor, label="", reduction=row.reduction or "sum")

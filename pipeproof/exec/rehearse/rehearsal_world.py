@@ -125,10 +125,14 @@ class CollectiveInputs:
 
     def call(self, op_id: int) -> _Call:
         """Return the call of an operation in the current step."""
-        dtype = collective_dtype(self.graph, op_id, self._run.dtype, self._run.weight_dtype)
         ranks = self.graph.groups[int(self.graph.group[op_id])].ranks
         sources = self._sources(*self._position(op_id), self._arrivals.step)
-        return _Call(op_id, sources, ranks.index(self._arrivals.rank), dtype)
+        return _Call(op_id, sources, ranks.index(self._arrivals.rank), self.tensor(op_id).dtype)
+
+    def tensor(self, op_id: int) -> RehearsalTensor:
+        """Return the tensor of a layer's collective, without elements."""
+        dtype = collective_dtype(self.graph, op_id, self._run.dtype, self._run.weight_dtype)
+        return RehearsalTensor((int(self.graph.stop[op_id] - self.graph.start[op_id]),), dtype)
 
     def nearby(self, call: _Call) -> list[Source]:
         """Inputs of the members to a call, to the calls before and after it, and to this call one step before."""

@@ -11,8 +11,8 @@ from typing import Any
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Framework, World
-from pipeproof.exec.rank.machine import Begin, Finished, RankMachine
 from pipeproof.exec.rank.op_log import Clock
+from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import TrainedPlan
@@ -141,8 +141,8 @@ def _require_same(derived: list[list[Any]]) -> None:
             )
 
 
-class TrainRank:
-    """The machine and the adapter of one rank for one plan; ``index`` is the rank's place in the pipeline.
+class TrainRank(RankProgram):
+    """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
     ``enter`` is called with the step and number of each host operation before it runs.
     """
@@ -156,27 +156,21 @@ class TrainRank:
         enter: Callable[[int, int], None],
         make_step_end: Callable[..., StepEnd] = StepEnd,
         clock: Clock | None = None,
+        *,
+        is_proved: bool,
     ) -> None:
         self.plan, self.index = plan, index
-        self.op_id = -1
-        """The last operation that was begun; unlike those of ``enter`` it may be a transfer that is posted."""
-        self._machine = RankMachine(plan.graph, index)
-        self.adapter = RankAdapter(
+        adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world, enter, clock=clock, make_step_end=make_step_end,
             frees_sends=True,
         )  # fmt: skip
+        super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 
     def run(self, step: int) -> None:
         """Run one step, operation by operation; the log has its entries alone."""
-        adapter, machine = self.adapter, self._machine
-        adapter.log.clear()
-        adapter.begin(step)
-        instructions = machine.handle(Begin(step))
-        while instructions:
-            for instruction in instructions:
-                self.op_id = instruction.op_id
-                adapter.execute(instruction)
-            instructions = machine.handle(Finished(instructions[-1].op_id))
+        self.adapter.log.clear()
+        self.adapter.begin(step)
+        super().run(step)
 
     def describe(self, op_id: int) -> Mapping[str, Any]:
         """The operation with its stage, micro-batch and the peer it waits for, as JSON values."""

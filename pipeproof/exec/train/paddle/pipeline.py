@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import paddle
 import paddle.distributed as dist
@@ -21,6 +21,7 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.train.agreement import Agreement, require_equal
 from pipeproof.exec.train.module_plan import (
     Request,
@@ -442,7 +443,8 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
 
     def _rank_of(self, lowered: LoweredPlan, framework: ModuleFramework, world: StageWorld) -> TrainRank:
         """This rank's machine and adapter for a plan."""
-        return TrainRank(lowered, self.rank, framework, world, self._enter)  # type: ignore[arg-type]  # no optimizers
+        own = cast(Framework, framework), cast(World, world)  # without optimizers
+        return TrainRank(lowered, self.rank, *own, self._enter, is_proved=not self._unsafe)
 
     def _enter(self, step: int, op_id: int) -> None:
         if self._watch is not None:

@@ -385,7 +385,9 @@ class Pipeline:
         own = self._world if channels is None else replace(self._world, channels=channels)
         step_end = partial(ReplicatedStepEnd, self._replicas)
         framework, world = cast("Framework", self._framework), cast("World", own)  # without optimizers
-        return TrainRank(lowered, self.rank, framework, world, self._enter, step_end, clock)
+        return TrainRank(
+            lowered, self.rank, framework, world, self._enter, step_end, clock, is_proved=not self.plan.findings
+        )
 
     def _enter(self, step: int, op_id: int) -> None:
         progress = self._progress if self._current is self._train else None
