@@ -79,8 +79,8 @@ def predicted(name: str, size: int, num_ranks: int, device: str) -> float:
     from pipeproof.cost.devices import DEVICES
     from pipeproof.cost.network_times import Network
     from pipeproof.specs.load_plan import plan_from_dict
-    from pipeproof.stages.describe.edge_tensors import describe_boundaries
     from pipeproof.stages.describe.layer import Collective, CollectiveKind
+    from pipeproof.stages.describe.model_family import describe_boundaries
 
     seq = 64 * num_ranks
     hidden = size * 2**19 // seq

@@ -102,7 +102,7 @@ def _model(place: Path) -> ModelSpec:
     if is_plan(place):
         from pipeproof.specs.load_plan import load_plan
 
-        return load_plan(place).spec.model
+        return load_plan(place).spec.gpt
     from pipeproof.state.names.convention_maps import model_of
     from pipeproof.state.open_checkpoint import open_checkpoint
     from pipeproof.state.reshard.reshard_targets import require_index

@@ -70,9 +70,7 @@ def _without_declarations(plan: Path, text: str) -> tuple[LoadedPlan, Sequence[s
 
 
 def _declared(loaded: LoadedPlan, build: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    custom = loaded.spec.custom_layers
-    assert custom is not None
-    spec = loaded.spec.model_copy(update={"model": custom.model_copy(update={"build": build})})
+    spec = loaded.spec.model_copy(update={"model": loaded.spec.custom.model_copy(update={"build": build})})
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()

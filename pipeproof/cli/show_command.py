@@ -68,7 +68,7 @@ def _show_costs(plan: Path) -> None:
 
         loaded = load_plan(plan)
         analytic = loaded.spec.cost.analytic
-        if loaded.spec.custom_layers is not None:
+        if loaded.spec.is_custom:
             raise click.UsageError(
                 f"{plan} has custom layers, whose work is not known; `pipeproof run {plan} --profile FILE` measures "
                 "their times"

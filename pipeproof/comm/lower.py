@@ -43,12 +43,9 @@ from pipeproof.schedule.formats.read_schedule import ForeignSchedule, custom_sch
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import Boundary, Edge, describe_boundary
-from pipeproof.stages.describe.custom_model import describe_custom_layers, smallest_custom_boundary
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
-from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary, describe_layers, stage_layers
 
 FOLD_ABOVE = 100_000
 """Operations of all ranks above which replicas are lowered and checked once."""
@@ -93,14 +90,13 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
             ``MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
-    is_custom = plan.custom_layers is not None
-    layers = describe_custom_layers(plan) if is_custom else describe_gpt(plan)
+    layers = describe_layers(plan)
     _require_moderate_size(plan, layers)
     stages = stage_layers(plan)
     links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
-    activation = boundary or (smallest_custom_boundary(plan) if is_custom else describe_boundary(plan))
+    activation = boundary or describe_boundary(plan)
     context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links)
     require_own_updates(context)
     is_early = plan.transport.recv_order != "just_in_time"
@@ -215,8 +211,7 @@ def absolute_build(loaded: LoadedPlan) -> str:
     Raises:
         PlanFileError: PP911, the plan has none: its layers are modules of a training script.
     """
-    assert loaded.spec.custom_layers is not None
-    build = loaded.spec.custom_layers.build
+    build = loaded.spec.custom.build
     if build is None:
         message = "the plan has no `model.build`: its layers are the modules of a training script"
         fix = "run the script; `pipeproof check` and `pipeproof simulate` take the plan as it is"

@@ -296,7 +296,7 @@ class RankBlocks:
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
         """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
         spec = self._plan.spec
-        length = 1 if spec.custom_layers is not None else spec.model.seq_length
+        length = spec.model.seq_length
         full = length * spec.schedule.micro_batch_size  # what the layers are described for
         num_tokens = self._plan.sizes[variant].num_tokens
         layers = self._plan.layers_of(op.stage)

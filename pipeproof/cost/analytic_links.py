@@ -22,8 +22,8 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
+from pipeproof.stages.describe.model_family import describe_boundaries
 from pipeproof.stages.describe.transports import Transport, effective_transport
 
 

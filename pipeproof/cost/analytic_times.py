@@ -31,8 +31,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, layer_work
-from pipeproof.stages.describe.partition import stage_layers
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)
@@ -105,7 +105,7 @@ class AnalyticCosts:
     @cached_property
     def stages(self) -> tuple[Mapping[Phase, PhaseTime], ...]:
         """By global stage, the time of each phase of a whole micro-batch, all its splits together."""
-        model = self._plan.model
+        model = self._plan.gpt
         kinds = {layer: layer_kind(model, layer) for names in stage_layers(self._plan) for layer in names}
         described = {layer_kind(model, layer.name): layer for layer in describe_gpt(self._few_blocks(), self.size)}
         by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
@@ -258,7 +258,7 @@ class AnalyticCosts:
 
     def _few_blocks(self) -> PlanSpec:
         """The plan with one block of each kind at least: those of a kind are alike."""
-        model = self._plan.model
+        model = self._plan.gpt
         if model.hyper_connections is not None:  # its ends are of kinds of their own
             return self._plan
         num_layers = 1 if model.moe is None else model.moe.dense_layers + 1

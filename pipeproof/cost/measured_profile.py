@@ -29,8 +29,7 @@ from pipeproof.specs.profile_file import (
     read_profile,
 )
 from pipeproof.stages.describe.boundary import work_item_sizes
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import describe_boundaries, stage_layers
 
 
 @dataclass(frozen=True, slots=True)

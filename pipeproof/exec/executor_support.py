@@ -72,10 +72,10 @@ def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
 
 def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     spec = subject.plan.spec
-    if spec.custom_layers is not None and spec.buffers.free_output != "after_backward":
+    if spec.is_custom and spec.buffers.free_output != "after_backward":
         # a custom layer's backward may read its output; only the GPT's blocks are known not to
         yield ("buffers", "free_output"), f"the plan has custom layers and free_output {spec.buffers.free_output}"
-    if spec.custom_layers is not None and spec.run.device == "gpu":
+    if spec.is_custom and spec.run.device == "gpu":
         yield ("run", "device"), "the plan has custom layers, which are tried and started on the CPU, and device gpu"
     yield from _queue_refusals(spec)
     if spec.topology.cp > 1:
@@ -83,13 +83,13 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
-    if spec.custom_layers is None:
+    if not spec.is_custom:
         yield from unsupported_boundaries(subject.plan)
 
 
 def _context_parallel_refusals(spec: PlanSpec) -> Iterator[Refusal]:
     """Features that stages do not support with a part of each sequence."""
-    model, fact = spec.model, f"the plan has cp {spec.topology.cp}"
+    model, fact = spec.gpt, f"the plan has cp {spec.topology.cp}"
     if model.mla is not None:
         yield ("topology", "cp"), f"{fact} and latent attention, whose heads share one key"
     for key in ("aux_loss", "z_loss"):

@@ -33,9 +33,9 @@ from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation, keeps_input, stored_activations
-from pipeproof.stages.describe.custom_model import custom_activations
+from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.layer import layer_kind
+from pipeproof.stages.describe.model_family import keeps_input, stored_activations
 from pipeproof.stages.describe.training_state import memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)
@@ -58,8 +58,6 @@ def memory_of(
 
 def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[StoredActivation, ...]:
     """Activations that a stage stores for one work item, by operation."""
-    if lowered.spec.custom_layers is not None:
-        return custom_activations(lowered.spec, lowered.stages[stage])
     return stored_activations(lowered.spec, lowered.layers_of(stage), lowered.sizes[variant])
 
 

@@ -29,10 +29,10 @@ class PlanSpec(PlanSections):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        if self.custom_layers is not None:
+        if self.is_custom:
             refuse(
                 [
-                    *check_custom_layers(self, self.custom_layers),
+                    *check_custom_layers(self, self.custom),
                     *check_placed_ranks(self),
                     *check_lengths(self),
                     *check_network(self),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -121,11 +121,7 @@ class PlanSections(Section):
     model_config = ConfigDict(defer_build=True)  # only the class that checks them is validated
 
     pipeproof: Annotated[Literal[1], BeforeValidator(int_only)] = Field(description="Version of the plan format.")
-    if TYPE_CHECKING:
-        model: ModelSpec
-        """The GPT; code that also handles custom layers asks for ``custom_layers`` first."""
-    else:
-        model: AnyModel = Field(description="The network.")
+    model: AnyModel = Field(description="The network.")
     topology: TopologySpec = Field(description="The device mesh.")
     schedule: ScheduleSpec = Field(description="The pipeline schedule.")
     stages: StageCut | None = Field(
@@ -147,10 +143,31 @@ class PlanSections(Section):
     )
 
     @property
-    def custom_layers(self) -> CustomModelSpec | None:
-        """The model if it is a sequence of custom layers; None for a GPT."""
-        model: ModelSpec | CustomModelSpec = self.model
-        return model if isinstance(model, CustomModelSpec) else None
+    def gpt(self) -> ModelSpec:
+        """The model, where only a GPT comes.
+
+        Raises:
+            TypeError: it is a sequence of custom layers.
+        """
+        if isinstance(self.model, CustomModelSpec):
+            raise TypeError("the model is a sequence of custom layers, and a GPT is needed here")
+        return self.model
+
+    @property
+    def custom(self) -> CustomModelSpec:
+        """The model, where only custom layers come.
+
+        Raises:
+            TypeError: it is a GPT.
+        """
+        if not isinstance(self.model, CustomModelSpec):
+            raise TypeError("the model is a GPT, and custom layers are needed here")
+        return self.model
+
+    @property
+    def is_custom(self) -> bool:
+        """True if the model is a sequence of custom layers."""
+        return isinstance(self.model, CustomModelSpec)
 
     @property
     def gradient_dtype(self) -> str:
@@ -168,7 +185,7 @@ class PlanSections(Section):
     @property
     def sequence_lengths(self) -> dict[KeyPath, int]:
         """All sequence lengths of a GPT by their keys: that of the model, and those of micro-batches."""
-        lengths: dict[KeyPath, int] = {("model", "seq_length"): self.model.seq_length}
+        lengths: dict[KeyPath, int] = {("model", "seq_length"): self.gpt.seq_length}
         for index, length in enumerate(self.schedule.seq_lengths or ()):
             lengths["schedule", "seq_lengths", index] = length
         return lengths

@@ -133,8 +133,7 @@ def remove_partial_states(root: Path, job: str) -> None:
 def values_of(spec: PlanSpec) -> dict[str, Any]:
     """Return the plan's keys that the values of training depend on in addition to its graph, dotted."""
     run = {key: value for key, value in spec.run.model_dump(mode="json").items() if key not in _NOT_VALUES}
-    custom_layers = spec.custom_layers
-    model = model_content(spec.model) if custom_layers is None else _custom_layer_values(custom_layers)
+    model = _custom_layer_values(spec.custom) if spec.is_custom else model_content(spec.model)
     sections = {"model": model, "loss": spec.loss.model_dump(mode="json"), "run": run}
     sections["schedule"] = spec.schedule.model_dump(mode="json", include=_OF_SCHEDULE)
     sections["memory"] = {"shard_optimizer": spec.memory.shard_optimizer}

@@ -107,7 +107,7 @@ def _changes(plan: LoweredPlan) -> Iterator[tuple[frozenset[str], LoweredPlan]]:
         spec.topology.sequence_parallel and spec.topology.tp > 1 and memory.sequence_parallel_activations == "keep"
     )
     values = {
-        "recompute": () if spec.custom_layers is not None else _MORE[memory.recompute],
+        "recompute": () if spec.is_custom else _MORE[memory.recompute],
         "shard_optimizer": ("dp",) if spec.topology.dp > 1 and memory.shard_optimizer == "none" else (),
         "sequence_parallel_activations": ("regather",) if is_gathered else (),
     }

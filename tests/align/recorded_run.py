@@ -12,8 +12,8 @@ from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.launch.job_files import RecordOptions
-from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.paddle import balance, functional
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.reference.ordered import run_ordered

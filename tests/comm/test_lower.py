@@ -11,7 +11,7 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.stages.describe.boundary import describe_boundary
+from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject

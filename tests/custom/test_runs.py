@@ -113,7 +113,7 @@ def test_w_of_a_split_backward_computes_the_products():
     plan = own_plan("mixer.py", 2, topology={"pp": 1}).spec
     found = {}
     for splits in (False, True):
-        names = [layer.name for layer in plan.custom_layers.layers]
+        names = [layer.name for layer in plan.custom.layers]
         stage = CustomStage(plan, BuiltModel(plan, names), names[1:], {}, splits=splits)
         for weight in stage.parameters.values():
             weight.grad = paddle.zeros_like(weight)
@@ -151,7 +151,7 @@ def test_what_layers_draw_is_keyed_by_step_micro_batch_and_layer():
     from pipeproof.stages.custom.built_layers import BuiltModel
 
     spec = own_plan("mixer.py", 2, topology={"pp": 1}).spec
-    model = BuiltModel(spec, [layer.name for layer in spec.custom_layers.layers])
+    model = BuiltModel(spec, [layer.name for layer in spec.custom.layers])
     value = model.run(model.layers[0], model.inputs(0, 0), step=0, index=0)
     drawn = {
         (step, index, number): model.run(model.layers[number], value, step=step, index=index)[0].numpy().tobytes()
@@ -172,7 +172,7 @@ def test_a_record_shows_every_layer():
     spec = own_plan("fleet_conv.py", 2, topology={"pp": 1}, schedule={"num_micro_batches": 1}, run={"steps": 1}).spec
     next(iter(run_unpartitioned(spec, watch)))
     seen = watch.take()
-    assert {key.partition("/")[0] for key in seen} == {layer.name for layer in spec.custom_layers.layers}
+    assert {key.partition("/")[0] for key in seen} == {layer.name for layer in spec.custom.layers}
     assert "relu.2/backward/output/0/0" in seen
 
 
@@ -182,7 +182,7 @@ def test_declarations_of_tuples_and_shared_weights():
     assert declared["head.7"]["borrows"] == ["embed.0.table.weight"]
     assert declared["head.7"]["parameters"] == [{"name": "shift", "shape": [7]}]
     spec = plan_from_dict(own_dict("pair.py", 2, list(declared.values()))).spec
-    assert [out.has_gradient for out in spec.custom_layers.layers[0].out] == [True, False]
+    assert [out.has_gradient for out in spec.custom.layers[0].out] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["mixer", "fleet_conv"])
@@ -192,4 +192,4 @@ def test_examples_are_declared_as_they_are(name):
 
     spec = load_plan(EXAMPLES / f"{name}.yaml").spec
     layers = described(f"{name}.py", spec.schedule.micro_batch_size)
-    assert plan_from_dict(own_dict(f"{name}.py", 2, layers)).spec.custom_layers.layers == spec.custom_layers.layers
+    assert plan_from_dict(own_dict(f"{name}.py", 2, layers)).spec.custom.layers == spec.custom.layers

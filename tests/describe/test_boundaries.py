@@ -5,8 +5,8 @@ import pytest
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, sharded
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.boundary import Boundary, describe_boundary, work_item_sizes
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
+from pipeproof.stages.describe.boundary import Boundary, work_item_sizes
+from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary
 from tests.plans import plan_dict
 
 

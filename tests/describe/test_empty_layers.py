@@ -8,10 +8,10 @@ from rich.console import Console
 from pipeproof.analysis.advise.recut import layer_times, stage_times
 from pipeproof.cost.plan_times import with_times
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import keeps_input, stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.model_family import keeps_input, stored_activations
 from pipeproof.stages.describe.op_work import layer_work
 from pipeproof.stages.describe.training_state import state_of
 from pipeproof.stages.describe.typed_gpt import typed_gpt

@@ -9,12 +9,13 @@ from math import prod
 import pytest
 
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime, stored_activations
+from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product, StreamWeights, weights_of
+from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_at
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.stages.describe.typed_gpt import typed_gpt

@@ -7,9 +7,9 @@ import pytest
 
 from pipeproof.specs.axis_layout import INVARIANT, sharded
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
 from pipeproof.stages.describe.synthetic import initial_weight
 from tests.plans import plan_dict

@@ -5,9 +5,10 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime, keeps_input, stored_activations
+from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.model_family import keeps_input, stored_activations
 from pipeproof.stages.describe.training_state import moved_by_update, optimizer_bytes, state_of
 from tests.plans import plan_dict
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.model_family import stored_activations
 from tests.describe.test_memory import plan
 
 pytestmark = pytest.mark.needs_torch

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 

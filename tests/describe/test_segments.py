@@ -10,7 +10,8 @@ from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.layer import CLASS_NAMES, layer_order, layer_prefix
-from pipeproof.stages.describe.partition import cut_behind, even_shares, stage_layers
+from pipeproof.stages.describe.model_family import stage_layers
+from pipeproof.stages.describe.partition import cut_behind, even_shares
 from tests.plans import plan_dict
 
 FLEET_DEFAULT = "layer:TransformerLayer|EmptyLayer"

@@ -14,12 +14,12 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import plan_json_schema
-from pipeproof.stages.describe.activation_memory import Lifetime, keeps_input, stored_activations
+from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers.streams import INITIAL_SCALE
+from pipeproof.stages.describe.model_family import describe_boundaries, keeps_input, stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
 from pipeproof.stages.describe.residual_streams import measured_with, residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight

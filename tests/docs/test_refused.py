@@ -110,4 +110,4 @@ def test_a_plan_that_runs_is_no_row(docs_module, plans):
 
 
 def test_a_plan_of_own_layers_is_declared_whole(plans):
-    assert plan_from_dict(plans.custom_plan()).spec.custom_layers is not None
+    assert plan_from_dict(plans.custom_plan()).spec.is_custom

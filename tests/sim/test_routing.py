@@ -17,9 +17,9 @@ from pipeproof.sim.link_costs import bytes_of
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.check_plan import check_subject

@@ -36,7 +36,7 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     (tmp_path / "measured.yaml").write_text(yaml.safe_dump(content))
     measured = load_plan(tmp_path / "measured.yaml")
     assert simulate(make_subject(measured).plan).makespan > 0
-    assert all(layer.activation_bytes for layer in loaded.spec.custom_layers.layers)
+    assert all(layer.activation_bytes for layer in loaded.spec.custom.layers)
 
 
 @pytest.mark.slow

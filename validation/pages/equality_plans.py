@@ -146,8 +146,7 @@ class Cell:
 def _custom_layers(example: str) -> dict[str, Any]:
     """Return the layers of an example and the plan keys that they require, with paths from the repository's root."""
     loaded = load_plan(_EXAMPLES / f"{example}.yaml")
-    assert loaded.spec.custom_layers is not None
-    build = f"examples/custom_layers/{loaded.spec.custom_layers.build}"
+    build = f"examples/custom_layers/{loaded.spec.custom.build}"
     model = {**loaded.spec.model.model_dump(mode="json", exclude_unset=True), "build": build}
     return {"model": model, "loss": {"normalization": "mean_of_micro_batches"}}
 

@@ -17,9 +17,8 @@ from published_runs import PARTS, Training
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.memory_curve import Part
-from pipeproof.stages.describe.activation_memory import stored_activations
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import stage_layers, stored_activations
 
 GIB = 2**30
 CAPACITY = 80 * 10**9 / GIB

@@ -28,7 +28,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import stage_layers
 
 MAX_SPLITS = 8
 """Most pieces of a sequence that are tried."""
@@ -188,7 +188,7 @@ class Candidates:
         schedule = self.spec.schedule
         num, size = schedule.num_micro_batches, schedule.micro_batch_size
         fixed = schedule.last_micro_batch_size is not None or schedule.seq_lengths is not None
-        fixed = fixed or self.spec.custom_layers is not None  # whose data come in micro-batches as they are
+        fixed = fixed or self.spec.is_custom  # whose data come in micro-batches as they are
         if fixed or any(boundary.shape is not None for boundary in self.spec.boundaries):
             return [(num, size)]
         coarser = [(num // factor, size * factor) for factor in _divisors(num)]
@@ -201,7 +201,7 @@ class Candidates:
         """
         num_ranks, num_stages = self.spec.topology.pp, self.spec.num_stages
         counts = set() if num_stages % num_ranks else {num_stages // num_ranks}
-        per_rank = sum(map(counts_in_even_cut, layer_order(self.spec.model))) // num_ranks if self._can_be_recut else 0
+        per_rank = sum(map(counts_in_even_cut, layer_order(self.spec.gpt))) // num_ranks if self._can_be_recut else 0
         if per_rank:
             counts |= {*_divisors(per_rank)} | {count for count in (kind.min_chunks,) if count <= per_rank}
         most = kind.max_chunks or max(counts, default=0)
@@ -210,16 +210,16 @@ class Candidates:
     @cached_property
     def _can_be_recut(self) -> bool:
         """True if the plan's stages have all layers, and no key describes a single edge between them."""
-        if self.spec.custom_layers is not None:  # of which nobody knows what each takes
+        if self.spec.is_custom:  # of which nobody knows what each takes
             return False
         given = sorted(name for names in self._layers for name in names)
-        known = sorted(layer_order(self.spec.model))
+        known = sorted(layer_order(self.spec.gpt))
         return given == known and all(self._layers) and all(b.edge is None for b in self.spec.boundaries)
 
     def _variations(self, kind: ScheduleKind, base: Choice, held: Fraction | None) -> Iterator[Choice]:
         """The same sizes with the splits, placements and memory limits that a schedule takes."""
         placements = (None, "v") if kind.placement is Placement.ANY and base.num_chunks > 1 else (None,)
-        length = 1 if self.spec.custom_layers is not None else self.spec.model.seq_length
+        length = self.spec.model.seq_length
         splits = [n for n in range(2, MAX_SPLITS + 1) if length % n == 0] if kind.splits_sequences else [1]
         limits = self._limits(base, held) if kind.name == _OPTIMAL else [None]
         for placement, num_splits, limit in product(placements, splits, limits):
@@ -239,7 +239,7 @@ class Candidates:
         """An activation of a choice's largest stage, in those of a block for one sequence."""
         num_stages = self.spec.topology.pp * choice.num_chunks
         given = max(1, *map(num_blocks, self._layers))
-        blocks = given if num_stages == self.spec.num_stages else ceil(self.spec.model.num_layers / num_stages)
+        blocks = given if num_stages == self.spec.num_stages else ceil(self.spec.gpt.num_layers / num_stages)
         return blocks * choice.micro_batch_size
 
 

@@ -22,7 +22,7 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.schedule.programs import Schedule
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.model_family import stage_layers
 
 
 @dataclass(frozen=True, slots=True)

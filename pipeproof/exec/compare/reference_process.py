@@ -49,7 +49,7 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     start = reference_start(job.checkpoint, spec) if job.checkpoint.reference_from_state else None
     results = run_ordered(spec, in_order, watch, start) if ordered else run_unpartitioned(spec, watch, start)
     for result in results:
-        if start is None and result.step == 0 and spec.custom_layers is not None:
+        if start is None and result.step == 0 and spec.is_custom:
             require_same_start(job, {name: result.weights[name] for name in result.gradients})
         if result.step < job.checkpoint.first_step:
             on_step(result.step)

@@ -6,8 +6,7 @@ from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.framework_protocol import Array
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_key, bias_name, moves_biases, routers
-from pipeproof.stages.describe.custom_model import describe_custom_layers
-from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.model_family import describe_layers
 from pipeproof.stages.reference.reference_state import InitialState
 from pipeproof.state.array_files import ByteArray
 from pipeproof.state.cast import bits_dtype, cast
@@ -26,7 +25,7 @@ def reference_start(options: CheckpointOptions, plan: PlanSpec) -> InitialState:
     """
     assert options.resume is not None, "only runs that resume have a state"
     state, run = SavedState(options.resume, read_index(options.resume)), plan.run
-    layers = describe_gpt(plan) if plan.custom_layers is None else describe_custom_layers(plan)
+    layers = describe_layers(plan)
     whole = {name: _numbers(array) for name, array in read_whole(state).items()}
     names = [p.name for layer in layers for p in layer.parameters]  # sums of squares go in this order
     biased = {bias_key(router): bias_name(router) for router in routers(layers)} if moves_biases(plan) else {}

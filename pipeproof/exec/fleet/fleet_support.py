@@ -25,7 +25,7 @@ def require_fleet_support(subject: Subject) -> None:
 
 
 def _refusals(subject: Subject) -> Iterator[Refusal]:
-    if subject.plan.spec.custom_layers is None:
+    if not subject.plan.spec.is_custom:
         fact = "Fleet's pipeline takes custom layers, and the plan has pipeproof's GPT"
         yield ("model", "kind"), fact, "name your layers with `model: {kind: layers, build: FILE.py:FUNCTION}`"
         return
@@ -98,21 +98,17 @@ def _variants(count: int, pp: int) -> tuple[str | None, ...]:
 
 def _layer_refusals(subject: Subject) -> Iterator[Refusal]:
     plan = subject.plan
-    assert plan.spec.custom_layers is not None
     owner = {
-        f"{layer.name}.{weight.name}": layer.name
-        for layer in plan.spec.custom_layers.layers
-        for weight in layer.parameters
+        f"{layer.name}.{weight.name}": layer.name for layer in plan.spec.custom.layers for weight in layer.parameters
     }
-    for number, layer in enumerate(plan.spec.custom_layers.layers):
+    for number, layer in enumerate(plan.spec.custom.layers):
         if len({owner[name] for name in layer.borrows}) > 1:
             fact = (
                 f"the layer `{layer.name}` borrows weights from two layers, and Fleet can share those of one layer only"
             )
             yield ("model", "layers", number), fact, "put the borrowed weights into one layer"
     outputs = {
-        layer.name: tuple((tuple(out.shape), out.dtype) for out in layer.out)
-        for layer in plan.spec.custom_layers.layers
+        layer.name: tuple((tuple(out.shape), out.dtype) for out in layer.out) for layer in plan.spec.custom.layers
     }
     for rank in range(plan.mesh.size("pp")):
         rank_stages = [stage for stage in range(len(plan.stages)) if rank in plan.holders[stage]]

@@ -58,7 +58,6 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)
     plan, spec = subject.plan, subject.plan.spec
-    assert spec.custom_layers is not None
     pp_rank, replica, count = (
         plan.mesh.coords(rank)["pp"],
         plan.mesh.coords(rank)["dp"],
@@ -77,7 +76,7 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
     edges = sorted({(channel.src, channel.dst) for channel in plan.graph.channels})
     world = connect_fleet(rank, plan.mesh.num_ranks, edges, recorder, lambda phase: emit("setup", what=phase))
     emit("setup", what="fleet.init")
-    custom_model = BuiltModel(spec, [layer.name for layer in spec.custom_layers.layers])
+    custom_model = BuiltModel(spec, [layer.name for layer in spec.custom.layers])
     with quiet_python(), quiet_native(), fleet_groups(world):
         fleet.init(is_collective=True, strategy=strategy_of(spec), log_level="ERROR")
         topology = fleet.get_hybrid_communicate_group().topology()

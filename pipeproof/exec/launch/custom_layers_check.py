@@ -33,7 +33,7 @@ def require_custom_layers(job: Job, loaded: LoadedPlan, timeout_s: float) -> Non
     Raises:
         PlanFileError: PP911, PP912, with the location in the plan.
     """
-    if loaded.spec.custom_layers is None:
+    if not loaded.spec.is_custom:
         return
     output = job.directory / "custom_layers_check.out"
     with blaming_plan(loaded):
@@ -96,9 +96,7 @@ def try_layers(plan: PlanSpec, *, saves_state: bool = False) -> dict[str, str]:
     from pipeproof.stages.custom.built_layers import BuiltModel, digests
     from pipeproof.stages.custom.declaration import require_declared, require_declared_changes, require_resumable
 
-    model = BuiltModel(
-        plan, [layer.name for layer in plan.custom_layers.layers] if plan.custom_layers is not None else None
-    )
+    model = BuiltModel(plan, [layer.name for layer in plan.custom.layers])
     first, before = digests(model.weights()), digests(model.untrained())
     require_declared(plan, model)
     if saves_state:

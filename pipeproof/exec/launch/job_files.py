@@ -176,7 +176,7 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
         content["schedule"]["path"] = str(schedule_path(loaded).resolve())
     if loaded.spec.cost.profile is not None:
         content["cost"]["profile"] = str(Path(str(from_here(loaded).spec.cost.profile)).resolve())
-    if loaded.spec.custom_layers is not None:
+    if loaded.spec.is_custom:
         content["model"]["build"] = absolute_build(loaded)
     return content
 

@@ -18,8 +18,8 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.specs.axis_layout import Placement
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.edge_tensors import describe_boundaries
 from pipeproof.stages.describe.layer import is_empty
+from pipeproof.stages.describe.model_family import describe_boundaries
 from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 TOKENS, LABELS, MASK = "tokens", "labels", "mask"
@@ -116,7 +116,7 @@ def _batch_member_problems(plan: LoweredPlan, edge: int, member: Boundary, token
     if member.member not in _DTYPES:
         yield f"{name} is not a tensor of a GPT's run, which has its activation, {listed([*_DTYPES], 'and')}"
         return
-    if plan.spec.model.mtp is not None:
+    if plan.spec.gpt.mtp is not None:
         yield f"{name} crosses together with the streams of multi-token prediction"
     dtypes = _DTYPES[member.member]
     if member.dtype not in dtypes or member.has_gradient:

@@ -86,7 +86,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         adapter = RankAdapter(plan, rank, rehearsal, rehearsal.world(world), enter)
     else:
         adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
-        if plan.spec.custom_layers is not None:
+        if plan.spec.is_custom:
             require_same_start(job, adapter.weights())
     program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
     if options.profile:

@@ -35,7 +35,7 @@ def rehearsed_plan(loaded: LoadedPlan, backend: str | None, device: str | None, 
     except PlanFileError as error:
         raise PlanFileError(*error.findings, source=loaded.source) from error
     if scale != 1:
-        smaller = _smaller(data, scale) if loaded.spec.custom_layers is None else None
+        smaller = _smaller(data, scale) if not loaded.spec.is_custom else None
         if smaller is None:
             raise PlanFileError(_refusal(loaded, data, scale), source=loaded.source)
         plan = smaller
@@ -73,7 +73,7 @@ def _refusal(loaded: LoadedPlan, data: dict[str, Any], scale: Fraction) -> Findi
     def finding(message: str, fix: str) -> Finding:
         return Finding(NO_SUCH_SCALE.code, Severity.ERROR, message, help=fix)
 
-    if loaded.spec.custom_layers is not None:
+    if loaded.spec.is_custom:
         return finding(f"--scale {scale}: custom layers declare their shapes", "rehearse the plan without `--scale`")
     model = data["model"]
     nearest: list[str] = []

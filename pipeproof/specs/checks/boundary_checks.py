@@ -46,13 +46,13 @@ def _check_sizes(plan: PlanSections) -> Iterator[Problem]:
             help=f"give {schedule.num_micro_batches}, or leave it out for model.seq_length everywhere",
         )
     for index, length in enumerate(lengths or ()):
-        if length > plan.model.seq_length:
+        if length > plan.gpt.seq_length:
             yield Problem(
                 "PP106",
                 ("schedule", "seq_lengths", index),
                 f"micro-batch {index} has {length} tokens in a sequence, more than model.seq_length "
-                f"{plan.model.seq_length}",
-                help=f"use at most {plan.model.seq_length}, or raise model.seq_length",
+                f"{plan.gpt.seq_length}",
+                help=f"use at most {plan.gpt.seq_length}, or raise model.seq_length",
             )
     last = schedule.last_micro_batch_size
     if last is not None and last > schedule.micro_batch_size:
@@ -76,7 +76,7 @@ def _check_sequence_shards(plan: PlanSections) -> Iterator[Problem]:
         for i, n in enumerate(plan.schedule.seq_lengths or ())
     ]
     if topology.cp > 1:
-        lengths = [(("model", "seq_length"), "model.seq_length", plan.model.seq_length), *lengths]
+        lengths = [(("model", "seq_length"), "model.seq_length", plan.gpt.seq_length), *lengths]
     for path, name, length in lengths:
         if length % num_parts:
             yield Problem(
@@ -113,11 +113,11 @@ def _sizes_of(plan: PlanSections, entry: BoundarySpec, dim: str) -> list[int]:
         return [entry.shape[position]] if position < len(entry.shape) else []
     schedule = plan.schedule
     if dim == "s":
-        lengths = schedule.seq_lengths or (plan.model.seq_length,)
+        lengths = schedule.seq_lengths or (plan.gpt.seq_length,)
         return [length // plan.topology.cp for length in lengths]
     if dim == "b":
         return [schedule.micro_batch_size, schedule.last_micro_batch_size or schedule.micro_batch_size]
-    return [plan.model.hidden_size] if dim == "h" else []
+    return [plan.gpt.hidden_size] if dim == "h" else []
 
 
 def _check_gradient(plan: PlanSections, entry: BoundarySpec, path: KeyPath) -> Iterator[Problem]:

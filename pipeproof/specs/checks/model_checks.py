@@ -9,7 +9,7 @@ from pipeproof.specs.section import divisors, multiples
 
 def check_tensor_parallel(plan: PlanSections) -> list[Problem]:
     """PP108: sizes that are sharded over the TP ranks divide by their number."""
-    model, topology = plan.model, plan.topology
+    model, topology = plan.gpt, plan.topology
     sharded: list[tuple[KeyPath, int, str]] = [
         (("num_heads",), model.num_heads, "attention heads are sharded over the TP ranks"),
     ]
@@ -72,11 +72,11 @@ def check_expert_parallel(plan: PlanSections) -> list[Problem]:
 
 def check_mtp(plan: PlanSections) -> list[Problem]:
     """PP108: every module has a token to predict in the shortest sequence; PP106: not with hyper-connections."""
-    mtp = plan.model.mtp
+    mtp = plan.gpt.mtp
     if mtp is None:
         return []
     problems = []
-    if plan.model.hyper_connections is not None:
+    if plan.gpt.hyper_connections is not None:
         message = "`model.mtp` is given together with `model.hyper_connections`, and it is not defined which residual "
         message += "stream a module reads"
         problems.append(Problem("PP106", ("model", "mtp"), message, help="remove one of the two", at_key=True))

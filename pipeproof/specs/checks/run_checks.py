@@ -18,12 +18,12 @@ def check_run(plan: PlanSections) -> list[Problem]:
     """
     run, problems = plan.run, []
     if run.backend == "paddle":
-        of_script = plan.custom_layers is not None and plan.custom_layers.build is None
+        of_script = plan.is_custom and plan.custom.build is None
         if run.dtype in _SIXTEEN_BITS and not of_script:
             message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
             fix = "use float32 or float64, or `backend: torch`"
             problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
-    elif plan.custom_layers is not None and plan.custom_layers.build is not None:
+    elif plan.is_custom and plan.custom.build is not None:
         message = "`model.build` returns `paddle.nn` layers, and run.backend is torch"
         fix = "use `backend: paddle`, or train the modules in a script with pipeproof.torch.Pipeline"
         problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
@@ -42,7 +42,7 @@ def check_run(plan: PlanSections) -> list[Problem]:
 
 def _check_replay(plan: PlanSections) -> list[Problem]:
     """A CUDA graph has fixed shapes, and nothing in it waits for the host."""
-    model, path = plan.model, ("run", "replay")
+    model, path = plan.gpt, ("run", "replay")
     if plan.run.device != "gpu" or plan.run.backend != "torch":
         fact = "run.device is cpu" if plan.run.device != "gpu" else "run.backend is paddle"
         message = f"run.replay captures a CUDA graph with PyTorch, and {fact}"
@@ -69,7 +69,7 @@ def _has_fused_experts(plan: PlanSections) -> bool:
     """
     moe, run, topology = plan.model.moe, plan.run, plan.topology
     assert moe is not None
-    is_aligned = not any(size % _ALIGNED for size in (plan.model.hidden_size, moe.ffn_size // topology.tp))
+    is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, moe.ffn_size // topology.tp))
     return is_aligned and topology.ep == 1 and run.dtype == run.weight_dtype == "bfloat16"
 
 

@@ -28,7 +28,7 @@ class Dropouts:
         self._keys = DropoutKeys(plan, step, index)
         size = micro_batch_size(plan, index % plan.schedule.num_micro_batches)
         self._length = size.seq_length // (plan.schedule.num_sequence_splits * plan.topology.cp)
-        self._batch_first = plan.model.activation_order == "bsh"
+        self._batch_first = plan.gpt.activation_order == "bsh"
 
     def between(self, activation: Tensor, site: DropoutSite, layer: str) -> Tensor:
         """Apply dropout to the activation after ``layer``, [S, B, H] or [B, S, H]."""

@@ -46,10 +46,10 @@ class EmbeddingAndHead:
         vocabulary: Vocabulary,
         weights: SplitWeights,
     ) -> None:
-        self._weights, self._learned = weights, plan.model.positions == "learned"
+        self._weights, self._learned = weights, plan.gpt.positions == "learned"
         self._ops, self._region, self._weight_of, self._vocabulary = ops, region, weight_of, vocabulary
-        self._rows_dim = plan.model.activation_order.index("b")
-        self._tied = plan.model.tied_embedding
+        self._rows_dim = plan.gpt.activation_order.index("b")
+        self._tied = plan.gpt.tied_embedding
 
     def embed(self, streams: Sequence[MtpStream], dropouts: Dropouts) -> list[Tensor]:
         """The main stream; if the first stage embeds for all modules, also one stream for each module."""

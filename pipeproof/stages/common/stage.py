@@ -27,9 +27,9 @@ from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierS
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import ShardRank, SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.boundary import describe_boundary
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.describe.mtp_streams import (
     is_mtp,
     module_of,
@@ -93,7 +93,7 @@ class Stage(ABC, Generic[TokenBatch]):
         self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, regathers=regathers)
         self._batch_first = boundary.dims == "bsh"
         self._rows_dim = boundary.dims.index("b")
-        self._num_streams_in = mtp_streams_into(plan.model, names[0])
+        self._num_streams_in = mtp_streams_into(plan.gpt, names[0])
         self._recompute = plan.memory.recompute
         self._sequence_keys = self._make_sequence_keys(context)
         self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
@@ -139,9 +139,7 @@ class Stage(ABC, Generic[TokenBatch]):
             if watch is not None and inputs:
                 watch.see(layer.name, "input", index, split, inputs)
             if layer.name == "embed":
-                streams = self._ends.embed(
-                    work_item.streams[: mtp_streams_after(self._plan.model, ["embed"])], dropouts
-                )
+                streams = self._ends.embed(work_item.streams[: mtp_streams_after(self._plan.gpt, ["embed"])], dropouts)
             elif is_empty(layer.name):
                 pass
             elif layer.name == "norm":
@@ -215,7 +213,7 @@ class Stage(ABC, Generic[TokenBatch]):
         def mlp(x: Tensor) -> Tensor:
             return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, split), dropouts)
 
-        streams = residual_streams_of(self._plan.model, name)
+        streams = residual_streams_of(self._plan.gpt, name)
         if streams is None:
             activation = activation + attention(activation)
             return activation + mlp(activation)
@@ -227,7 +225,7 @@ class Stage(ABC, Generic[TokenBatch]):
         return contract_streams(self._ops, activation, streams.count) if streams.contracts else activation
 
     def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
-        heads = self._grouped_heads if self._plan.model.mla is None else self._latent_heads
+        heads = self._grouped_heads if self._plan.gpt.mla is None else self._latent_heads
         query, key, value = heads(activation, name, split)
         key, value = self._sequence_keys.join(key, value, micro_batch=index, layer=name, split=split)
         inputs = query, key, value
@@ -239,7 +237,7 @@ class Stage(ABC, Generic[TokenBatch]):
 
     def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, K, G, S, D], key and value [B, K, S, D] of a sequence split."""
-        model, parts = self._plan.model, [self._plan.model.num_heads // self._plan.model.kv_heads, 1, 1]
+        model, parts = self._plan.gpt, [self._plan.gpt.num_heads // self._plan.gpt.kv_heads, 1, 1]
         fused = self._product(self._region.enter(activation, f"{name}.in"), f"{name}.qkv")
         heads = fused.reshape([*fused.shape[:2], -1, sum(parts), model.size_of_head])  # [S, B, K, G + 2, D]
         if model.qk_norm:
@@ -254,7 +252,7 @@ class Stage(ABC, Generic[TokenBatch]):
 
     def _latent_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a sequence split."""
-        mla = self._plan.model.mla
+        mla = self._plan.gpt.mla
         assert mla is not None
         query, keys, shared = latent_heads(
             self._ops,
@@ -279,7 +277,7 @@ class Stage(ABC, Generic[TokenBatch]):
         return self._cos[positions], self._sin[positions]
 
     def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        entered, kind = self._region.enter(activation, f"{name}.in"), self._plan.model.mlp
+        entered, kind = self._region.enter(activation, f"{name}.in"), self._plan.gpt.mlp
         if f"{name}.router.weight" in self.parameters:
             output = self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
         else:

@@ -53,13 +53,13 @@ def join_mtp_streams(ops: BackendOps, streams: Sequence[Tensor], rows_dim: int) 
 
 def mtp_batches(plan: PlanSpec, batch: Batch) -> list[Batch]:
     """Return the micro-batch of each MTP stream, the main one first."""
-    return [shifted_batch(batch, distance) for distance in range(1 + num_modules(plan.model))]
+    return [shifted_batch(batch, distance) for distance in range(1 + num_modules(plan.gpt))]
 
 
 def training_loss(plan: PlanSpec, losses: Sequence[Tensor]) -> Tensor:
     """The loss that is trained on: the main loss plus the weighted losses of modules; ``losses`` are already scaled."""
     total = losses[0]
-    if plan.model.mtp is not None:
+    if plan.gpt.mtp is not None:
         for loss in losses[1:]:
-            total = total + loss * module_weight(plan.model.mtp)
+            total = total + loss * module_weight(plan.gpt.mtp)
     return total

@@ -74,11 +74,9 @@ class BuiltModel:
     """
 
     def __init__(self, plan: PlanSpec, names: Sequence[str] | None = None) -> None:
-        model = plan.custom_layers
-        assert model is not None, "only for plans with custom layers"
         self._plan = plan
         with _default_dtype(plan.run.dtype):
-            self._built, entries = _build(model, plan.run.seed)
+            self._built, entries = _build(plan.custom, plan.run.seed)
         self._loss = self._built.loss or pipeline_loss(self._built.layers)
         if self._loss is None:
             raise cannot_build(

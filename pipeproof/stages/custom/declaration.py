@@ -55,8 +55,7 @@ def require_declared(plan: PlanSpec, model: BuiltModel) -> None:
     Raises:
         BadPlanError: PP911 as ``declaration``; PP912, the first thing that differs.
     """
-    assert plan.custom_layers is not None
-    declared = plan.custom_layers.layers
+    declared = plan.custom.layers
     if len(declared) != len(model.layers):
         message = f"the file has {len(model.layers)} layers, and the plan declares {len(declared)}"
         raise not_as_declared(message, ("model", "layers"), _DECLARE_FIX)
@@ -122,9 +121,8 @@ def require_declared_changes(before: Mapping[str, str], layers: Sequence[BuiltLa
     Raises:
         BadPlanError: PP912, the first buffer with another digest than ``before`` that is not declared.
     """
-    assert plan.custom_layers is not None
     by_name, changed = {layer.name: layer for layer in layers}, changed_buffers(before, layers)
-    for index, spec in enumerate(plan.custom_layers.layers):
+    for index, spec in enumerate(plan.custom.layers):
         current = by_name[spec.name].untrained() if spec.name in by_name else {}
         declared = {f"{spec.name}.{buffer.name}" for buffer in spec.buffers}
         for name in changed:
@@ -219,11 +217,10 @@ def require_resumable(trained: BuiltModel, fresh: BuiltModel, plan: PlanSpec) ->
     Raises:
         BadPlanError: PP911, a layer fails; PP912, the first layer with different outputs or tensors.
     """
-    assert plan.custom_layers is not None
     if plan.schedule.num_micro_batches == plan.run.steps == 1:
         return
     step, index = (0, 1) if plan.schedule.num_micro_batches > 1 else (1, 0)
-    declared = {f"{layer.name}.{buffer.name}" for layer in plan.custom_layers.layers for buffer in layer.buffers}
+    declared = {f"{layer.name}.{buffer.name}" for layer in plan.custom.layers for buffer in layer.buffers}
     saved = {name: tensor.numpy() for name, tensor in trained.untrained().items() if name in declared}
     for name, tensor in fresh.untrained().items():
         if name in saved:

@@ -87,7 +87,7 @@ def is_flash(plan: PlanSpec) -> bool:
     return (plan.memory.attention or (analytic.attention if analytic is not None else "flash")) == "flash"
 
 
-def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
+def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
     """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name."""
     total: dict[tuple[str, Lifetime], Fraction] = {}
     recomputed: dict[tuple[str, Lifetime], Fraction] = {}
@@ -109,20 +109,18 @@ def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatch
     )
 
 
-def keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
+def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
     """True if the first layer of a stage stores the stage's input itself.
 
     False if the layer gathers or widens it, takes one of several MTP streams, or takes token ids.
     """
-    if plan.custom_layers is not None:
-        return True
     first = next((layer.name for layer in layers if not is_empty(layer.name)), "embed")
     is_gathered = (
         plan.topology.sequence_parallel and plan.topology.tp > 1 and plan.memory.sequence_parallel_activations == "keep"
     )
-    streams = residual_streams_of(plan.model, first)
+    streams = residual_streams_of(plan.gpt, first)
     is_widened = streams is not None and streams.expands and plan.memory.recompute != "full"
-    has_mtp_streams = mtp_streams_into(plan.model, first) > 1
+    has_mtp_streams = mtp_streams_into(plan.gpt, first) > 1
     return first != "embed" and not (first == "head" and is_gathered) and not is_widened and not has_mtp_streams
 
 
@@ -132,7 +130,7 @@ _StoredAndRecomputed: TypeAlias = tuple[list[StoredActivation], list[StoredActiv
 def _of_layer(plan: PlanSpec, name: str, size: MicroBatchSize) -> _StoredAndRecomputed:
     """(Stored from F on, or after I, the inputs first; stored while I recomputes a block)."""
     rank = _RankMemory(plan, RankSizes(plan, name, size))
-    everything = [held for operation in layer_operations(plan.model, name) for held in rank.stored(operation)]
+    everything = [held for operation in layer_operations(plan.gpt, name) for held in rank.stored(operation)]
     inputs, others = [h for h in everything if h.is_input], [h for h in everything if not h.is_input]
     if plan.memory.recompute == "none" or not is_block(name):
         return inputs + others, []
@@ -147,7 +145,7 @@ class _RankMemory:
     """Activations of the operations of one layer on one rank."""
 
     def __init__(self, plan: PlanSpec, sizes: RankSizes) -> None:
-        self._sizes, self._hidden = sizes, plan.model.hidden_size
+        self._sizes, self._hidden = sizes, plan.gpt.hidden_size
         self._item, self._is_flash = dtype_bytes(memory_dtype(plan)), is_flash(plan)
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"

@@ -100,20 +100,18 @@ class Edge:
         return self.variants[self.by_micro_batch[micro_batch] if self.by_micro_batch else 0]
 
 
-def describe_boundary(plan: PlanSpec) -> Boundary:
+def gpt_boundary(plan: PlanSpec) -> Boundary:
     """The activation of a GPT: invariant over TP, or sharded along the sequence with sequence parallelism.
 
     It is that of one context-parallel rank, a micro-batch of full size, and one residual stream.
     """
     size = MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)
-    return activation(plan, size, plan.model.hidden_size)
+    return activation(plan, size, plan.gpt.hidden_size)
 
 
 def micro_batch_size(plan: PlanSpec, index: int) -> MicroBatchSize:
     """The size of the ``index``-th micro-batch of a data-parallel rank. Custom layers may have no length: 1."""
     schedule = plan.schedule
-    if plan.custom_layers is not None:
-        return MicroBatchSize((schedule.seq_lengths or {index: 1})[index], schedule.micro_batch_size)
     is_last = index == schedule.num_micro_batches - 1
     return MicroBatchSize(
         plan.model.seq_length if schedule.seq_lengths is None else schedule.seq_lengths[index],
@@ -128,8 +126,6 @@ def work_item_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[i
     """
     schedule, num_splits = plan.schedule, plan.schedule.num_sequence_splits
     last = schedule.last_micro_batch_size
-    if plan.custom_layers is not None and schedule.seq_lengths is None:
-        return (micro_batch_size(plan, 0),), ()
     if schedule.seq_lengths is None and last is None:
         return (MicroBatchSize(plan.model.seq_length // num_splits, schedule.micro_batch_size),), ()
     number: dict[MicroBatchSize, int] = {}
@@ -141,7 +137,7 @@ def work_item_sizes(plan: PlanSpec) -> tuple[tuple[MicroBatchSize, ...], tuple[i
 
 def activation(plan: PlanSpec, size: MicroBatchSize, width: int) -> Boundary:
     """The activation of a GPT in a micro-batch of ``size``, with ``width`` elements per token."""
-    dims = plan.model.activation_order
+    dims = plan.gpt.activation_order
     sequence_parallel = plan.topology.sequence_parallel and plan.topology.tp > 1
     placement = sharded(dims.index("s")) if sequence_parallel else INVARIANT
     return Boundary(dims, shape_of(plan, dims, size, width), placement, plan.run.dtype, plan.topology.tp)

@@ -54,7 +54,7 @@ def custom_edges(plan: PlanSpec, stages: Sequence[Sequence[str]]) -> tuple[Edge,
     return tuple(edges)
 
 
-def smallest_custom_boundary(plan: PlanSpec) -> Boundary:
+def custom_boundary(plan: PlanSpec) -> Boundary:
     """The smallest output of any layer: a lower bound of the boundary for any partition."""
     shortest = min(plan.schedule.seq_lengths or (1,))
     tensors = [_boundary(plan, out, shortest, "") for layer in _declared(plan) for out in layer.out]
@@ -103,5 +103,4 @@ def _boundary(plan: PlanSpec, out: LayerOutputSpec, seq_length: int, member: str
 
 
 def _declared(plan: PlanSpec) -> tuple[CustomLayerSpec, ...]:
-    assert plan.custom_layers is not None, "only for plans with custom layers"
-    return plan.custom_layers.layers
+    return plan.custom.layers

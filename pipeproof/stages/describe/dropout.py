@@ -35,7 +35,7 @@ _WORDS_OF_COUNT = 4
 
 def dropout_rate(plan: PlanSpec, site: DropoutSite) -> float:
     """The fraction of elements that is dropped at a site; 0 without dropout."""
-    dropout = plan.model.dropout
+    dropout = plan.gpt.dropout
     rate: float = 0.0 if dropout is None else getattr(dropout, site)
     return rate
 
@@ -62,14 +62,14 @@ class DropoutKeys:
     def of_tokens(self, layer: str, rate: float, positions: tuple[int, int]) -> DropoutMask:
         """The mask of an activation between layers for those positions of every row: [B, S, H]."""
         size = micro_batch_size(self.plan, self.index % self.plan.schedule.num_micro_batches)
-        shape = size.num_rows, size.seq_length, self.plan.model.hidden_size
+        shape = size.num_rows, size.seq_length, self.plan.gpt.hidden_size
         return self._kept("hidden", layer, rate, shape, [(0, size.num_rows), positions])
 
     def of_attention(self, layer: str, rate: float, heads: tuple[int, int], queries: tuple[int, int]) -> DropoutMask:
         """The mask of attention's probabilities for some heads and queries, and all earlier keys: [B, A, Q, S]."""
         size = micro_batch_size(self.plan, self.index % self.plan.schedule.num_micro_batches)
         length = size.seq_length
-        shape = size.num_rows, self.plan.model.num_heads, length, length
+        shape = size.num_rows, self.plan.gpt.num_heads, length, length
         return self._kept("attention", layer, rate, shape, [(0, size.num_rows), heads, queries])[..., : queries[1]]
 
     def _kept(

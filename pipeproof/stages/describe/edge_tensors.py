@@ -8,16 +8,13 @@ from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, Placement, sharde
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, activation, shape_of, work_item_sizes
-from pipeproof.stages.describe.custom_model import custom_edges
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after
-from pipeproof.stages.describe.partition import stage_layers
+from pipeproof.stages.describe.partition import gpt_stages
 from pipeproof.stages.describe.residual_streams import width_after
 
 
-def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
+def gpt_edges(plan: PlanSpec) -> tuple[Edge, ...]:
     """The boundary tensors of each edge of the plan. Edge e is between stages e and e + 1."""
-    if plan.custom_layers is not None:
-        return custom_edges(plan, stage_layers(plan))
     sizes, by_work_item = work_item_sizes(plan)
     edges = []
     for edge, (width, num_streams) in enumerate(zip(_widths(plan), _num_mtp_streams(plan), strict=True)):
@@ -31,18 +28,18 @@ def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
 
 def _widths(plan: PlanSpec) -> list[int]:
     """Elements per token, by edge: with hyper-connections there are several residual streams between blocks."""
-    if plan.model.hyper_connections is None:
-        return [plan.model.hidden_size] * (plan.num_stages - 1)
-    stages = stage_layers(plan)
-    return [width_after(plan.model, list(chain.from_iterable(stages[: edge + 1]))) for edge in range(len(stages) - 1)]
+    if plan.gpt.hyper_connections is None:
+        return [plan.gpt.hidden_size] * (plan.num_stages - 1)
+    stages = gpt_stages(plan)
+    return [width_after(plan.gpt, list(chain.from_iterable(stages[: edge + 1]))) for edge in range(len(stages) - 1)]
 
 
 def _num_mtp_streams(plan: PlanSpec) -> list[int]:
     """The number of MTP streams, joined along the rows, by edge."""
-    if plan.model.mtp is None:
+    if plan.gpt.mtp is None:
         return [1] * (plan.num_stages - 1)
-    stages = stage_layers(plan)
-    return [mtp_streams_after(plan.model, chain.from_iterable(stages[: edge + 1])) for edge in range(len(stages) - 1)]
+    stages = gpt_stages(plan)
+    return [mtp_streams_after(plan.gpt, chain.from_iterable(stages[: edge + 1])) for edge in range(len(stages) - 1)]
 
 
 def _declared(plan: PlanSpec, entry: BoundarySpec, size: MicroBatchSize, width: int) -> Boundary:

@@ -36,13 +36,13 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
 
     Collectives count the elements of a micro-batch of ``size``, by default the plan's full size.
     """
-    size = size or MicroBatchSize(plan.model.seq_length, plan.schedule.micro_batch_size)
+    size = size or MicroBatchSize(plan.gpt.seq_length, plan.schedule.micro_batch_size)
     operations = dict[str, ops.Operations]()
     layers = []
-    for name in layer_order(plan.model):
+    for name in layer_order(plan.gpt):
         kind = layer_kind(plan.model, name)
         if kind not in operations:
-            operations[kind] = layer_operations(plan.model, name)
+            operations[kind] = layer_operations(plan.gpt, name)
         layers.append(_Describer(plan, name, size).layer(operations[kind]))
     return tuple(layers)
 
@@ -99,7 +99,7 @@ class _Describer:
                 kind, counts = CollectiveKind.ALL_TO_ALL, operation.counts
                 if counts:
                     return (Collective(kind, "ep", counts, label, dtype=COUNTS_DTYPE, per_token=False),), ()
-                numel = int(sizes.rows(ops.VISITS) * self._plan.model.hidden_size)
+                numel = int(sizes.rows(ops.VISITS) * self._plan.gpt.hidden_size)
                 forward = Collective(kind, "ep", numel, label, dtype=operation.dtype)
                 return (forward,), (replace(forward, label=back, dtype=operation.grad_dtype),)
             case ops.Loss() if sizes.tp > 1:  # one number per token, three times

@@ -114,7 +114,7 @@ def with_mtp_losses(facts: GradientFacts, plan: PlanSpec, stages: Sequence[Seque
     of modules j and later, but not by the main loss or those of earlier modules. All other weights are reached by all
     losses after them.
     """
-    mtp = plan.model.mtp
+    mtp = plan.gpt.mtp
     if mtp is None:
         return facts
     main = [loss for loss in facts.losses if loss.name == MAIN_LOSS]

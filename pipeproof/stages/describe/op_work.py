@@ -71,7 +71,7 @@ def layer_work(
     ``layer`` is a name as in ``stages``, ``item_bytes`` the size of an element of weights and activations.
     """
     rank = _RankWork(plan, RankSizes(plan, layer, size), item_bytes, flash=flash)
-    return tuple(work for operation in layer_operations(plan.model, layer) for work in rank.works(operation))
+    return tuple(work for operation in layer_operations(plan.gpt, layer) for work in rank.works(operation))
 
 
 class _RankWork:
@@ -79,7 +79,7 @@ class _RankWork:
 
     def __init__(self, plan: PlanSpec, sizes: RankSizes, item_bytes: int, *, flash: bool) -> None:
         self._sizes, self._item, self._flash = sizes, item_bytes, flash
-        self._hidden, self._dropped = plan.model.hidden_size, dropout_sites(plan)
+        self._hidden, self._dropped = plan.gpt.hidden_size, dropout_sites(plan)
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
         whole = size.seq_length * num_splits
         keys_of_row = Fraction(size.seq_length * (num_splits + 1), 2)  # of the other splits on average half

@@ -58,7 +58,7 @@ UNEVEN_MATCHES = RuleDoc(
 PARTITION_CODES = (TOO_FEW_LAYERS, UNKNOWN_LAYER, UNEVEN_MATCHES)
 
 
-def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
+def gpt_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     """Layer names by global stage: as listed in ``stages``, else an even partition.
 
     The even partition counts transformer layers and empty layers. The earliest stages get the remainder of the
@@ -70,9 +70,7 @@ def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
         BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names an unknown layer; PP143, the layers
             that ``layer:REGEX`` matches do not divide into the stages.
     """
-    if plan.custom_layers is not None:
-        return custom_stages(plan)
-    names = layer_order(plan.model)
+    names = layer_order(plan.gpt)
     if plan.stages is None:
         return _even_cut(plan, names)
     if plan.stages == UNIFORM:
@@ -106,7 +104,7 @@ def _even_cut(plan: PlanSpec, names: Sequence[str]) -> tuple[tuple[str, ...], ..
     _require_enough(
         plan,
         [name for name in names if counts_in_even_cut(name)],
-        "transformer and empty layers" if any(plan.model.num_empty) else "transformer layers",
+        "transformer and empty layers" if any(plan.gpt.num_empty) else "transformer layers",
     )
     return cut_behind(names, counted, even_shares(sum(counted), plan.num_stages))
 
@@ -143,9 +141,7 @@ def custom_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
     Raises:
         BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names a layer that is not declared.
     """
-    declared = plan.custom_layers
-    assert declared is not None, "only for plans with custom layers"
-    names = [layer.name for layer in declared.layers]
+    names = [layer.name for layer in plan.custom.layers]
     if plan.stages is not None:
         assert not isinstance(plan.stages, str), "refused when the plan is read"
         for stage, listed in enumerate(plan.stages):

@@ -19,7 +19,7 @@ class RankSizes:
 
     def __init__(self, plan: PlanSpec, layer: str, size: MicroBatchSize) -> None:
         topology = plan.topology
-        self.size = size.with_mtp_streams(mtp_streams_at(plan.model, layer))
+        self.size = size.with_mtp_streams(mtp_streams_at(plan.gpt, layer))
         self.tp, self.cp, self.ep = topology.tp, topology.cp, topology.ep
         self.is_sharded_between = topology.sequence_parallel and topology.tp > 1
         self.tokens = Fraction(self.size.num_tokens, topology.cp)

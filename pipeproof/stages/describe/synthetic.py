@@ -60,7 +60,7 @@ def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     size = _size(plan, index)
     length = size.seq_length
     draws = _generator("tokens", plan.run.seed, step, index).random((size.num_rows, length + 1))
-    text = np.floor(plan.model.num_token_ids * draws**2).astype(np.int64)
+    text = np.floor(plan.gpt.num_token_ids * draws**2).astype(np.int64)
     is_counted = np.arange(length) < _counted_lengths(plan, step, index)[:, None]
     return Batch(text[:, :-1].copy(), np.where(is_counted, text[:, 1:], IGNORED))
 

@@ -19,7 +19,6 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.custom_model import typed_custom_layers
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, layer_kind, loss_dtype
 from pipeproof.stages.describe.mtp_streams import embeds_again, mtp_streams_after, mtp_streams_into
@@ -34,9 +33,7 @@ def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str
     and ``ep``, but not ``dp``, over which only gradients are exchanged. ``size`` is the size of the micro-batch, by
     default the plan's full size.
     """
-    if plan.custom_layers is not None:
-        return typed_custom_layers(plan)
-    model = plan.model
+    model = plan.gpt
     writer = _GptWriter(plan, size or MicroBatchSize(model.seq_length, plan.schedule.micro_batch_size))
     blocks = {layer_kind(model, name): name for name in (f"layer.{i}" for i in range(model.num_layers))}
     empty = (writer.empty(),) if any(model.num_empty) else ()
@@ -48,7 +45,7 @@ def typed_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str
 
 class _GptWriter:
     def __init__(self, plan: PlanSpec, size: MicroBatchSize) -> None:
-        self._model, topology = plan.model, plan.topology
+        self._model, topology = plan.gpt, plan.topology
         self._loss_dtype = loss_dtype(plan.run.dtype)
         self._mesh = {"tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
         self._sp = topology.sequence_parallel

@@ -38,14 +38,13 @@ class CustomStage:
     def __init__(
         self, plan: PlanSpec, model: BuiltModel, names: Sequence[str], lent: Mapping[str, Tensor], *, splits: bool
     ) -> None:
-        assert plan.custom_layers is not None
         self._plan, self._model = plan, model
         by_name = {layer.name: layer for layer in model.layers}
         self._layers = [by_name[name] for name in names]
         self._as_built = digests({name: x for layer in self._layers for name, x in layer.untrained().items()})
         self._is_first, self._is_last = names[0] == model.layers[0].name, names[-1] == model.layers[-1].name
         self._out: tuple[LayerOutputSpec, ...] = next(
-            layer.out for layer in plan.custom_layers.layers if layer.name == names[-1]
+            layer.out for layer in plan.custom.layers if layer.name == names[-1]
         )
         self.parameters: dict[str, Tensor] = {
             name: weight for layer in self._layers for name, weight in layer.parameters.items()
@@ -117,10 +116,9 @@ class CustomStage:
         Raises:
             BadPlanError: PP912, a buffer is missing or differs from its declaration, or training changed another one.
         """
-        assert self._plan.custom_layers is not None
         require_declared_changes(self._as_built, self._layers, self._plan)
         by_name, buffers = {layer.name: layer for layer in self._layers}, dict[str, Tensor]()
-        for index, declared in enumerate(self._plan.custom_layers.layers):
+        for index, declared in enumerate(self._plan.custom.layers):
             if declared.name in by_name:
                 path = ("model", "layers", index)
                 buffers |= require_buffers(by_name[declared.name], declared, path, self._plan.run.dtype)

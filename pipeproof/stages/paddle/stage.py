@@ -52,7 +52,7 @@ class PaddleStage(Stage[Batch]):
         lent: Mapping[str, Tensor] | None = None,
         context: ContextCollectives | None = None,
     ) -> None:
-        run, model = plan.run, plan.model
+        run, model = plan.run, plan.gpt
         self._split_weights = SplitWeights(None if run.weight_dtype == run.dtype else run.dtype)
         self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
         self._num_splits = plan.schedule.num_sequence_splits * plan.topology.cp  # one of the two is 1

@@ -96,20 +96,20 @@ def _unit_roundoff(dtype: str) -> float:
 
 
 def _layers(plan: PlanSpec) -> tuple[Layer, ...]:
-    return describe_gpt(plan) if plan.custom_layers is None else describe_custom_layers(plan)
+    return describe_custom_layers(plan) if plan.is_custom else describe_gpt(plan)
 
 
 def _most_uses(plan: PlanSpec) -> int:
     """The maximum number of addends of one micro-batch for a weight: one for each layer that computes with it."""
-    if plan.custom_layers is not None:
-        borrowed = Counter(name for layer in plan.custom_layers.layers for name in layer.borrows)
+    if plan.is_custom:
+        borrowed = Counter(name for layer in plan.custom.layers for name in layer.borrows)
         return 1 + max(borrowed.values(), default=0)
-    return (1 + num_modules(plan.model)) * (2 if plan.model.tied_embedding else 1)
+    return (1 + num_modules(plan.gpt)) * (2 if plan.gpt.tied_embedding else 1)
 
 
 def _path_length(plan: PlanSpec) -> int:
     """Additions on the longest path to a weight gradient of one micro-batch."""
-    model = plan.model
+    model = plan.gpt
     hidden, ffn, length, vocab = model.hidden_size, model.ffn_size, model.seq_length, model.vocab_size
     head, group = model.size_of_head, model.num_heads // model.kv_heads
     queries, keys = model.num_heads * head, model.kv_heads * head
@@ -140,7 +140,7 @@ def _streams(model: ModelSpec) -> int:
 
 def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> tuple[int, int]:
     """Additions on the longest path through the attention of a block, forward and backward."""
-    model, heads = plan.model, plan.model.num_heads
+    model, heads = plan.gpt, plan.gpt.num_heads
     rank, size = max(mla.q_rank or 0, mla.kv_rank), mla.nope_head_size + mla.rope_head_size
     forward = 3 * model.hidden_size + 3 * rank + size + 2 * model.seq_length + heads * mla.value_head_size
     backward = (
@@ -151,7 +151,7 @@ def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> tuple[int, int]:
 
 def _experts(plan: PlanSpec) -> int:
     """Additions on the longest path through the experts of a block, both ways."""
-    moe, hidden = plan.model.moe, plan.model.hidden_size
+    moe, hidden = plan.gpt.moe, plan.gpt.hidden_size
     assert moe is not None
     inner = moe.ffn_size * max(1, moe.num_shared_experts)
     forward = 2 * hidden + moe.num_experts + 2 * moe.top_k + inner

@@ -56,8 +56,7 @@ def custom_unpartitioned_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[
 
 def build_model(plan: PlanSpec) -> BuiltModel:
     """Build the whole model. Layers that borrow a weight compute with the weight itself."""
-    assert plan.custom_layers is not None
-    model = BuiltModel(plan, [layer.name for layer in plan.custom_layers.layers])
+    model = BuiltModel(plan, [layer.name for layer in plan.custom.layers])
     weights = model.weights()
     for layer in model.layers:
         for name in layer.borrowed:
@@ -89,8 +88,7 @@ def restore_buffers(model: BuiltModel, values: Mapping[str, npt.NDArray[Any]]) -
 
 def buffers_of(plan: PlanSpec, values: Mapping[str, npt.NDArray[Any]], replica: int) -> dict[str, npt.NDArray[Any]]:
     """The declared buffers in ``values`` for one replica. Several replicas are stacked along dim 0."""
-    assert plan.custom_layers is not None
-    names = (f"{layer.name}.{buffer.name}" for layer in plan.custom_layers.layers for buffer in layer.buffers)
+    names = (f"{layer.name}.{buffer.name}" for layer in plan.custom.layers for buffer in layer.buffers)
     buffers = {name: values[name] for name in names if name in values}
     return {name: np.asarray(x[replica]) for name, x in buffers.items()} if plan.topology.dp > 1 else buffers
 
@@ -178,9 +176,8 @@ def _initial_buffers(
     plan: PlanSpec, model: BuiltModel, start: InitialState | None
 ) -> list[dict[str, npt.NDArray[Any]]]:
     """The initial values of the declared buffers, for each data-parallel replica."""
-    assert plan.custom_layers is not None
     current, saved = model.untrained(), {} if start is None else start.weights
-    names = [f"{layer.name}.{buffer.name}" for layer in plan.custom_layers.layers for buffer in layer.buffers]
+    names = [f"{layer.name}.{buffer.name}" for layer in plan.custom.layers for buffer in layer.buffers]
     as_built = {name: current[name].numpy().copy() for name in names}
     return [as_built | buffers_of(plan, saved, dp) for dp in range(plan.topology.dp)]
 

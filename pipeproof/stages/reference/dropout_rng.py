@@ -33,7 +33,7 @@ class DropoutRng:
         rate = dropout_rate(self._plan, site)
         if rate == 0.0:
             return x
-        sequence_first = self._plan.model.activation_order == "sbh"
+        sequence_first = self._plan.gpt.activation_order == "sbh"
         length = x.shape[0 if sequence_first else 1]
         gains = _gains(self._keys.of_tokens(layer, rate, (start, start + length)), rate, x)
         return x * paddle.to_tensor(np.swapaxes(gains, 0, 1) if sequence_first else gains)

@@ -30,7 +30,7 @@ def stacked_losses(losses: Sequence[Tensor]) -> Tensor:
 
 def training_loss(plan: PlanSpec, losses: Tensor) -> Tensor:
     """The loss that is trained on, a scalar: the main loss plus the weighted losses of modules."""
-    mtp = plan.model.mtp
+    mtp = plan.gpt.mtp
     if mtp is None:
         return losses
     weights = np.array([1.0] + [module_weight(mtp)] * mtp.num_modules, dtype=plan.run.dtype)

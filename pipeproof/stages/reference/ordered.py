@@ -61,7 +61,7 @@ def run_ordered(
 
     Training begins with ``start``, if given. ``watch`` records the tensors between layers and joins sequence shards.
     """
-    if plan.custom_layers is not None:
+    if plan.is_custom:
         yield from run_custom_ordered(plan, orders, watch, start)
         return
     start = start or initial_state(plan)

@@ -37,15 +37,15 @@ class OrderedLayers(OrderedWeights):
         super().__init__(plan, weights)
         self.routers = Routers(plan, weights)
         self.indices: Sequence[int] = (0,)
-        self.sequence_first = plan.model.activation_order == "sbh"
+        self.sequence_first = plan.gpt.activation_order == "sbh"
         self.sequence_dim = 0 if self.sequence_first else 1
         self.step, self.split, self.rank = 0, 0, 0
         self.used: Mapping[str, Shards] = RoundedShards(self.weights, plan.run)
         self.dropout_rng = DropoutRng(plan)
         self.earlier: dict[str, list[tuple[Tensor, ...]]] = {}
-        head_size = plan.model.rotary_size
+        head_size = plan.gpt.rotary_size
         frequencies = 10000.0 ** -(np.arange(head_size // 2, dtype=np.float64) * 2 / head_size)
-        angles = np.arange(plan.model.seq_length)[:, None] * frequencies  # [S, D / 2]
+        angles = np.arange(plan.gpt.seq_length)[:, None] * frequencies  # [S, D / 2]
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
         self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
 
@@ -113,7 +113,7 @@ class OrderedLayers(OrderedWeights):
 
     def norm_weights(self, name: str) -> list[Shards]:
         """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
-        ends = ("weight",) if self.plan.model.norm == "rms" else ("weight", "bias")
+        ends = ("weight",) if self.plan.gpt.norm == "rms" else ("weight", "bias")
         return [self.used[f"{name}.{end}"] for end in ends]
 
     def normed(self, x: Shards, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Shards:
@@ -132,17 +132,17 @@ class OrderedLayers(OrderedWeights):
 
     def attention(self, x: Shards, name: str) -> Shards:
         """Causal attention with sharded heads."""
-        heads = self.grouped_heads if self.plan.model.mla is None else self.latent_heads
+        heads = self.grouped_heads if self.plan.gpt.mla is None else self.latent_heads
         mixed = [self.mix(*of_shard, name, shard) for shard, of_shard in enumerate(heads(x, name))]
         return self.biased(self.leave(products(mixed, self.used[f"{name}.out.weight"])), f"{name}.out")
 
     def grouped_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries [B, K / T, G, S, D], keys and values [B, K / T, S, D] of each shard."""
-        num_kv_heads, size = self.plan.model.kv_heads // self.num_shards, self.plan.model.size_of_head
-        width = self.plan.model.num_heads // self.plan.model.kv_heads * size  # of a group's queries
+        num_kv_heads, size = self.plan.gpt.kv_heads // self.num_shards, self.plan.gpt.size_of_head
+        width = self.plan.gpt.num_heads // self.plan.gpt.kv_heads * size  # of a group's queries
         heads_of_shards = []
         fused = self.linear(self.enter(x), f"{name}.qkv")
-        for qkv in self.with_normed_heads(fused, name) if self.plan.model.qk_norm else fused:
+        for qkv in self.with_normed_heads(fused, name) if self.plan.gpt.qk_norm else fused:
             heads = qkv.reshape([*qkv.shape[:2], num_kv_heads, width + 2 * size])
             heads = heads.transpose([1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3])
             q, k, v = heads.split([width, size, size], axis=-1)
@@ -152,7 +152,7 @@ class OrderedLayers(OrderedWeights):
 
     def with_normed_heads(self, fused: Shards, name: str) -> Shards:
         """Norm each query and key in the fused queries, keys and values."""
-        group, size = self.plan.model.num_heads // self.plan.model.kv_heads, self.plan.model.size_of_head
+        group, size = self.plan.gpt.num_heads // self.plan.gpt.kv_heads, self.plan.gpt.size_of_head
         heads = [qkv.reshape([*qkv.shape[:2], -1, group + 2, size]).split([group, 1, 1], axis=3) for qkv in fused]
         queries, keys, values = (list(part) for part in zip(*heads, strict=True))
         parts = self.norm(queries, f"{name}.q_head_norm"), self.norm(keys, f"{name}.k_head_norm"), values
@@ -164,7 +164,7 @@ class OrderedLayers(OrderedWeights):
 
         All heads share the part of the key with positions; its gradient adds those of the heads in order.
         """
-        mla = self.plan.model.mla
+        mla = self.plan.gpt.mla
         assert mla is not None
         nope, rope, value_size = mla.nope_head_size, mla.rope_head_size, mla.value_head_size
         to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
@@ -222,7 +222,7 @@ class OrderedLayers(OrderedWeights):
 
     def rotary(self, heads: Tensor) -> Tensor:
         """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             return heads
         a, b = heads.split(2, axis=-1)
         begin, length = self.split * heads.shape[-2], heads.shape[-2]
@@ -235,7 +235,7 @@ class OrderedLayers(OrderedWeights):
 
     def mlp_addends(self, entered: Shards, name: str) -> Shards:
         """The addends of an MLP, without the last bias."""
-        kind, limit = self.plan.model.mlp, self.plan.model.swiglu_limit
+        kind, limit = self.plan.gpt.mlp, self.plan.gpt.swiglu_limit
         if kind == "swiglu":
             gates, ups = self.linear(entered, f"{name}.gate"), self.linear(entered, f"{name}.up")
             inner = [gated(gate, up, limit) for gate, up in zip(gates, ups, strict=True)]
@@ -266,7 +266,7 @@ class OrderedLayers(OrderedWeights):
                 [inputs[1][shard] for inputs in per_rank],
                 [routing[shard] for routing in routed],
                 [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")],
-                self.plan.model.swiglu_limit,
+                self.plan.gpt.swiglu_limit,
             )
             for shard in range(self.num_shards)
         ]
@@ -301,7 +301,7 @@ class OrderedLayers(OrderedWeights):
 
     def _local_ids(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """For each vocabulary shard: the index of each id in it (0 for other ids), and a mask of its ids."""
-        size = self.plan.model.vocab_size // self.num_shards
+        size = self.plan.gpt.vocab_size // self.num_shards
         for shard in range(self.num_shards):
             is_local = paddle.floor_divide(ids, paddle.full_like(ids, size)) == shard
             yield paddle.where(is_local, ids - shard * size, paddle.zeros_like(ids)), is_local

@@ -45,7 +45,7 @@ class OrderedModel(OrderedLayers):
         """
         self.earlier.clear()
         self.indices = indices
-        model, losses = self.plan.model, []
+        model, losses = self.plan.gpt, []
         for split in range(self.num_splits):
             self.split = split
             parts = [
@@ -82,18 +82,18 @@ class OrderedModel(OrderedLayers):
         Modules that look up tokens themselves have their own leaves for the weight.
         """
         names = ["embed", *(f"mtp.{number}" for number in range(len(batches) - 1))]
-        if embeds_again(self.plan.model):
+        if embeds_again(self.plan.gpt):
             tables = [self.used[f"{name}.weight"] for name in names]
         else:
             of_shards = [copies_for_mtp_streams(shard, len(batches)) for shard in self.used["embed.weight"]]
             tables = [list(of_stream) for of_stream in zip(*of_shards, strict=True)]
         x, *others = [self.embed(batch, table) for batch, table in zip(batches, tables, strict=True)]
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             x = self.positioned(x)
         x = self.dropped(x, "embedding", "embed")
         self.show("embed", "output", x)
-        num_head, _ = self.plan.model.num_empty
-        (x,) = self.ends(layer_order(self.plan.model)[1 : 1 + num_head], [x])
+        num_head, _ = self.plan.gpt.num_empty
+        (x,) = self.ends(layer_order(self.plan.gpt)[1 : 1 + num_head], [x])
         return [x, *(self.dropped(y, "embedding", f"{name}.embed") for name, y in zip(names[1:], others, strict=True))]
 
     def joined_with(self, name: str, hidden: Shards, embedding: Shards) -> Shards:
@@ -118,7 +118,7 @@ class OrderedModel(OrderedLayers):
 
     def block(self, xs: Sequence[Shards], name: str, number: int) -> list[Shards]:
         """Block ``number`` on all ranks. The ranks exchange tokens at its experts, if it has any."""
-        model = self.plan.model
+        model = self.plan.gpt
 
         def attended(x: Shards) -> Residual:
             before = residual(expanded(x, model, number), f"{name}.attn", model, self.used)
@@ -131,17 +131,17 @@ class OrderedModel(OrderedLayers):
 
         befores = self.each(attended, xs)
         normed = self.each(lambda before: self.norm(before.sub_layer_input, f"{name}.mlp_norm"), befores)
-        if self.plan.model.has_experts(number):
+        if self.plan.gpt.has_experts(number):
             return self.each(ended, befores, self.experts(normed, f"{name}.mlp"))
         return self.each(ended, befores, self.each(lambda x: self.mlp(x, f"{name}.mlp"), normed))
 
     def loss(self, xs: list[Shards], batches: Sequence[Batch]) -> Tensor:
         """The losses of the current split and rank."""
-        _, num_tail = self.plan.model.num_empty
-        xs = self.ends(layer_order(self.plan.model)[-2 - num_tail : -1], xs)
+        _, num_tail = self.plan.gpt.num_empty
+        xs = self.ends(layer_order(self.plan.gpt)[-2 - num_tail : -1], xs)
         self.show("head", "input", xs[0])
         of_shards = [copies_for_mtp_streams(shard, len(xs)) for shard in self.used["head.weight"]]
-        tied = self.plan.model.tied_embedding
+        tied = self.plan.gpt.tied_embedding
         return stacked_losses(
             [
                 self.cross_entropy(products(self.enter(x), list(own), transposed=tied), batch)

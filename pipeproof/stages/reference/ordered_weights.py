@@ -70,7 +70,7 @@ class OrderedWeights:
 
     def _borrowers(self) -> list[str]:
         """Layers that use the embedding's weight: a tied head, and modules that look up tokens themselves."""
-        model = self.plan.model
+        model = self.plan.gpt
         modules = [f"mtp.{number}" for number in range(num_modules(model) if embeds_again(model) else 0)]
         return [*modules, "head"] if model.tied_embedding else modules
 

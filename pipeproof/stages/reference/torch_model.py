@@ -46,11 +46,11 @@ class TorchUnpartitionedModel:
         self.weights = WholeWeights(without_biases(weights), self.dtype, main_dtype, self.device)
         self.dropout_rng = TorchDropoutRng(plan)
         self.routers = TorchRouters(plan, weights, self.device)
-        self.sequence_first = plan.model.activation_order == "sbh"
+        self.sequence_first = plan.gpt.activation_order == "sbh"
         self.rows_dim = 1 if self.sequence_first else 0
-        size = plan.model.rotary_size
+        size = plan.gpt.rotary_size
         exponents = np.arange(size // 2, dtype=np.float64) * 2 / size
-        angles = np.arange(plan.model.seq_length)[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
+        angles = np.arange(plan.gpt.seq_length)[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
         self.cos = torch.tensor(np.cos(angles), device=self.device).to(self.dtype)
         self.sin = torch.tensor(np.sin(angles), device=self.device).to(self.dtype)
 
@@ -59,7 +59,7 @@ class TorchUnpartitionedModel:
 
         At each position module j reads the token j + 1 positions ahead and predicts the next one.
         """
-        model = self.plan.model
+        model = self.plan.gpt
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(model))]
         x, others = self.embedded(batches)
         hook("embed", "output", x)
@@ -89,9 +89,9 @@ class TorchUnpartitionedModel:
 
     def embedded(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
         """The input of the first layer, and the embedded tokens of modules if one lookup serves all."""
-        at_once = [batches[0]] if embeds_again(self.plan.model) else batches
+        at_once = [batches[0]] if embeds_again(self.plan.gpt) else batches
         x, *others = self.lookup(at_once, "embed").chunk(len(at_once), self.rows_dim)
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             length = x.shape[1 - self.rows_dim]
             x = x + self.weights.value("embed.positions.weight")[:length].unsqueeze(self.rows_dim)
         return self.dropout_rng.tokens(x, "embedding", "embed"), others
@@ -127,13 +127,13 @@ class TorchUnpartitionedModel:
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
         both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
-        return self.block(x, name, self.plan.model.num_layers - 1)
+        return self.block(x, name, self.plan.gpt.num_layers - 1)
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
-        spec = self.plan.model.hyper_connections
-        attention = self.attention if self.plan.model.mla is None else self.latent_attention
-        mlp = self.experts if self.plan.model.has_experts(number) else self.mlp
+        spec = self.plan.gpt.hyper_connections
+        attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
+        mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
         if spec is not None and number == 0:
             x = widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
@@ -144,22 +144,22 @@ class TorchUnpartitionedModel:
                 sub_layer_input, update = read(x, self.weights, sub_layer, spec)
                 output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
                 x = update(self.dropout_rng.tokens(output, "hidden", sub_layer))
-        return summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
+        return summed(x, spec) if spec is not None and number == self.plan.gpt.num_layers - 1 else x
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """The norm over the last dim, with the weights of that name."""
         # A separate node, so that x feeds this norm once. The norm may read its input several times, and autograd does
         # not guarantee the order in which it adds three gradients.
         x, weight = x.view_as(x), self.weights.value(f"{name}.weight")
-        if self.plan.model.norm == "layer":
+        if self.plan.gpt.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], weight, self.weights.value(f"{name}.bias"), 1e-6)
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""
-        num_kv_heads, size = self.plan.model.kv_heads, self.plan.model.size_of_head
+        num_kv_heads, size = self.plan.gpt.kv_heads, self.plan.gpt.size_of_head
         qkv = self.weights.linear(x, f"{name}.qkv").reshape(*x.shape[:2], num_kv_heads, -1, size)
-        if self.plan.model.qk_norm:  # heads are rows: with more dims, their layout is the order of the gradient's sum
+        if self.plan.gpt.qk_norm:  # heads are rows: with more dims, their layout is the order of the gradient's sum
             q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], 3)
             q = self.norm(q.reshape(-1, size), f"{name}.q_head_norm").reshape(q.shape)
             k = self.norm(k.reshape(-1, size), f"{name}.k_head_norm").reshape(k.shape)
@@ -170,7 +170,7 @@ class TorchUnpartitionedModel:
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention whose queries, keys and values come from compressed vectors."""
-        mla = self.plan.model.mla
+        mla = self.plan.gpt.mla
         assert mla is not None
         nope, rope = mla.nope_head_size, mla.rope_head_size
         to_heads = (1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)
@@ -208,7 +208,7 @@ class TorchUnpartitionedModel:
 
     def rotary(self, heads: Tensor) -> Tensor:
         """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             return heads
         a, b = heads.chunk(2, -1)
         cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
@@ -238,17 +238,17 @@ class TorchUnpartitionedModel:
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU or GELU."""
-        if self.plan.model.mlp == "swiglu":
+        if self.plan.gpt.mlp == "swiglu":
             gate, up = (self.weights.linear(x, f"{name}.{part}") for part in ("gate", "up"))
             return self.weights.linear(self.gated(gate, up), f"{name}.down")
-        approximate = "tanh" if self.plan.model.mlp == "gelu_tanh" else "none"
+        approximate = "tanh" if self.plan.gpt.mlp == "gelu_tanh" else "none"
         return self.weights.linear(
             F.gelu(self.weights.linear(x, f"{name}.up"), approximate=approximate), f"{name}.down"
         )
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, with zero gradient beyond the limit."""
-        limit = self.plan.model.swiglu_limit
+        limit = self.plan.gpt.swiglu_limit
         if limit is None:
             return F.silu(gate) * up
         gate = torch.where(gate <= limit, gate, limit)
@@ -285,7 +285,7 @@ class TorchDropoutRng:
         rate = dropout_rate(self._plan, site)
         if rate == 0.0:
             return x
-        sequence_first = self._plan.model.activation_order == "sbh"
+        sequence_first = self._plan.gpt.activation_order == "sbh"
         mask = self._keys.of_tokens(layer, rate, (0, x.shape[0 if sequence_first else 1]))
         gains = _gains(np.swapaxes(mask, 0, 1) if sequence_first else mask, rate, x)
         return x * gains

@@ -93,8 +93,8 @@ def _trained_on(plan: PlanSpec, losses: Sequence[Tensor]) -> Tensor:
     """The loss that is trained on, a scalar: the main loss plus the weighted losses of modules."""
     total = losses[0]
     for loss in losses[1:]:
-        assert plan.model.mtp is not None
-        total = total + loss * module_weight(plan.model.mtp)
+        assert plan.gpt.mtp is not None
+        total = total + loss * module_weight(plan.gpt.mtp)
     return total
 
 

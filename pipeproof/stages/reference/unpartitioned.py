@@ -46,7 +46,7 @@ def run_unpartitioned(
     All micro-batches of all data-parallel ranks run one after another in their order. Gradient buffers begin as +0.0.
     The loss is added in the run's dtype. ``watch`` records the tensors between layers.
     """
-    if plan.custom_layers is not None:
+    if plan.is_custom:
         yield from run_custom_unpartitioned(plan, watch, start)
         return
     start = start or initial_state(plan)
@@ -69,7 +69,7 @@ def unpartitioned_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], 
     With the weights of a run with another order of sums, this shows the effect of the order on one step. The effect on
     several steps also depends on the optimizer.
     """
-    if plan.custom_layers is not None:
+    if plan.is_custom:
         return custom_unpartitioned_step(plan, weights, step)
     return _gradients(UnpartitionedModel(plan, weights), step, None)
 
@@ -125,9 +125,9 @@ class UnpartitionedModel:
         self.weights = rounded(self.main, plan.run)
         self.dropout_rng = DropoutRng(plan)
         self.routers = Routers(plan, weights)
-        self.sequence_first = plan.model.activation_order == "sbh"
-        self.head_size = plan.model.rotary_size
-        positions = np.arange(plan.model.seq_length, dtype=np.float64)
+        self.sequence_first = plan.gpt.activation_order == "sbh"
+        self.head_size = plan.gpt.rotary_size
+        positions = np.arange(plan.gpt.seq_length, dtype=np.float64)
         exponents = np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size
         angles = positions[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
         self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
@@ -139,18 +139,18 @@ class UnpartitionedModel:
         At each position module j reads the token j + 1 positions ahead and predicts the next one.
         """
         self.weights = rounded(self.main, self.plan.run)
-        batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.model))]
+        batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.gpt))]
         tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
         x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             length = x.shape[0 if self.sequence_first else 1]
             x = x + self.weights["embed.positions.weight"][:length].unsqueeze(1 if self.sequence_first else 0)
         x = self.dropout_rng.tokens(x, "embedding", "embed")
         hook("embed", "output", x)
-        names = layer_order(self.plan.model)
-        num_head, num_tail = self.plan.model.num_empty
+        names = layer_order(self.plan.gpt)
+        num_head, num_tail = self.plan.gpt.num_empty
         (x,) = self.ends(names[1 : 1 + num_head], [x], hook)
-        for i in range(self.plan.model.num_layers):
+        for i in range(self.plan.gpt.num_layers):
             hook(f"layer.{i}", "input", x)
             x = self.block(x, f"layer.{i}", i)
             hook(f"layer.{i}", "output", x)
@@ -162,7 +162,7 @@ class UnpartitionedModel:
             hook(f"mtp.{number}", "output", xs[-1])
         xs = self.ends(names[-2 - num_tail : -1], xs, hook)
         hook("head", "input", xs[0])
-        tied = self.plan.model.tied_embedding
+        tied = self.plan.gpt.tied_embedding
         heads = copies_for_mtp_streams(self.weights["embed.weight" if tied else "head.weight"], len(xs))
         return [
             self.cross_entropy(paddle.matmul(x, own, transpose_y=tied), mtp_batch.labels)
@@ -198,24 +198,24 @@ class UnpartitionedModel:
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
         both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = paddle.matmul(paddle.concat(both, axis=-1), self.weights[f"{name}.proj.weight"])
-        return self.block(x, name, self.plan.model.num_layers - 1)
+        return self.block(x, name, self.plan.gpt.num_layers - 1)
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
-        spec = self.plan.model.hyper_connections
-        attention = self.attention if self.plan.model.mla is None else self.latent_attention
-        mlp = self.experts if self.plan.model.has_experts(number) else self.mlp
+        spec = self.plan.gpt.hyper_connections
+        attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
+        mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
         if spec is not None and number == 0:
             x = streams.widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             sub_layer_input, update = self.residual(x, sub_layer)
             y = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
             x = update(self.dropout_rng.tokens(y, "hidden", sub_layer))
-        return streams.summed(x, spec) if spec is not None and number == self.plan.model.num_layers - 1 else x
+        return streams.summed(x, spec) if spec is not None and number == self.plan.gpt.num_layers - 1 else x
 
     def residual(self, x: Tensor, sub_layer: str) -> tuple[Tensor, streams.StreamUpdate]:
         """The input of a sub-layer, and the function that adds its output: the sum, or all streams."""
-        spec = self.plan.model.hyper_connections
+        spec = self.plan.gpt.hyper_connections
         if spec is None:
             return x, lambda y: x + y
         return streams.read(x, [self.weights[f"{sub_layer}_streams.{end}"] for end in streams.WEIGHTS], spec)
@@ -226,7 +226,7 @@ class UnpartitionedModel:
 
     def norm_weights(self, name: str) -> list[Tensor]:
         """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
-        ends = ("weight",) if self.plan.model.norm == "rms" else ("weight", "bias")
+        ends = ("weight",) if self.plan.gpt.norm == "rms" else ("weight", "bias")
         return [self.weights[f"{name}.{end}"] for end in ends]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -246,10 +246,10 @@ class UnpartitionedModel:
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""
-        num_kv_heads, size = self.plan.model.kv_heads, self.plan.model.size_of_head
-        width = self.plan.model.num_heads // num_kv_heads * size  # of a group's queries
+        num_kv_heads, size = self.plan.gpt.kv_heads, self.plan.gpt.size_of_head
+        width = self.plan.gpt.num_heads // num_kv_heads * size  # of a group's queries
         qkv = self.linear(x, f"{name}.qkv")
-        if self.plan.model.qk_norm:
+        if self.plan.gpt.qk_norm:
             q, k, v = qkv.reshape([*x.shape[:2], num_kv_heads, -1, size]).split([width // size, 1, 1], axis=3)
             q, k = self.norm(q, f"{name}.q_head_norm"), self.norm(k, f"{name}.k_head_norm")
             qkv = paddle.concat([q, k, v], axis=3)
@@ -271,7 +271,7 @@ class UnpartitionedModel:
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention whose queries, keys and values come from compressed vectors."""
-        mla = self.plan.model.mla
+        mla = self.plan.gpt.mla
         assert mla is not None
         nope, rope, value_size = mla.nope_head_size, mla.rope_head_size, mla.value_head_size
         to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
@@ -296,7 +296,7 @@ class UnpartitionedModel:
 
     def rotary(self, heads: Tensor) -> Tensor:
         """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
-        if self.plan.model.positions == "learned":
+        if self.plan.gpt.positions == "learned":
             return heads
         a, b = heads.split(2, axis=-1)
         cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
@@ -310,13 +310,13 @@ class UnpartitionedModel:
         logits = paddle.matmul(for_router, self.weights[f"{name}.router.weight"])
         routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
         weights = [self.weights[f"{name}.experts.{part}.weight"] for part in ("gate", "up", "down")]
-        y = mixture([for_experts], [routing], weights, self.plan.model.swiglu_limit)[0]
+        y = mixture([for_experts], [routing], weights, self.plan.gpt.swiglu_limit)[0]
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU or GELU."""
-        if self.plan.model.mlp == "swiglu":
+        if self.plan.gpt.mlp == "swiglu":
             gate, up = self.linear(x, f"{name}.gate"), self.linear(x, f"{name}.up")
-            return self.linear(gated(gate, up, self.plan.model.swiglu_limit), f"{name}.down")
-        inner = F.gelu(self.linear(x, f"{name}.up"), approximate=self.plan.model.mlp == "gelu_tanh")
+            return self.linear(gated(gate, up, self.plan.gpt.swiglu_limit), f"{name}.down")
+        inner = F.gelu(self.linear(x, f"{name}.up"), approximate=self.plan.gpt.mlp == "gelu_tanh")
         return self.linear(inner, f"{name}.down")

@@ -56,7 +56,7 @@ class StepBatches:
             yield [MtpStream(self._in_order(tokens[split]), self._in_order(labels[split])) for tokens, labels in parts]
 
     def _in_order(self, token_ids: npt.NDArray[np.int64]) -> Tensor:
-        batch_first = self._plan.model.activation_order == "bsh"
+        batch_first = self._plan.gpt.activation_order == "bsh"
         return torch.from_numpy(np.ascontiguousarray(token_ids if batch_first else token_ids.T))
 
     def _put(self, index: int, split: int, streams: Sequence[MtpStream], scale: Tensor) -> None:

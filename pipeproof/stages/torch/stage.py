@@ -63,7 +63,7 @@ class TorchStage(Stage[WorkItem]):
         lent: Mapping[str, Weight] | None = None,
         context: ContextCollectives | None = None,
     ) -> None:
-        run, model = plan.run, plan.model
+        run, model = plan.run, plan.gpt
         dtype: torch.dtype = getattr(torch, run.dtype)
         self._split_weights = SplitWeights(device)
         self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)

@@ -136,12 +136,12 @@ def require_gpt(convention: str, plan: PlanSpec) -> ModelSpec:
     Raises:
         NoNamesError: PP928, it is a sequence of custom layers.
     """
-    if plan.custom_layers is not None:
+    if plan.is_custom:
         raise NoNamesError(
             f"`{convention}` has no names for custom layers",
             "leave `--names` away; AOA statements can name tensors: `--aoa`",
         )
-    return plan.model
+    return plan.gpt
 
 
 def _ffn_shards(checkpoint: Checkpoint) -> dict[str, int]:

@@ -75,7 +75,7 @@ def _dtype(source: Checkpoint) -> str:
 
 def _model(source: Checkpoint, plan: LoweredPlan | None) -> ModelSpec:
     if plan is not None:
-        return plan.spec.model
+        return plan.spec.gpt
     return model_of(require_index(source, "names depend on the model").values)
 
 

@@ -215,7 +215,7 @@ def model_of(subject: Subject) -> Model:
         stages = [lowered.layers_of(stage) for stage in range(len(lowered.stages))]
         num_ranks = {axis: lowered.mesh.size(axis) for axis in ("tp", "ep")}
         own = gpt_gradients(stages, lowered.spec.loss.normalization, num_ranks)
-        if lowered.spec.custom_layers is not None:
+        if lowered.spec.is_custom:
             facts = given or custom_gradients(own, lowered.spec.loss.normalization, last_stage=len(stages) - 1)
         else:
             facts = given or with_mtp_losses(with_router_losses(own, lowered.spec, stages), lowered.spec, stages)

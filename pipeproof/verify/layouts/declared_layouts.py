@@ -9,7 +9,7 @@ from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.layer import is_empty, layer_kind
-from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.stages.describe.typed_values import AxisType
 from pipeproof.verify.subject import Rule, Subject
 
@@ -35,7 +35,7 @@ def _check_declared(subject: Subject) -> Iterator[Finding]:
     spec = subject.plan.spec
     if spec.topology.tp == 1:
         return
-    made = _text(typed_gpt(spec)[layer_kind(spec.model, "layer.0")].values["y"].over("tp"))
+    made = _text(typed_layers(spec)[layer_kind(spec.model, "layer.0")].values["y"].over("tp"))
     taken: dict[int, str] = {}  # by stage
     reported = set()
     for edge, index, entry in _activations(spec):

@@ -20,7 +20,7 @@ from pipeproof.specs.memory import MemorySpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layer import Collective, CollectiveKind, is_block, layer_kind
-from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.verify.subject import Rule, Subject
 
 
@@ -78,7 +78,7 @@ class _Needed:
         self._dtypes = dtypes = {dtype: code for code, dtype in enumerate({t.dtype: None for t in graph.tensors})}
         self.calls: list[list[Collective]] = []
         for size in sizes:
-            typed = typed_gpt(plan.spec, size)
+            typed = typed_layers(plan.spec, size)
             for stage_layers in plan.stages:
                 layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
                 self.calls += [list(_calls(kind, layers, plan.spec.memory)) for kind in _COMPUTES]

@@ -12,8 +12,8 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
 from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls
+from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.stages.describe.type_rules import Reason
-from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.subject import Rule, Subject
 
 _MESH = 'p = ProgramBuilder("layer", {"tp": 2}, {"s": 8, "h": 4, "f": 16, "v": 32})\n'
@@ -89,7 +89,7 @@ SIDE_INPUT = RuleDoc(
 
 def _layers(subject: Subject) -> list[TypedLayer]:
     """Every typed layer of the subject, the plan's kinds of layers first."""
-    own = list(typed_gpt(subject.plan.spec).values()) if subject.lowered is not None else []
+    own = list(typed_layers(subject.plan.spec).values()) if subject.lowered is not None else []
     return own + [derive_types(program) for program in subject.facts.typed_programs]
 
 
@@ -138,7 +138,7 @@ def _check_unreduced(subject: Subject) -> Iterator[Finding]:
             yield from _compare(f"{program.name}.{name}", owed, declared)
     if subject.lowered is not None:
         spec = subject.plan.spec
-        typed = typed_gpt(spec)
+        typed = typed_layers(spec)
         for described in subject.plan.layers:
             partial_over = typed[layer_kind(spec.model, described.name)].partial_over
             for own in (*described.parameters, *described.borrowed):
@@ -196,7 +196,7 @@ COLLECTIVES = RuleDoc(
 
 
 def _check_collectives(subject: Subject) -> Iterator[Finding]:
-    typed = typed_gpt(subject.plan.spec)
+    typed = typed_layers(subject.plan.spec)
     for layer in subject.plan.layers:
         needed = typed[layer_kind(subject.plan.spec.model, layer.name)]
         again = needed.weights if subject.plan.spec.memory.sequence_parallel_activations == "regather" else ()

@@ -123,16 +123,15 @@ class PaddleStages:
 
     def __init__(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> None:
         self._plan, self._coords, self._collectives = plan, coords, collectives
-        item = plan.spec.custom_layers
-        if item is not None:
+        if plan.spec.is_custom:
             from pipeproof.stages.custom.built_layers import BuiltModel
 
-            self._model = BuiltModel(plan.spec, [layer.name for layer in item.layers])
+            self._model = BuiltModel(plan.spec, [layer.name for layer in plan.spec.custom.layers])
             self._split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
 
     def make(self, number: int, lent: Mapping[str, Tensor]) -> RankStage:
         """Return a stage, with the weights that the rank's other stages lend it."""
-        if self._plan.spec.custom_layers is None:
+        if not self._plan.spec.is_custom:
             return GptStage(self._plan, number, self._coords, self._collectives, lent)
         from pipeproof.stages.paddle.custom_stage import CustomStage
 

@@ -36,7 +36,7 @@ class TorchGptStage:
     ) -> None:
         self._plan, self._number, self._stage, self._batches = plan, number, stage, batches
         self._tp, self._cp_rank = coords["tp"], coords["cp"] if plan.spec.topology.cp > 1 else None
-        self._batch_first = plan.spec.model.activation_order == "bsh"
+        self._batch_first = plan.spec.gpt.activation_order == "bsh"
         self._dtype: torch.dtype = getattr(torch, plan.spec.run.dtype)
         self.parameters, self.balance = stage.parameters, stage.balance
 

@@ -352,7 +352,7 @@ def step_bytes(job: FleetJob, plan: PlanSpec) -> int:
     residual stream, and the same again for each MTP module if those are
     embedded on the first stage.
     """
-    model, topology, schedule = plan.model, plan.topology, plan.schedule
+    model, topology, schedule = plan.gpt, plan.topology, plan.schedule
     num_mtp = 0 if model.mtp is None or model.mtp.magic_send else model.mtp.num_modules
     elements = model.seq_length // topology.cp * schedule.micro_batch_size * model.hidden_size
     elements *= model.num_streams * (1 + num_mtp)

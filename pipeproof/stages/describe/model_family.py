@@ -1,0 +1,102 @@
+"""The families of models, a GPT and custom layers, and everything of a description that differs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.activation_memory import StoredActivation, gpt_activations, gpt_keeps_input
+from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, gpt_boundary
+from pipeproof.stages.describe.custom_model import (
+    custom_activations,
+    custom_boundary,
+    custom_edges,
+    describe_custom_layers,
+    typed_custom_layers,
+)
+from pipeproof.stages.describe.derive_types import TypedLayer
+from pipeproof.stages.describe.edge_tensors import gpt_edges
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.partition import custom_stages, gpt_stages
+from pipeproof.stages.describe.typed_gpt import typed_gpt
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """The description of one family. Each function has the meaning of the function of this module with its name."""
+
+    layers: Callable[[PlanSpec], tuple[Layer, ...]]
+    stage_layers: Callable[[PlanSpec], tuple[tuple[str, ...], ...]]
+    boundary: Callable[[PlanSpec], Boundary]
+    edges: Callable[[PlanSpec], tuple[Edge, ...]]
+    typed_layers: Callable[[PlanSpec, MicroBatchSize | None], Mapping[str, TypedLayer]]
+    stored_activations: Callable[[PlanSpec, Sequence[Layer], MicroBatchSize], tuple[StoredActivation, ...]]
+    keeps_input: Callable[[PlanSpec, Sequence[Layer]], bool]
+
+
+GPT = ModelFamily(
+    layers=describe_gpt,
+    stage_layers=gpt_stages,
+    boundary=gpt_boundary,
+    edges=gpt_edges,
+    typed_layers=typed_gpt,
+    stored_activations=gpt_activations,
+    keeps_input=gpt_keeps_input,
+)
+CUSTOM = ModelFamily(
+    layers=describe_custom_layers,
+    stage_layers=custom_stages,
+    boundary=custom_boundary,
+    edges=lambda plan: custom_edges(plan, custom_stages(plan)),
+    typed_layers=lambda plan, _: typed_custom_layers(plan),
+    stored_activations=lambda plan, layers, _: custom_activations(plan, [layer.name for layer in layers]),
+    keeps_input=lambda _, __: True,
+)
+
+
+def family_of(plan: PlanSpec) -> ModelFamily:
+    """The family of a plan's model."""
+    return CUSTOM if isinstance(plan.model, CustomModelSpec) else GPT
+
+
+def describe_layers(plan: PlanSpec) -> tuple[Layer, ...]:
+    """The layers of a plan's model in execution order."""
+    return family_of(plan).layers(plan)
+
+
+def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
+    """Layer names by global stage: as listed in ``stages``, else an even partition.
+
+    Raises:
+        BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names an unknown layer; PP143, the layers
+            that ``layer:REGEX`` matches do not divide into the stages.
+    """
+    return family_of(plan).stage_layers(plan)
+
+
+def describe_boundary(plan: PlanSpec) -> Boundary:
+    """The activation between the layers of a plan's model; of custom layers the smallest output of any."""
+    return family_of(plan).boundary(plan)
+
+
+def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
+    """The boundary tensors of each edge of the plan. Edge e is between stages e and e + 1."""
+    return family_of(plan).edges(plan)
+
+
+def typed_layers(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
+    """The derived types of every kind of layer by ``layer_kind``, or of every custom layer by name."""
+    return family_of(plan).typed_layers(plan, size)
+
+
+def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
+    """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name."""
+    return family_of(plan).stored_activations(plan, layers, size)
+
+
+def keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
+    """True if the first layer of a stage stores the stage's input itself."""
+    return family_of(plan).keeps_input(plan, layers)
