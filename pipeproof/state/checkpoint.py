@@ -78,7 +78,7 @@ class Checkpoint:
 
 
 class _StoredTensor(NamedTuple):
-    """Where a tensor is stored; the columns ``starts`` and ``stops``, [ranges, dims], find what overlaps a region."""
+    """Byte ranges of a tensor; the columns ``starts`` and ``stops``, [ranges, dims], find what overlaps a region."""
 
     ranges: tuple[ByteRange, ...]
     starts: npt.NDArray[np.int64]
