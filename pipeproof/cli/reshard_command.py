@@ -158,7 +158,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
     if options.weights_only:
         source, target = weights_of_layout(source), weights_of_layout(target)
     if options.aoa is None:
-        state_map = padding_map(source.tensors, values_of(before.spec), after.spec.gpt)
+        state_map = padding_map(source.tensors, values_of(before.spec), after.spec.model)
     else:
         from pipeproof.state.aoa.aoa_engine import program_map
         from pipeproof.state.aoa.read_statements import read_file

@@ -137,13 +137,3 @@ class CustomModelSpec(Section):
     def seq_length(self) -> int:
         """The length in which work items are counted: 1, because custom layers may have no dim of the sequence."""
         return 1
-
-    @property
-    def vocab_size(self) -> None:
-        """None: token ids of custom layers are not declared."""
-        return
-
-    @property
-    def unpadded_vocab_size(self) -> None:
-        """None: padding of token ids is not declared."""
-        return

@@ -44,6 +44,7 @@ NOT_RUN = {
     "PP920": ("a directory with a state", "exec/test_kept.py"),
     "PP921": ("values of a run", "exec/test_failures.py"),
     "PP922": ("a run whose memory ran out", "exec/test_failures.py"),
+    "PP925": ("a state that is resumed", "state/test_data_position.py"),
     "PP926": ("a checkpoint of Paddle's", "state/flex/test_open.py"),
     "PP927": ("a state that is saved", "state/flex/test_saved.py"),
     "PP928": ("a state of such a model", "state/names/test_command.py"),

@@ -136,7 +136,7 @@ def test_a_description_that_gathers_for_no_weight_is_found(monkeypatch):
         )
 
     assert errors(planned()) == set()
-    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    monkeypatch.setattr(lowering, "describe_layers", wrong)
     assert errors(planned()) == {"PP207", "PP208"}
 
 

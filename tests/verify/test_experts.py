@@ -148,7 +148,7 @@ def test_a_wrong_description_of_experts_is_found(monkeypatch, change, code):
             for layer in describe_gpt(plan, *size)
         )
 
-    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    monkeypatch.setattr(lowering, "describe_layers", wrong)
     assert code in codes(experts(tp=2))
 
 
@@ -199,5 +199,5 @@ def test_a_description_with_another_type_of_counts_is_found(monkeypatch):
             for layer in describe_gpt(plan, *size)
         )
 
-    monkeypatch.setattr(lowering, "describe_gpt", wrong)
+    monkeypatch.setattr(lowering, "describe_layers", wrong)
     assert "PP207" in codes(experts())

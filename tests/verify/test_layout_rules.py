@@ -296,7 +296,7 @@ def test_a_norm_under_sequence_parallelism_that_is_not_marked_partial(monkeypatc
             for layer in describe_gpt(plan, *size)
         )
 
-    monkeypatch.setattr(lowering, "describe_gpt", unmarked)
+    monkeypatch.setattr(lowering, "describe_layers", unmarked)
     wrong = subject(**SP)
     assert not any(op.kind is OpKind.REDUCE_GRAD for op in wrong.graph.ops)
     found = [f for f in check_subject(wrong).findings if f.severity is Severity.ERROR]

@@ -172,7 +172,7 @@ class UnpartitionedModel:
     def cross_entropy(self, logits: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
         """Summed over the counted tokens."""
         losses = F.cross_entropy(
-            logits.reshape([-1, self.plan.model.vocab_size]),
+            logits.reshape([-1, self.plan.gpt.vocab_size]),
             self.ordered(labels).reshape([-1]),
             ignore_index=-100,
             reduction="none",

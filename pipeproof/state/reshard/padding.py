@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.region_text import weight_name
 from pipeproof.state.regions import Region, whole_region
@@ -24,7 +25,9 @@ _KEY = "model.unpadded_vocab_size"
 _SIZE = "model.vocab_size"
 
 
-def padding_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue], model: ModelSpec) -> StateMap:
+def padding_map(
+    source: Mapping[str, TensorEntry], values: Mapping[str, JsonValue], model: ModelSpec | CustomModelSpec
+) -> StateMap:
     """Map each tensor of a state to itself, except those that count token ids, which get the padding of ``model``.
 
     ``values`` are those of the source's index: a plan's keys, dotted. Padding of the source is dropped; that of the
@@ -33,6 +36,8 @@ def padding_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValu
     Raises:
         PipeproofError: PP214, the vocabularies differ in size, and the number of token ids is unknown or differs.
     """
+    if isinstance(model, CustomModelSpec):  # without token ids
+        return _unchanged(source)
     sizes = values.get(_SIZE, model.vocab_size), model.vocab_size
     ids = values.get(_KEY), model.unpadded_vocab_size
     if sizes[0] != sizes[1] and (ids[0] is None or ids[0] != ids[1]):
@@ -41,7 +46,7 @@ def padding_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValu
         fix = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
         raise PipeproofError(Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix))
     if sizes[0] == sizes[1]:
-        return StateMap({name: identity_tensor(name, entry.dtype, entry.shape) for name, entry in source.items()})
+        return _unchanged(source)
     tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Region, ...]]()
     for name, entry in source.items():
         dim = None if entry.kind == "counter" else VOCABULARY_DIM.get(weight_name(name) or "")
@@ -54,8 +59,14 @@ def padding_map(source: Mapping[str, TensorEntry], values: Mapping[str, JsonValu
     return StateMap(tensors, dropped=dropped)
 
 
-def with_vocabulary_of(values: Mapping[str, JsonValue], model: ModelSpec) -> dict[str, JsonValue]:
+def _unchanged(source: Mapping[str, TensorEntry]) -> StateMap:
+    return StateMap({name: identity_tensor(name, entry.dtype, entry.shape) for name, entry in source.items()})
+
+
+def with_vocabulary_of(values: Mapping[str, JsonValue], model: ModelSpec | CustomModelSpec) -> dict[str, JsonValue]:
     """Return the values of a state with the vocabulary size of ``model``, if both have the same token ids."""
+    if isinstance(model, CustomModelSpec):
+        return dict(values)
     same = values.get(_KEY) is not None and values[_KEY] == model.unpadded_vocab_size
     return {**values, _SIZE: model.vocab_size} if same else dict(values)
 

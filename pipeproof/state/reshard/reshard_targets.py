@@ -73,7 +73,7 @@ def task_for_plan(
     tensors = without_optimizer_state(whole_state(plan)) if weights_only else whole_state(plan)
     if given_map is None:
         kept_tensors = without_optimizer_state(source.tensors) if weights_only else source.tensors
-        given_map = padding_map(kept_tensors, {} if index is None else index.values, plan.spec.gpt)
+        given_map = padding_map(kept_tensors, {} if index is None else index.values, plan.spec.model)
     if weights_only:
         given_map = replace(
             given_map,
@@ -174,7 +174,7 @@ def require_index(source: Checkpoint, what: str, fix: str = "give the plan of th
 
 
 def _as_if_padded(index: StateIndex, plan: LoweredPlan) -> StateIndex:
-    return index.model_copy(update={"values": with_vocabulary_of(index.values, plan.spec.gpt)})
+    return index.model_copy(update={"values": with_vocabulary_of(index.values, plan.spec.model)})
 
 
 def _without_steps(index: StateIndex) -> StateIndex:
