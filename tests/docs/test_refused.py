@@ -81,6 +81,18 @@ PAIRS_REFUSED = {
     ("latent attention", "cp 2"): "PP909",
     ("losses of routers", "cp 2"): "PP909",
     ("words that cross", "slots"): "PP504",
+    ("norms of heads", "latent attention"): "PP106",
+    ("biases of queries, keys and values", "latent attention"): "PP106",
+    **{("learned positions", other): "PP106" for other in ("latent attention", "MTP", "MTP, magic send")},
+    **{
+        (mlp, other): "PP106"
+        for mlp in ("GELU", "GELU with tanh")
+        for other in ("experts", "losses of routers", "biases of experts", "clamped SwiGLU")
+    },
+    **{
+        ("biases", other): "PP106"
+        for other in ("latent attention", "experts", "losses of routers", "biases of experts")
+    },
 }
 """Pairs of what ``tests.features`` has that are in no plan that runs, each in a row of the tables, but for the last:
 four slots are too few where four tensors cross an edge together."""

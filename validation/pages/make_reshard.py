@@ -142,7 +142,8 @@ def _resumed(model: str, names: Sequence[str], other: str, root: Path) -> dict[s
         launcher.run(lambda: None)
         found = {}
         for number, (one, state) in enumerate(zip(names, states, strict=True)):
-            own = replace(job, directory=directory / str(number), checkpoint=replace(kept, resume=state))
+            options = replace(job.options, checkpoint=replace(kept, resume=state))
+            own = replace(job, directory=directory / str(number), options=options)
             run_reference(own, lambda _: None)
             steps = StepCollector(own, subject).collect(NUM_STEPS)
             found[one] = [
