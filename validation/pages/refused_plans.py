@@ -61,9 +61,20 @@ _CLIP = _part("`clip_norm`", run={"clip_norm": 1.0})
 _OWN_ORDER = _part("a schedule with its own communication", schedule=_WITH_SENDS)
 _MAIN = _part("`main_grad_dtype`", run={"main_grad_dtype": "float64"})
 
+_LEARNED = _part("`positions: learned`", model={"positions": "learned"})
+_GELU = _part("`mlp: gelu`, `gelu_tanh`", model={"mlp": "gelu"})
+_EXPERTS = _part("`moe`", model={"moe": _MOE})
+
 REFUSED: tuple[tuple[Part, ...], ...] = (
     (_LATENT, _part("`num_kv_heads`", model={"num_kv_heads": 2})),
     (_LATENT, _part("`head_size`", model={"head_size": 6})),
+    (_LATENT, _part("`qk_norm`", model={"qk_norm": True})),
+    (_LATENT, _part("`biases`", model={"biases": "qkv"})),
+    (_LATENT, _LEARNED),
+    (_MTP, _LEARNED),
+    (_EXPERTS, _GELU),
+    (_EXPERTS, _part("`biases: all`", model={"biases": "all"})),
+    (_GELU, _part("`swiglu_limit`", model={"swiglu_limit": 0.05})),
     (_MTP, _part("`hyper_connections`", model={"hyper_connections": {"streams": 2}})),
     (_SPLITS, _CP),
     (_part("sequence splits in any kind other than `seq1f1b`", schedule={"num_sequence_splits": 2}),),
