@@ -16,9 +16,7 @@ the gradient reductions and the optimizer.
   are waited for at the end of the step.
 - No transfer is made between two stages of one rank.
 
-Replicas along every axis but ``pp`` run the same programs on the same shapes.
-A large plan is therefore lowered for one of them only (*folded*): each rank
-of its graph represents all that share its ``pp`` coordinate.
+``op_graph`` lowers one replica of the ranks, and unfolds the graph of all.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, w
 from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary, describe_layers, stage_layers
 
 FOLD_ABOVE = 100_000
-"""Operations of all ranks above which replicas are lowered and checked once."""
+"""Operations of all ranks above which replicas are checked once."""
 
 MAX_OPERATIONS = 5_000_000
 """Most operations of a step, replicas counted once: about 400 bytes of memory each."""

@@ -121,7 +121,7 @@ def test_alias_bomb_is_refused_at_the_alias():
     problem = only_problem("\n".join(lines))
     assert problem.code == "PP101"
     assert str(MAX_NODES) in problem.message
-    assert problem.location.line == 5  # line n + 1 stands for more than 10**(n + 1) values
+    assert problem.location.line == 5  # line n + 1 expands to more than 10**(n + 1) values
 
 
 def test_an_alias_counts_what_it_stands_for():

@@ -181,7 +181,7 @@ class RankTransfers:
     def post(self, op_id: int) -> None:
         """Start a transfer; ``wait`` ends it."""
         message, order = self._message(op_id), self._order(op_id)
-        if op_id in self._posted or any(op_id == ready for batch in self._ready.values() for ready, *_ in batch):
+        if self._is_under_way(op_id):
             raise ProtocolError(f"{message.text} (op {op_id}) is posted twice")
         tensors = self.of(message.op)
         buffer = (self._outgoing if message.is_send else self._incoming)(op_id, message, order.channel, tensors)
@@ -382,12 +382,17 @@ class RankTransfers:
 
     def _needs_slot(self, op_id: int) -> bool:
         message = self._message(op_id)
-        if op_id in self._posted or any(op_id == ready for batch in self._ready.values() for ready, *_ in batch):
+        if self._is_under_way(op_id):
             return True
-        tensors = self.of(message.op)
+        tensors = self._tensors.get((message.op.stage, work_item_of(message.op, self._plan.num_splits)))
+        if tensors is None:  # a look at the state must not make them
+            return False
         is_held = message.member in tensors.incoming(forward=message.is_forward)
         is_slice = (message.is_forward, message.member) in tensors.received
         return not message.is_send and (is_held if message.is_whole else is_slice)
+
+    def _is_under_way(self, op_id: int) -> bool:
+        return op_id in self._posted or any(op_id == ready for batch in self._ready.values() for ready, *_ in batch)
 
     def _texts(self, op_ids: Iterable[int]) -> str:
         return ", ".join(f"{self._message(op_id).text} (op {op_id})" for op_id in sorted(op_ids))

@@ -98,7 +98,7 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
     """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
     topology, schedule, memory = plan.topology, plan.schedule, plan.memory
     reason = "custom layers do not declare how they are sharded"
-    unmeasured = [f"`{layer.name}`" for layer in model.layers if layer.activation_bytes is None]
+    unmeasured = next((layer.name for layer in model.layers if layer.activation_bytes is None), None)
     refused: list[tuple[bool, KeyPath, str, str]] = [
         *(
             (size > 1, ("topology", axis), f"topology.{axis} is {size}, and {reason}", "set it to 1, or use pp and dp")
@@ -142,9 +142,9 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
             "remove it; a layer may call paddle.distributed.fleet.utils.recompute itself",
         ),
         (
-            memory.budget_gib is not None and bool(unmeasured),
+            memory.budget_gib is not None and unmeasured is not None,
             ("memory", "budget_gib"),
-            f"layer {unmeasured[0] if unmeasured else ''} has no `activation_bytes`, so that no budget can be checked",
+            f"layer `{unmeasured}` has no `activation_bytes`, so that no budget can be checked",
             "give each layer's `activation_bytes`, as `Pipeline.plan.save` does, or remove it",
         ),
         (

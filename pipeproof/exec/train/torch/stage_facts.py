@@ -79,11 +79,8 @@ class StageDescriber:
         entries = {int(number): entry for own in answers for number, entry in own.items()}
         entries = {number: entries[number] for number in range(self.num_stages)}
         num_rows = entries[0]["rows"]
-        forms = {n: Form(e["form"][0], tuple(e["form"][1])) for n, e in entries.items()}
-        specs = {
-            n: [tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out) for out in e["out"]]
-            for n, e in entries.items()
-        }
+        forms = {n: _form_of(e) for n, e in entries.items()}
+        specs = {n: [_leaves_of(out) for out in e["out"]] for n, e in entries.items()}
         facts = [
             StageFacts(
                 e["kind"],
@@ -135,9 +132,7 @@ class StageDescriber:
         for variant, (args, kwargs) in enumerate(examples.distinct):
             named: Mapping[str, Any] = {}
             if number:
-                form = Form(before["form"][0], tuple(before["form"][1]))
-                leaves = meta_leaves([LeafSpec(tuple(shape), *rest) for shape, *rest in before["out"][variant]])
-                args, named = form.arguments(leaves)
+                args, named = _form_of(before).arguments(meta_leaves(_leaves_of(before["out"][variant])))
             runs.append(run_stage(number, module, args, {**kwargs, **named}, self.device, is_last=is_last))
             if self.profile:
                 times.append(time_stage(number, module, args, {**kwargs, **named}, self.device))
@@ -186,3 +181,13 @@ class StageDescriber:
                 shape = [letters.get(size, size) for size in leaf["shape"]]
                 entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
         return entry
+
+
+def _form_of(entry: Mapping[str, Any]) -> Form:
+    """The structure of a stage's output, from its JSON facts."""
+    return Form(entry["form"][0], tuple(entry["form"][1]))
+
+
+def _leaves_of(out: Sequence[Sequence[Any]]) -> tuple[LeafSpec, ...]:
+    """The tensors of a stage's output for one variant, from its JSON facts."""
+    return tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out)
