@@ -9,13 +9,40 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
+from hypothesis import assume, note
+from hypothesis import strategies as st
 
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.compare.compare_log import compare_log
+from pipeproof.exec.executor_support import require_issuable
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
+from tests.features import FEATURES, TOPOLOGIES, mixed
 
 WAIT_S = 30.0
+
+MIXTURES = (
+    st.lists(st.sampled_from(list(FEATURES)), unique=True, max_size=3),
+    st.sampled_from(list(TOPOLOGIES)),
+    st.sampled_from([kind for kind in SCHEDULE_KINDS if kind not in {"file", "custom"}]),
+)
+"""Features, topology and kind of schedule of a random plan."""
+
+
+def proved_subject(features, topology, kind):
+    """The subject of a mixture that passes check and can be rehearsed; others are not drawn."""
+    try:
+        report = check(plan_from_dict(mixed(features, topology, kind)))
+        require_issuable(report.subject)
+    except PipeproofError:
+        assume(False)
+    assume(not report.errors)
+    note(f"{topology}; {kind}; {', '.join(features)}")
+    return report.subject
 
 
 @dataclass

@@ -1,20 +1,13 @@
 """State of a rank (position, transfers, slots, tensors) before each operation, and wrong states, which are found."""
 
 import pytest
-from hypothesis import assume, given, note, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
-from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_issuable
 from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.message_buffers import Slots
 from pipeproof.exec.rank.transfers import RankTransfers
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.verify.check_plan import check
-from tests.exec.rehearsal_world import Faults, rehearsed
-from tests.features import FEATURES, TOPOLOGIES, mixed
+from tests.exec.rehearsal_world import MIXTURES, Faults, proved_subject, rehearsed
 from tests.plans import subject
 
 
@@ -30,20 +23,9 @@ def validated(program):
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
-@given(
-    st.lists(st.sampled_from(list(FEATURES)), unique=True, max_size=3),
-    st.sampled_from(list(TOPOLOGIES)),
-    st.sampled_from([kind for kind in SCHEDULE_KINDS if kind not in {"file", "custom"}]),
-)
+@given(*MIXTURES)
 def test_the_state_is_valid_before_each_operation_of_a_proved_plan(features, topology, kind):
-    try:
-        report = check(plan_from_dict(mixed(features, topology, kind)))
-        require_issuable(report.subject)
-    except PipeproofError:
-        assume(False)
-    assume(not report.errors)
-    note(f"{topology}; {kind}; {', '.join(features)}")
-    rehearsed(report.subject, prepare=validated)
+    rehearsed(proved_subject(features, topology, kind), prepare=validated)
 
 
 def failing(one, prepare=validated):

@@ -1,17 +1,13 @@
 """Rehearsals of all ranks in this process: correct plans pass, and each injected fault is named with its range."""
 
 import pytest
-from hypothesis import assume, given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_issuable
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check, check_subject
-from tests.exec.rehearsal_world import Faults, rehearsed, swapped
-from tests.features import FEATURES, TOPOLOGIES, mixed
+from tests.exec.rehearsal_world import MIXTURES, Faults, proved_subject, rehearsed, swapped
 from tests.plans import subject
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
@@ -68,20 +64,9 @@ def test_where_nothing_fails_everything_is_right_and_all_of_it_was_read(sections
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
-@given(
-    st.lists(st.sampled_from(list(FEATURES)), unique=True, max_size=3),
-    st.sampled_from(list(TOPOLOGIES)),
-    st.sampled_from([kind for kind in SCHEDULE_KINDS if kind not in {"file", "custom"}]),
-)
+@given(*MIXTURES)
 def test_a_rehearsal_of_a_proved_plan_is_correct(features, topology, kind):
-    try:
-        report = check(plan_from_dict(mixed(features, topology, kind)))
-        require_issuable(report.subject)
-    except PipeproofError:
-        assume(False)
-    assume(not report.errors)
-    note(f"{topology}; {kind}; {', '.join(features)}")
-    assert found_in(rehearsed(report.subject)) == ()
+    assert found_in(rehearsed(proved_subject(features, topology, kind))) == ()
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
