@@ -21,6 +21,7 @@ from pipeproof.verify import (
     roles,
     shape_exchange,
 )
+from pipeproof.verify.contents import content_rules
 from pipeproof.verify.gradients import gathered_weights, gradient_rules, norm_rule
 from pipeproof.verify.subject import Rule
 
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *shape_exchange.RULES,
     *deadlock.RULES,
     *lifetime.RULES,
+    *content_rules.RULES,
     *gradient_rules.RULES,
     *norm_rule.RULES,
     *gathered_weights.RULES,

@@ -2,10 +2,13 @@
 
 import pytest
 
-from pipeproof.verify.lifetime import RULES
+from pipeproof.verify.contents import content_rules
+from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.races import MOST_PER_CODE
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
+
+RULES = sorted((*LIFETIME_RULES, *content_rules.RULES), key=lambda rule: rule.doc.code)
 
 RULE = {rule.doc.code: rule for rule in RULES}
 

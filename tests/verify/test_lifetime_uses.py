@@ -8,12 +8,15 @@ import pytest
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import parse_op
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.lifetime import RULES
+from pipeproof.verify.contents import content_rules
+from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.buffer_uses import uses_of
 from pipeproof.verify.lifetime.races import MOST_PER_CODE
 from pipeproof.verify.lifetime.tensor_buffers import FREES
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
+
+RULES = sorted((*LIFETIME_RULES, *content_rules.RULES), key=lambda rule: rule.doc.code)
 
 
 def codes(one):
@@ -168,7 +171,7 @@ def test_an_empty_graph_has_no_buffers():
 
 def test_the_page_on_lifetimes_shows_what_check_finds():
     page = (Path(__file__).parents[2] / "docs" / "lifetimes.md").read_text()
-    program, shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    program, shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)[:2]
     (found,) = check_subject(program_subject(program)).errors
     assert shown.strip() == f"error[{found.code}]: {found.message}"
 

@@ -125,6 +125,27 @@ TWO_SLOTS = """
     rank 1: 1RECV_F0!{writes=recv0} 1RECV_F1!{writes=recv1} 1F0{reads=recv0} 1F1{reads=recv1}
 """
 
+ACCUMULATOR = """
+    rank 0: 0SCALE_GRAD{writes=sum} 0F0 0B0{reads=sum writes=sum} 0F1 0B1{reads=sum writes=sum} 0STEP{reads=sum}
+"""
+
+BUCKET = """
+    rank 0: 0SCALE_GRAD{writes=g} 0SCALE_GRAD{writes=sum} 0F0 0B0{reads=g writes=g} \
+            0SCALE_GRAD{reads=g+sum writes=sum} 0SCALE_GRAD{writes=g} 0F1 0B1{reads=g writes=g} 0SCALE_GRAD{reads=g+sum writes=sum} 0STEP{reads=sum}
+"""
+
+COUNT_OF_TOKENS = """
+    group pp: 0 1
+    rank 0: 0F0 0SEND_F0! 1BROADCAST0:pp{group=0 peer=1 writes=tokens}
+    rank 1: 1RECV_F0! 1F0{writes=tokens} 1BROADCAST0:pp{group=0 peer=1 reads=tokens}
+"""
+
+REDUCED_ELSEWHERE = """
+    group dp: 0 1
+    rank 0: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}
+    rank 1: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}
+"""
+
 TWO_GROUPS = """
     group tp: 0 1
     group cp: 0 1
@@ -298,6 +319,42 @@ CASES = (
     ),
     of_program(
         "PP509", "both messages go into one slot before either is read", TWO_SLOTS, ("recv1", "recv0"), kills=("PP509",)
+    ),
+    of_program(
+        "PP510",
+        "each forward computes from the slot of the other micro-batch",
+        TWO_SLOTS,
+        ("1F0{reads=recv0} 1F1{reads=recv1}", "1F0{reads=recv1} 1F1{reads=recv0}"),
+        kills=("PP510",),
+    ),
+    of_program(
+        "PP511",
+        "the accumulator is set to zero between two micro-batches",
+        ACCUMULATOR,
+        (" 0F1", " 0SCALE_GRAD{writes=sum} 0F1"),
+        kills=("PP511",),
+    ),
+    of_program(
+        "PP512",
+        "the count is broadcast by the first rank, which has not got it",
+        COUNT_OF_TOKENS,
+        ("0SEND_F0! 1BROADCAST0:pp{group=0 peer=1 writes", "0SEND_F0! 1BROADCAST0:pp{group=0 peer=0 reads"),
+        ("1BROADCAST0:pp{group=0 peer=1 reads", "1BROADCAST0:pp{group=0 peer=0 writes"),
+        kills=("PP512",),
+    ),
+    of_program(
+        "PP513",
+        "the optimizer reads the buffer from which the gradient was reduced",
+        REDUCED_ELSEWHERE,
+        ("0STEP{reads=h}", "0STEP{reads=g}"),
+        kills=("PP513",),
+    ),
+    of_program(
+        "PP514",
+        "a bucket is added to the sum again without having been set to zero",
+        BUCKET,
+        ("0SCALE_GRAD{writes=g} 0F1", "0F1"),
+        kills=("PP514",),
     ),
     of_program(
         "PP602",

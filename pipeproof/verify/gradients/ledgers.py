@@ -304,9 +304,14 @@ def _named(graph: OpGraph, rows: IntColumn) -> tuple[IntColumn, tuple[frozenset[
     return named, tuple(sets)
 
 
+def names_parameter(buffer: str) -> bool:
+    """Return True for ``grad[NAME]``: the gradient of a parameter, wherever it is stored."""
+    return buffer.startswith(_PREFIX) and buffer.endswith(_SUFFIX)
+
+
 def named_parameters(graph: OpGraph) -> Mapping[int, set[str]]:
     """By op id the parameters whose gradients a row names as buffers ``grad[NAME]``."""
-    is_gradient = np.array([name.startswith(_PREFIX) and name.endswith(_SUFFIX) for name in graph.buffers], dtype=bool)
+    is_gradient = np.array([names_parameter(name) for name in graph.buffers], dtype=bool)
     by_row: dict[int, set[str]] = {}
     if is_gradient.any():
         expected = is_gradient[graph.accesses.buffer]

@@ -136,33 +136,6 @@ def after_free(uses: Uses) -> IntColumn:
     return wrong
 
 
-def overwritten(uses: Uses, owner: IntColumn) -> IntColumn:
-    """Reads (places) that find another owner's write where their own was before.
-
-    ``owner`` names, for each use, whose data it is about; NONE for nobody's.
-    """
-    _, last = uses.last_change
-    known = np.flatnonzero((last != NONE) & uses.reads & (owner != NONE))
-    before = last[known]
-    plain = uses.mode[before] == WRITES
-    foreign: IntColumn = known[plain & (owner[before] != NONE) & (owner[before] != owner[known])]
-    if not len(foreign):
-        return foreign
-    writes = np.flatnonzero(uses.changes & (owner != NONE))
-    own_place = {key: int(place) for place, key in sorted(_keys(uses, owner, writes), reverse=True)}
-    had = [own_place.get(key, len(uses)) < place for place, key in _keys(uses, owner, foreign)]
-    return np.array([place for place, was in zip(foreign.tolist(), had, strict=True) if was], dtype=np.int64)
-
-
-def _keys(uses: Uses, owner: IntColumn, places: IntColumn) -> list[tuple[int, Pair]]:
-    return [
-        (place, (buffer, whose))
-        for place, buffer, whose in zip(
-            places.tolist(), uses.buffer[places].tolist(), owner[places].tolist(), strict=True
-        )
-    ]
-
-
 def repeated(uses: Uses, order: Order) -> Uses:
     """The uses of lasting buffers in both steps of ``order``."""
     lasting = uses.at(np.flatnonzero(uses.buffer >= uses.first_lasting))

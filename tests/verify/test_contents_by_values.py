@@ -1,0 +1,102 @@
+"""The analysis of contents against execution with values, on random programs with a mistake in their names."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeproof.schedule.op_table import Row, build_graph
+from pipeproof.schedule.ops import parse_op
+from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.subject import graph_subject
+from tests.verify.contents_definition import is_right
+
+
+def pipeline(num_stages, num_micro_batches, slots, warm):
+    """GPipe or 1F1B with named buffers: ``slots`` outputs, inputs and gradients are used in turn."""
+    return [
+        list(_rank(stage, num_stages, num_micro_batches, slots, warm(stage, num_stages, num_micro_batches)))
+        for stage in range(num_stages)
+    ]
+
+
+def _rank(stage, num_stages, num_micro_batches, slots, warm):
+    def row(text, **names):
+        return Row(parse_op(f"{stage}{text}"), **names)
+
+    yield row("SCALE_GRAD", writes=("sum",))
+    done = 0
+    for index in range(num_micro_batches + warm):
+        if index < num_micro_batches:
+            yield from _forward(row, stage, num_stages, index, slots)
+        if index >= warm:
+            yield from _backward(row, stage, num_stages, done, slots)
+            done += 1
+    yield row("STEP", reads=("sum",))
+
+
+def _forward(row, stage, num_stages, item, slots):
+    slot = item % slots
+    inputs = (f"in[{slot}]",) if stage else ()
+    if stage:
+        yield row(f"RECV_F{item}", peer=stage - 1, writes=inputs)
+        yield Row(parse_op(f"WAIT({stage}RECV_F{item})"))
+    yield row(f"F{item}", reads=inputs, writes=(f"out[{slot}]", f"kept[{item}]"))
+    if stage + 1 < num_stages:
+        yield row(f"SEND_F{item}", peer=stage + 1, reads=(f"out[{slot}]",))
+        yield Row(parse_op(f"WAIT({stage}SEND_F{item})"))
+
+
+def _backward(row, stage, num_stages, item, slots):
+    slot = item % slots
+    gradient = (f"grad_out[{slot}]",) if stage + 1 < num_stages else ()
+    if gradient:
+        yield row(f"RECV_B{item}", peer=stage + 1, writes=gradient)
+        yield Row(parse_op(f"WAIT({stage}RECV_B{item})"))
+    yield row(f"B{item}", reads=(f"kept[{item}]", "sum", *gradient), writes=("sum", f"grad_in[{slot}]"))
+    if stage:
+        yield row(f"SEND_B{item}", peer=stage - 1, reads=(f"grad_in[{slot}]",))
+        yield Row(parse_op(f"WAIT({stage}SEND_B{item})"))
+
+
+def all_forwards_first(_stage, _num_stages, num_micro_batches):
+    return num_micro_batches
+
+
+def one_forward_one_backward(stage, num_stages, num_micro_batches):
+    return min(num_micro_batches, num_stages - 1 - stage)
+
+
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+orders = st.sampled_from([all_forwards_first, one_forward_one_backward])
+
+
+def findings(rows):
+    report = check_subject(graph_subject(build_graph(rows, [], [])))
+    return [finding for finding in report.findings if finding.code.startswith("PP5")]
+
+
+@given(sizes=sizes, order=orders)
+def test_slots_that_are_read_at_once_need_no_number(sizes, order):
+    rows = pipeline(*sizes, order)
+    assert is_right(rows)
+    assert findings(rows) == []
+
+
+@given(data=st.data(), sizes=sizes, order=orders)
+def test_a_wrong_name_is_found_if_and_only_if_a_value_changes(data, sizes, order):
+    rows = pipeline(*sizes, order)
+    rank = data.draw(st.integers(0, len(rows) - 1))
+    place = data.draw(st.sampled_from([i for i, row in enumerate(rows[rank]) if row.reads or row.writes]))
+    row = rows[rank][place]
+    field = data.draw(st.sampled_from([name for name in ("reads", "writes") if getattr(row, name)]))
+    names = list(getattr(row, field))
+    known = sorted({name for other in rows[rank] for name in (*other.reads, *other.writes)})
+    names[data.draw(st.integers(0, len(names) - 1))] = data.draw(st.sampled_from(known))
+    if len(set(names)) < len(names):
+        return  # one buffer for two tensors of one operation: which of them it holds, no name says
+    rows[rank][place] = replace(row, **{field: tuple(names)})
+    written = {name for other in rows[rank] for name in other.writes}
+    if any(name not in written for other in rows[rank] for name in other.reads):
+        return  # what the program never writes is taken to be there from the start
+    assert bool(findings(rows)) == (not is_right(rows))
