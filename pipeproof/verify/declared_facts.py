@@ -39,6 +39,24 @@ class MapUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRouting:
+    """The experts of the blocks of rows that a layer exchanges over the ``ranks`` of an expert-parallel group.
+
+    Each rank sends as many blocks to every member, in the order of the group:
+    ``dispatch`` are the experts that it sends them for. A member applies the
+    experts ``computes`` to the blocks of each sender, in their order.
+    ``combine`` are the experts for which the sender takes the blocks that come
+    back, in the order in which it sent them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    dispatch: Mapping[int, tuple[int, ...]]
+    computes: Mapping[int, tuple[int, ...]]
+    combine: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedParameter:
     """On ``rank``, values for ``parameter`` are read into ``target``; the model computes with ``memory``.
 
@@ -113,7 +131,8 @@ class Facts:
     ``group_creation`` lists for each rank the groups (places in the graph's
     ``groups``) that it takes part in making, in its order. ``typed_programs``
     are layers as typed operations; ``held_tensors``, ``map_uses`` and
-    ``loads`` are the elements that ranks hold, expect and load.
+    ``loads`` are the elements that ranks hold, expect and load;
+    ``expert_routings`` the experts to which rows are sent.
     ``gradients`` are the losses and parameters; ``mesh`` gives the ranks of a
     graph without a plan their coordinates, else its groups do.
     """
@@ -127,6 +146,7 @@ class Facts:
     held_tensors: tuple[HeldTensor, ...] = ()
     map_uses: tuple[MapUse, ...] = ()
     loads: tuple[LoadedParameter, ...] = ()
+    expert_routings: tuple[ExpertRouting, ...] = ()
     gradients: GradientFacts | None = None
     mesh: Mesh | None = None
 

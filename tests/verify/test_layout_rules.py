@@ -15,7 +15,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.index_map import IndexMap, expert_map, fused_qkv_map, layout_map, token_map
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.declared_facts import Facts, HeldTensor, LoadedParameter, MapUse
+from pipeproof.verify.declared_facts import ExpertRouting, Facts, HeldTensor, LoadedParameter, MapUse
 from pipeproof.verify.layouts import RULES
 from pipeproof.verify.registry import RULES as ALL_RULES
 from pipeproof.verify.subject import graph_subject
@@ -175,6 +175,14 @@ QKV = {rank: fused_qkv_map(4, 2, 3, 2, rank, grouped=True) for rank in range(2)}
 SPLIT_QKV = {rank: fused_qkv_map(4, 2, 3, 2, rank, grouped=False) for rank in range(2)}
 TOKENS = {rank: token_map(2, 8, 2, rank) for rank in range(2)}
 
+ALL_EXPERTS = ((0, 1, 2, 3),) * 2
+
+
+def routing(dispatch=ALL_EXPERTS, computes=((0, 1), (2, 3)), combine=ALL_EXPERTS):
+    """Four experts on two ranks."""
+    return ExpertRouting("experts", (0, 1), *(dict(enumerate(lists)) for lists in (dispatch, computes, combine)))
+
+
 MAPS = {
     "K2 expert offset dropped": (
         "PP210",
@@ -221,6 +229,24 @@ MAPS = {
         {"loads": (LoadedParameter("w", 0, "cast of w", "w"),)},
         {"loads": (LoadedParameter("w", 0, "w", "w"),)},
     ),
+    "results are taken back for other experts": (
+        "PP217", {"expert_routings": (routing(combine=((0, 1, 2, 3), (2, 3, 0, 1))),)}, {"expert_routings": (routing(),)},
+    ),
+    "the experts of two ranks are exchanged on dispatch": (
+        "PP217",
+        {"expert_routings": (routing(dispatch=((2, 3, 0, 1),) * 2, combine=((2, 3, 0, 1),) * 2),)},
+        {"expert_routings": (routing(((2, 3, 0, 1),) * 2, ((2, 3), (0, 1)), ((2, 3, 0, 1),) * 2),)},
+    ),
+    "a rank numbers its experts from 0": (
+        "PP217",
+        {"expert_routings": (routing(computes=((0, 1), (0, 1))),)},
+        {"expert_routings": (routing(),)},
+    ),
+    "a sender leaves out an expert": (
+        "PP217",
+        {"expert_routings": (routing(dispatch=((0, 1, 2, 3), (0, 1, 2))),)},
+        {"expert_routings": (routing(),)},
+    ),
 }  # fmt: skip
 
 
@@ -250,6 +276,13 @@ def test_the_witness_of_a_wrong_token_index_names_lost_and_foreign_ranges():
     )
     assert lost == [(0, 1, 0, 4, "global 4 .. 7"), (1, 0, 4, 8, "global 8 .. 11")]
     assert foreign == [(0, 0, 4, 8, "global 8 .. 11"), (1, 1, 0, 4, "global 4 .. 7")]
+
+
+def test_a_wrong_expert_is_named_with_both_ranks():
+    _, wrong, _ = MAPS["results are taken back for other experts"]
+    assert [found.message for found in check_subject(with_facts(**wrong)).findings] == [
+        "`experts`: rank 0 computes block 0 of rank 1 with expert 0, and rank 1 takes the result for that of expert 2"
+    ]
 
 
 # --- the plan's layers ---

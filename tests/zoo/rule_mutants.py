@@ -10,11 +10,12 @@ from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, ParameterGradient
-from pipeproof.verify.declared_facts import Facts, Role
+from pipeproof.verify.declared_facts import ExpertRouting, Facts, Role
 from tests.plans import subject
 from tests.zoo.accept import LOSS_ON_RANK_0
 from tests.zoo.case import Case
 from tests.zoo.e_scale import of_scale
+from tests.zoo.facts import stated
 from tests.zoo.programs import of_program, program
 from tests.zoo.reshards import RESHARDS
 from tests.zoo.rows import changed
@@ -44,6 +45,13 @@ def with_layers(change):
     one = subject(topology={"pp": 2, "tp": 2, "sequence_parallel": True})
     layers = tuple(change(layer) for layer in one.plan.layers)
     return dataclasses.replace(one, lowered=dataclasses.replace(one.plan, layers=layers))
+
+
+def combined(*experts):
+    """Four experts on two ranks, whose results the second rank takes back for these."""
+    rows = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}
+    routing = ExpertRouting("layer 3", (0, 1), rows, {0: (0, 1), 1: (2, 3)}, {**rows, 1: experts})
+    return lambda: stated(num_ranks=2, expert_routings=(routing,))
 
 
 def with_activation(tp):
@@ -129,9 +137,10 @@ ACCUMULATOR = """
     rank 0: 0SCALE_GRAD{writes=sum} 0F0 0B0{reads=sum writes=sum} 0F1 0B1{reads=sum writes=sum} 0STEP{reads=sum}
 """
 
-BUCKET = """
-    rank 0: 0SCALE_GRAD{writes=g} 0SCALE_GRAD{writes=sum} 0F0 0B0{reads=g writes=g} \
-            0SCALE_GRAD{reads=g+sum writes=sum} 0SCALE_GRAD{writes=g} 0F1 0B1{reads=g writes=g} 0SCALE_GRAD{reads=g+sum writes=sum} 0STEP{reads=sum}
+ADD_TO_SUM = "0SCALE_GRAD{reads=g+sum writes=sum}"
+BUCKET = f"""
+    rank 0: 0SCALE_GRAD{{writes=g}} 0SCALE_GRAD{{writes=sum}} 0F0 0B0{{reads=g writes=g}} {ADD_TO_SUM} \
+            0SCALE_GRAD{{writes=g}} 0F1 0B1{{reads=g writes=g}} {ADD_TO_SUM} 0STEP{{reads=sum}}
 """
 
 COUNT_OF_TOKENS = """
@@ -319,6 +328,13 @@ CASES = (
     ),
     of_program(
         "PP509", "both messages go into one slot before either is read", TWO_SLOTS, ("recv1", "recv0"), kills=("PP509",)
+    ),
+    Case(
+        "PP217",
+        "the results of experts come back in another order than they are taken for",
+        combined(0, 1, 2, 3),
+        combined(0, 2, 1, 3),
+        kills=("PP217",),
     ),
     of_program(
         "PP510",

@@ -1,8 +1,8 @@
-"""Layout rules other than those on transports: types of the model's operations, issued collectives, index maps."""
+"""Layout rules other than those on transports: types of the model's operations, issued collectives, maps of elements."""
 
 from __future__ import annotations
 
-from pipeproof.verify.layouts import declared_layouts, index_maps, issued_collectives, typed_programs
+from pipeproof.verify.layouts import declared_layouts, expert_routing, index_maps, issued_collectives, typed_programs
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -10,4 +10,5 @@ RULES: tuple[Rule, ...] = (
     *issued_collectives.RULES,
     *declared_layouts.RULES,
     *index_maps.RULES,
+    *expert_routing.RULES,
 )
