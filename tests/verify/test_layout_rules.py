@@ -230,7 +230,9 @@ MAPS = {
         {"loads": (LoadedParameter("w", 0, "w", "w"),)},
     ),
     "results are taken back for other experts": (
-        "PP217", {"expert_routings": (routing(combine=((0, 1, 2, 3), (2, 3, 0, 1))),)}, {"expert_routings": (routing(),)},
+        "PP217",
+        {"expert_routings": (routing(combine=((0, 1, 2, 3), (2, 3, 0, 1))),)},
+        {"expert_routings": (routing(),)},
     ),
     "the experts of two ranks are exchanged on dispatch": (
         "PP217",

@@ -1,4 +1,4 @@
-"""Layout rules other than those on transports: types of the model's operations, issued collectives, maps of elements."""
+"""Layout rules other than those on transports: types of the model's operations, collectives, element maps."""
 
 from __future__ import annotations
 
