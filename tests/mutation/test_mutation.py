@@ -86,11 +86,11 @@ def test_generators_stay_generators_and_texts_stay_as_they_are():
 
 def run(tmp_path, *options):
     package = tmp_path / "package"
-    package.mkdir()
+    package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").touch()
     (package / "module.py").write_text(SOURCE)
     (tmp_path / "test_module.py").write_text(TESTS)
-    (tmp_path / "tests" / "mutation").mkdir(parents=True)
+    (tmp_path / "tests" / "mutation").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.mutation", "package/module.py", "--tests", "test_module.py"]
     done = subprocess.run(
         [*command, "--root", str(tmp_path), "--write", *options],
@@ -127,6 +127,20 @@ def test_a_sample_is_always_the_same(tmp_path):
     first, second = (run(tmp_path / name, "--sample", "4")[1] for name in "ab")
     assert first == second
     assert first["package/module.py"]["num_mutants"] == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_is_resumed_after_the_last_verdict(tmp_path):
+    run(tmp_path)
+    journal = tmp_path / "build" / "mutation.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == 12
+    journal.write_text("".join(lines[:7]) + lines[7][:20])  # killed while it wrote
+    output, results = run(tmp_path)
+    assert output.count("survives") + output.count("unreached") < 5  # only of those that were run again
+    assert results["package/module.py"]["num_mutants"] == 12
+    assert len(results["package/module.py"]["survivors"]) == 5
+    assert len(run(tmp_path, "--fresh")[1]["package/module.py"]["survivors"]) == 5
 
 
 FOLDER = Path(__file__).parent
