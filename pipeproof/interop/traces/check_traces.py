@@ -13,9 +13,10 @@ from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, Witness
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, RAISED, SPLITS, UNFINISHED_LOG
-from pipeproof.interop.traces.trace_graph import IN_ORDER, graph_of_logs
+from pipeproof.interop.traces.trace_graph import IN_ORDER, collectives_of, graph_of_logs
 from pipeproof.interop.traces.trace_lifetimes import lifetime_findings
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, RankLog, read_logs
+from pipeproof.interop.traces.trace_memory_order import memory_order_findings
 from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import Report, check_subject
@@ -72,6 +73,7 @@ def _log_findings(logs: Sequence[RankLog], plan: LoadedPlan | None, *, whole: bo
     for log in logs:
         yield from lifetime_findings(log)
     yield from _splits(logs)
+    yield from memory_order_findings(logs)
     if not whole:
         yield from stuck_findings(logs)
     if plan is not None:
@@ -125,14 +127,7 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
 
 def _splits(logs: Sequence[RankLog]) -> Iterator[Finding]:
     """Find PP945: the first pair of members of each all-to-all that disagree."""
-    calls: dict[tuple[LoggedGroup, int], dict[int, LoggedCall]] = {}
-    for log in logs:
-        counts: dict[LoggedGroup, int] = {}
-        for call in log.calls:
-            if not call.is_message:
-                index = counts[call.group] = counts.get(call.group, -1) + 1
-                calls.setdefault((call.group, index), {})[log.rank] = call
-    for (group, index), members in calls.items():
+    for (group, index), members in collectives_of(logs).items():
         for i, rank in enumerate(group.ranks):
             differing = next((j for j, other in enumerate(group.ranks) if _differ(members, rank, i, other, j)), None)
             if differing is None:
