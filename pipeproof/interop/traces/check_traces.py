@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
-from pipeproof.comm.backends import table_named
+from pipeproof.comm.backends import table_named, with_queue
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
@@ -35,7 +35,7 @@ def check_log(
     directory: Path,
     *,
     plan: LoadedPlan | None = None,
-    channels: Queue | None = None,
+    queue: Queue | None = None,
     selection: Selection = ALL_RULES,
 ) -> Report:
     """Check the logs of all ranks in a directory.
@@ -43,7 +43,7 @@ def check_log(
     Args:
         directory: directory with a file ``rank_N.jsonl`` of each rank.
         plan: plan that the program should execute; its messages are compared with the log.
-        channels: queue of a rank's messages, one of
+        queue: messages of a rank that share one FIFO, one of
             ``comm.channel_models.QUEUES``. The default is that of the recorded
             backend: on gloo each end of a channel alone, on NCCL all messages
             of a communicator.
@@ -51,11 +51,11 @@ def check_log(
 
     Raises:
         PlanFileError: PP940, a log cannot be read; or the plan cannot be lowered.
-        ValueError: no queue has the name ``channels``.
+        ValueError: no queue has the name ``queue``.
     """
     logs = read_logs(directory)
     recorded = graph_of_logs(logs)
-    table = _table(logs, channels)
+    table = _table(logs, queue)
     subject = graph_subject(recorded.graph, backend=table, origins=recorded.origins, facts=recorded.facts)
     whole = all(log.ended for log in logs)
     rules = (*_PAIR_RULES, *_WHOLE_LOG_RULES, *(_IN_ORDER_RULES if _in_order(logs) else ()))
@@ -80,16 +80,13 @@ def _log_findings(logs: Sequence[RankLog], plan: LoadedPlan | None, *, whole: bo
         yield from plan_findings(logs, plan)
 
 
-def _table(logs: Sequence[RankLog], channels: Queue | None) -> BackendTable:
-    if channels is not None and channels not in get_args(Queue):
-        raise ValueError(f"no queue is called {channels!r}; there are {', '.join(get_args(Queue))}")
+def _table(logs: Sequence[RankLog], queue: Queue | None) -> BackendTable:
+    if queue is not None and queue not in get_args(Queue):
+        raise ValueError(f"no queue is called {queue!r}; there are {', '.join(get_args(Queue))}")
     in_order = _in_order(logs)
     framework = logs[0].framework.partition(" ")[0]
     table = table_named(f"{framework}-{'nccl' if in_order else 'gloo'}")
-    queue: Queue = channels or ("communicator" if in_order else table.queue)
-    if queue == table.queue:
-        return table
-    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)
+    return with_queue(table, queue or ("communicator" if in_order else None))
 
 
 def _in_order(logs: Sequence[RankLog]) -> bool:
