@@ -231,6 +231,8 @@ def test_a_file_of_these_trainers_without_a_pipeline(tmp_path):
 
 def test_fleet_opens_connections_at_their_first_message(tmp_path):
     assert of(tmp_path, GUARDED).subject.plan.spec.transport.connections == "lazy"
+    declared = of(tmp_path, GUARDED, settings={("transport", "connections"): "warm"})
+    assert declared.subject.plan.spec.transport.connections == "warm"
 
 
 def test_flags_and_a_model_configuration_leave_nothing_to_assume(tmp_path):

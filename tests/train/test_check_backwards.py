@@ -1,10 +1,8 @@
 """``check_backwards``: the modules of a script against finite differences."""
 
 import pytest
-
-pytestmark = pytest.mark.needs_torch
-torch = pytest.importorskip("torch")
-nn = torch.nn
+import torch
+from torch import nn
 
 
 class Scaled(torch.autograd.Function):

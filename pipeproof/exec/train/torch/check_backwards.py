@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-_UNIT = torch.finfo(torch.float64).eps / 2
-_STEP = _UNIT ** (1 / 3)
+_UNIT: float = torch.finfo(torch.float64).eps / 2
+_STEP: float = _UNIT ** (1 / 3)
 """Step of the central differences: their errors of truncation and of rounding are then about equal."""
 _MOST_ELEMENTS = 256
 """Elements of a wrong tensor among which the farthest is looked for."""
@@ -132,7 +132,7 @@ class _Layer:
 
     def _central(self, leaf: str, value: torch.Tensor, index: int) -> float:
         """The central difference of the outputs' sum for one element."""
-        ends = []
+        ends: list[float] = []
         for sign in (1, -1):
             moved = value.detach().clone()
             moved.view(-1)[index] += sign * _STEP
