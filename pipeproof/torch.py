@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipeproof.exec.train.module_plan import stages_of_rank
+from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
 from pipeproof.exec.train.torch.model_stages import ModelStages
@@ -23,6 +24,7 @@ __all__ = [
     "PipelineError",
     "PlanRefused",
     "causal_lm_loss",
+    "check_backwards",
     "load_dcp",
     "save_dcp",
     "stages_of_rank",

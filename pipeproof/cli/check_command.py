@@ -48,10 +48,8 @@ def _baseline_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _log_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command ``--log``, ``--plan`` (as ``log_plan``) and ``--channels``."""
+    """Give a command ``--log`` and ``--plan`` (as ``log_plan``)."""
     for option in (
-        click.option("--channels", type=click.Choice(get_args(Queue)),
-                     help="With --log: messages of a rank that wait for each other, if not those of its backend."),
         click.option("--plan", "log_plan", metavar="PLAN", type=click.Path(path_type=Path),
                      help="With --log: compare the messages with those of this plan."),
         click.option("--log", metavar="DIR", type=click.Path(path_type=Path),
@@ -69,7 +67,7 @@ def _log_codes() -> list[str]:
     return [doc.code for doc in (*RECORD_CODES, HANG_CYCLE, NEVER_ISSUED)]
 
 
-def _check_log(directory: Path, plan: Path | None, channels: Queue | None, selection: Selection) -> Report:
+def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selection: Selection) -> Report:
     """Check the logs in a directory.
 
     Raises:
@@ -78,7 +76,7 @@ def _check_log(directory: Path, plan: Path | None, channels: Queue | None, selec
     from pipeproof.interop.traces.check_traces import check_log
     from pipeproof.specs.load_plan import load_plan
 
-    return check_log(directory, plan=None if plan is None else load_plan(plan), channels=channels, selection=selection)
+    return check_log(directory, plan=None if plan is None else load_plan(plan), queue=queue, selection=selection)
 
 
 @click.command()
@@ -95,6 +93,9 @@ def _check_log(directory: Path, plan: Path | None, channels: Queue | None, selec
               help="Check this program text, without a plan.")  # fmt: skip
 @click.option("--backend", metavar="NAME", help="The backend whose guarantees hold for --program, such as paddle-gloo.")
 @_log_options
+@click.option("--queue", type=click.Choice(get_args(Queue)),
+              help="With --program or --log: transfers of a rank that share one FIFO queue, as `transport.queue` of a "
+              "plan declares it; default: those of the backend.")  # fmt: skip
 @format_option("sarif")
 @click.option("--select", multiple=True, metavar="CODES",
               help="Run only these rules: codes or their beginnings, such as PP401,3xx.")  # fmt: skip
@@ -114,7 +115,7 @@ def check(
     backend: str | None,
     log: Path | None,
     log_plan: Path | None,
-    channels: Queue | None,
+    queue: Queue | None,
     form: Form,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
@@ -128,13 +129,15 @@ def check(
     """Prove that a plan's communication is correct, or report where it is wrong."""
     if bool(files) + (program is not None) + (log is not None) != 1 or (kind is not None and not files):
         raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
-    if log is None and (log_plan is not None or channels is not None):
-        raise click.UsageError("--plan and --channels go with --log DIR")
+    if log is None and log_plan is not None:
+        raise click.UsageError("--plan goes with --log DIR")
     if kind is None and (settings or model_config is not None or world_size is not None):
         raise click.UsageError("--set, --model-config and --world-size go with --from KIND")
     file = files[0] if files else log or program or Path()
     if backend is not None and program is None:
         raise click.BadParameter("a plan gives its backend in `run`", param_hint="--backend")
+    if queue is not None and files:
+        raise click.BadParameter("a plan gives its queue in `transport.queue`", param_hint="--queue")
     from pipeproof.cli.check_report import compare_all, run_checks, selection_of, show_all, write_baseline
     from pipeproof.interop.importers.import_codes import IMPORT_CODES
     from pipeproof.interop.importers.imported import Flags
@@ -146,9 +149,9 @@ def check(
         flags = Flags(settings, model_config, world_size)
         tasks = [(files, partial(_check_files, kind, files, flags, selection))]
     elif program is not None:
-        tasks = [((program,), partial(_check_program, program, backend, selection))]
+        tasks = [((program,), partial(_check_program, program, backend, queue, selection))]
     elif log is not None:
-        tasks = [((log,), partial(_check_log, log, log_plan, channels, selection))]
+        tasks = [((log,), partial(_check_log, log, log_plan, queue, selection))]
     known = None if baseline is None else _load_baseline(baseline, form, color)
     with refusing_bad_plans(form, file, color), _without_garbage_collection():
         results = run_checks(tasks)
@@ -193,13 +196,13 @@ def _check_files(kind: str, files: tuple[Path, ...], flags: Flags, selection: Se
     return check_imported(import_from(kind, files, flags), selection)
 
 
-def _check_program(file: Path, backend: str | None, selection: Selection) -> Report:
-    from pipeproof.comm.backends import table_named
+def _check_program(file: Path, backend: str | None, queue: Queue | None, selection: Selection) -> Report:
+    from pipeproof.comm.backends import backend_table, table_named, with_queue
     from pipeproof.verify.check_plan import check_subject
     from pipeproof.verify.subject import load_program
 
     try:
-        table = None if backend is None else table_named(backend)
+        table = backend_table("paddle", "cpu") if backend is None else table_named(backend)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--backend") from error
-    return check_subject(load_program(file, backend=table), selection)
+    return check_subject(load_program(file, backend=with_queue(table, queue)), selection)

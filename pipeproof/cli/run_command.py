@@ -72,6 +72,8 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Record the inputs and outputs of each layer, forward and backward, too.")  # fmt: skip
 @click.option("--record-values", is_flag=True,
               help="Keep the tensors, which are large, so that `align` can report distances.")  # fmt: skip
+@click.option("--check-layers", is_flag=True,
+              help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
 @rank_options("Run")
 @_state_options
 def run(
@@ -82,6 +84,7 @@ def run(
     record_directory: Path | None,
     record_layers: bool,
     record_values: bool,
+    check_layers: bool,
     options: RunOptions,
     checkpoint: CheckpointOptions,
 ) -> None:
@@ -97,8 +100,11 @@ def run(
 
     with refusing_bad_plans("text", plan):
         report = check(load_plan(plan))
+    if check_layers and not report.subject.plan.spec.is_custom:
+        raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
-    options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint)
+    options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
+                      check_layers=check_layers)  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from pipeproof.comm.backend_rows import BackendTable, RowValue
+from pipeproof.comm.backend_rows import BackendTable, Queue, RowValue
 from pipeproof.specs.plan import PlanSpec
 
 _MEASURED = "measured with paddlepaddle 3.3.1 on CPU"
@@ -276,8 +276,11 @@ def table_named(name: str) -> BackendTable:
 
 def declared_backend(spec: PlanSpec) -> BackendTable:
     """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
-    table = backend_table(spec.run.backend, spec.run.device)
-    queue = spec.transport.queue
+    return with_queue(backend_table(spec.run.backend, spec.run.device), spec.transport.queue)
+
+
+def with_queue(table: BackendTable, queue: Queue | None) -> BackendTable:
+    """The same table with another queue of transfers and a name that states it; None keeps the backend's own queue."""
     if queue is None or queue == table.queue:
         return table
     return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)

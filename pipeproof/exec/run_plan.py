@@ -29,6 +29,7 @@ from pipeproof.exec.launch.job_files import (
     load_not_finite,
     load_routers,
     load_step,
+    load_without_gradient,
 )
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
@@ -259,7 +260,7 @@ class StepCollector:
         result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (unpartitioned[0], unpartitioned[1]))
         rank_routers = [load_routers(file) for file in rank_files]
         routers = compare_routers(plan, rank_routers, load_routers(ordered_file), load_routers(unpartitioned_file))
-        result = replace(result, routers=routers)
+        result = replace(result, routers=routers, without_gradient=load_without_gradient(unpartitioned_file))
         used = {unpartitioned_file, ordered_file, *rank_files}
         if self._recorder is not None:
             files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]

@@ -16,8 +16,8 @@ MEMORY_ORDER = RuleDoc(
     severity="error",
     explanation=(
         "NCCL takes as many bytes as there are elements, from the tensor's address on: of a transposed view the "
-        "elements in another order, of a slice with holes the wrong elements. (PyTorch's gloo refuses such tensors; "
-        "NCCL does not look.)"
+        "elements in another order, of a slice with holes the wrong elements. (PyTorch's gloo refuses such "
+        "messages, but takes such tensors for all_reduce and broadcast. Paddle refuses both. NCCL does not look.)"
     ),
     wrong=(
         "tensor sent: shape=8x4 dtype=float32 placement=invariant dims=sh strides=1x8\n"

@@ -103,6 +103,37 @@ def test_a_backend_that_is_not_there(program):
     assert "no backend 'carrier-pigeon'; there are tables for" in " ".join(result.stderr.split())
 
 
+CROSSING = """\
+rank 0: 0SEND_F0{peer=1} 1RECV_B0{peer=1} WAIT(0SEND_F0) WAIT(1RECV_B0)
+rank 1: 2SEND_B0{peer=0} 1RECV_F0{peer=0} WAIT(2SEND_B0) WAIT(1RECV_F0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("queue", "code"), [((), "PP411"), (("--queue", "directed_edge"), "PP411"), (("--queue", "pair"), "PP401"),
+                        (("--queue", "pair", "--backend", "torch-nccl"), "PP401")]
+)  # fmt: skip
+def test_the_queue_of_a_runtime_that_is_stricter_than_the_backend(program, queue, code):
+    result = invoke("check", "--program", program(CROSSING), "--select", "PP401,PP411", "--format", "json", *queue)
+    assert [finding["code"] for finding in json.loads(result.stdout)["findings"]] == [code]
+    assert result.exit_code == (1 if code == "PP401" else 0)
+
+
+def test_receives_first_are_safe_on_that_queue(program):
+    """One rank receives before it sends, so the same transfers do not cross."""
+    first, second = CROSSING.splitlines()
+    second = second.replace("2SEND_B0{peer=0} 1RECV_F0{peer=0}", "1RECV_F0{peer=0} 2SEND_B0{peer=0}")
+    result = invoke("check", "--program", program(f"{first}\n{second}\n"), "--select", "PP4", "--queue", "device")
+    assert result.exit_code == 0
+    assert "PP4" not in result.stdout.replace("--select PP4", "")
+
+
+def test_a_queue_that_is_not_there(program):
+    result = invoke("check", "--program", program(RIGHT), "--queue", "rainbow")
+    assert result.exit_code == 2
+    assert "'rainbow' is not one of" in result.stderr
+
+
 def test_a_program_can_be_judged_by_some_rules(program):
     result = invoke("check", "--program", program(SWAPPED), "--select", "PP4")
     assert result.exit_code == 0

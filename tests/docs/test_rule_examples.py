@@ -33,6 +33,8 @@ NOT_RUN = {
     "PP908": ("a gradient that rounding does not explain", "exec/test_run.py"),
     "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
     "PP911": ("a Python file that does not work", "custom/test_files.py"),
+    "PP185": ("a run of layers", "custom/test_never_received.py"),
+    "PP186": ("layers that are really built", "custom/test_backward_check.py"),
     "PP912": ("layers that are really built", "custom/test_files.py"),
     "PP913": ("a machine without GPUs", "exec/test_rehearse_command.py"),
     "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),

@@ -260,8 +260,8 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
     assert found["loss_bound"] == 0.0
     assert [step["loss_is_bitwise"] for step in found["steps"]] == [True, True, True]
     assert {len(step["gradients"]) for step in found["steps"]} == {14}
-    for channels in (None, "communicator"):
-        assert check_log(logs, plan=load_plan(plan), channels=channels).findings == ()
+    for queue in (None, "communicator"):
+        assert check_log(logs, plan=load_plan(plan), queue=queue).findings == ()
     again = invoke("fleet", str(plan), "--record", str(logs))
     assert again.exit_code == 2
     assert "has logs already" in again.output

@@ -175,9 +175,64 @@ def test_a_file_wins_over_its_base_and_a_place_is_in_the_file_that_says_it(tmp_p
     assert (place.file.endswith("base.yaml"), place.line) == (True, 3)
 
 
-def test_a_misspelt_setting_is_named(tmp_path):
-    report = of(tmp_path, GUARDED | {"sequence_paralel": True})
-    assert "did you mean `sequence_parallel`?" in only(report, "PP173").message
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("sequence_paralel", "sequence_parallel"), ("pipeline_model_parallel_sizes", "pipeline_model_parallel_size")],
+)
+def test_a_misspelt_setting_is_refused(tmp_path, name, known):
+    finding = refused(tmp_path, GUARDED | {name: 2})
+    assert (finding.code, finding.help) == ("PP170", f"did you mean `{known}`?")
+    assert finding.location.line == 1
+
+
+def test_an_unknown_setting_with_a_term_of_parallelism_is_named(tmp_path):
+    report = of(tmp_path, GUARDED | {"pipeline_magic": True})
+    assert "`pipeline_magic`: an unknown setting" in only(report, "PP173").message
+
+
+FLEETX = """\
+Global: {local_batch_size: 2, micro_batch_size: 2}
+Model: {hidden_size: 2048, num_layers: 24, num_attention_heads: 16}
+Distributed:
+  mp_degree: 4
+  pp_degree: 2
+  sharding: {sharding_degree: 1, sharding_stage: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message", "help"),
+    [
+        (FLEETX, 4, "`mp_degree` is a setting of PaddleFleetX", "`--from fleet`"),
+        (FLEETX.replace("  mp_degree: 4\n", ""), 4, "`pp_degree` is a setting of PaddleFleetX", "`--from fleet`"),
+        (
+            "Engine: {max_epochs: 3}\nData: {workers: 2}\n",
+            1,
+            "no setting here is one of",
+            "`pipeproof import --help`",
+        ),
+        ("enable_auto_parallel: 1\npipeline_parallel_degree: 2\n", 1, "automatic parallelism", "false"),
+    ],
+)
+def test_a_file_of_another_trainer_is_refused(tmp_path, text, line, message, help):
+    with pytest.raises(PlanFileError) as caught:
+        imported("paddleformers", tmp_path, text)
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.location.line) == ("PP170", line)
+    assert message in finding.message
+    assert help in finding.help
+
+
+def test_a_file_of_these_trainers_without_a_pipeline(tmp_path):
+    text = "model_name_or_path: some/model\noutput_dir: out\nenable_auto_parallel: false\n"
+    made = imported("paddlenlp", tmp_path, text)
+    assert (made.ignored, "pp" in made.plan["topology"]) == ((), False)
+
+
+def test_fleet_opens_connections_at_their_first_message(tmp_path):
+    assert of(tmp_path, GUARDED).subject.plan.spec.transport.connections == "lazy"
+    declared = of(tmp_path, GUARDED, settings={("transport", "connections"): "warm"})
+    assert declared.subject.plan.spec.transport.connections == "warm"
 
 
 def test_flags_and_a_model_configuration_leave_nothing_to_assume(tmp_path):

@@ -111,6 +111,29 @@ def test_what_torchtitan_would_refuse(tmp_path, more, flags, message, code):
     assert (finding.code, message in finding.message) == (code, True), finding.message
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "gpipe"])
+@pytest.mark.parametrize(("num_micro_batches", "refused"), [(4, False), (3, True), (1, True)])
+def test_schedules_of_one_stage_need_as_many_micro_batches_as_stages(tmp_path, schedule, num_micro_batches, refused):
+    """``PipelineScheduleSingle`` raises a ValueError; interleaved schedules and those of a file do not."""
+    more = f'pipeline_parallel_schedule = "{schedule}"'
+    flags = {"settings": {("schedule", "num_micro_batches"): num_micro_batches, ("topology", "pp"): 4}}
+    if not refused:
+        assert errors(titan(tmp_path, more, **flags)) == []
+        return
+    finding = refusal(lambda: titan(tmp_path, more, **flags))
+    assert finding.code == "PP171"
+    assert f"{num_micro_batches} micro-batches on 4 stages" in finding.message
+
+
+def test_micro_batches_on_fewer_chunks_than_stages(tmp_path):
+    flags = {"settings": {("schedule", "num_micro_batches"): 4, ("topology", "pp"): 4}}
+    assert errors(titan(tmp_path, 'pipeline_parallel_schedule = "Interleaved1F1B"', **flags)) == []
+
+
+def test_torchtitan_sends_a_message_over_each_connection_first(tmp_path):
+    assert "transport" not in titan(tmp_path, "").plan
+
+
 def test_unknown_keys_of_torchtitan_are_named(tmp_path):
     made = titan(tmp_path, "pipeline_parallel_magic = 1\nfsdp_reshard_after_forward = 'never'")
     assert [setting.name for setting in made.ignored] == ["pipeline_parallel_magic"]

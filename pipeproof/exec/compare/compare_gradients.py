@@ -72,7 +72,10 @@ class GradientResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Comparison of one step's losses (in the run's dtype), gradients and router values with the reference."""
+    """Comparison of one step's losses (in the run's dtype), gradients and router values with the reference.
+
+    ``without_gradient`` are the custom layers' weights for which no backward of the step had a gradient.
+    """
 
     step: int
     loss: Loss
@@ -80,6 +83,7 @@ class StepResult:
     unpartitioned_loss: Loss
     gradients: tuple[GradientResult, ...]
     routers: RouterResult | None = None
+    without_gradient: tuple[str, ...] = ()
 
     @property
     def loss_is_bitwise(self) -> bool:

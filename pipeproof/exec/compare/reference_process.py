@@ -59,7 +59,10 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
         if ordered:
             save_step(job.step_file("ordered", result.step), result.loss, result.gradients, result.routers)
             result = unpartitioned_step(spec, result.weights, result.step)
-        save_step(job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers)
+        save_step(
+            job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers,
+            without_gradient=result.without_gradient,
+        )  # fmt: skip
         on_step(result.step)
 
 

@@ -31,7 +31,7 @@ def require_custom_layers(job: Job, loaded: LoadedPlan, timeout_s: float) -> Non
     """Try the custom layers of a job's plan in a separate process; do nothing for a GPT.
 
     Raises:
-        PlanFileError: PP911, PP912, with the location in the plan.
+        PlanFileError: PP911, PP912, PP186, with the location in the plan.
     """
     if not loaded.spec.is_custom:
         return
@@ -81,18 +81,20 @@ def _last_lines(output: Path) -> str:
     return "its last output was: " + " | ".join(lines[-_SHOWN:]) if lines else "it printed nothing"
 
 
-def try_layers(plan: PlanSpec, *, saves_state: bool = False) -> dict[str, str]:
+def try_layers(plan: PlanSpec, *, saves_state: bool = False, checks_backwards: bool = False) -> dict[str, str]:
     """Return the MD5 of every initial weight of a plan's layers.
 
     With ``saves_state`` all tensors that the first micro-batch changes must be declared, and must be enough to resume.
+    With ``checks_backwards`` gradients are compared with finite differences.
 
     Raises:
-        BadPlanAtError: PP911, PP912, see ``require_declared``, ``require_declared_changes`` and
-            ``require_resumable``, or two models built from one seed differ.
+        BadPlanAtError: PP911, PP912, PP186, see ``require_declared``, ``require_declared_changes``,
+            ``require_resumable`` and ``require_right_backwards``, or two models built from one seed differ.
     """
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle()
+    from pipeproof.stages.custom.backward_check import require_right_backwards
     from pipeproof.stages.custom.built_layers import BuiltModel, digests
     from pipeproof.stages.custom.declaration import require_declared, require_declared_changes, require_resumable
 
@@ -112,6 +114,8 @@ def try_layers(plan: PlanSpec, *, saves_state: bool = False) -> dict[str, str]:
         )
     if saves_state:
         require_resumable(model, again, plan)
+    if checks_backwards:
+        require_right_backwards(plan)
     return first
 
 
@@ -121,7 +125,9 @@ def main(arguments: list[str]) -> int:
     result: dict[str, Any]
     try:
         saves_state = job.checkpoint.root is not None or job.checkpoint.resume is not None
-        result = {"weights": try_layers(job.loaded_plan().spec, saves_state=saves_state)}
+        checks = job.options.check_layers
+        weights = try_layers(job.loaded_plan().spec, saves_state=saves_state, checks_backwards=checks)
+        result = {"weights": weights}
     except BadPlanAtError as error:
         finding = error.findings[0]
         result = {"code": finding.code, "message": finding.message, "help": finding.help, "path": error.path}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -75,8 +75,9 @@ class RunOptions:
 
     With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
     ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
-    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to. A rehearsal
-    has the ``scale`` of its plan, and no other run has one.
+    ranks. ``check_layers`` first compares the backwards of custom layers with finite differences. ``checkpoint`` has
+    the state to resume from, as the user named it, and the directory to save to. A rehearsal has the ``scale`` of its
+    plan, and no other run has one.
     """
 
     timeout_s: float = 60.0
@@ -86,6 +87,7 @@ class RunOptions:
     profile: bool = False
     record: RecordOptions | None = None
     share_gpus: bool = False
+    check_layers: bool = False
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     scale: Fraction | None = None
 
@@ -190,6 +192,9 @@ LOSS_KEY = "/loss"
 NOT_FINITE_KEY = "/not_finite"
 """Key of the first operation whose loss is not finite, in a step file."""
 
+WITHOUT_GRADIENT_KEY = "/without_gradient"
+"""Key of the weights without a gradient, in a step file of the unpartitioned model."""
+
 ROUTERS_KEY = "/routers/"
 """Prefix of the keys of router values in a step file."""
 
@@ -200,16 +205,20 @@ def save_step(
     gradients: Mapping[str, np.ndarray],
     routers: Mapping[str, np.ndarray] = MappingProxyType({}),
     not_finite: str = "",
+    without_gradient: Sequence[str] = (),
 ) -> None:
     """Write a step's loss (None where this rank has none), its gradients and its router values.
 
-    ``not_finite`` is the first operation whose loss is not finite. The file appears whole or not at all.
+    ``not_finite`` is the first operation whose loss is not finite. ``without_gradient`` are weights that no backward of
+    the step had a gradient for. The file appears whole or not at all.
     """
     arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
     if loss is not None:
         arrays[LOSS_KEY] = np.asarray(loss)
     if not_finite:
         arrays[NOT_FINITE_KEY] = np.asarray(not_finite)
+    if without_gradient:
+        arrays[WITHOUT_GRADIENT_KEY] = np.asarray(without_gradient)
     save_arrays(path, arrays)
 
 
@@ -233,6 +242,12 @@ def load_not_finite(path: Path) -> str:
     """Read the first operation whose loss is not finite; empty where every loss is finite."""
     with np.load(path) as arrays:
         return str(arrays[NOT_FINITE_KEY]) if NOT_FINITE_KEY in arrays.files else ""
+
+
+def load_without_gradient(path: Path) -> tuple[str, ...]:
+    """Read the weights without a gradient."""
+    with np.load(path) as arrays:
+        return tuple(map(str, arrays[WITHOUT_GRADIENT_KEY])) if WITHOUT_GRADIENT_KEY in arrays.files else ()
 
 
 def load_routers(path: Path) -> dict[str, np.ndarray]:

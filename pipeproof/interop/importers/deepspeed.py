@@ -122,6 +122,7 @@ class _Job:
                 raise self._refused(f"`{name}` must be true or false, found {describe_value(value)}", "pipeline", name)
             partial = tp > 1 and value is not False
             self._take(("transport", key), "partial" if partial else "full", "pipeline", name)
+        self.draft.set(("transport", "connections"), "lazy", "the pipeline engine sends nothing before the first step")
 
     def _data_parallel(self, ranks: int) -> int:
         draft = self.draft

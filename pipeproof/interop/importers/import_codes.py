@@ -8,9 +8,9 @@ UNREADABLE = RuleDoc(
     code="PP170",
     title="a file is not of the kind that it is imported as",
     explanation=(
-        "A value has a wrong type for its setting, a token is unknown to the trainer, the text does not follow the "
-        "grammar of its kind, or a base file is missing. The importer does not guess: with a misread setting the "
-        "verdict would be about another job."
+        "A value has a wrong type for its setting, a token is unknown to the trainer, a setting is a misspelling of a "
+        "known one, the text does not follow the grammar of its kind, a base file is missing, or the file is of "
+        "another trainer. The importer does not guess: with a misread setting the verdict would be about another job."
     ),
     wrong="tensor_model_parallel_size: two",
     right="tensor_model_parallel_size: 2",
@@ -23,7 +23,8 @@ REFUSED = RuleDoc(
     explanation=(
         "The settings contradict a condition that the framework checks itself when the job starts: for Fleet, fewer "
         "accumulation steps than pipeline ranks with virtual stages, virtual stages on two ranks or without cached "
-        "shapes; for the trainers, sharding stage 2 or 3 together with pipeline parallelism. The job would fail at "
+        "shapes; for the trainers, sharding stage 2 or 3 together with pipeline parallelism; for PyTorch, fewer "
+        "micro-batches than stages with one stage on each rank. The job would fail at "
         "its start, on every machine."
     ),
     wrong="pipeline_model_parallel_size: 4\nvirtual_pipeline_model_parallel_size: 2\ngradient_accumulation_steps: 2",

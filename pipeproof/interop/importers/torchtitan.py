@@ -171,6 +171,8 @@ class _Job:
         self._model(num_stages)
         self._stages(pp, num_stages, csv=csv)
         self._batches()
+        if num_chunks == 1 and not csv:
+            self._require_micro_batches(num_stages)
         self._rest()
 
     def _setting(self, name: str) -> tuple[str, str] | None:
@@ -364,6 +366,17 @@ class _Job:
             draft.ignore(
                 "global_batch_size", "one run of the schedule is checked, which accumulation repeats", location
             )
+
+    def _require_micro_batches(self, num_stages: int) -> None:
+        """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle`` does; schedules from a file run so."""
+        num_micro_batches = count(self.draft, "schedule", "num_micro_batches")
+        if num_micro_batches < num_stages:
+            name = "local_batch_size" if self.file.has("training", "local_batch_size") else "batch_size"
+            raise self.file.refused(
+                f"PyTorch refuses this: {num_micro_batches} micro-batches on {num_stages} stages, and a schedule with "
+                "one stage on each rank (1F1B, GPipe) needs as many micro-batches as stages",
+                "training", name, code=REFUSED, help=f"raise `{name}`, or lower `pipeline_parallel_microbatch_size`",
+            )  # fmt: skip
 
     def _rest(self) -> None:
         draft, file = self.draft, self.file

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
-from pipeproof.comm.backends import table_named
+from pipeproof.comm.backends import table_named, with_queue
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, RAISED, SPLITS, UNFINISHED_LOG
-from pipeproof.interop.traces.trace_graph import IN_ORDER, graph_of_logs
+from pipeproof.interop.traces.trace_graph import IN_ORDER, collectives_of, graph_of_logs
 from pipeproof.interop.traces.trace_lifetimes import lifetime_findings
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, RankLog, read_logs
+from pipeproof.interop.traces.trace_memory_order import memory_order_findings
 from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import Report, check_subject
@@ -34,7 +35,7 @@ def check_log(
     directory: Path,
     *,
     plan: LoadedPlan | None = None,
-    channels: Queue | None = None,
+    queue: Queue | None = None,
     selection: Selection = ALL_RULES,
 ) -> Report:
     """Check the logs of all ranks in a directory.
@@ -42,7 +43,7 @@ def check_log(
     Args:
         directory: directory with a file ``rank_N.jsonl`` of each rank.
         plan: plan that the program should execute; its messages are compared with the log.
-        channels: queue of a rank's messages, one of
+        queue: messages of a rank that share one FIFO, one of
             ``comm.channel_models.QUEUES``. The default is that of the recorded
             backend: on gloo each end of a channel alone, on NCCL all messages
             of a communicator.
@@ -50,11 +51,11 @@ def check_log(
 
     Raises:
         PlanFileError: PP940, a log cannot be read; or the plan cannot be lowered.
-        ValueError: no queue has the name ``channels``.
+        ValueError: no queue has the name ``queue``.
     """
     logs = read_logs(directory)
     recorded = graph_of_logs(logs)
-    table = _table(logs, channels)
+    table = _table(logs, queue)
     subject = graph_subject(recorded.graph, backend=table, origins=recorded.origins, facts=recorded.facts)
     whole = all(log.ended for log in logs)
     rules = (*_PAIR_RULES, *_WHOLE_LOG_RULES, *(_IN_ORDER_RULES if _in_order(logs) else ()))
@@ -72,22 +73,20 @@ def _log_findings(logs: Sequence[RankLog], plan: LoadedPlan | None, *, whole: bo
     for log in logs:
         yield from lifetime_findings(log)
     yield from _splits(logs)
+    yield from memory_order_findings(logs)
     if not whole:
         yield from stuck_findings(logs)
     if plan is not None:
         yield from plan_findings(logs, plan)
 
 
-def _table(logs: Sequence[RankLog], channels: Queue | None) -> BackendTable:
-    if channels is not None and channels not in get_args(Queue):
-        raise ValueError(f"no queue is called {channels!r}; there are {', '.join(get_args(Queue))}")
+def _table(logs: Sequence[RankLog], queue: Queue | None) -> BackendTable:
+    if queue is not None and queue not in get_args(Queue):
+        raise ValueError(f"no queue is called {queue!r}; there are {', '.join(get_args(Queue))}")
     in_order = _in_order(logs)
     framework = logs[0].framework.partition(" ")[0]
     table = table_named(f"{framework}-{'nccl' if in_order else 'gloo'}")
-    queue: Queue = channels or ("communicator" if in_order else table.queue)
-    if queue == table.queue:
-        return table
-    return replace(table, name=f"{table.name} with one FIFO per {queue.replace('_', ' ')}", queue=queue)
+    return with_queue(table, queue or ("communicator" if in_order else None))
 
 
 def _in_order(logs: Sequence[RankLog]) -> bool:
@@ -125,14 +124,7 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
 
 def _splits(logs: Sequence[RankLog]) -> Iterator[Finding]:
     """Find PP945: the first pair of members of each all-to-all that disagree."""
-    calls: dict[tuple[LoggedGroup, int], dict[int, LoggedCall]] = {}
-    for log in logs:
-        counts: dict[LoggedGroup, int] = {}
-        for call in log.calls:
-            if not call.is_message:
-                index = counts[call.group] = counts.get(call.group, -1) + 1
-                calls.setdefault((call.group, index), {})[log.rank] = call
-    for (group, index), members in calls.items():
+    for (group, index), members in collectives_of(logs).items():
         for i, rank in enumerate(group.ranks):
             differing = next((j for j, other in enumerate(group.ranks) if _differ(members, rank, i, other, j)), None)
             if differing is None:

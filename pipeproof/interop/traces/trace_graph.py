@@ -127,6 +127,18 @@ def channels_of(logs: Sequence[RankLog]) -> list[Channel]:
     return list(channels.values())
 
 
+def collectives_of(logs: Sequence[RankLog]) -> dict[tuple[LoggedGroup, int], dict[int, LoggedCall]]:
+    """Return the calls of each collective by rank; a collective is its group and its position there."""
+    calls: dict[tuple[LoggedGroup, int], dict[int, LoggedCall]] = {}
+    for log in logs:
+        counts: dict[LoggedGroup, int] = {}
+        for call in log.calls:
+            if not call.is_message:
+                position = counts[call.group] = counts.get(call.group, -1) + 1
+                calls.setdefault((call.group, position), {})[log.rank] = call
+    return calls
+
+
 def _qualifier(call: LoggedCall) -> str:
     if call.group.backend in IN_ORDER:
         return "" if call.batch is not None or call.group.opened else ", single messages"

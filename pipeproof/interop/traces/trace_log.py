@@ -18,10 +18,14 @@ from pipeproof.interop.traces.trace_codes import UNREADABLE_LOG
 
 @dataclass(frozen=True, slots=True)
 class LoggedTensor:
-    """A tensor of a call; ``start`` and ``stop`` are its first address and the one after its last, in bytes."""
+    """A tensor of a call; ``start`` and ``stop`` are its first address and the one after its last, in bytes.
+
+    ``strides`` are in elements.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...]
     start: int
     stop: int
 
@@ -304,10 +308,14 @@ class _Reader:
 
 
 def _tensors(values: Sequence[Mapping[str, Any]]) -> tuple[LoggedTensor, ...]:
-    return tuple(
-        LoggedTensor(tuple(map(int, value["shape"])), str(value["dtype"]), int(value["start"]), int(value["stop"]))
-        for value in values
-    )
+    return tuple(map(_tensor, values))
+
+
+def _tensor(value: Mapping[str, Any]) -> LoggedTensor:
+    shape, strides = tuple(map(int, value["shape"])), tuple(map(int, value["strides"]))
+    if len(shape) != len(strides):
+        raise ValueError(f"a tensor of shape {list(shape)} has {len(strides)} strides")
+    return LoggedTensor(shape, str(value["dtype"]), strides, int(value["start"]), int(value["stop"]))
 
 
 def _raise_unreadable(message: str, location: Location, help: str | None = None) -> NoReturn:

@@ -37,12 +37,32 @@ NOT_AS_DECLARED = RuleDoc(
     right="layers: [{name: stem, out: [{shape: [b, 16]}]}, ..]",
     kind=ExampleKind.OUTCOME,
 )
-CUSTOM_CODES = (CANNOT_BUILD, NOT_AS_DECLARED)
+WRONG_BACKWARD = RuleDoc(
+    code="PP186",
+    title="a custom layer's backward differs from finite differences",
+    severity="error",
+    explanation=(
+        "`run --check-layers` runs each layer in float64 on the first micro-batch and compares its gradients with "
+        "central differences. A gradient that is farther away than truncation and rounding explain belongs to another "
+        "function than the forward computes: a factor, a sign or a term is missing in a custom backward, or the "
+        "forward detaches something. The run would agree with its reference, which has the same layer."
+    ),
+    wrong="def backward(ctx, dy): return dy * y        # of tanh",
+    right="def backward(ctx, dy): return dy * (1 - y * y)",
+    kind=ExampleKind.OUTCOME,
+)
+CUSTOM_CODES = (CANNOT_BUILD, NOT_AS_DECLARED, WRONG_BACKWARD)
 
 
 def cannot_build(message: str, help: str) -> BadPlanAtError:
     """The error for a file without a usable model."""
     return BadPlanAtError(Finding(CANNOT_BUILD.code, Severity.ERROR, message, help=help), ("model", "build"))
+
+
+def wrong_backward(message: str, path: KeyPath) -> BadPlanAtError:
+    """The error for a layer, or a loss function, whose backward is not that of its forward."""
+    fix = "correct the backward; if it differs on purpose, run without --check-layers"
+    return BadPlanAtError(Finding(WRONG_BACKWARD.code, Severity.ERROR, message, help=fix), path)
 
 
 def not_as_declared(message: str, path: KeyPath, help: str) -> BadPlanAtError:

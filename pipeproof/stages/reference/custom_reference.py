@@ -14,6 +14,7 @@ The ordered reference adds in the order of a parallel run:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -118,6 +119,8 @@ def _gradients(
 ) -> StepResult:
     """Loss and gradients of one step. ``buffers`` are the initial ones of each replica, if the model is not trained."""
     weights, num_micro_batches = model.weights(), plan.schedule.num_micro_batches
+    received: set[str] = set()
+    hooks = [weight.register_hook(partial(_note_gradient, received, name)) for name, weight in weights.items()]
     for weight in weights.values():
         weight.grad = paddle.zeros_like(weight)
     losses: list[np.floating[Any]] = []
@@ -127,6 +130,8 @@ def _gradients(
         loss = scaled_loss(model, plan, step, index, watch)
         loss.backward()
         losses.append(loss.numpy()[()])
+    for hook in hooks:
+        hook.remove()
     total = losses[0]
     for later in losses[1:]:
         total = total + later
@@ -136,7 +141,15 @@ def _gradients(
         for weight in weights.values():
             weight.grad = weight.grad * factor
     gradients = {name: weight.grad.numpy().copy() for name, weight in weights.items()}
-    return StepResult(step, total, gradients, {name: weight.numpy().copy() for name, weight in weights.items()})
+    copies = {name: weight.numpy().copy() for name, weight in weights.items()}
+    missing = tuple(name for name in weights if name not in received)
+    return StepResult(step, total, gradients, copies, without_gradient=missing)
+
+
+def _note_gradient(received: set[str], name: str, gradient: Tensor | None) -> None:
+    """Note that a backward has a gradient for a weight; a ``PyLayer`` may give None."""
+    if gradient is not None:
+        received.add(name)
 
 
 _WeightUse: TypeAlias = tuple[str, str]

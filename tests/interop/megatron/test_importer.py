@@ -43,7 +43,7 @@ def test_a_real_script_with_experts():
     assert made.plan["schedule"] == {"kind": "1f1b", "micro_batch_size": 1, "num_micro_batches": 16}
     assert made.plan["model"]["moe"] == {"num_experts": 8, "top_k": 2, "ffn_size": 14336, "aux_loss": 0.01}
     assert [assumption.key for assumption in made.assumptions] == [("model", "vocab_size")]
-    assert [setting.name for setting in made.ignored] == ["--sequence-parallel"]
+    assert [setting.name for setting in made.ignored] == ["--sequence-parallel", "other flags"]
     assert made.source.locate(("topology", "pp")).line == 84
     assert (
         errors(real("megatron_mixtral_8x7b.sh", world_size=32, settings={("schedule", "num_micro_batches"): 4})) == []
@@ -168,6 +168,40 @@ def test_flags_that_are_not_shown_are_named(tmp_path):
     assert made.plan["run"]["dtype"] == "bfloat16"
 
 
+def test_other_flags_are_counted_in_one_note(tmp_path):
+    others = (
+        "--adam-beta1 0.9 --weight-decay 0.1 --log-interval 1 --save here --load there --data-path d --eval-iters 1 "
+    )
+    (setting,) = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}{others}--moe-grouped-gemm").ignored
+    assert setting.why.startswith("7, without a term of parallelism in their names, are not read (--adam-beta1, ")
+    assert setting.why.endswith("--data-path, ..)")
+    assert not imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}").ignored
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"),
+    [
+        ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
+        ("--tensor_model_paralel_size", "--tensor-model-parallel-size"),
+        ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+        ("--mirco-batch-size", "--micro-batch-size"),
+        ("--num-layer", "--num-layers"),
+    ],
+)
+def test_a_misspelt_flag_is_refused(tmp_path, flag, known):
+    finding = refusal(tmp_path, f"run {SIZES}{BATCHES}{PP2}\\\n  {flag} 8")
+    assert (finding.code, finding.location.line, finding.location.column) == ("PP170", 2, 3)
+    assert finding.help == f"did you mean `{known}`?"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-bias-swiglu-fusion", "--encoder-tensor-model-parallel-size 2", "--model-parallel-size 2",
+             "--eval-global-batch-size 8", "--num-moe-experts 8", "--share-weights"]
+)  # fmt: skip
+def test_a_flag_that_is_like_a_known_one_and_real_is_not_refused(tmp_path, flag):
+    assert errors(imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flag}")) == []
+
+
 def test_a_list_of_arguments_needs_no_script(tmp_path):
     made = imported(tmp_path, f"{SIZES}\n{BATCHES}\n--pipeline_model_parallel_size=2", world_size=4)
     assert made.plan["topology"] == {"pp": 2, "dp": 2}
@@ -177,15 +211,15 @@ def test_a_list_of_arguments_needs_no_script(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "transport"),
     [
-        ("", None),
-        ("--scatter-gather-tensors-in-pipeline", "partial"),
-        ("--no-scatter-gather-tensors-in-pipeline", "full"),
-        ("--scatter-gather-tensors-in-pipeline --sequence-parallel", None),
+        ("", {}),
+        ("--scatter-gather-tensors-in-pipeline", {"forward": "partial", "backward": "partial"}),
+        ("--no-scatter-gather-tensors-in-pipeline", {"forward": "full", "backward": "full"}),
+        ("--scatter-gather-tensors-in-pipeline --sequence-parallel", {}),
     ],
 )
 def test_the_transport_of_older_versions(tmp_path, flags, transport):
     made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--tensor-model-parallel-size 2 {flags}")
-    assert made.plan.get("transport") == transport
+    assert made.plan["transport"] == {**transport, "connections": "lazy"}
     assert errors(made) == []
 
 

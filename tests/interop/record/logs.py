@@ -18,10 +18,11 @@ class Rank:
         self.backend = backend
         self._next = 0x1000
 
-    def tensor(self, *shape: int, dtype="float32", at: int | None = None) -> Tensor:
+    def tensor(self, *shape: int, dtype="float32", at: int | None = None, strides: Sequence[int] = ()) -> Tensor:
         start = self._next if at is None else at
         self._next += 0x1000
-        return Tensor(shape, dtype, (), start, start + 4 * prod(shape), 0, {"version": 0})
+        strides = tuple(strides) or tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return Tensor(shape, dtype, strides, start, start + 4 * prod(shape), 0, {"version": 0})
 
     def issue(self, call: Call) -> int:
         seq = self.recorder.call(call)

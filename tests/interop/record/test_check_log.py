@@ -128,7 +128,7 @@ def crossing(directory, *, waits_last: bool):
 def test_a_deadlock_that_another_runtime_would_have(tmp_path):
     crossing(tmp_path, waits_last=True)
     assert {f.severity for f in check_log(tmp_path).findings} == {Severity.WARNING}
-    (finding,) = found(tmp_path, channels="pair")["PP401"]
+    (finding,) = found(tmp_path, queue="pair")["PP401"]
     assert isinstance(finding.witness, CycleWitness)
     assert "send 0->1 #0" in finding.message
     assert finding.help is not None
@@ -339,10 +339,10 @@ def test_the_command(tmp_path):
     assert "8 operations on 2 ranks" in safe.output
     assert run("--log", tmp_path, "--strict").exit_code == 1
     assert run("--log", tmp_path, "--strict", "--ignore", "PP411").exit_code == 0
-    stricter = run("--log", tmp_path, "--channels", "pair", "--format", "json")
+    stricter = run("--log", tmp_path, "--queue", "pair", "--format", "json")
     assert stricter.exit_code == 1
     assert {f["code"] for f in json.loads(stricter.output)["findings"]} == {"PP401"}
-    sarif = run("--log", tmp_path, "--channels", "pair", "--format", "sarif")
+    sarif = run("--log", tmp_path, "--queue", "pair", "--format", "sarif")
     assert json.loads(sarif.output)["runs"][0]["results"][0]["ruleId"] == "PP401"
 
 
@@ -359,10 +359,11 @@ def test_the_example_of_the_page():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--channels", "pair", "plan.yaml"], "--plan and --channels go with --log DIR"),
+        (["--queue", "pair", "plan.yaml"], "a plan gives its queue in `transport.queue`"),
+        (["--plan", "plan.yaml", "plan.yaml"], "--plan goes with --log DIR"),
         (["--log", "logs", "plan.yaml"], "give one of PLAN"),
         (["--log", "nowhere"], "`nowhere` is no directory"),
-        (["--log", ".", "--channels", "rainbow"], "'rainbow' is not one of"),
+        (["--log", ".", "--queue", "rainbow"], "'rainbow' is not one of"),
         (["--log", ".", "--select", "PP9999"], "is no code"),
     ],
 )

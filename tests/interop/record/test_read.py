@@ -31,6 +31,8 @@ START = {"event": "start", "version": 1, "rank": 0, "num_ranks": 2, "framework":
 GROUP = {"event": "group", "group": "0", "ranks": [0, 1], "backend": "gloo"}
 CALL = {"event": "call", "seq": 0, "op": "send", "group": "0", "peer": 1}
 
+FLAT = {"shape": [2, 2], "dtype": "float32", "strides": [1], "start": 0, "stop": 16}
+
 
 @pytest.mark.parametrize(
     ("text", "fragment", "line"),
@@ -47,6 +49,7 @@ CALL = {"event": "call", "seq": 0, "op": "send", "group": "0", "peer": 1}
         (lines(START, CALL), "group '0'", 2),
         (lines(START, GROUP, {**CALL, "op": "shout"}), "'shout'", 3),
         (lines(START, GROUP, {**CALL, "peer": 7}), "rank 7 is not in group 0", 3),
+        (lines(START, GROUP, {**CALL, "inputs": [FLAT]}), "shape [2, 2] has 1 strides", 3),
         (lines(START, GROUP, CALL, {"event": "wait", "of": [3]}), "number 3", 4),
         (lines(START, {"event": "end"}, {"event": "end"}), "after `end`", 3),
     ],

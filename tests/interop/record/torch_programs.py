@@ -72,6 +72,15 @@ def overwritten():
             dist.recv(values)  # from any rank
 
 
+def strided():
+    """Sums of a column of a matrix: of the view, whose neighbours in memory are summed instead, and of a copy."""
+    matrix = torch.arange(8.0).reshape(4, 2)
+    with record_torch(directory):
+        dist.all_reduce(matrix[:, 0].clone())
+        dist.all_reduce(matrix[:, 0])
+    assert matrix.flatten().tolist() == [0, 2, 4, 6, 4, 5, 6, 7]
+
+
 def hang():
     """Both ranks receive first."""
     with record_torch(directory):
@@ -91,6 +100,8 @@ match name:
     case "collectives":
         overwritten()
         collectives()
+    case "strided":
+        strided()
     case "hang":
         hang()
 dist.destroy_process_group()

@@ -36,12 +36,29 @@ reference = nn.Sequential(*(block(9) for _ in range(4))) if rank == 0 else None
 found = pipe.compare(reference, inputs, target=target)
 assert found.is_exact, str(found)
 assert found.num_parameters == 24
+assert found.without_gradient == ()
 
 other = nn.Sequential(*(nn.Sequential(*block(9)[:3], nn.Tanh(), block(9)[3]) for _ in range(4))) if rank == 0 else None
 wrong = pipe.compare(other, inputs, target=target, name_of=lambda stage, name: f"{stage}.{name}".replace(".3.", ".4."))
 assert not wrong.is_exact
 assert not wrong.is_within_bounds
 assert len(wrong.differences) == 24
+
+
+class Detached(nn.Linear):
+    """A layer with a bug: its weight is never trained."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.detach(), self.bias)
+
+
+parts = {rank: nn.Sequential(nn.Linear(16, 16), Detached(16, 16) if rank else nn.Linear(16, 16))}
+with Pipeline(parts, schedule="1f1b", num_micro_batches=4, loss_fn=F.mse_loss, example=(inputs[:2],)) as untrained:
+    both = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), kind(16, 16)) for kind in (nn.Linear, Detached)))
+    found = untrained.compare(both if rank == 0 else None, inputs, target=target)
+    assert found.is_exact, str(found)
+    assert found.without_gradient == ("1.1.weight",)
+    assert str(found).endswith("7 gradients have the reference's bits\n1 parameter received no gradient: 1.1.weight")
 
 with pipe.record(folder / "record"):
     pipe.step(inputs, target=target)

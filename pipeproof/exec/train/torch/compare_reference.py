@@ -39,12 +39,17 @@ class GradientDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of ``Pipeline.compare``, equal on all ranks."""
+    """The result of ``Pipeline.compare``, equal on all ranks.
+
+    ``without_gradient`` are trained parameters that no backward of the step had a gradient for. The reference has the
+    same modules, and counts their gradients as zeros, as the comparison does.
+    """
 
     loss: float
     reference_loss: float
     num_parameters: int
     differences: tuple[GradientDifference, ...]
+    without_gradient: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -57,11 +62,18 @@ class Comparison:
         return all(difference.distance <= difference.bound for difference in self.differences)
 
     def __str__(self) -> str:
+        number = len(self.without_gradient)
+        missing = (
+            [f"{number} parameter{'s' * (number > 1)} received no gradient: {', '.join(self.without_gradient)}"]
+            if number
+            else []
+        )
         if self.is_exact:
-            return f"loss {self.loss:.9g} and {self.num_parameters} gradients have the reference's bits"
+            num_equal = self.num_parameters - number
+            return "\n".join([f"loss {self.loss:.9g} and {num_equal} gradients have the reference's bits", *missing])
         lines = [f"loss {self.loss:.9g}, reference {self.reference_loss:.9g}"]
         lines.append(f"{len(self.differences)} of {self.num_parameters} gradients have other bits")
-        return "\n".join([*lines, *map(str, self.differences)])
+        return "\n".join([*lines, *missing, *map(str, self.differences)])
 
 
 def default_names(reference: nn.Module) -> NameOf:
@@ -94,8 +106,8 @@ def compare_with_reference(
 ) -> Comparison:
     """Load the pipeline's weights into the reference, run it, and compare.
 
-    ``shards`` has of each rank the keys ``loss``, ``weights``, ``buffers`` and ``gradients``, the last three by
-    (stage, name). Micro-batches are those of the step.
+    ``shards`` has of each rank the keys ``loss``, ``weights`` and ``gradients``, the last two by (stage, name), and
+    ``received``, the (stage, name) of the weights with a gradient. Micro-batches are those of the step.
     """
     weights, gradients = ({k: v for shard in shards for k, v in shard[key].items()} for key in ("weights", "gradients"))
     names = {key: name_of(*key) for key in weights}
@@ -120,7 +132,9 @@ def compare_with_reference(
         distance = float((mine - expected).abs().max())
         differences.append(GradientDifference(whole, stage, distance, bound))
     loss = next(shard["loss"] for shard in shards if shard["loss"] is not None)
-    return Comparison(float(loss), float(runs.loss()), len(gradients), tuple(differences))
+    received = {names[key] for shard in shards for key in shard["received"]}
+    without_gradient = tuple(sorted({*names.values()} - received))
+    return Comparison(float(loss), float(runs.loss()), len(gradients), tuple(differences), without_gradient)
 
 
 class _Runs:

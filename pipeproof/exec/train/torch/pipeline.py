@@ -561,6 +561,12 @@ class Pipeline:
                 "loss": None if loss is None else float(loss),
                 "weights": self._tensors("weights"),
                 "gradients": self._tensors("gradients"),
+                "received": [
+                    (number, name)
+                    for number, stage in self._modules.items()
+                    for name, weight in trained(stage.module).items()
+                    if weight.grad is not None
+                ],
             }
         shards: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
         first = dist.get_process_group_ranks(self._process_group)[0]
@@ -579,7 +585,8 @@ class Pipeline:
 
         result = self._agreement.gather(f"comparison {self._step}", compared)[0]
         differences = tuple(GradientDifference(**each) for each in result["differences"])
-        return Comparison(**{**result, "differences": differences})
+        without_gradient = tuple(result["without_gradient"])
+        return Comparison(**{**result, "differences": differences, "without_gradient": without_gradient})
 
     @contextlib.contextmanager
     def record(self, directory: str | Path) -> Iterator[None]:

@@ -117,6 +117,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--moe-expert-capacity-factor": "no token is dropped here",
         "--num-distributed-optimizer-instances": "the optimizer state is sharded over all dp ranks here",
         "--encoder-num-layers": "models with an encoder are not described",
+        "--encoder-tensor-model-parallel-size": "models with an encoder are not described",
+        "--encoder-pipeline-model-parallel-size": "models with an encoder are not described",
         "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
     }
 )
@@ -158,9 +160,14 @@ WITHOUT_BEARING: Final = frozenset(
         "--moe-pad-expert-input-to-capacity",
         "--no-persist-layer-norm",
         "--overlap-moe-comm",
+        "--eval-global-batch-size",
+        "--eval-micro-batch-size",
+        "--no-bias-swiglu-fusion",
+        "--pad-vocab-size",
+        "--no-pad-vocab-size",
     ]
 )
-"""Flags with a term of parallelism in their names that change neither order, nor matching, nor layouts."""
+"""Flags that change neither order, nor matching, nor layouts, with a name like that of a flag that does."""
 
 _CONCERNS: Final = re.compile(
     r"parallel|pipeline|virtual|stage|micro-?batch|p2p|layout|shard|fsdp|moe|expert|recompute|checkpoint-activations"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, read_arguments
@@ -17,6 +17,9 @@ from pipeproof.interop.importers.megatron.stage_flags import import_stages
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _SP = "--sequence-parallel"
+_KNOWN = FLAGS | frozenset(NOT_SHOWN) | WITHOUT_BEARING
+_MOST_NAMED = 6
+"""Flags that are not read and are named in one note; the note has their number."""
 
 
 def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
@@ -31,6 +34,7 @@ def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
     arguments = read_arguments(files[0])
     draft = Draft("megatron", flags)
     reader = FlagReader(arguments, draft)
+    _refuse_misspelt(reader)
     tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
     _import_topology(reader, tp)
     import_model(reader, tp=tp, pp=pp)
@@ -189,21 +193,46 @@ def _import_rest(reader: FlagReader) -> None:
 
 
 def _import_transport(reader: FlagReader) -> None:
-    """Set ``transport``: older versions split messages over tp, unless sequence parallelism already has."""
+    """Set ``transport``: older versions split messages over tp, unless sequence parallelism already has.
+
+    NCCL opens a connection at its first message, and Megatron-LM sends none before the first step.
+    """
+    directions = ("transport", "forward"), ("transport", "backward")
     flag, off = "--scatter-gather-tensors-in-pipeline", "--no-scatter-gather-tensors-in-pipeline"
     if reader.has(off):
-        reader.take(off, ("transport",), "full")
+        for key in directions:
+            reader.take(off, key, "full")
     elif reader.has(flag) and reader.draft.get("topology", "sequence_parallel"):
         reader.draft.ignore(flag, "Megatron-LM sends whole tensors with sequence parallelism", reader.location(flag))
     elif reader.has(flag):
-        reader.take(flag, ("transport",), "partial")
+        for key in directions:
+            reader.take(flag, key, "partial")
+    if count(reader.draft, "topology", "pp") > 1:
+        reader.draft.set(("transport", "connections"), "lazy", "a training of Megatron-LM")
+
+
+def _refuse_misspelt(reader: FlagReader) -> None:
+    """Refuse an unknown flag that is almost a known one, before its default is taken for the user's value."""
+    for name, setting in reader.arguments.flags.items():
+        known = None if name in _KNOWN else misspelt(name, sorted(FLAGS))
+        if known is not None:
+            reader.refuse(f"{name} is no flag of Megatron-LM", setting.location, f"did you mean `{known}`?")
 
 
 def _note_others(reader: FlagReader) -> None:
+    others = []
     for name, setting in reader.arguments.flags.items():
         if name in NOT_SHOWN:
             reader.draft.ignore(name, NOT_SHOWN[name], setting.location)
-        elif name not in FLAGS and name not in WITHOUT_BEARING and concerns_parallelism(name):
+        elif name in _KNOWN:
+            continue
+        elif concerns_parallelism(name):
             reader.draft.ignore(name, "this flag is not known here", setting.location)
+        else:
+            others.append(setting)
+    if others:
+        names = ", ".join(setting.name for setting in others[:_MOST_NAMED]) + (", .." if others[_MOST_NAMED:] else "")
+        why = f"{len(others)}, without a term of parallelism in their names, are not read ({names})"
+        reader.draft.ignore("other flags", why, others[0].location)
     for note, location in reader.arguments.notes:
         reader.draft.ignore("the script", note, location)

@@ -200,6 +200,7 @@ def _transport(job: FleetJob, draft: Draft) -> None:
         draft.set(("transport", direction), mode, job.partial.origin, job.partial.location)
     if job.pp.value > 1:
         draft.set(("transport", "recv_order"), "send_order", "Fleet's own order of transfers")
+        draft.set(("transport", "connections"), "lazy", "Fleet's groups connect at their first message")
     if sequence_parallel is None:
         draft.assume(
             ("topology", "sequence_parallel"), value=False, why="a strategy has no field for it: the model decides"

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
-from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.draft import Draft, misspelt
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import CONFIG_NAMES, take_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
@@ -51,15 +52,20 @@ _OLD_TOKENS = frozenset(
     }
 )  # fmt: skip
 _SEQUENCE = ("max_seq_len", "max_seq_length", "max_length", "seq_length")
+_COMMON = ("model_name_or_path", "output_dir", "stage", "bf16", "fp16", "max_steps", "learning_rate", "batch_size")
+"""Settings of almost every training file of these trainers, with or without a pipeline."""
 _OTHERS = (
     "gradient_accumulation_steps", "per_device_train_batch_size", "num_empty_layers_add_in_head",
     "num_empty_layers_add_in_tail", "num_nextn_predict_layers", "pp_seg_method", "hybrid_parallel_topo_order", TOKENS,
 )  # fmt: skip
 _PIPELINE_NAMES = (*(name for names in DEGREES.values() for name in names), *SWITCHES, *_OTHERS)
+_OF_FLEETX = frozenset({"dp_degree", "mp_degree", "pp_degree"})
+"""Settings of PaddleFleetX, which these trainers do not have."""
 _KNOWN_ELSEWHERE = frozenset(
     {"moe_sharding_parallel_size", "expert_tensor_model_parallel_size", "expert_tensor_parallel_degree",
      "pp_need_data_degree", "tensor_parallel_config", "sharding_parallel_config", "data_parallel_config",
-     "sequence_parallel_config", "context_parallel_config", "use_expert_parallel", "reorder_pipeline_priority"}
+     "sequence_parallel_config", "context_parallel_config", "use_expert_parallel", "reorder_pipeline_priority",
+     "enable_auto_parallel"}
 )  # fmt: skip
 _ORDERS = {
     "sharding_first": ("dp", "sharding", "pp", "sep", "cp", "mp"),
@@ -75,6 +81,7 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
     """
     settings = read_settings(files)
     draft = Draft("paddleformers", flags)
+    _require_known_trainer(settings)
     _report_unknown_settings(settings, draft)
     job = _job(settings, draft)
     take_model(draft, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
@@ -241,11 +248,51 @@ def _dtype(settings: Settings) -> SourcedValue[str] | None:
     return None
 
 
-def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
-    """Report settings that look like one of the pipeline's and are unknown: with a typo, the default stays in force."""
+def _require_known_trainer(settings: Settings) -> None:
+    """Refuse files of another trainer, and jobs that do not run on Fleet's pipeline.
+
+    Raises:
+        PlanFileError: PP170, with the first setting that shows it.
+    """
     for name in settings.values:
-        similar = any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp"))
-        if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE or not similar:
+        if name in _OF_FLEETX:
+            raise unreadable(
+                f"`{name}` is a setting of PaddleFleetX, which the trainers of PaddleFormers, PaddleNLP and ERNIE do "
+                "not have",
+                settings.location(name),
+                "write the degrees with the names of these trainers, such as `pipeline_model_parallel_size`, or save "
+                "the job's DistributedStrategy and use `--from fleet`",
+            )
+    automatic = settings.flag("enable_auto_parallel", default=False)
+    if automatic.value:
+        raise unreadable(
+            f"{automatic.text}: the job runs on Paddle's automatic parallelism, whose pipeline is not described here",
+            automatic.location,
+            f"`{automatic.setting}: false` trains by Fleet's pipeline, which is checked",
+        )
+    known = (*_PIPELINE_NAMES, *_SEQUENCE, *CONFIG_NAMES, *_COMMON)
+    if not any(name in settings for name in known):
+        raise unreadable(
+            "no setting here is one of PaddleFormers, PaddleNLP or ERNIE that a plan needs",
+            Location(settings.first.file),
+            "give the training arguments, or the kind of file that this is: `pipeproof import --help` lists the kinds",
+        )
+
+
+def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
+    """Report settings that look like one of the pipeline's and are unknown.
+
+    Raises:
+        PlanFileError: PP170, one is a misspelling: the default would stay in force.
+    """
+    for name in settings.values:
+        if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE:
+            continue
+        known = misspelt(name, _PIPELINE_NAMES)
+        if known is not None:
+            message = f"`{name}` is no setting of these trainers"
+            raise unreadable(message, settings.location(name), f"did you mean `{known}`?")
+        if not any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp")):
             continue
         near = nearest_name(name, _PIPELINE_NAMES)
         why = f"an unknown setting; did you mean `{near}`?" if near else "an unknown setting"
