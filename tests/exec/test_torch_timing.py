@@ -127,12 +127,12 @@ def test_events_are_made_once_and_used_again_in_every_step(gpu, monkeypatch):
 def test_a_transfer_starts_when_its_channel_is_free_and_ends_on_its_own_stream(gpu):
     import torch
 
-    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.group_channels import PostedTransfer
     from pipeproof.exec.rank.torch.op_timing import DeviceChannels
 
     class Channels:
         def post(self, channel, buffer):
-            return Transfer(buffer, FakeWork(), 0)
+            return PostedTransfer(buffer, FakeWork(), 0)
 
     clock = made_clock()
     clock.begin()
@@ -174,7 +174,7 @@ class SlowWork:
 def watched(*works):
     import torch
 
-    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.group_channels import PostedTransfer
     from pipeproof.exec.rank.torch.op_timing import WatchedChannels
 
     class Channels:
@@ -182,7 +182,7 @@ def watched(*works):
             self.left, self.is_closed = list(works), False
 
         def post(self, channel, buffer):
-            return Transfer(buffer, self.left.pop(0), time.monotonic_ns())
+            return PostedTransfer(buffer, self.left.pop(0), time.monotonic_ns())
 
         def close(self):
             self.is_closed = True

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeAlias
 import paddle
 import paddle.distributed.collective as collective
 
-from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, Transfer, connect
+from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, connect
+from pipeproof.exec.rank.task_queue import Task
 from pipeproof.schedule.op_parts import Channel, Group
 
 Tensor: TypeAlias = paddle.Tensor
@@ -50,7 +51,7 @@ class FleetWorld:
     world: PaddleWorld
     observer: MessageObserver | None
 
-    def post(self, src: int, dst: int, buffer: Tensor) -> Transfer:
+    def post(self, src: int, dst: int, buffer: Tensor) -> Task:
         """Post the send or the receive of a contiguous buffer."""
         return self.world.channels.post(Channel(_COMMUNICATOR, src, dst), buffer)
 
@@ -91,7 +92,7 @@ def fleet_groups(world: FleetWorld) -> Iterator[None]:
 class _Task:
     """Equivalent of Paddle's ``task``: transfers under way that can be waited for."""
 
-    def __init__(self, transfers: Sequence[Transfer] = (), then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, transfers: Sequence[Task] = (), then: Callable[[], None] = lambda: None) -> None:
         self._transfers, self._then = transfers, then
 
     def wait(self) -> bool:

@@ -11,102 +11,36 @@ The behaviour of Paddle's gloo decides the design:
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.stages.paddle.runtime import quiet_native
 
 
-@dataclass(slots=True)
-class Transfer:
-    """A posted transfer: its buffer, and its times and outcome once it is done.
-
-    It begins when the transfers ``after`` are done.
-    """
-
-    buffer: paddle.Tensor
-    posted_ns: int
-    after: Sequence[Transfer] = ()
-    done: threading.Event = field(default_factory=threading.Event)
-    start_ns: int = 0
-    end_ns: int = 0
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until the transfer is done; raise its error."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class _ChannelEnd:
-    """One end of a channel: a FIFO of transfers and the thread that executes them in order."""
-
-    def __init__(self, name: str, act: Callable[[paddle.Tensor], None]) -> None:
-        self._act = act
-        self._fifo: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def post(self, buffer: paddle.Tensor, after: Sequence[Transfer]) -> Transfer:
-        transfer = Transfer(buffer, time.monotonic_ns(), after)
-        self._fifo.put(transfer)
-        return transfer
-
-    def close(self) -> None:
-        self._fifo.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (transfer := self._fifo.get()) is not None:
-            for earlier in transfer.after:
-                earlier.done.wait()
-            transfer.after = ()
-            transfer.start_ns = time.monotonic_ns()
-            try:
-                self._act(transfer.buffer)
-            except Exception as error:  # noqa: BLE001 - the wait for the transfer raises it
-                transfer.error = error
-            transfer.end_ns = time.monotonic_ns()
-            transfer.done.set()
-
-
 class PaddleChannels:
-    """Ends of all channels on one rank."""
+    """Ends of all channels on one rank, each with its thread."""
 
     def __init__(self, rank: int, groups: dict[Channel, dist.communication.group.Group]) -> None:
-        self._ends: dict[Channel, _ChannelEnd] = {}
-        for channel, group in groups.items():
-            if rank == channel.src:
-                self._ends[channel] = _ChannelEnd(f"send {channel}", _sender(channel.dst, group))
-            elif rank == channel.dst:
-                self._ends[channel] = _ChannelEnd(f"recv {channel}", _receiver(channel.src, group))
+        self._rank, self._groups = rank, groups
+        self._queues = {c: TaskQueue(str(c)) for c in groups if rank in (c.src, c.dst)}
 
-    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Task] = ()) -> Task:
         """Queue a contiguous buffer on this rank's end of ``channel`` after the transfers ``after``; return at once."""
-        return self._ends[channel].post(buffer, after)
+        is_send, group = self._rank == channel.src, self._groups[channel]
+        call, peer = (dist.send, channel.dst) if is_send else (dist.recv, channel.src)
+        return self._queues[channel].post(buffer, lambda: call(buffer, peer, group=group), after)
 
     def close(self) -> None:
         """End the threads once all transfers are done."""
-        for end in self._ends.values():
-            end.close()
-
-
-def _sender(dst: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
-    return lambda buffer: dist.send(buffer, dst=dst, group=group)
-
-
-def _receiver(src: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
-    return lambda buffer: dist.recv(buffer, src=src, group=group)
+        for each in self._queues.values():
+            each.close()
 
 
 class PairwiseCollectives:

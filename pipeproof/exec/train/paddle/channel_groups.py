@@ -10,11 +10,9 @@ On other devices the groups have Paddle's default backend (NCCL on GPUs), and a 
 from __future__ import annotations
 
 import json
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol, TypeAlias
 
@@ -24,81 +22,16 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group as PaddleGroup
 
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
+from pipeproof.exec.rank.task_queue import Task, TaskQueue, TransfersEnded
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
-from pipeproof.exec.train.paddle.meetings import Meeting, TransfersEnded, connect_meetings
+from pipeproof.exec.train.paddle.meetings import Meeting, connect_meetings
 from pipeproof.exec.train.paddle.store import PaddleStore
 from pipeproof.schedule.op_table import Channel, OpGraph
 
 Tensor: TypeAlias = paddle.Tensor
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0001, 0.005
 _GET_S = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """Work of another thread on a tensor, and its outcome; a ``Transfer``."""
-
-    buffer: Tensor
-    act: Callable[[], None]
-    posted_ns: int = field(default_factory=time.monotonic_ns)
-    start_ns: int = 0
-    end_ns: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until the work is done; raise its error."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class TaskQueue:
-    """A FIFO of tasks and the thread that executes them."""
-
-    def __init__(self, name: str) -> None:
-        self._fifo: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._open: list[Task] = []
-        self._lock = threading.Lock()
-        self._has_ended = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def post(self, buffer: Tensor, act: Callable[[], None]) -> Task:
-        """Queue work on a tensor."""
-        task = Task(buffer, act)
-        with self._lock:
-            if self._has_ended:
-                raise TransfersEnded("the pipeline has failed")
-            self._open.append(task)
-        self._fifo.put(task)
-        return task
-
-    def abort(self) -> None:
-        """End all tasks with an error, and accept no more. A task that runs is left to its thread."""
-        with self._lock:
-            self._has_ended = True
-            tasks, self._open = self._open, []
-        for task in tasks:
-            task.error = TransfersEnded("the pipeline has failed")
-            task.done.set()
-
-    def _run(self) -> None:
-        while not self._has_ended:
-            task = self._fifo.get()
-            task.start_ns = time.monotonic_ns()
-            error: Exception | None = None
-            try:
-                task.act()
-            except Exception as raised:  # noqa: BLE001 - the wait for the task raises it
-                error = raised
-            task.end_ns = time.monotonic_ns()
-            with self._lock:
-                if task not in self._open:  # ended meanwhile
-                    return
-                self._open.remove(task)
-            task.error = error
-            task.done.set()
 
 
 class GlooChannels:
