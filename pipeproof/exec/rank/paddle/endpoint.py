@@ -74,9 +74,6 @@ class PaddleEndpoint(GroupEndpoint):
             "kernels": kernels,
         }
 
-    def _request(self, transfer: Any) -> Any:
-        return transfer.task
-
     def _tensor(self, array: Array) -> Any:
         return self._library.to_tensor(array)
 

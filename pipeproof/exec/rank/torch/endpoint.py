@@ -88,9 +88,6 @@ class TorchEndpoint(GroupEndpoint):
             else:
                 self.recv(token, peer)
 
-    def _request(self, transfer: Any) -> Any:
-        return transfer.work
-
     def _tensor(self, array: Array) -> Any:
         return self._library.from_numpy(np.array(array)).to(self._device)
 
