@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, finding_content, finding_of
 
+_Result = TypeVar("_Result")
 _FAILED = "failed"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
@@ -89,6 +90,16 @@ class Agreement:
             return results
         failed = dict(sorted(failed.items()))
         raise _common_error(failed, self.num_ranks) from (None if failure is None else _user_error(failure))
+
+    def own(self, phase: str, work: Callable[[], _Result]) -> _Result:
+        """Return the result of ``work`` on this rank, of any type, once it has succeeded on all.
+
+        Raises:
+            PipelineError: as ``gather``.
+        """
+        made: list[_Result] = []
+        self.gather(phase, lambda: made.append(work()))
+        return made[0]
 
     def publish(self, key: str, content: Any) -> None:
         """Write one JSON value for ``read``."""

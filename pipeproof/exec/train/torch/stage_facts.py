@@ -11,10 +11,10 @@ import torch
 
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import StageFacts
-from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
+from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
 from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
-from pipeproof.exec.train.torch.module_stage import Boundaries, trained
+from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.stage_times import time_stage
 from pipeproof.exec.train.torch.varied_lengths import (
     Examples,
@@ -53,13 +53,12 @@ class StageDescriber:
         Each stage runs on its first rank, which publishes its boundary for the next one in the store.
         """
         homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
-        schedule, made = skeleton["schedule"], list[Examples | None]()
+        schedule = skeleton["schedule"]
 
-        def make_examples() -> None:
-            made.append(None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"]))
+        def given_examples() -> Examples | None:
+            return None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"])
 
-        self.agreement.gather("example", make_examples)
-        examples = made[0] or declared_examples(schedule.get("seq_lengths"))
+        examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
 
         def describe() -> dict[str, Any]:
             own: dict[str, Any] = {}
@@ -79,8 +78,8 @@ class StageDescriber:
         entries = {int(number): entry for own in answers for number, entry in own.items()}
         entries = {number: entries[number] for number in range(self.num_stages)}
         num_rows = entries[0]["rows"]
-        forms = {n: _form_of(e) for n, e in entries.items()}
-        specs = {n: [_leaves_of(out) for out in e["out"]] for n, e in entries.items()}
+        forms = {n: form_of(e) for n, e in entries.items()}
+        specs = {n: [specs_of(out) for out in e["out"]] for n, e in entries.items()}
         facts = [
             StageFacts(
                 e["kind"],
@@ -132,7 +131,7 @@ class StageDescriber:
         for variant, (args, kwargs) in enumerate(examples.distinct):
             named: Mapping[str, Any] = {}
             if number:
-                args, named = _form_of(before).arguments(meta_leaves(_leaves_of(before["out"][variant])))
+                args, named = form_of(before).arguments(meta_leaves(specs_of(before["out"][variant])))
             runs.append(run_stage(number, module, args, {**kwargs, **named}, self.device, is_last=is_last))
             if self.profile:
                 times.append(time_stage(number, module, args, {**kwargs, **named}, self.device))
@@ -181,13 +180,3 @@ class StageDescriber:
                 shape = [letters.get(size, size) for size in leaf["shape"]]
                 entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
         return entry
-
-
-def _form_of(entry: Mapping[str, Any]) -> Form:
-    """The structure of a stage's output, from its JSON facts."""
-    return Form(entry["form"][0], tuple(entry["form"][1]))
-
-
-def _leaves_of(out: Sequence[Sequence[Any]]) -> tuple[LeafSpec, ...]:
-    """The tensors of a stage's output for one variant, from its JSON facts."""
-    return tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out)
