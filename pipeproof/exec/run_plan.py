@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +25,14 @@ from pipeproof.exec.launch.job_files import (
     RunOptions,
     dump_plan,
     load_arrays,
+    load_json,
     load_not_finite,
     load_routers,
     load_step,
 )
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.measure.idle_messages import read_idle_messages
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, remove_unfinished
 from pipeproof.exec.rank.op_log import LogEntry, Timing
@@ -301,17 +301,14 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
     ``threads`` is the largest number of compute threads that a worker measured.
     """
     subject, spec = report.subject, report.subject.plan.spec
-    logs = {
-        rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
-        for rank in range(subject.graph.num_ranks)
-    }
+    logs = job.logs(subject.graph.num_ranks)
     findings = tuple(
         finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
     )
     profile = None
     if job.options.profile and not findings:
-        idle_messages = {rank: read_idle_messages(job.idle_messages_file(rank)) for rank in logs}
-        timings = {rank: Timing.load(job.timing_file(rank)) for rank in logs}
+        idle_messages = {rank: load_json(job.idle_messages_file(rank), list[IdleMessageEnd]) for rank in logs}
+        timings = {rank: load_json(job.timing_file(rank), Timing) for rank in logs}
         profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
     return RunReport(
         subject=subject,

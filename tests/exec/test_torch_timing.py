@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from pipeproof.exec.launch.job_files import load_json, save_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, HostClock, LogEntry, Timing
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.profile_file import read_profile
@@ -220,8 +221,8 @@ def test_a_transfer_that_fails_raises_in_its_wait():
 def test_the_clock_of_a_rank_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "timing.json"
     timing = Timing("device", 4200, "a GPU", 100, 200)
-    timing.save(file)
-    assert Timing.load(file) == timing
+    save_json(file, timing, Timing)
+    assert load_json(file, Timing) == timing
 
 
 def test_the_hosts_clock_needs_no_dating():

@@ -13,7 +13,6 @@ state. The PyTorch reference is ``exec.rank.torch.torch_reference``.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.reference_kind import needs_ordered_reference
 from pipeproof.exec.launch.custom_layers_check import require_same_start
-from pipeproof.exec.launch.job_files import EventSink, Job, save_arrays, save_step
+from pipeproof.exec.launch.job_files import EventSink, Job, end_process, save_arrays, save_step
 from pipeproof.exec.rank.worker import end_with_launcher
 from pipeproof.stages.describe.layer_records import LayerWatch
 
@@ -72,6 +71,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)
+    end_process(main(sys.argv[1:]))

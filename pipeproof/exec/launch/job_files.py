@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from pipeproof.comm.lower import absolute_build, from_here, schedule_path
+from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +128,12 @@ class Job:
 
     def save(self) -> None:
         """Write the job's description for its workers."""
-        (self.directory / "job.json").write_text(json.dumps(TypeAdapter(Job).dump_python(self, mode="json")))
+        save_json(self.directory / "job.json", self, Job)
 
     @classmethod
     def load(cls, directory: Path) -> Job:
         """Read what ``save`` wrote."""
-        return TypeAdapter(Job).validate_python(json.loads((directory / "job.json").read_text()))
+        return load_json(directory / "job.json", Job)
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -151,9 +155,17 @@ class Job:
         """File of a rank's op log."""
         return self.directory / f"rank{rank}.log.json"
 
+    def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
+        """Read the op logs of all ranks."""
+        return {rank: load_json(self.log_file(rank), list[LogEntry]) for rank in range(num_ranks)}
+
     def checks_file(self, rank: int) -> Path:
         """File of the checks and faults of a rank's rehearsal."""
         return self.directory / f"rank{rank}.checks.json"
+
+    def edges_file(self, rank: int) -> Path:
+        """File with the times of the messages on which a rank sent in a rehearsal."""
+        return self.directory / f"rank{rank}.edges.json"
 
     @property
     def custom_layers_file(self) -> Path:
@@ -167,6 +179,23 @@ class Job:
     def idle_messages_file(self, rank: int) -> Path:
         """File with the times of a rank's idle messages."""
         return self.directory / f"rank{rank}.bare.json"
+
+
+def save_json(path: Path, value: object, form: Any) -> None:
+    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type."""
+    path.write_bytes(TypeAdapter(form).dump_json(value))
+
+
+def load_json(path: Path, form: type[_Value]) -> _Value:
+    """Read what ``save_json`` wrote."""
+    return TypeAdapter(form).validate_json(path.read_bytes())
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process: a framework's threads would block a normal exit when a peer is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
