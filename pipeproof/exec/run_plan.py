@@ -16,6 +16,7 @@ from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ord
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import require_finite
 from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.installed_backends import INSTALLED_BY
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
 from pipeproof.exec.launch.job_files import (
@@ -154,14 +155,14 @@ def _require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
 
 
 def _require_backend(run: RunSpec) -> None:
-    name, extra, package = _INSTALLED_BY[run.backend]
+    by = INSTALLED_BY[run.backend]
     if importlib.util.find_spec(run.backend) is None:
         raise BackendMissingError(
             Finding(
                 BACKEND_MISSING.code,
                 Severity.ERROR,
-                f"the plan runs on {name}, which is not installed in this Python",
-                help=f"pip install 'pipeproof[{extra}]'  (or {package})",
+                f"the plan runs on {by.name}, which is not installed in this Python",
+                help=f"pip install 'pipeproof[{by.extra}]'  (or {by.requirement})",
             )
         )
 
@@ -189,13 +190,6 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
                 help="measure with `replay: false`: the operations are the same",
             )
         )
-
-
-_INSTALLED_BY = {
-    "paddle": ("Paddle", "cpu", "paddlepaddle==3.3.1"),
-    "torch": ("PyTorch", "torch", "torch>=2.11"),
-}
-"""Name, extra of pipeproof and package of each backend."""
 
 
 def _require_fault_op(subject: Subject, fault: Fault | None) -> None:

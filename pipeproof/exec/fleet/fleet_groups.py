@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import paddle
 import paddle.distributed.collective as collective
 
+from pipeproof.exec.fleet.fleet_order import EventRecorder
 from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, connect
 from pipeproof.exec.rank.task_queue import Task
 from pipeproof.schedule.op_parts import Channel, Group
@@ -31,25 +32,13 @@ Tensor: TypeAlias = paddle.Tensor
 _COMMUNICATOR = "fleet"
 
 
-class MessageObserver(Protocol):
-    """Observer of the messages between ranks, in the order in which Fleet issues them."""
-
-    def sends(self, tensor: Tensor, peer: int, num_slices: int) -> None:
-        """Observe a send of a tensor, or of this rank's slice of ``num_slices`` equal ones, to a global rank."""
-        ...
-
-    def receives(self, tensor: Tensor, peer: int, num_slices: int) -> None:
-        """Observe the receive of a tensor or slice from a global rank."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FleetWorld:
     """State that all groups of one rank share."""
 
     rank: int
     world: PaddleWorld
-    observer: MessageObserver | None
+    observer: EventRecorder | None
 
     def post(self, src: int, dst: int, buffer: Tensor) -> Task:
         """Post the send or the receive of a contiguous buffer."""
@@ -64,7 +53,7 @@ def connect_fleet(
     rank: int,
     num_ranks: int,
     edges: Sequence[tuple[int, int]],
-    observer: MessageObserver | None = None,
+    observer: EventRecorder | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> FleetWorld:
     """Join the world of the ``PADDLE_*`` environment; ``edges`` are the (source, destination) pairs of messages."""

@@ -85,12 +85,12 @@ class EventRecorder:
         return events
 
     def sends(self, tensor: Any, peer: int, num_slices: int) -> None:
-        """Record a send, see ``MessageObserver.sends``."""
+        """Record the send of a tensor, or of this rank's slice of ``num_slices`` equal ones, to a global rank."""
         _, label = self._computed.pop(id(tensor), (None, ""))
         self._record_message(tensor, peer, num_slices, label, sent=True)
 
     def receives(self, tensor: Any, peer: int, num_slices: int) -> None:
-        """Record a receive, see ``MessageObserver.receives``."""
+        """Record the receive of a tensor or slice from a global rank."""
         self._received[id(tensor)] = tensor, self._num_received
         self._num_received += 1
         self._record_message(tensor, peer, num_slices, "", sent=False)

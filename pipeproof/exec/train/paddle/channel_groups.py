@@ -63,17 +63,21 @@ class GlooChannels:
         """Do nothing: the threads end with the process."""
 
 
-class Sums(Protocol):
+class Copies(Protocol):
+    """Copies of a tensor of one rank on several ranks of the pipeline."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
+        ...
+
+
+class Sums(Copies, Protocol):
     """Sums and copies over some of the pipeline's ranks; a ``Collectives`` for gradients of shared weights."""
 
     ranks: tuple[int, ...]
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
         """Return the sum over the members, added in group order."""
-        ...
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
         ...
 
 
@@ -131,14 +135,6 @@ class GlooSums:
         for pair in combinations(self.ranks, 2):
             if self._index in pair:
                 yield pair, pair.index(self._index)
-
-
-class Copies(Protocol):
-    """Copies of a small tensor of one rank on all ranks of the pipeline."""
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a rank."""
-        ...
 
 
 class StoreCopies:
