@@ -24,12 +24,10 @@ from pipeproof.exec.launch.job_files import (
     Job,
     RecordOptions,
     RunOptions,
+    StepOutcome,
     dump_plan,
     load_arrays,
     load_json,
-    load_not_finite,
-    load_routers,
-    load_step,
 )
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
@@ -242,28 +240,30 @@ class StepCollector:
         has_ordered = needs_ordered_reference(plan) and not is_checked_by_bound(plan)
         ordered_file = self._job.step_file("ordered", step) if has_ordered else unpartitioned_file
         rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
-        unpartitioned, ordered = load_step(unpartitioned_file), load_step(ordered_file)
-        assert unpartitioned[0] is not None
-        assert ordered[0] is not None
-        shares = [load_step(file) for file in rank_files]
+        unpartitioned, ordered = StepOutcome.load(unpartitioned_file), StepOutcome.load(ordered_file)
+        assert unpartitioned.loss is not None
+        assert ordered.loss is not None
+        own = [StepOutcome.load(file) for file in rank_files]
+        shares = [(each.loss, each.gradients) for each in own]
+        plain, reference = (unpartitioned.loss, unpartitioned.gradients), (ordered.loss, ordered.gradients)
         if self._requires_finite:
-            first_ops = [load_not_finite(file) for file in rank_files]
-            require_finite(self._subject.graph, step, shares, first_ops, (unpartitioned[0], unpartitioned[1]))
+            require_finite(self._subject.graph, step, shares, [each.not_finite for each in own], plain)
         ranks = gather_sharded_gradients(plan, shares)
-        result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (unpartitioned[0], unpartitioned[1]))
-        rank_routers = [load_routers(file) for file in rank_files]
-        routers = compare_routers(plan, rank_routers, load_routers(ordered_file), load_routers(unpartitioned_file))
+        result = compare_step(plan, step, ranks, reference, plain)
+        routers = compare_routers(plan, [each.routers for each in own], ordered.routers, unpartitioned.routers)
         result = replace(result, routers=routers)
         used = {unpartitioned_file, ordered_file, *rank_files}
         if self._recorder is not None:
             files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
             files.append(self._job.layers_file("reference", step))
-            *rank_layers, reference = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            *rank_layers, whole_layers = (
+                [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            )
             self._recorder.put(
                 step,
                 result.loss,
                 [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, rank_layers, strict=True)],
-                ReferenceStep(ordered[0], ordered[1], reference),
+                ReferenceStep(*reference, whole_layers),
                 routers,
             )
             used.update(files if self._job.layers else ())

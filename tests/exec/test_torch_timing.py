@@ -271,11 +271,11 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
 
 def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
     from pipeproof.diagnostics.finding import PipeproofError
-    from pipeproof.exec.rank.torch import device
+    from pipeproof.exec.launch import gpu_assignment
     from pipeproof.exec.run_plan import RunOptions, require_runnable
     from pipeproof.verify.check_plan import check_subject
 
-    monkeypatch.setattr(device, "num_gpus", lambda: 2)
+    monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 2)
     plan = plan_dict(run={"backend": "torch", "device": "gpu", "steps": 3, "replay": True})
     report = check_subject(subject(**plan))
     require_runnable(report, RunOptions())

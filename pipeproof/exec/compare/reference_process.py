@@ -21,7 +21,7 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.reference_kind import needs_ordered_reference
 from pipeproof.exec.launch.custom_layers_check import require_same_start
-from pipeproof.exec.launch.job_files import EventSink, Job, end_process, save_arrays, save_step
+from pipeproof.exec.launch.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
 from pipeproof.exec.rank.worker import end_with_launcher
 from pipeproof.stages.describe.layer_records import LayerWatch
 
@@ -56,9 +56,9 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
         if ordered:
-            save_step(job.step_file("ordered", result.step), result.loss, result.gradients, result.routers)
+            StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("ordered", result.step))
             result = unpartitioned_step(spec, result.weights, result.step)
-        save_step(job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers)
+        StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("unpartitioned", result.step))
         on_step(result.step)
 
 

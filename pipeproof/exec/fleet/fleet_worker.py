@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeproof.exec.fleet.fleet_order import EventRecorder, FleetLog
 from pipeproof.exec.launch.custom_layers_check import require_same_start
-from pipeproof.exec.launch.job_files import Job, end_process, save_json, save_step
+from pipeproof.exec.launch.job_files import Job, StepOutcome, end_process, save_json
 from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.exec.rank.worker import Emit, main, require_same_plan
 from pipeproof.verify.subject import make_subject
@@ -101,7 +101,7 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
             is_last = pp_rank == plan.mesh.size("pp") - 1
             replica_loss = np.float32(loss.numpy().reshape([]))  # the mean over the replica's micro-batches
             loss_share = replica_loss / np.float32(plan.mesh.size("dp")) if is_last else None
-            save_step(job.step_file(f"rank{rank}", step), loss_share, gradients)
+            StepOutcome(loss_share, gradients).save(job.step_file(f"rank{rank}", step))
             events.append(recorder.take())
             emit("step", step=step)
     world.world.channels.close()

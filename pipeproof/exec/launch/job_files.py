@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -213,33 +212,44 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
 Loss: TypeAlias = "np.floating[Any]"
 """A loss as a scalar of the run's dtype, so that its bits can be compared; several losses are a vector."""
 
-LOSS_KEY = "/loss"
-"""Key of the loss in a step file; no parameter's name begins with a slash."""
-
-NOT_FINITE_KEY = "/not_finite"
-"""Key of the first operation whose loss is not finite, in a step file."""
-
-ROUTERS_KEY = "/routers/"
-"""Prefix of the keys of router values in a step file."""
+_LOSS, _NOT_FINITE, _ROUTERS = "/loss", "/not_finite", "/routers/"
+"""Keys of a step file, the last one a prefix; no parameter's name begins with a slash."""
 
 
-def save_step(
-    path: Path,
-    loss: Loss | None,
-    gradients: Mapping[str, np.ndarray],
-    routers: Mapping[str, np.ndarray] = MappingProxyType({}),
-    not_finite: str = "",
-) -> None:
-    """Write a step's loss (None where this rank has none), its gradients and its router values.
+@dataclass(slots=True)
+class StepOutcome:
+    """Result of a step on one rank or of a reference: its loss, its gradients (or shards of them), its router values.
 
-    ``not_finite`` is the first operation whose loss is not finite. The file appears whole or not at all.
+    Only the last stage has a loss. ``not_finite`` is the first operation whose loss is not finite, if there is one.
     """
-    arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
-    if loss is not None:
-        arrays[LOSS_KEY] = np.asarray(loss)
-    if not_finite:
-        arrays[NOT_FINITE_KEY] = np.asarray(not_finite)
-    save_arrays(path, arrays)
+
+    loss: Loss | None = None
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    routers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    not_finite: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write a step file, which appears whole or not at all."""
+        arrays: dict[str, Any] = {
+            **self.gradients,
+            **{f"{_ROUTERS}{key}": value for key, value in self.routers.items()},
+        }
+        if self.loss is not None:
+            arrays[_LOSS] = np.asarray(self.loss)
+        if self.not_finite:
+            arrays[_NOT_FINITE] = np.asarray(self.not_finite)
+        save_arrays(path, arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> StepOutcome:
+        """Read what ``save`` wrote."""
+        arrays: Mapping[str, Any] = load_arrays(path)
+        return cls(
+            arrays[_LOSS][()] if _LOSS in arrays else None,
+            {name: array for name, array in arrays.items() if not name.startswith("/")},
+            {name.removeprefix(_ROUTERS): array for name, array in arrays.items() if name.startswith(_ROUTERS)},
+            str(arrays.get(_NOT_FINITE, "")),
+        )
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -248,26 +258,6 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     with part.open("wb") as stream:
         np.savez(stream, **arrays)
     part.rename(path)
-
-
-def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
-    """Read the loss and the gradients that ``save_step`` wrote."""
-    with np.load(path) as arrays:
-        gradients = {name: arrays[name] for name in arrays.files if not name.startswith("/")}
-        loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
-    return loss, gradients
-
-
-def load_not_finite(path: Path) -> str:
-    """Read the first operation whose loss is not finite; empty where every loss is finite."""
-    with np.load(path) as arrays:
-        return str(arrays[NOT_FINITE_KEY]) if NOT_FINITE_KEY in arrays.files else ""
-
-
-def load_routers(path: Path) -> dict[str, np.ndarray]:
-    """Read the router values that ``save_step`` wrote."""
-    with np.load(path) as arrays:
-        return {name.removeprefix(ROUTERS_KEY): arrays[name] for name in arrays.files if name.startswith(ROUTERS_KEY)}
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

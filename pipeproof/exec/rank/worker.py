@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import EventSink, Fault, Job, end_process, save_arrays, save_json, save_step
+from pipeproof.exec.launch.job_files import EventSink, Fault, Job, end_process, save_arrays, save_json
 from pipeproof.exec.launch.rendezvous import environment_rank
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.adapter import RankAdapter
@@ -114,9 +114,9 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         if rehearsal is None:
-            save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+            adapter.outcome.save(job.step_file(f"rank{rank}", step))
         if rehearsal is None and is_checked_by_bound(plan) and step + 1 < run.steps:
-            save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
+            save_arrays(job.weights_file(rank, step + 1), {**adapter.weights(), **adapter.outcome.routers})
         if job.checkpoint.is_due(step, run.steps):
             write_by_paddle = paddle_writer() if job.checkpoint.by_paddle else None
             save_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
