@@ -94,8 +94,7 @@ def run(
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)
-            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
-            on_progress(Progress(done, launcher.reference_steps, phase))
+            on_progress(Progress(done, launcher.reference_steps, state.phase))
             for result in collector.collect(min(done, launcher.reference_steps)):
                 on_step(result)
 
@@ -301,8 +300,8 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
     )
     profile = None
     if job.options.profile and not findings:
-        idle_messages = {rank: load_json(job.idle_messages_file(rank), list[IdleMessageEnd]) for rank in logs}
-        timings = {rank: load_json(job.timing_file(rank), Timing) for rank in logs}
+        idle_messages = {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in logs}
+        timings = {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in logs}
         profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
     return RunReport(
         subject=subject,

@@ -61,13 +61,14 @@ def run_fleet(
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)
-            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
-            on_progress(Progress(done, launcher.reference_steps, phase))
+            on_progress(Progress(done, launcher.reference_steps, state.phase))
             collector.collect(min(done, launcher.reference_steps))
 
         launcher.run(progressed)
         progressed()
-        logs_by_rank = [load_json(job.log_file(rank), FleetLog) for rank in range(report.subject.graph.num_ranks)]
+        logs_by_rank = [
+            load_json(job.rank_file(rank, "log"), FleetLog) for rank in range(report.subject.graph.num_ranks)
+        ]
         events = tuple(tuple(log.events) for log in logs_by_rank)
         return FleetRun(tuple(collector.results), events, logs_by_rank[0].scheduler)
 

@@ -105,7 +105,7 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
             events.append(recorder.take())
             emit("step", step=step)
     world.world.channels.close()
-    save_json(job.log_file(rank), FleetLog(type(model).__name__, events), FleetLog)
+    save_json(job.rank_file(rank, "log"), FleetLog(type(model).__name__, events), FleetLog)
     emit("finished")
 
 

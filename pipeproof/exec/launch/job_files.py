@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -27,6 +27,8 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
 _Value = TypeVar("_Value")
+RankContent = Literal["log", "timing", "bare", "checks", "edges"]
+"""The op log; the clock of its times; idle messages; of a rehearsal, checks with faults, and times of messages sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,34 +152,18 @@ class Job:
         """File of the weights with which a rank begins a step, where the reference starts from them."""
         return self.directory / f"rank{rank}.weights{step}.npz"
 
-    def log_file(self, rank: int) -> Path:
-        """File of a rank's op log."""
-        return self.directory / f"rank{rank}.log.json"
+    def rank_file(self, rank: int, content: RankContent) -> Path:
+        """File of what a rank writes once, when its steps have ended or before they begin."""
+        return self.directory / f"rank{rank}.{content}.json"
 
     def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
         """Read the op logs of all ranks."""
-        return {rank: load_json(self.log_file(rank), list[LogEntry]) for rank in range(num_ranks)}
-
-    def checks_file(self, rank: int) -> Path:
-        """File of the checks and faults of a rank's rehearsal."""
-        return self.directory / f"rank{rank}.checks.json"
-
-    def edges_file(self, rank: int) -> Path:
-        """File with the times of the messages on which a rank sent in a rehearsal."""
-        return self.directory / f"rank{rank}.edges.json"
+        return {rank: load_json(self.rank_file(rank, "log"), list[LogEntry]) for rank in range(num_ranks)}
 
     @property
     def custom_layers_file(self) -> Path:
         """File with the result of the trial of custom layers."""
         return self.directory / "custom_layers.json"
-
-    def timing_file(self, rank: int) -> Path:
-        """File with the clock of a rank's times (``Timing``)."""
-        return self.directory / f"rank{rank}.timing.json"
-
-    def idle_messages_file(self, rank: int) -> Path:
-        """File with the times of a rank's idle messages."""
-        return self.directory / f"rank{rank}.bare.json"
 
 
 def save_json(path: Path, value: object, form: Any) -> None:

@@ -90,7 +90,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     if options.profile:
         emit("setup", what="timing idle messages")
         times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
-        save_json(job.idle_messages_file(rank), times, list[IdleMessageEnd])
+        save_json(job.rank_file(rank, "bare"), times, list[IdleMessageEnd])
     if job.checkpoint.resume is not None:
         emit("setup", what="loading the state")
         restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
@@ -125,8 +125,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         rehearsal.finish(job, world, emit)
     timed_world.channels.close()
     if options.profile:
-        save_json(job.timing_file(rank), timing_of(run, clock), Timing)
-    save_json(job.log_file(rank), adapter.log, list[LogEntry])
+        save_json(job.rank_file(rank, "timing"), timing_of(run, clock), Timing)
+    save_json(job.rank_file(rank, "log"), adapter.log, list[LogEntry])
     emit("finished")
 
 

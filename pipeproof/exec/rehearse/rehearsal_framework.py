@@ -258,8 +258,8 @@ class RehearsalFramework:
             clock = start_ping_clock(self._run, arrays)
             graph, device = self._arrivals.graph, self._run.device
             times = ping_edges(real, arrays, clock, graph, device, lambda phase: emit("setup", what=phase))
-        save_json(job.edges_file(real.rank), times, EdgeTimes)
-        save_json(job.checks_file(real.rank), self.checked, ArrivalChecks)
+        save_json(job.rank_file(real.rank, "edges"), times, EdgeTimes)
+        save_json(job.rank_file(real.rank, "checks"), self.checked, ArrivalChecks)
         # The host runs ahead of a GPU: if a rank ended now, its peers would not get its last messages.
         arrays.synchronize()
         real.barrier()

@@ -98,9 +98,11 @@ def read_rehearsal(report: Report, job: Job) -> Rehearsal:
     subject = report.subject
     graph, run = subject.graph, subject.plan.spec.run
     ranks = range(graph.num_ranks)
-    checked = {rank: load_json(job.checks_file(rank), ArrivalChecks) for rank in ranks}
+    checked = {rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks}
     logs = job.logs(graph.num_ranks)
-    times = {channel: own for rank in ranks for channel, own in load_json(job.edges_file(rank), EdgeTimes).items()}
+    times = {
+        channel: own for rank in ranks for channel, own in load_json(job.rank_file(rank, "edges"), EdgeTimes).items()
+    }
     edges = edges_of(graph, times)
     differences = [
         finding
