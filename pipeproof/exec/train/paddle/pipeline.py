@@ -23,7 +23,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
-from pipeproof.exec.train.agreement import Agreement, require_equal
+from pipeproof.exec.train.agreement import Agreement, described_in_order, require_equal
 from pipeproof.exec.train.module_plan import (
     Request,
     StageFacts,
@@ -317,8 +317,8 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         """
         agreement = self._agreement
         inputs = agreement.own("first batch", first_inputs)
-        reports = agreement.gather("boundaries", lambda: self._describe(inputs))
-        entries = {int(number): entry for own in reports for number, entry in own.items()}
+        numbers = self._stages.numbers
+        entries = described_in_order(agreement, numbers, lambda number, before: self._facts(number, before, inputs))
         num_rows = int(entries[0]["rows"])
         boundaries = {number: boundary_of(entries[number]) for number in range(self.num_stages)}
         facts = [
@@ -348,28 +348,10 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         self._prepared = _Prepared(plan, world, modules, framework, training)
         self._watch = StallWatch(agreement, self._timeout_s, self._describe_op, self._abort)
 
-    def _describe(self, inputs: Any) -> dict[str, Any]:
-        """JSON facts of this rank's stages; each waits for those of the stage before it."""
-        own: dict[str, Any] = {}
-        for number in self._stages.numbers:
-            try:
-                own[str(number)] = self._facts(number, inputs)
-            except Exception as error:
-                self._agreement.publish(f"boundary/{number}", {"error": str(error)})
-                raise
-            self._agreement.publish(f"boundary/{number}", own[str(number)])
-        return own
-
-    def _facts(self, number: int, inputs: Any) -> dict[str, Any]:
+    def _facts(self, number: int, before: Mapping[str, Any], inputs: Any) -> dict[str, Any]:
         """JSON facts of one stage, after those of the stage before it."""
         module = self._stages.module(number)
-        if number:
-            before = self._agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
-            if "error" in before:
-                raise PipelineError(str(before["error"]))
-            value, num_rows = zeros_of(*boundary_of(before)), before["rows"]
-        else:
-            value, num_rows = inputs, rows_of(inputs)
+        value, num_rows = (zeros_of(*boundary_of(before)), before["rows"]) if before else (inputs, rows_of(inputs))
         is_last = number == self.num_stages - 1
         run = run_stage(number, module, partial(self._stages.call, number), value, is_last=is_last)
         weights = [{"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.agreement import Agreement, described_in_order
 from pipeproof.exec.train.module_plan import StageFacts
 from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
 from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
@@ -60,23 +60,10 @@ class StageDescriber:
 
         examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
 
-        def describe() -> dict[str, Any]:
-            own: dict[str, Any] = {}
-            for number in range(self.num_stages):
-                if homes[number] == self.rank:
-                    try:
-                        own[str(number)] = self._facts(number, examples, skeleton)
-                    except Exception as error:
-                        for later in range(number, self.num_stages):  # other ranks may wait for one of these
-                            if homes[later] == self.rank:
-                                self.agreement.publish(f"boundary/{later}", {"error": str(error)})
-                        raise
-                    self.agreement.publish(f"boundary/{number}", own[str(number)])
-            return own
-
-        answers = self.agreement.gather("boundaries", describe)
-        entries = {int(number): entry for own in answers for number, entry in own.items()}
-        entries = {number: entries[number] for number in range(self.num_stages)}
+        own = [number for number in range(self.num_stages) if homes[number] == self.rank]
+        entries = described_in_order(
+            self.agreement, own, lambda number, before: self._facts(number, before, examples, skeleton)
+        )
         num_rows = entries[0]["rows"]
         forms = {n: form_of(e) for n, e in entries.items()}
         specs = {n: [specs_of(out) for out in e["out"]] for n, e in entries.items()}
@@ -99,15 +86,12 @@ class StageDescriber:
         }  # fmt: skip
         return facts, boundaries, num_rows, examples.seq_lengths
 
-    def _facts(self, number: int, examples: Examples, skeleton: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(
+        self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """JSON facts of one stage of this rank, after those of the stage before it."""
         module = self.replicas[number].call()
         is_last = number == self.num_stages - 1
-        before: dict[str, Any] = {}
-        if number:
-            before = self.agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
-            if "error" in before:
-                raise PipelineError.reported(str(before["error"]))
         declared = skeleton["model"].get("layers")
         if self.profile and not examples.distinct:
             raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
