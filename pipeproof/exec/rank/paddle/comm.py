@@ -11,9 +11,10 @@ The behaviour of Paddle's gloo decides the design:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import paddle
@@ -50,7 +51,7 @@ class PairwiseCollectives:
     Sums and maxima are taken in group order.
     """
 
-    def __init__(self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]) -> None:
+    def __init__(self, rank: int, group: Group, pairs: Mapping[tuple[int, int], Any]) -> None:
         self.ranks = group.ranks
         self._rank = rank
         self._pairs = pairs
@@ -62,13 +63,21 @@ class PairwiseCollectives:
     def gather(self, tensor: paddle.Tensor) -> list[paddle.Tensor]:
         """Return the tensors of all members in group order; all shapes and dtypes must be equal."""
         parts = {self._rank: tensor}
+        for pair, member in self._own_pairs():
+            parts[pair[1 - member]] = self._of_both(pair, tensor)[1 - member]
+        return [parts[rank] for rank in self.ranks]
+
+    def _own_pairs(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yield the pairs of this rank in their common order, with its position in each."""
         for pair in combinations(self.ranks, 2):
             if self._rank in pair:
-                received: list[paddle.Tensor] = []
-                dist.all_gather(received, tensor, group=self._pairs[pair])
-                peer = pair[1] if pair[0] == self._rank else pair[0]
-                parts[peer] = received[pair.index(peer)]
-        return [parts[rank] for rank in self.ranks]
+                yield pair, pair.index(self._rank)
+
+    def _of_both(self, pair: tuple[int, int], tensor: paddle.Tensor) -> list[paddle.Tensor]:
+        """Return the tensors of both members of a pair; all shapes and dtypes must be equal."""
+        received: list[paddle.Tensor] = []
+        dist.all_gather(received, tensor, group=self._pairs[pair])
+        return received
 
     def all_gather(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
         """Return the tensors of all members, joined along ``dim`` in group order."""
@@ -91,18 +100,15 @@ class PairwiseCollectives:
         }
         sizes = dict(zip(self.ranks, zip(send, receive, strict=True), strict=True))
         parts = {self._rank: sent.get(self._rank)}
-        for pair in combinations(self.ranks, 2):
-            if self._rank not in pair:
-                continue
-            peer = pair[1] if pair[0] == self._rank else pair[0]
+        for pair, member in self._own_pairs():
+            peer = pair[1 - member]
             outgoing, incoming = sizes[peer]
             if most := max(outgoing, incoming):
                 padded = paddle.zeros([most, *rows.shape[1:]], dtype=rows.dtype)
                 if outgoing:
                     padded[:outgoing] = sent[peer]
-                gathered: list[paddle.Tensor] = []
-                dist.all_gather(gathered, padded, group=self._pairs[pair])
-                parts[peer] = gathered[pair.index(peer)][:incoming] if incoming else None
+                gathered = self._of_both(pair, padded)[1 - member]
+                parts[peer] = gathered[:incoming] if incoming else None
         full = [part for rank in self.ranks if (part := parts.get(rank)) is not None]
         return paddle.concat(full) if full else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from pipeproof.exec.rank.framework_protocol import Channels, World
-from pipeproof.exec.rank.group_channels import GroupChannels, PostedTransfer
+from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Timing
 from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.exec.rank.torch.comm import TorchWorld
@@ -99,23 +100,23 @@ class DeviceTransfer(PostedTransfer):
 class DeviceChannels:
     """A rank's channels with transfers timed on the GPU."""
 
-    def __init__(self, channels: GroupChannels, clock: DeviceClock, device: torch.device) -> None:
+    def __init__(self, channels: Channels, clock: DeviceClock, device: torch.device) -> None:
         self._channels, self._clock, self._device = channels, clock, device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[DeviceTransfer] = ()) -> DeviceTransfer:
-        """Post a transfer, see ``GroupChannels.post``, with an event before it and one at its end."""
+        """Post a transfer, see ``Channels.post``, with an event before it and one at its end."""
         stream = self._streams.get(channel)
         if stream is None:
             stream = self._streams[channel] = torch.cuda.Stream(self._device)
         posted = self._clock.now()
-        transfer = self._channels.post(channel, buffer)
+        transfer: Any = self._channels.post(channel, buffer)
         with torch.cuda.stream(stream):
             transfer.work.wait()  # blocks the stream; the buffer lives at least until the rank's own wait
             return DeviceTransfer(buffer, transfer.work, posted, posted, self._clock.now())
 
     def close(self) -> None:
-        """Close the channels, see ``GroupChannels.close``."""
+        """Close the channels, see ``Channels.close``."""
         self._channels.close()
 
 
@@ -140,14 +141,19 @@ class WatchedChannels:
         self._channels.close()
 
 
+def timed_channels(channels: Channels, device: torch.device) -> tuple[Channels, Clock]:
+    """Return the channels with timed transfers, and the clock of operations."""
+    if device.type == "cpu":
+        return WatchedChannels(channels), HostClock()
+    clock = DeviceClock(device)
+    return DeviceChannels(channels, clock, device), clock
+
+
 def timed(world: World) -> tuple[World, Clock]:
     """Return the world, made by ``connect``, with timed transfers, and the clock of its operations."""
     assert isinstance(world, TorchWorld)
-    assert isinstance(world.channels, GroupChannels)
-    if world.device.type == "cpu":
-        return replace(world, channels=WatchedChannels(world.channels)), HostClock()
-    clock = DeviceClock(world.device)
-    return replace(world, channels=DeviceChannels(world.channels, clock, world.device)), clock
+    channels, clock = timed_channels(world.channels, world.device)
+    return replace(world, channels=channels), clock
 
 
 def timing_of(clock: Clock) -> Timing:

@@ -601,7 +601,8 @@ class Pipeline:
 
         ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are.
         """
-        from pipeproof.exec.train.torch.profile_steps import profile_steps, timed_channels
+        from pipeproof.exec.rank.torch.op_timing import timed_channels
+        from pipeproof.exec.train.torch.profile_steps import profile_steps
 
         channels, clock = timed_channels(self._world.channels, self._device)
         usual, self._train = self._train, self._rank_of(self.plan.lowered, channels, clock)

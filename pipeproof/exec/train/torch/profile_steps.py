@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from pydantic import TypeAdapter
 
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.op_log import Clock, HostClock, LogEntry, Timing
+from pipeproof.exec.rank.op_log import Clock, LogEntry, Timing
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.op_timing import DeviceChannels, DeviceClock, WatchedChannels, timing_of
+from pipeproof.exec.rank.torch.op_timing import timing_of
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.torch.channel_groups import StageWorld
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 _ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing])
 """The measurements of one rank."""
-
-
-def timed_channels(channels: Any, device: torch.device) -> tuple[Any, Clock]:
-    """The channels with timed transfers, and the clock of operations."""
-    if device.type == "cpu":
-        return WatchedChannels(channels), HostClock()
-    clock = DeviceClock(device)
-    return DeviceChannels(channels, clock, device), clock
 
 
 def profile_steps(
