@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 import paddle
 
-from pipeproof.exec.train.module_framework import ModuleFramework
 from pipeproof.exec.train.paddle.module_stage import ModuleStage
+from pipeproof.exec.train.script_framework import ScriptFramework
 
 Tensor: TypeAlias = paddle.Tensor
 
 
-class PaddleLayers(ModuleFramework[ModuleStage]):
+class PaddleLayers(ScriptFramework[ModuleStage]):
     """Paddle with the layers of one rank. A weight is a parameter."""
 
     def gradient(self, weight: Tensor) -> Tensor:

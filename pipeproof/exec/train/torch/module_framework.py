@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeproof.exec.train.module_framework import ModuleFramework
+from pipeproof.exec.train.script_framework import ScriptFramework
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage
 
 
-class TorchModules(ModuleFramework[ModuleStage]):
+class TorchModules(ScriptFramework[ModuleStage]):
     """PyTorch with the modules of one rank. A weight is a ``Parameter``."""
 
     def gradient(self, weight: nn.Parameter) -> torch.Tensor:

@@ -29,7 +29,7 @@ class ScriptsOptimizer:
         """Do nothing: the script loads its optimizer."""
 
 
-class ModuleFramework(Generic[Stage]):
+class ScriptFramework(Generic[Stage]):
     """The modules of one rank; with the framework's gradients a ``Framework`` and its ``Stages``."""
 
     def __init__(self, arrays: Arrays, stages: Mapping[int, Stage]) -> None:
@@ -37,7 +37,7 @@ class ModuleFramework(Generic[Stage]):
 
     def stages(
         self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives
-    ) -> ModuleFramework[Stage]:
+    ) -> ScriptFramework[Stage]:
         return self
 
     def make(self, number: int, lent: Mapping[str, Weight]) -> Stage:
