@@ -16,9 +16,10 @@ import torch.distributed as dist
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Channels, World
+from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.machine import Instruction
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry
-from pipeproof.exec.rank.torch.comm import TorchWorld, Transfer
+from pipeproof.exec.rank.torch.comm import TorchWorld
 from pipeproof.exec.rank.torch.cuda_graph import captured
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.exec.rank.torch.op_timing import timed
@@ -37,7 +38,7 @@ class AloneChannels:
         self.received: list[torch.Tensor] = []
         """Received tensors: graphs that read them need them as long as they are replayed."""
 
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Any] = ()) -> Transfer:
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Any] = ()) -> PostedTransfer:
         """Nothing to wait for."""
         if self._rank == channel.dst:
             buffer.copy_(self._numbers[: buffer.numel()].view_as(buffer))
@@ -48,7 +49,7 @@ class AloneChannels:
         """Nothing is open."""
 
 
-class _Done(Transfer):
+class _Done(PostedTransfer):
     """A transfer that takes no time."""
 
     def __init__(self, buffer: torch.Tensor) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import format_option, refusing_bad_plans
-from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+from pipeproof.cli.console import format_option, opening_checkpoints, refusing_bad_plans
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
@@ -55,12 +54,8 @@ def aoa(
         from pipeproof.state.aoa.statements import write_statements
 
         program = read_file(file)
-        try:
+        with opening_checkpoints():
             before, after = _metas(source), None if target is None else _metas(target)
-        except BadPlanError:
-            raise
-        except PipeproofError as error:  # a checkpoint that cannot be opened is bad input
-            raise BadPlanError(*error.findings) from error
         result = apply_program(program, before, after)
         shown = program
         if inverted:
@@ -83,10 +78,8 @@ def _write_between(source: str, target: str, path: Path, form: Form) -> None:
     with refusing_bad_plans(form, path):
         from pipeproof.state.names.convention_statements import statements_between
 
-        try:
+        with opening_checkpoints():
             statements = statements_between(source, target, _model(path))
-        except PipeproofError as error:
-            raise BadPlanError(*error.findings) from error
     if not statements:
         click.echo(
             f"`{source}` and `{target}` have the same names and layouts for this model: no statement is needed",

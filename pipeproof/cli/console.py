@@ -89,6 +89,17 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
         refused_by_system(error)
 
 
+@contextmanager
+def opening_checkpoints() -> Iterator[None]:
+    """Convert errors: a checkpoint that cannot be opened is bad input, as a plan that cannot be read."""
+    try:
+        yield
+    except BadPlanError:
+        raise
+    except PipeproofError as error:
+        raise BadPlanError(*error.findings) from error
+
+
 def refused_by_system(error: OSError) -> NoReturn:
     """Print an error of the system, and exit as for bad input."""
     click.echo(f"error: {_error_text(error)}", err=True)

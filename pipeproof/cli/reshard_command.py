@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import format_option, opening_checkpoints, refusing_bad_plans, writable
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
-from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -133,13 +133,8 @@ def reshard(
     jobs = jobs or min(2 * cores, _MOST_JOBS)
     options = ReshardOptions(source, plan, out, aoa, names, weights_only, save_format, picture, jobs, form == "json")
     _require_consistent(options, check=check)
-    with refusing_bad_plans(form, source if plan is None else plan):
-        try:
-            status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
-        except BadPlanError:
-            raise
-        except PipeproofError as error:  # a checkpoint that cannot be opened is bad input
-            raise BadPlanError(*error.findings) from error
+    with refusing_bad_plans(form, source if plan is None else plan), opening_checkpoints():
+        status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
     sys.exit(status)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
-from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+from pipeproof.cli.console import console_for, format_option, opening_checkpoints, refusing_bad_plans
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form
     if md5 and other is not None:
         raise click.UsageError("two checkpoints are compared bit by bit; --md5 is for one")
     as_json = form == "json"
-    with refusing_bad_plans(form, path), _as_bad_input():
+    with refusing_bad_plans(form, path), opening_checkpoints():
         if verify and not _verify([path] if other is None else [path, other], as_json=as_json):
             sys.exit(ExitStatus.FAILED)
         from pipeproof.state.open_checkpoint import open_checkpoint
@@ -60,15 +58,6 @@ def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form
             _print_verified(opened)
         else:
             _show(opened, as_json=as_json)
-
-
-@contextmanager
-def _as_bad_input() -> Iterator[None]:
-    """Convert errors: a checkpoint that cannot be opened is bad input, as a plan that cannot be read."""
-    try:
-        yield
-    except PipeproofError as error:
-        raise BadPlanError(*error.findings) from error
 
 
 def _verify(places: Sequence[Path], *, as_json: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ord
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import require_finite
 from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.installed_backends import INSTALLED_BY
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
 from pipeproof.exec.launch.job_files import (
@@ -24,16 +24,14 @@ from pipeproof.exec.launch.job_files import (
     Job,
     RecordOptions,
     RunOptions,
+    StepOutcome,
     dump_plan,
     load_arrays,
-    load_not_finite,
-    load_routers,
-    load_step,
-    load_without_gradient,
+    load_json,
 )
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.measure.idle_messages import read_idle_messages
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, remove_unfinished
 from pipeproof.exec.rank.op_log import LogEntry, Timing
@@ -96,8 +94,7 @@ def run(
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)
-            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
-            on_progress(Progress(done, launcher.reference_steps, phase))
+            on_progress(Progress(done, launcher.reference_steps, state.phase))
             for result in collector.collect(min(done, launcher.reference_steps)):
                 on_step(result)
 
@@ -155,14 +152,14 @@ def _require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
 
 
 def _require_backend(run: RunSpec) -> None:
-    name, extra, package = _INSTALLED_BY[run.backend]
+    by = INSTALLED_BY[run.backend]
     if importlib.util.find_spec(run.backend) is None:
         raise BackendMissingError(
             Finding(
                 BACKEND_MISSING.code,
                 Severity.ERROR,
-                f"the plan runs on {name}, which is not installed in this Python",
-                help=f"pip install 'pipeproof[{extra}]'  (or {package})",
+                f"the plan runs on {by.name}, which is not installed in this Python",
+                help=f"pip install 'pipeproof[{by.extra}]'  (or {by.requirement})",
             )
         )
 
@@ -190,13 +187,6 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
                 help="measure with `replay: false`: the operations are the same",
             )
         )
-
-
-_INSTALLED_BY = {
-    "paddle": ("Paddle", "cpu", "paddlepaddle==3.3.1"),
-    "torch": ("PyTorch", "torch", "torch>=2.11"),
-}
-"""Name, extra of pipeproof and package of each backend."""
 
 
 def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
@@ -249,28 +239,30 @@ class StepCollector:
         has_ordered = needs_ordered_reference(plan) and not is_checked_by_bound(plan)
         ordered_file = self._job.step_file("ordered", step) if has_ordered else unpartitioned_file
         rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
-        unpartitioned, ordered = load_step(unpartitioned_file), load_step(ordered_file)
-        assert unpartitioned[0] is not None
-        assert ordered[0] is not None
-        shares = [load_step(file) for file in rank_files]
+        unpartitioned, ordered = StepOutcome.load(unpartitioned_file), StepOutcome.load(ordered_file)
+        assert unpartitioned.loss is not None
+        assert ordered.loss is not None
+        own = [StepOutcome.load(file) for file in rank_files]
+        shares = [(each.loss, each.gradients) for each in own]
+        plain, reference = (unpartitioned.loss, unpartitioned.gradients), (ordered.loss, ordered.gradients)
         if self._requires_finite:
-            first_ops = [load_not_finite(file) for file in rank_files]
-            require_finite(self._subject.graph, step, shares, first_ops, (unpartitioned[0], unpartitioned[1]))
+            require_finite(self._subject.graph, step, shares, [each.not_finite for each in own], plain)
         ranks = gather_sharded_gradients(plan, shares)
-        result = compare_step(plan, step, ranks, (ordered[0], ordered[1]), (unpartitioned[0], unpartitioned[1]))
-        rank_routers = [load_routers(file) for file in rank_files]
-        routers = compare_routers(plan, rank_routers, load_routers(ordered_file), load_routers(unpartitioned_file))
-        result = replace(result, routers=routers, without_gradient=load_without_gradient(unpartitioned_file))
+        result = compare_step(plan, step, ranks, reference, plain)
+        routers = compare_routers(plan, [each.routers for each in own], ordered.routers, unpartitioned.routers)
+        result = replace(result, routers=routers, without_gradient=tuple(unpartitioned.without_gradient))
         used = {unpartitioned_file, ordered_file, *rank_files}
         if self._recorder is not None:
             files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
             files.append(self._job.layers_file("reference", step))
-            *rank_layers, reference = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            *rank_layers, whole_layers = (
+                [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+            )
             self._recorder.put(
                 step,
                 result.loss,
                 [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, rank_layers, strict=True)],
-                ReferenceStep(ordered[0], ordered[1], reference),
+                ReferenceStep(*reference, whole_layers),
                 routers,
             )
             used.update(files if self._job.layers else ())
@@ -302,17 +294,14 @@ def finish_report(report: Report, job: Job, steps: list[StepResult], threads: in
     ``threads`` is the largest number of compute threads that a worker measured.
     """
     subject, spec = report.subject, report.subject.plan.spec
-    logs = {
-        rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())]
-        for rank in range(subject.graph.num_ranks)
-    }
+    logs = job.logs(subject.graph.num_ranks)
     findings = tuple(
         finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
     )
     profile = None
     if job.options.profile and not findings:
-        idle_messages = {rank: read_idle_messages(job.idle_messages_file(rank)) for rank in logs}
-        timings = {rank: Timing.load(job.timing_file(rank)) for rank in logs}
+        idle_messages = {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in logs}
+        timings = {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in logs}
         profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
     return RunReport(
         subject=subject,

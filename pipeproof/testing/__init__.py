@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UnmatchedError,
     )
     from pipeproof.testing.fake.fake_rank import FakeRank, Handle
-    from pipeproof.testing.fake.fake_world import FakeRun, FakeWorld
+    from pipeproof.testing.fake.fake_run import FakeRun
+    from pipeproof.testing.fake.fake_world import FakeWorld
     from pipeproof.testing.same_gradients import assert_same_gradients
     from pipeproof.testing.sound_plan import assert_plan_sound
     from pipeproof.testing.transport_verdict import TransportVerdict, check_transport
@@ -56,7 +57,7 @@ _HOMES = {
     "ChannelModel": "comm.channel_models",
     "DeadlockError": "testing.fake.fake_operations",
     "FakeRank": "testing.fake.fake_rank",
-    "FakeRun": "testing.fake.fake_world",
+    "FakeRun": "testing.fake.fake_run",
     "FakeWorld": "testing.fake.fake_world",
     "FakeWorldError": "testing.fake.fake_operations",
     "Handle": "testing.fake.fake_rank",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -169,31 +170,28 @@ def tagged(end: Endpoint) -> None:
         end.recv(array(STALE, STALE), 0, tag=7)
 
 
-def longer(end: Endpoint) -> list[float]:
-    """Four elements for a buffer of two; rank 1 returns what it received."""
+def _delivered(end: Endpoint, sent: Array, into: Array) -> list[Any]:
+    """One message; rank 1 returns what it received into a buffer."""
     if end.rank == 0:
-        end.send(array(1, 2, 3, 4), 1)
+        end.send(sent, 1)
         return []
-    received: list[float] = end.recv(array(STALE, STALE), 0).tolist()
+    received: list[Any] = end.recv(into, 0).tolist()
     return received
 
 
-def shorter(end: Endpoint) -> list[float]:
-    """Two elements for a buffer of four; rank 1 returns what it received."""
-    if end.rank == 0:
-        end.send(array(1, 2), 1)
-        return []
-    received: list[float] = end.recv(array(STALE, STALE, STALE, STALE), 0).tolist()
-    return received
+def longer(end: Endpoint) -> list[Any]:
+    """Four elements for a buffer of two."""
+    return _delivered(end, array(1, 2, 3, 4), array(STALE, STALE))
 
 
-def other_dtype(end: Endpoint) -> list[int]:
-    """The same number of bytes of another dtype; rank 1 returns what it received."""
-    if end.rank == 0:
-        end.send(BITS, 1)
-        return []
-    received: list[int] = end.recv(np.zeros(4, np.int32), 0).tolist()
-    return received
+def shorter(end: Endpoint) -> list[Any]:
+    """Two elements for a buffer of four."""
+    return _delivered(end, array(1, 2), array(STALE, STALE, STALE, STALE))
+
+
+def other_dtype(end: Endpoint) -> list[Any]:
+    """The same number of bytes of another dtype."""
+    return _delivered(end, BITS, np.zeros(4, np.int32))
 
 
 # --- collectives and partial transfers -------------------------------------------------------------------

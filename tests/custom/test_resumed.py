@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan, load_step
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, StepOutcome, dump_plan
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.read_state import find_state, read_whole
@@ -169,7 +169,7 @@ def test_the_reference_begins_with_the_state(tmp_path, in_one_go):
     (loss,) = (one.loss for one in outcomes[2] if one.loss is not None)
     steps = []
     run_reference(job, steps.append)
-    assert (steps, load_step(job.step_file("unpartitioned", 2))[0]) == ([2], loss)
+    assert (steps, StepOutcome.load(job.step_file("unpartitioned", 2)).loss) == ([2], loss)
     start = reference_start(kept, target.plan.spec)
     forgotten = {name: array for name, array in start.weights.items() if not name.endswith("mean")}
     (other,) = run_unpartitioned(target.plan.spec, start=replace(start, weights=forgotten))

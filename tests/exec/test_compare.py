@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.exec.compare.compare_gradients import compare_step, max_rel_diff
-from pipeproof.exec.launch.job_files import Job, dump_plan, load_step, save_step
+from pipeproof.exec.launch.job_files import Job, StepOutcome, dump_plan
 from pipeproof.exec.run_console import render_run, step_line
 from pipeproof.exec.run_report import RunReport, measured_timeline
 from pipeproof.specs.axis_layout import PlacementKind
@@ -258,8 +258,9 @@ def test_a_step_file_gives_back_every_bit(tmp_path):
     gradients = {"a.b": np.array([0.0, -0.0, np.nan, np.inf, 1e-45], np.float32), "c": np.zeros((2, 0), np.float64)}
     path = tmp_path / "rank0.step0.npz"
     for loss in (None, np.float32(-0.0), np.float64(1) / 3):
-        save_step(path, loss, gradients)
-        read_loss, read = load_step(path)
+        StepOutcome(loss, gradients).save(path)
+        found = StepOutcome.load(path)
+        read_loss, read = found.loss, found.gradients
         assert (loss is None) == (read_loss is None)
         if loss is not None:
             assert (read_loss.tobytes(), read_loss.dtype) == (loss.tobytes(), loss.dtype)

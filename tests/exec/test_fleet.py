@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
@@ -85,7 +86,8 @@ def test_the_order_of_the_plan_has_no_findings(pp, count, schedule):
     events = planned_events(subject)
     assert messages(subject, events) == []
     assert count_messages(events) == 2 * count * (len(subject.plan.stages) - 1)
-    assert [RankEvents.from_json(json.loads(json.dumps(of_rank.to_json()))) for of_rank in events] == events
+    adapter = TypeAdapter(list[RankEvents])
+    assert adapter.validate_json(adapter.dump_json(events)) == events
 
 
 def test_another_order_of_computations_is_named():

@@ -1,11 +1,11 @@
 """The log of a run compared with the graph: a correct log is accepted, every change is found at its position."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exec.compare.compare_log import compare_log, expected_facts
@@ -51,7 +51,8 @@ def test_the_faithful_log_of_every_rank_is_accepted(kind, pp, tp, transport):
 
 
 def test_the_log_survives_json():
-    again = [LogEntry.from_json(json.loads(json.dumps(entry.to_json()))) for entry in log()]
+    adapter = TypeAdapter(list[LogEntry])
+    again = adapter.validate_json(adapter.dump_json(log()))
     assert again == log()
     assert differences(again) == []
 

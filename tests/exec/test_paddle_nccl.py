@@ -199,7 +199,7 @@ def test_a_backend_that_moves_slices_is_given_whole_tensors_and_the_same_is_foun
         posted = []
         slices = rehearsed(one, around=with_slices(posted))
         cut = rehearsed(one)
-        assert [checked.to_json() for checked in slices] == [checked.to_json() for checked in cut]
+        assert list(slices) == list(cut)
         assert sum(checked.num_faults for checked in slices) == num_faults
         assert set(posted) == {(2, 0), (2, 1)}
 

@@ -97,9 +97,9 @@ def test_sixteen_bits_under_torchrun(tmp_path):
 
 @pytest.mark.needs_torch
 def test_a_gpu_that_is_not_there_is_named_before_anything_starts(tmp_path, monkeypatch):
-    from pipeproof.exec.rank.torch import device
+    from pipeproof.exec.launch import gpu_assignment
 
-    monkeypatch.setattr(device, "num_gpus", lambda: 0)
+    monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
     code, output = refused(tmp_path, plan_dict(), "--backend", "torch", "--device", "gpu")
     assert code == 2
     assert "error[PP913]: run.device is gpu, and PyTorch sees 0 GPUs here for 2 ranks" in output

@@ -100,9 +100,9 @@ def test_a_launcher_of_another_size_is_refused(tmp_path):
 
 
 def test_gpus_that_are_not_there_are_named_before_anything_starts(tmp_path, monkeypatch):
-    from pipeproof.exec.rank.torch import device
+    from pipeproof.exec.launch import gpu_assignment
 
-    monkeypatch.setattr(device, "num_gpus", lambda: 0)
+    monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
     from pipeproof.exec.run_plan import BackendMissingError, RunOptions, require_runnable
     from pipeproof.verify.check_plan import check_subject
     from tests.plans import subject

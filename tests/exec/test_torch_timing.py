@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from pipeproof.exec.launch.job_files import load_json, save_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, HostClock, LogEntry, Timing
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.profile_file import read_profile
@@ -127,12 +128,12 @@ def test_events_are_made_once_and_used_again_in_every_step(gpu, monkeypatch):
 def test_a_transfer_starts_when_its_channel_is_free_and_ends_on_its_own_stream(gpu):
     import torch
 
-    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.group_channels import PostedTransfer
     from pipeproof.exec.rank.torch.op_timing import DeviceChannels
 
     class Channels:
         def post(self, channel, buffer):
-            return Transfer(buffer, FakeWork(), 0)
+            return PostedTransfer(buffer, FakeWork(), 0)
 
     clock = made_clock()
     clock.begin()
@@ -174,7 +175,7 @@ class SlowWork:
 def watched(*works):
     import torch
 
-    from pipeproof.exec.rank.torch.comm import Transfer
+    from pipeproof.exec.rank.group_channels import PostedTransfer
     from pipeproof.exec.rank.torch.op_timing import WatchedChannels
 
     class Channels:
@@ -182,7 +183,7 @@ def watched(*works):
             self.left, self.is_closed = list(works), False
 
         def post(self, channel, buffer):
-            return Transfer(buffer, self.left.pop(0), time.monotonic_ns())
+            return PostedTransfer(buffer, self.left.pop(0), time.monotonic_ns())
 
         def close(self):
             self.is_closed = True
@@ -220,8 +221,8 @@ def test_a_transfer_that_fails_raises_in_its_wait():
 def test_the_clock_of_a_rank_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "timing.json"
     timing = Timing("device", 4200, "a GPU", 100, 200)
-    timing.save(file)
-    assert Timing.load(file) == timing
+    save_json(file, timing, Timing)
+    assert load_json(file, Timing) == timing
 
 
 def test_the_hosts_clock_needs_no_dating():
@@ -270,11 +271,11 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
 
 def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
     from pipeproof.diagnostics.finding import PipeproofError
-    from pipeproof.exec.rank.torch import device
+    from pipeproof.exec.launch import gpu_assignment
     from pipeproof.exec.run_plan import RunOptions, require_runnable
     from pipeproof.verify.check_plan import check_subject
 
-    monkeypatch.setattr(device, "num_gpus", lambda: 2)
+    monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 2)
     plan = plan_dict(run={"backend": "torch", "device": "gpu", "steps": 3, "replay": True})
     report = check_subject(subject(**plan))
     require_runnable(report, RunOptions())

@@ -8,6 +8,7 @@ import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.rank.task_queue import TaskQueue
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
 from tests.plans import subject
@@ -118,18 +119,16 @@ def test_a_batch_that_is_closed_after_a_later_message_of_its_channel_is_not_exec
 
 
 def test_an_end_of_a_channel_waits_for_what_it_comes_behind():
-    from pipeproof.exec.rank.paddle.comm import _ChannelEnd
-
     seen, go = [], threading.Event()
 
     def slowly(buffer):
         go.wait(10)
         seen.append(buffer)
 
-    first, second = _ChannelEnd("first", slowly), _ChannelEnd("second", seen.append)
-    one = first.post("one", ())
-    two = second.post("two", [one])
-    three = second.post("three", ())
+    first, second = TaskQueue("first"), TaskQueue("second")
+    one = first.post("one", lambda: slowly("one"))
+    two = second.post("two", lambda: seen.append("two"), [one])
+    three = second.post("three", lambda: seen.append("three"))
     assert not two.done.wait(0.05)
     go.set()
     for transfer in (one, two, three):

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pipeproof.exec.launch.job_files import Job, save_step
+from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state
 from pipeproof.exec.rank.framework_choice import start_framework
@@ -43,7 +43,7 @@ def go_on_from_all(job: Job, rank: int, emit: Emit) -> None:
             adapter.begin(step)
             program.run(step)
             adapter.finish()
-            save_step(own.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+            adapter.outcome.save(own.step_file(f"rank{rank}", step))
     emit("step", step=plan.spec.run.steps - 1)
     world.channels.close()
     emit("finished")

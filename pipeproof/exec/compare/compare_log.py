@@ -7,6 +7,7 @@ each member, and received from each, are in its log; the exchanges of rows that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic, collective_dtype, moves_rows
@@ -84,12 +85,8 @@ def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:
 
 
 def _first_difference(expected: list[_Fact], logged: list[_Fact]) -> tuple[int, _Fact | None, _Fact | None] | None:
-    for position in range(max(len(expected), len(logged))):
-        planned = expected[position] if position < len(expected) else None
-        executed = logged[position] if position < len(logged) else None
-        if planned != executed:
-            return position, planned, executed
-    return None
+    pairs = enumerate(zip_longest(expected, logged))
+    return next(((position, *facts) for position, facts in pairs if facts[0] != facts[1]), None)
 
 
 def _fact_text(fact: _Fact | None) -> str:

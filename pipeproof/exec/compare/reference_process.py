@@ -13,7 +13,6 @@ state. The PyTorch reference is ``exec.rank.torch.torch_reference``.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.reference_kind import needs_ordered_reference
 from pipeproof.exec.launch.custom_layers_check import require_same_start
-from pipeproof.exec.launch.job_files import EventSink, Job, save_arrays, save_step
+from pipeproof.exec.launch.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
 from pipeproof.exec.rank.worker import end_with_launcher
 from pipeproof.stages.describe.layer_records import LayerWatch
 
@@ -57,12 +56,12 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
         if ordered:
-            save_step(job.step_file("ordered", result.step), result.loss, result.gradients, result.routers)
+            StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("ordered", result.step))
             result = unpartitioned_step(spec, result.weights, result.step)
-        save_step(
-            job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers,
-            without_gradient=result.without_gradient,
-        )  # fmt: skip
+        outcome = StepOutcome(
+            result.loss, result.gradients, result.routers, without_gradient=result.without_gradient
+        )
+        outcome.save(job.step_file("unpartitioned", result.step))
         on_step(result.step)
 
 
@@ -75,6 +74,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)
+    end_process(main(sys.argv[1:]))

@@ -18,28 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import paddle
 import paddle.distributed.collective as collective
 
-from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, Transfer, connect
+from pipeproof.exec.fleet.fleet_order import EventRecorder
+from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, connect
+from pipeproof.exec.rank.task_queue import Task
 from pipeproof.schedule.op_parts import Channel, Group
 
 Tensor: TypeAlias = paddle.Tensor
 _COMMUNICATOR = "fleet"
-
-
-class MessageObserver(Protocol):
-    """Observer of the messages between ranks, in the order in which Fleet issues them."""
-
-    def sends(self, tensor: Tensor, peer: int, num_slices: int) -> None:
-        """Observe a send of a tensor, or of this rank's slice of ``num_slices`` equal ones, to a global rank."""
-        ...
-
-    def receives(self, tensor: Tensor, peer: int, num_slices: int) -> None:
-        """Observe the receive of a tensor or slice from a global rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +38,9 @@ class FleetWorld:
 
     rank: int
     world: PaddleWorld
-    observer: MessageObserver | None
+    observer: EventRecorder | None
 
-    def post(self, src: int, dst: int, buffer: Tensor) -> Transfer:
+    def post(self, src: int, dst: int, buffer: Tensor) -> Task:
         """Post the send or the receive of a contiguous buffer."""
         return self.world.channels.post(Channel(_COMMUNICATOR, src, dst), buffer)
 
@@ -63,7 +53,7 @@ def connect_fleet(
     rank: int,
     num_ranks: int,
     edges: Sequence[tuple[int, int]],
-    observer: MessageObserver | None = None,
+    observer: EventRecorder | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> FleetWorld:
     """Join the world of the ``PADDLE_*`` environment; ``edges`` are the (source, destination) pairs of messages."""
@@ -91,7 +81,7 @@ def fleet_groups(world: FleetWorld) -> Iterator[None]:
 class _Task:
     """Equivalent of Paddle's ``task``: transfers under way that can be waited for."""
 
-    def __init__(self, transfers: Sequence[Transfer] = (), then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, transfers: Sequence[Task] = (), then: Callable[[], None] = lambda: None) -> None:
         self._transfers, self._then = transfers, then
 
     def wait(self) -> bool:

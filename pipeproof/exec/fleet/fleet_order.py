@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Any
 
@@ -49,15 +49,13 @@ class RankEvents:
     messages: list[Message] = field(default_factory=list)
     computed: list[Computation] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the form that a rank's log has."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> RankEvents:
-        """Read what ``to_json`` wrote."""
-        messages = [Message(**{**message, "shape": tuple(message["shape"])}) for message in content["messages"]]
-        return cls(messages, [Computation(**computation) for computation in content["computed"]])
+@dataclass(slots=True)
+class FleetLog:
+    """Log of one rank: the scheduler class that Fleet chose, and the events of each step."""
+
+    scheduler: str
+    events: list[RankEvents]
 
 
 class EventRecorder:
@@ -87,12 +85,12 @@ class EventRecorder:
         return events
 
     def sends(self, tensor: Any, peer: int, num_slices: int) -> None:
-        """Record a send, see ``MessageObserver.sends``."""
+        """Record the send of a tensor, or of this rank's slice of ``num_slices`` equal ones, to a global rank."""
         _, label = self._computed.pop(id(tensor), (None, ""))
         self._record_message(tensor, peer, num_slices, label, sent=True)
 
     def receives(self, tensor: Any, peer: int, num_slices: int) -> None:
-        """Record a receive, see ``MessageObserver.receives``."""
+        """Record the receive of a tensor or slice from a global rank."""
         self._received[id(tensor)] = tensor, self._num_received
         self._num_received += 1
         self._record_message(tensor, peer, num_slices, "", sent=False)

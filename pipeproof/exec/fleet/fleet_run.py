@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +13,10 @@ import numpy as np
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import StepResult
-from pipeproof.exec.fleet.fleet_order import RankEvents, count_messages, order_findings
+from pipeproof.exec.fleet.fleet_order import FleetLog, RankEvents, count_messages, order_findings
 from pipeproof.exec.fleet.fleet_worker import save_record_directory
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
-from pipeproof.exec.launch.job_files import Job, dump_plan
+from pipeproof.exec.launch.job_files import Job, dump_plan, load_json
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.run_codes import NOT_AS_TRAINED
@@ -62,15 +61,16 @@ def run_fleet(
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)
-            phase = next((rank.phase for rank in state.ranks if rank.phase != "running"), "running")
-            on_progress(Progress(done, launcher.reference_steps, phase))
+            on_progress(Progress(done, launcher.reference_steps, state.phase))
             collector.collect(min(done, launcher.reference_steps))
 
         launcher.run(progressed)
         progressed()
-        logs_by_rank = [json.loads(job.log_file(rank).read_text()) for rank in range(report.subject.graph.num_ranks)]
-        events = tuple(tuple(RankEvents.from_json(step) for step in log["events"]) for log in logs_by_rank)
-        return FleetRun(tuple(collector.results), events, logs_by_rank[0]["scheduler"])
+        logs_by_rank = [
+            load_json(job.rank_file(rank, "log"), FleetLog) for rank in range(report.subject.graph.num_ranks)
+        ]
+        events = tuple(tuple(log.events) for log in logs_by_rank)
+        return FleetRun(tuple(collector.results), events, logs_by_rank[0].scheduler)
 
 
 _ROUNDOFF = 2.0**-24

@@ -6,7 +6,6 @@ Job, reference and files are those of a pipeproof run (``exec.rank.worker``); ``
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.exec.fleet.fleet_order import EventRecorder
+from pipeproof.exec.fleet.fleet_order import EventRecorder, FleetLog
 from pipeproof.exec.launch.custom_layers_check import require_same_start
-from pipeproof.exec.launch.job_files import Job, save_step
+from pipeproof.exec.launch.job_files import Job, StepOutcome, end_process, save_json
 from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.exec.rank.worker import Emit, main, require_same_plan
 from pipeproof.verify.subject import make_subject
@@ -102,11 +101,11 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
             is_last = pp_rank == plan.mesh.size("pp") - 1
             replica_loss = np.float32(loss.numpy().reshape([]))  # the mean over the replica's micro-batches
             loss_share = replica_loss / np.float32(plan.mesh.size("dp")) if is_last else None
-            save_step(job.step_file(f"rank{rank}", step), loss_share, gradients)
-            events.append(recorder.take().to_json())
+            StepOutcome(loss_share, gradients).save(job.step_file(f"rank{rank}", step))
+            events.append(recorder.take())
             emit("step", step=step)
     world.world.channels.close()
-    job.log_file(rank).write_text(json.dumps({"scheduler": type(model).__name__, "events": events}))
+    save_json(job.rank_file(rank, "log"), FleetLog(type(model).__name__, events), FleetLog)
     emit("finished")
 
 
@@ -131,7 +130,4 @@ def _copy_gradients_on_step(update: Any, weights: dict[str, Any], into: dict[str
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:], run_fleet_rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_process(main(sys.argv[1:], run_fleet_rank))

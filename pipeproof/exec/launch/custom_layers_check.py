@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from pipeproof.comm.lower import blaming_plan
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
-from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.job_files import Job, end_process
 from pipeproof.exec.launch.rendezvous import process_environment
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
@@ -138,7 +137,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_process(main(sys.argv[1:]))

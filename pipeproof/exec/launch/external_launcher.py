@@ -108,7 +108,7 @@ def execute_launched(
         finished = True
         if rank != 0:
             return None
-        _await_files([job.log_file(r) for r in range(report.subject.graph.num_ranks)], options.timeout_s)
+        _await_files([job.rank_file(r, "log") for r in range(report.subject.graph.num_ranks)], options.timeout_s)
         return conclude(job, watch.emit, state.threads)
     except PipeproofError:
         raise

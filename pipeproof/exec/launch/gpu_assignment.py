@@ -7,13 +7,12 @@ may share a GPU: NCCL then connects them by sockets, so results are correct, but
 from __future__ import annotations
 
 import os
-from importlib import import_module
 
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exec.launch.gpu_sharing import set_own_host_id
 from pipeproof.exec.run_codes import DEVICE_MISSING
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.paddle.runtime import SELECTED_GPUS
+from pipeproof.stages.paddle.runtime import SELECTED_GPUS, start_paddle
 from pipeproof.verify.subject import Subject
 
 _NAMES = {"paddle": "Paddle", "torch": "PyTorch"}
@@ -29,7 +28,14 @@ def local_rank() -> int:
 
 def num_gpus(backend: str) -> int:
     """Number of GPUs that the framework sees; the query starts nothing on them."""
-    return int(import_module(f"pipeproof.exec.rank.{backend}.device").num_gpus())
+    if backend == "torch":
+        import torch
+
+        return int(torch.cuda.device_count())
+    start_paddle()  # the first import must be quiet and on one thread
+    import paddle
+
+    return int(paddle.device.cuda.device_count())
 
 
 def choose_gpu(run: RunSpec, *, share_gpus: bool) -> int:

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from pipeproof.comm.lower import absolute_build, from_here, schedule_path
+from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
+
+_Value = TypeVar("_Value")
+RankContent = Literal["log", "timing", "bare", "checks", "edges"]
+"""The op log; the clock of its times; idle messages; of a rehearsal, checks with faults, and times of messages sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +131,12 @@ class Job:
 
     def save(self) -> None:
         """Write the job's description for its workers."""
-        (self.directory / "job.json").write_text(json.dumps(TypeAdapter(Job).dump_python(self, mode="json")))
+        save_json(self.directory / "job.json", self, Job)
 
     @classmethod
     def load(cls, directory: Path) -> Job:
         """Read what ``save`` wrote."""
-        return TypeAdapter(Job).validate_python(json.loads((directory / "job.json").read_text()))
+        return load_json(directory / "job.json", Job)
 
     def loaded_plan(self) -> LoadedPlan:
         """The job's plan, validated again."""
@@ -149,26 +154,35 @@ class Job:
         """File of the weights with which a rank begins a step, where the reference starts from them."""
         return self.directory / f"rank{rank}.weights{step}.npz"
 
-    def log_file(self, rank: int) -> Path:
-        """File of a rank's op log."""
-        return self.directory / f"rank{rank}.log.json"
+    def rank_file(self, rank: int, content: RankContent) -> Path:
+        """File of what a rank writes once, when its steps have ended or before they begin."""
+        return self.directory / f"rank{rank}.{content}.json"
 
-    def checks_file(self, rank: int) -> Path:
-        """File of the checks and faults of a rank's rehearsal."""
-        return self.directory / f"rank{rank}.checks.json"
+    def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
+        """Read the op logs of all ranks."""
+        return {rank: load_json(self.rank_file(rank, "log"), list[LogEntry]) for rank in range(num_ranks)}
 
     @property
     def custom_layers_file(self) -> Path:
         """File with the result of the trial of custom layers."""
         return self.directory / "custom_layers.json"
 
-    def timing_file(self, rank: int) -> Path:
-        """File with the clock of a rank's times (``Timing``)."""
-        return self.directory / f"rank{rank}.timing.json"
 
-    def idle_messages_file(self, rank: int) -> Path:
-        """File with the times of a rank's idle messages."""
-        return self.directory / f"rank{rank}.bare.json"
+def save_json(path: Path, value: object, form: Any) -> None:
+    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type."""
+    path.write_bytes(TypeAdapter(form).dump_json(value))
+
+
+def load_json(path: Path, form: type[_Value]) -> _Value:
+    """Read what ``save_json`` wrote."""
+    return TypeAdapter(form).validate_json(path.read_bytes())
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process: a framework's threads would block a normal exit when a peer is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
@@ -186,40 +200,49 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
 Loss: TypeAlias = "np.floating[Any]"
 """A loss as a scalar of the run's dtype, so that its bits can be compared; several losses are a vector."""
 
-LOSS_KEY = "/loss"
-"""Key of the loss in a step file; no parameter's name begins with a slash."""
-
-NOT_FINITE_KEY = "/not_finite"
-"""Key of the first operation whose loss is not finite, in a step file."""
-
-WITHOUT_GRADIENT_KEY = "/without_gradient"
-"""Key of the weights without a gradient, in a step file of the unpartitioned model."""
-
-ROUTERS_KEY = "/routers/"
-"""Prefix of the keys of router values in a step file."""
+_LOSS, _NOT_FINITE, _WITHOUT_GRADIENT, _ROUTERS = "/loss", "/not_finite", "/without_gradient", "/routers/"
+"""Keys of a step file, the last one a prefix; no parameter's name begins with a slash."""
 
 
-def save_step(
-    path: Path,
-    loss: Loss | None,
-    gradients: Mapping[str, np.ndarray],
-    routers: Mapping[str, np.ndarray] = MappingProxyType({}),
-    not_finite: str = "",
-    without_gradient: Sequence[str] = (),
-) -> None:
-    """Write a step's loss (None where this rank has none), its gradients and its router values.
+@dataclass(slots=True)
+class StepOutcome:
+    """Result of a step on one rank or of a reference: its loss, its gradients (or shards of them), its router values.
 
-    ``not_finite`` is the first operation whose loss is not finite. ``without_gradient`` are weights that no backward of
-    the step had a gradient for. The file appears whole or not at all.
+    Only the last stage has a loss. ``not_finite`` is the first operation whose loss is not finite, if there is one.
+    ``without_gradient`` are weights that no backward of the unpartitioned model had a gradient for.
     """
-    arrays: dict[str, Any] = {**gradients, **{f"{ROUTERS_KEY}{name}": array for name, array in routers.items()}}
-    if loss is not None:
-        arrays[LOSS_KEY] = np.asarray(loss)
-    if not_finite:
-        arrays[NOT_FINITE_KEY] = np.asarray(not_finite)
-    if without_gradient:
-        arrays[WITHOUT_GRADIENT_KEY] = np.asarray(without_gradient)
-    save_arrays(path, arrays)
+
+    loss: Loss | None = None
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    routers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    not_finite: str = ""
+    without_gradient: Sequence[str] = ()
+
+    def save(self, path: Path) -> None:
+        """Write a step file, which appears whole or not at all."""
+        arrays: dict[str, Any] = {
+            **self.gradients,
+            **{f"{_ROUTERS}{key}": value for key, value in self.routers.items()},
+        }
+        if self.loss is not None:
+            arrays[_LOSS] = np.asarray(self.loss)
+        if self.not_finite:
+            arrays[_NOT_FINITE] = np.asarray(self.not_finite)
+        if self.without_gradient:
+            arrays[_WITHOUT_GRADIENT] = np.asarray(self.without_gradient)
+        save_arrays(path, arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> StepOutcome:
+        """Read what ``save`` wrote."""
+        arrays: Mapping[str, Any] = load_arrays(path)
+        return cls(
+            arrays[_LOSS][()] if _LOSS in arrays else None,
+            {name: array for name, array in arrays.items() if not name.startswith("/")},
+            {name.removeprefix(_ROUTERS): array for name, array in arrays.items() if name.startswith(_ROUTERS)},
+            str(arrays.get(_NOT_FINITE, "")),
+            tuple(map(str, arrays.get(_WITHOUT_GRADIENT, ()))),
+        )
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -228,32 +251,6 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     with part.open("wb") as stream:
         np.savez(stream, **arrays)
     part.rename(path)
-
-
-def load_step(path: Path) -> tuple[Loss | None, dict[str, np.ndarray]]:
-    """Read the loss and the gradients that ``save_step`` wrote."""
-    with np.load(path) as arrays:
-        gradients = {name: arrays[name] for name in arrays.files if not name.startswith("/")}
-        loss = arrays[LOSS_KEY][()] if LOSS_KEY in arrays.files else None
-    return loss, gradients
-
-
-def load_not_finite(path: Path) -> str:
-    """Read the first operation whose loss is not finite; empty where every loss is finite."""
-    with np.load(path) as arrays:
-        return str(arrays[NOT_FINITE_KEY]) if NOT_FINITE_KEY in arrays.files else ""
-
-
-def load_without_gradient(path: Path) -> tuple[str, ...]:
-    """Read the weights without a gradient."""
-    with np.load(path) as arrays:
-        return tuple(map(str, arrays[WITHOUT_GRADIENT_KEY])) if WITHOUT_GRADIENT_KEY in arrays.files else ()
-
-
-def load_routers(path: Path) -> dict[str, np.ndarray]:
-    """Read the router values that ``save_step`` wrote."""
-    with np.load(path) as arrays:
-        return {name.removeprefix(ROUTERS_KEY): arrays[name] for name in arrays.files if name.startswith(ROUTERS_KEY)}
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -74,6 +74,11 @@ class JobState:
                 state.failure = failure_from(event)
 
     @property
+    def phase(self) -> str:
+        """Phase of the first rank that is still in its set-up, else ``running``."""
+        return next((rank.phase for rank in self.ranks if rank.phase != "running"), "running")
+
+    @property
     def all_ready(self) -> bool:
         """True if every rank has finished its set-up and begun its program."""
         return all(state.threads > 0 for state in self.ranks)

@@ -8,12 +8,14 @@ import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import numpy as np
 
 import pipeproof
 from pipeproof.comm.backend_rows import BackendTable, Row, RowValue
 from pipeproof.comm.backends import backend_table
+from pipeproof.exec.installed_backends import INSTALLED_BY, installed_version
 from pipeproof.exec.measure.endpoint_pair import BackendStartError, backend_pair
 from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_links, gpu_properties
@@ -82,10 +84,6 @@ class _Measured:
     problems: list[str] = field(default_factory=list)
 
 
-_INSTALLED_BY = {"paddle": ("Paddle", "cpu"), "torch": ("PyTorch", "torch")}
-"""Name and extra of pipeproof of each framework."""
-
-
 def run_doctor(
     keys: Collection[str] | None = None,
     backend: str = "paddle",
@@ -102,7 +100,7 @@ def run_doctor(
     """
     table = backend_table(backend, device)
     measured = _Measured()
-    name, extra = _INSTALLED_BY[backend]
+    name, extra = INSTALLED_BY[backend].name, INSTALLED_BY[backend].extra
     if importlib.util.find_spec(backend) is None:
         fix = f"pip install 'pipeproof[{extra}]'"
         measured.problems.append(f"{name} is not installed, so plans cannot be run on it: {fix}")
@@ -182,23 +180,13 @@ def _versions(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
     versions = {
         "pipeproof": pipeproof.__version__,
         "python": platform.python_version(),
-        "paddle": _installed("paddlepaddle", "paddlepaddle-gpu"),
-        "torch": _installed("torch"),
-        "numpy": _installed("numpy"),
+        "paddle": installed_version("paddle") or "not installed",
+        "torch": installed_version("torch") or "not installed",
+        "numpy": np.__version__,
         "platform": platform.platform(),
         "cores": str(len(os.sched_getaffinity(0))),
     }
     return versions | {key: facts[0][key] for key in ("cuda", "nccl") if facts and key in facts[0]}
-
-
-def _installed(*distributions: str) -> str:
-    """Version of the first of these distributions that is installed."""
-    for distribution in distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def value_text(value: RowValue) -> str:

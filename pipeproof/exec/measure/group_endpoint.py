@@ -117,8 +117,8 @@ class GroupEndpoint(ABC):
         """Return facts about the framework and this rank's device, by name."""
 
     def _post(self, array: Array, edge: str) -> Handle:
-        transfer = self.wire.channels.post(self._channels[edge], self._tensor(array))
-        return _Waitable(self._request(transfer) if self._on_device else transfer, transfer.buffer, self._finish)
+        transfer: Any = self.wire.channels.post(self._channels[edge], self._tensor(array))
+        return _Waitable(transfer.work if self._on_device else transfer, transfer.buffer, self._finish)
 
     def _finish(self, request: Any) -> None:
         """Block the host until a transfer is done.
@@ -131,10 +131,6 @@ class GroupEndpoint(ABC):
             return
         while not request.is_completed():
             time.sleep(_POLL_S)
-
-    @abstractmethod
-    def _request(self, transfer: Any) -> Any:
-        """Return the framework's handle of a transfer that the adapter posted on a device."""
 
     @abstractmethod
     def _tensor(self, array: Array) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -36,11 +34,6 @@ def idle_message_sizes(graph: OpGraph) -> tuple[int, ...]:
     """Return the bytes of the messages to time, in order; the result is the same on every rank."""
     planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]
     return tuple(sorted({*planned.tolist(), *USUAL_BYTES}))
-
-
-def read_idle_messages(file: Path) -> list[IdleMessageEnd]:
-    """Read the message ends that a rank wrote to ``file``, in order."""
-    return [IdleMessageEnd(**end) for end in json.loads(file.read_text())]
 
 
 _HEAD_START_S = 0.005

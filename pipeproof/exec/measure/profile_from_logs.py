@@ -10,7 +10,6 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, quantiles
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import TypeVar, get_args
 
 from pipeproof.cost.measured_profile import measured_sections
+from pipeproof.exec.installed_backends import installed_version
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
@@ -273,7 +273,7 @@ def _machine(backend: str, num_processes: int, threads: int, timings: Mapping[in
         cores=len(os.sched_getaffinity(0)),
         processes=num_processes,
         threads=threads,
-        framework=f"{backend} {_version(_PACKAGES[backend])}",
+        framework=f"{backend} {installed_version(backend) or 'of an unknown version'}",
         devices=tuple(timing.device for _, timing in sorted(timings.items()) if timing.device),
         system=f"{platform.system()} {platform.release()}",
     )
@@ -287,18 +287,3 @@ def _processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-_PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"paddle": ("paddlepaddle", "paddlepaddle-gpu"), "torch": ("torch",)}
-)
-"""Distributions of each backend."""
-
-
-def _version(packages: Sequence[str]) -> str:
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of an unknown version"

@@ -7,12 +7,11 @@ Nothing here reads a value of a tensor during a step: losses, gradients and rout
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.exec.launch.job_files import Loss
+from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.child_collectives import ChildCollectives
 from pipeproof.exec.rank.framework_protocol import Collectives, Framework, RankStage, Tensor, Weight, World
 from pipeproof.exec.rank.machine import Instruction, ProtocolError
@@ -23,22 +22,6 @@ from pipeproof.schedule.columns import work_item_of
 from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """Result of a step on one rank: its loss (last stage only), its shard of each gradient, its router values."""
-
-    loss: Loss | None = None
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    routers: dict[str, np.ndarray] = field(default_factory=dict)
-    not_finite: str = ""
-    """The first operation whose loss is not finite, if there is one."""
-
-    @property
-    def saved(self) -> tuple[Loss | None, dict[str, np.ndarray], dict[str, np.ndarray], str]:
-        """Content of a step file, in its order."""
-        return self.loss, self.gradients, self.routers, self.not_finite
 
 
 class RankAdapter:

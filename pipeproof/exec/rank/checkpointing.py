@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job
+from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
 from pipeproof.exec.run_codes import NOT_EXECUTED
 from pipeproof.verify.subject import Subject
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
 
 PaddleWriter: TypeAlias = Callable[[Path, LoweredPlan, int, Mapping[tuple[str, str], Tensor]], None]
 """Writer of a rank's part of a state, by weight and slot, into a directory."""
-
-
-class StateHolder(Protocol):
-    """Owner of a rank's state: the adapter."""
-
-    def state(self) -> dict[tuple[str, str], Tensor]:
-        """Return the state by weight and slot."""
-        ...
-
-    def restore_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
-        """Continue with this state."""
-        ...
 
 
 def prepare_checkpoint(
@@ -102,18 +91,18 @@ def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
         )
 
 
-def restore_state(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int, directory: Path) -> None:
+def restore_state(adapter: RankAdapter, arrays: Arrays, plan: LoweredPlan, rank: int, directory: Path) -> None:
     """Give a rank its part of a saved state; all of it is read before any of it is put in place."""
     from pipeproof.state.read_state import SavedState, read_rank_state
     from pipeproof.state.state_index import read_index
 
     content = read_rank_state(SavedState(directory, read_index(directory)), plan, rank)
-    holder.restore_state({key: arrays.from_bytes(a.content, a.shape, a.dtype) for key, a in content.items()})
+    adapter.restore_state({key: arrays.from_bytes(a.content, a.shape, a.dtype) for key, a in content.items()})
 
 
 def save_state(
     job: Job,
-    holder: StateHolder,
+    adapter: RankAdapter,
     arrays: Arrays,
     world: World,
     plan: LoweredPlan,
@@ -133,9 +122,9 @@ def save_state(
     name = job.directory.name
     directory = partial_directory(job.checkpoint.root, steps_done, name)
     if write_by_paddle is not None:
-        write_by_paddle(directory, plan, world.rank, holder.state())
+        write_by_paddle(directory, plan, world.rank, adapter.state())
     else:
-        shards = rank_shards(holder, arrays, plan, world.rank)
+        shards = rank_shards(adapter, arrays, plan, world.rank)
         write_rank_state(job.checkpoint.root, steps_done, name, world.rank, shards)
     world.barrier()
     if world.rank == 0:
@@ -158,12 +147,12 @@ def save_state(
     emit("setup", what="running")
 
 
-def rank_shards(holder: StateHolder, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[Shard, ByteArray]:
+def rank_shards(adapter: RankAdapter, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[Shard, ByteArray]:
     """Return the shards that a rank writes, with their content."""
     from pipeproof.state.array_files import ByteArray
     from pipeproof.state.state_layout import shards_of_rank
 
-    state, content = holder.state(), {}
+    state, content = adapter.state(), {}
     for own in shards_of_rank(plan, rank):
         if own.writer == rank:
             tensor = state[own.weight, own.slot]

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.common.sequence_splits import ContextCollectives
+from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.describe.layer_records import LayerWatch
 
 Tensor: TypeAlias = Any
@@ -152,20 +154,8 @@ class World(Protocol):
         ...
 
 
-class StageCollectives(Protocol):
-    """Collectives that layers issue while they compute."""
-
-    def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
-        """Reduce over TP ranks."""
-        ...
-
-    def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
-        """Gather over TP or context-parallel ranks."""
-        ...
-
-    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
-        """Reduce and scatter over TP or context-parallel ranks."""
-        ...
+class StageCollectives(ContextCollectives, TensorParallelCollectives, Protocol):
+    """Collectives that layers issue while they compute: over TP, context-parallel and EP ranks."""
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Exchange rows over EP ranks."""

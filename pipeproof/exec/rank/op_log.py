@@ -10,13 +10,11 @@ of a marker, and ``timed_entries`` replaces the numbers by times.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
@@ -47,16 +45,6 @@ class LogEntry:
     posted_ns: int = 0
     traffic: Traffic = ()
     split_ns: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object that ``from_json`` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> LogEntry:
-        """Read what ``to_json`` wrote."""
-        traffic = tuple((sent, received) for sent, received in data["traffic"])
-        return cls(**{**data, "ranks": tuple(data["ranks"]), "traffic": traffic})
 
 
 Traffic = tuple[tuple[int, int], ...]
@@ -150,12 +138,3 @@ class Timing:
     device: str = ""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
-
-    def save(self, file: Path) -> None:
-        """Write it for the launcher."""
-        file.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        """Read what ``save`` wrote."""
-        return cls(**json.loads(file.read_text()))

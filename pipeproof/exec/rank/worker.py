@@ -6,7 +6,6 @@ of the rank; under an external launcher ``run_rank`` is called in the launched p
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,15 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import EventSink, Fault, Job, save_arrays, save_step
+from pipeproof.exec.launch.job_files import EventSink, Fault, Job, end_process, save_arrays, save_json
 from pipeproof.exec.launch.rendezvous import environment_rank
-from pipeproof.exec.measure.idle_messages import time_idle_messages
+from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
 from pipeproof.exec.rank.framework_choice import (
@@ -34,7 +32,7 @@ from pipeproof.exec.rank.framework_choice import (
     timed,
     timing_of,
 )
-from pipeproof.exec.rank.op_log import HostClock
+from pipeproof.exec.rank.op_log import HostClock, LogEntry, Timing
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
@@ -92,7 +90,7 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     if options.profile:
         emit("setup", what="timing idle messages")
         times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
-        job.idle_messages_file(rank).write_text(json.dumps([asdict(message) for message in times]))
+        save_json(job.rank_file(rank, "bare"), times, list[IdleMessageEnd])
     if job.checkpoint.resume is not None:
         emit("setup", what="loading the state")
         restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
@@ -116,9 +114,9 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         if rehearsal is None:
-            save_step(job.step_file(f"rank{rank}", step), *adapter.outcome.saved)
+            adapter.outcome.save(job.step_file(f"rank{rank}", step))
         if rehearsal is None and is_checked_by_bound(plan) and step + 1 < run.steps:
-            save_arrays(job.weights_file(rank, step + 1), adapter.weights() | adapter.outcome.routers)
+            save_arrays(job.weights_file(rank, step + 1), {**adapter.weights(), **adapter.outcome.routers})
         if job.checkpoint.is_due(step, run.steps):
             write_by_paddle = paddle_writer() if job.checkpoint.by_paddle else None
             save_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
@@ -127,8 +125,8 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
         rehearsal.finish(job, world, emit)
     timed_world.channels.close()
     if options.profile:
-        timing_of(run, clock).save(job.timing_file(rank))
-    job.log_file(rank).write_text(json.dumps([entry.to_json() for entry in adapter.log]))
+        save_json(job.rank_file(rank, "timing"), timing_of(run, clock), Timing)
+    save_json(job.rank_file(rank, "log"), adapter.log, list[LogEntry])
     emit("finished")
 
 
@@ -198,7 +196,4 @@ def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a framework's threads would block a normal exit when a peer is gone
+    end_process(main(sys.argv[1:]))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeproof.comm.channel_models import message_bytes
-from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.measure.link_curve import LinkFit, fit_link
 from pipeproof.exec.measure.ping_pong import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
 from pipeproof.exec.measure.profile_from_logs import by_size
@@ -27,7 +24,7 @@ USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
 LARGE_BYTES = 2**24
 """Additional size on GPUs, whose links smaller messages do not saturate."""
 
-EdgeTimes = Mapping[str, Mapping[int, tuple[float, ...]]]
+EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
 """Microseconds of each message, by the channel's text and the message's bytes."""
 
 
@@ -62,24 +59,6 @@ def ping_edges(
             if world.rank == channel.src:
                 measured[str(channel)] = times
     return measured
-
-
-def save_edges(job: Job, rank: int, times: EdgeTimes) -> None:
-    """Write the times of a rank."""
-    _edges_file(job, rank).write_text(json.dumps(times))
-
-
-def read_edges(job: Job, num_ranks: int) -> EdgeTimes:
-    """Read the times of all ranks."""
-    return {
-        channel: {int(num_bytes): tuple(times) for num_bytes, times in by_size.items()}
-        for rank in range(num_ranks)
-        for channel, by_size in json.loads(_edges_file(job, rank).read_text()).items()
-    }
-
-
-def _edges_file(job: Job, rank: int) -> Path:
-    return job.directory / f"rank{rank}.edges.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from pipeproof.diagnostics.finding import ElementRange, Finding, OpsWitness, RangesWitness, Severity, WitnessOp
 from pipeproof.exec.run_codes import NOT_AS_PROMISED, NOT_AS_SENT
@@ -37,12 +36,6 @@ class ArrivalFault:
         """True if the messages are correct, but together do not match the receiver's layout."""
         return self.num_elements > 0
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ArrivalFault:
-        """Read the result of ``asdict``."""
-        ranges = {key: tuple(ElementRange(**item) for item in data[key]) for key in ("lost", "foreign")}
-        return cls(**{**data, **ranges})
-
 
 @dataclass(slots=True)
 class ArrivalChecks:
@@ -59,15 +52,6 @@ class ArrivalChecks:
         self.num_faults += 1
         if len(self.faults) < MOST_KEPT:
             self.faults.append(fault)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object that ``from_json`` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ArrivalChecks:
-        """Read what ``to_json`` wrote."""
-        return cls(**{**data, "faults": [ArrivalFault.from_json(fault) for fault in data["faults"]]})
 
 
 def findings_of(faults: Sequence[ArrivalFault]) -> tuple[Finding, ...]:

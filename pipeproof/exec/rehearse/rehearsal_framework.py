@@ -7,7 +7,6 @@ issues the collectives that the graph has below the computation, and makes its o
 # ruff: noqa: D102 - the protocols document the methods
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,11 +14,12 @@ import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
-from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.job_files import Job, save_json
 from pipeproof.exec.rank.framework_choice import start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
 from pipeproof.exec.rehearse.rehearsal_arrivals import Arrivals
-from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, ping_edges, save_edges
+from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, ping_edges
+from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks
 from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor
 from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalWorld
 from pipeproof.schedule.op_table import NONE
@@ -258,8 +258,8 @@ class RehearsalFramework:
             clock = start_ping_clock(self._run, arrays)
             graph, device = self._arrivals.graph, self._run.device
             times = ping_edges(real, arrays, clock, graph, device, lambda phase: emit("setup", what=phase))
-        save_edges(job, real.rank, times)
-        job.checks_file(real.rank).write_text(json.dumps(self.checked.to_json()))
+        save_json(job.rank_file(real.rank, "edges"), times, EdgeTimes)
+        save_json(job.rank_file(real.rank, "checks"), self.checked, ArrivalChecks)
         # The host runs ahead of a GPU: if a rank ended now, its peers would not get its last messages.
         arrays.synchronize()
         real.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from typing import Any
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.launch.job_files import Job
-from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.rehearse.rehearsal_edges import Edge, edges_of, network_of, read_edges
+from pipeproof.exec.launch.job_files import Job, load_json
+from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.exec.run_codes import UNVERIFIED
 from pipeproof.verify.check_plan import Report
@@ -100,9 +98,11 @@ def read_rehearsal(report: Report, job: Job) -> Rehearsal:
     subject = report.subject
     graph, run = subject.graph, subject.plan.spec.run
     ranks = range(graph.num_ranks)
-    checked = {rank: ArrivalChecks.from_json(json.loads(job.checks_file(rank).read_text())) for rank in ranks}
-    logs = {rank: [LogEntry.from_json(entry) for entry in json.loads(job.log_file(rank).read_text())] for rank in ranks}
-    times = read_edges(job, graph.num_ranks)
+    checked = {rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks}
+    logs = job.logs(graph.num_ranks)
+    times = {
+        channel: own for rank in ranks for channel, own in load_json(job.rank_file(rank, "edges"), EdgeTimes).items()
+    }
     edges = edges_of(graph, times)
     differences = [
         finding

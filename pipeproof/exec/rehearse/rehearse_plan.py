@@ -26,11 +26,7 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
         job, state = prepare_job(report, options, directory), JobState(report.subject)
-
-        def progressed() -> None:
-            on_progress(next((rank.phase for rank in state.ranks if rank.phase != "running"), "running"))
-
-        Launcher(job, state, options.timeout_s, has_reference=False).run(progressed)
+        Launcher(job, state, options.timeout_s, has_reference=False).run(lambda: on_progress(state.phase))
         return read_rehearsal(report, job)
 
 

@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, finding_content, finding_of
 
+_Result = TypeVar("_Result")
 _FAILED = "failed"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
@@ -89,6 +90,16 @@ class Agreement:
             return results
         failed = dict(sorted(failed.items()))
         raise _common_error(failed, self.num_ranks) from (None if failure is None else _user_error(failure))
+
+    def own(self, phase: str, work: Callable[[], _Result]) -> _Result:
+        """Return the result of ``work`` on this rank, of any type, once it has succeeded on all.
+
+        Raises:
+            PipelineError: as ``gather``.
+        """
+        made: list[_Result] = []
+        self.gather(phase, lambda: made.append(work()))
+        return made[0]
 
     def publish(self, key: str, content: Any) -> None:
         """Write one JSON value for ``read``."""
@@ -168,6 +179,42 @@ STORE_LOST = (
     "the store of the process group does not answer: the process that holds it has ended (the launcher's, or that of "
     "rank 0)"
 )
+
+
+def described_in_order(
+    agreement: Agreement, numbers: Sequence[int], describe: Callable[[int, dict[str, Any]], dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """JSON facts of all stages by number, of which ``describe`` makes those of this rank, the stages ``numbers``.
+
+    It is called with the number and with the facts of the stage before, which are empty for the first stage.
+
+    Raises:
+        PipelineError: it raised on a rank.
+    """
+
+    def own() -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        for position, number in enumerate(numbers):
+            try:
+                facts[str(number)] = describe(number, _facts_before(agreement, number))
+            except Exception as error:
+                for later in numbers[position:]:  # other ranks may wait for one of these
+                    agreement.publish(f"boundary/{later}", {"error": str(error)})
+                raise
+            agreement.publish(f"boundary/{number}", facts[str(number)])
+        return facts
+
+    reports = agreement.gather("boundaries", own)
+    return dict(sorted((int(number), facts) for of_rank in reports for number, facts in of_rank.items()))
+
+
+def _facts_before(agreement: Agreement, number: int) -> dict[str, Any]:
+    before: dict[str, Any] = {}
+    if number:
+        before = agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
+    if "error" in before:
+        raise PipelineError.reported(str(before["error"]))
+    return before
 
 
 def require_equal(values: Sequence[Any], what: str) -> None:

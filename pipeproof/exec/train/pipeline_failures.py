@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.train_errors import PipelineError
 
 _REPORT_S = 1.0
@@ -69,6 +70,35 @@ class PipelineFailures:
             text = f"{type(error).__name__} while it {place}: {text}"
         self.fail(text)
         return str(self._text)
+
+    @contextlib.contextmanager
+    def as_one(
+        self, watch: StallWatch, of_transfers: type[Exception], note: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Turn what goes wrong in a step on any rank into one error on every rank, and into its report.
+
+        An error of the type ``of_transfers`` is mostly a transfer that ended because a peer has failed; ``note`` is
+        called before its text is made.
+        """
+        self.require_sound(watch.failure)
+        try:
+            yield
+            self.require_sound(watch.failure)  # values of ended transfers are no results
+        except PipelineError as error:
+            self.fail(str(error), is_reported=error.is_reported)
+            raise
+        except of_transfers as error:
+            note()
+            text = self.elsewhere(error, watch.state())
+            raise PipelineError.reported(text) from (error if self.is_own and not is_of_peer(error) else None)
+        except BaseException as error:
+            place = watch.state(with_line=False)
+            self.fail(f"{type(error).__name__} {f'({error}) ' if str(error) else ''}while it {place}")
+            raise
+        finally:
+            watch.leave()
+            if self.is_broken:
+                watch.acknowledge()
 
     def _reported(self) -> str | None:
         try:

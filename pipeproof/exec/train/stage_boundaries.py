@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from pipeproof.exec.train.train_errors import PipelineError
@@ -76,6 +78,16 @@ class LeafSpec:
         return {"shape": shape, "dtype": self.dtype, "gradient": self.has_gradient}
 
 
+def form_of(entry: Mapping[str, Any]) -> Form:
+    """The structure of a stage's output, from its JSON facts."""
+    return Form(entry["form"][0], tuple(entry["form"][1]))
+
+
+def specs_of(out: Sequence[Sequence[Any]]) -> tuple[LeafSpec, ...]:
+    """The tensors of a stage's output, from its JSON facts."""
+    return tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out)
+
+
 @dataclass(frozen=True, slots=True)
 class Boundaries:
     """The boundaries of one stage. ``outputs`` is empty for the last one, and ``input_form`` None for the first."""
@@ -83,11 +95,28 @@ class Boundaries:
     input_form: Form | None
     output_form: Form
     outputs: tuple[LeafSpec, ...]
+    by_micro_batch: tuple[tuple[LeafSpec, ...], ...] = ()
+    """The outputs of each micro-batch; empty if all are alike."""
+
+    def outputs_of(self, index: int) -> tuple[LeafSpec, ...]:
+        """The outputs of one micro-batch."""
+        return self.by_micro_batch[index] if self.by_micro_batch else self.outputs
 
 
 def dtype_name(dtype: object) -> str:
     """The plan's name of a framework's type: float32 of ``torch.float32`` and of ``paddle.float32``."""
     return str(dtype).rpartition(".")[2]
+
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def common_dtype(weights: Iterable[Any]) -> str:
+    """The floating-point type of most elements of the weights; empty without any."""
+    counts: Counter[str] = Counter()
+    for weight in weights:
+        counts[dtype_name(weight.dtype)] += prod(weight.shape)
+    return next((name for name, _ in counts.most_common() if name in DTYPES), "")
 
 
 def kind_text(value: object) -> str:

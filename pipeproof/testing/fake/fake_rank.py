@@ -7,11 +7,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.diagnostics.finding import shown_path
 from pipeproof.schedule.columns import COMMUNICATORS, NONE
 from pipeproof.schedule.op_table import Channel, Group
@@ -26,6 +25,7 @@ from pipeproof.schedule.ops import (
     parse_op,
 )
 from pipeproof.testing.fake.fake_operations import Array, Call, Computation, FakeOp, RaceError, Transfer
+from pipeproof.testing.fake.fake_run import Running
 from pipeproof.testing.fake.virtual_clock import exact_us
 from pipeproof.testing.same_gradients import as_array, dtype_name
 
@@ -33,35 +33,6 @@ _HERE = str(Path(__file__).parent)
 
 _NAMES = {True: SEND_KINDS - META_KINDS, False: RECV_KINDS - META_KINDS}
 """Kinds that the name of a send, or of a receive, may have."""
-
-
-class Stage(Protocol):
-    """Interface of the world that a rank uses."""
-
-    model: ChannelModel
-    groups: tuple[Group, ...]
-
-    @property
-    def now_us(self) -> Fraction:
-        """The virtual time."""
-
-    def issue(self, entry: Sequence[FakeOp]) -> None:
-        """Issue one call of a rank."""
-
-    def record(self, op: FakeOp) -> None:
-        """Record an issued operation."""
-
-    def record_wait(self, op: FakeOp, place: str, line: int) -> None:
-        """Record a wait."""
-
-    def hold(self, rank: int, ops: Sequence[FakeOp], place: str) -> None:
-        """Block a rank's program until all of these are done."""
-
-    def open(self, rank: int, connections: dict[Hashable, frozenset[int]], place: str) -> None:
-        """Block a rank's program until all of these ranks have reached each connection."""
-
-    def stage_of(self, channel: Channel) -> int:
-        """Return the number of a channel, used for the operations of messages without a name."""
 
 
 class Handle:
@@ -108,7 +79,7 @@ class FakeRank:
     framework; results are numpy arrays.
     """
 
-    def __init__(self, rank: int, num_ranks: int, world: Stage) -> None:
+    def __init__(self, rank: int, num_ranks: int, world: Running) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._world = world
         self._batch: list[Transfer] | None = None

@@ -154,7 +154,7 @@ _PART = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a graph: deadlock under the declared model, and the models of ``MODELS`` under which it deadlocks."""
+    """Verdict on a graph: deadlock under the declared model, else the models of ``MODELS`` under which it deadlocks."""
 
     declared: bool
     failing: tuple[ChannelModel, ...]
@@ -183,17 +183,20 @@ class DeadlockChecker:
         return bool(cyclic_part(wait_graph(self._all, model)).any())
 
     def verdict(self, declared: ChannelModel) -> Verdict:
-        """The verdict under the declared model and under all others, from the strictest down."""
+        """The verdict under all models, from the strictest down; under the declared one alone if that deadlocks."""
         safe: list[ChannelModel] = []
-        failing = []
+        failing: list[ChannelModel] = []
         for model in MODELS:
             if self._covered(safe, model):
                 continue
-            if self.deadlocks(model):
-                failing.append(model)
-            else:
+            if not self.deadlocks(model):
                 safe.append(model)
-        return Verdict(not self._covered(safe, declared) and self.deadlocks(declared), tuple(failing))
+                continue
+            if not failing and self.deadlocks(declared):
+                return Verdict(declared=True, failing=())
+            failing.append(model)
+        declared_fails = not failing and not self._covered(safe, declared) and self.deadlocks(declared)
+        return Verdict(declared_fails, tuple(failing))
 
     def _covered(self, safe: list[ChannelModel], model: ChannelModel) -> bool:
         """Return True if a model that is known to be safe has all waits of this one.

@@ -11,102 +11,37 @@ The behaviour of Paddle's gloo decides the design:
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.stages.paddle.runtime import quiet_native
 
 
-@dataclass(slots=True)
-class Transfer:
-    """A posted transfer: its buffer, and its times and outcome once it is done.
-
-    It begins when the transfers ``after`` are done.
-    """
-
-    buffer: paddle.Tensor
-    posted_ns: int
-    after: Sequence[Transfer] = ()
-    done: threading.Event = field(default_factory=threading.Event)
-    start_ns: int = 0
-    end_ns: int = 0
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until the transfer is done; raise its error."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class _ChannelEnd:
-    """One end of a channel: a FIFO of transfers and the thread that executes them in order."""
-
-    def __init__(self, name: str, act: Callable[[paddle.Tensor], None]) -> None:
-        self._act = act
-        self._fifo: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def post(self, buffer: paddle.Tensor, after: Sequence[Transfer]) -> Transfer:
-        transfer = Transfer(buffer, time.monotonic_ns(), after)
-        self._fifo.put(transfer)
-        return transfer
-
-    def close(self) -> None:
-        self._fifo.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (transfer := self._fifo.get()) is not None:
-            for earlier in transfer.after:
-                earlier.done.wait()
-            transfer.after = ()
-            transfer.start_ns = time.monotonic_ns()
-            try:
-                self._act(transfer.buffer)
-            except Exception as error:  # noqa: BLE001 - the wait for the transfer raises it
-                transfer.error = error
-            transfer.end_ns = time.monotonic_ns()
-            transfer.done.set()
-
-
 class PaddleChannels:
-    """Ends of all channels on one rank."""
+    """Ends of all channels on one rank, each with its thread."""
 
     def __init__(self, rank: int, groups: dict[Channel, dist.communication.group.Group]) -> None:
-        self._ends: dict[Channel, _ChannelEnd] = {}
-        for channel, group in groups.items():
-            if rank == channel.src:
-                self._ends[channel] = _ChannelEnd(f"send {channel}", _sender(channel.dst, group))
-            elif rank == channel.dst:
-                self._ends[channel] = _ChannelEnd(f"recv {channel}", _receiver(channel.src, group))
+        self._rank, self._groups = rank, groups
+        self._queues = {c: TaskQueue(str(c)) for c in groups if rank in (c.src, c.dst)}
 
-    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Task] = ()) -> Task:
         """Queue a contiguous buffer on this rank's end of ``channel`` after the transfers ``after``; return at once."""
-        return self._ends[channel].post(buffer, after)
+        is_send, group = self._rank == channel.src, self._groups[channel]
+        call, peer = (dist.send, channel.dst) if is_send else (dist.recv, channel.src)
+        return self._queues[channel].post(buffer, lambda: call(buffer, peer, group=group), after)
 
     def close(self) -> None:
         """End the threads once all transfers are done."""
-        for end in self._ends.values():
-            end.close()
-
-
-def _sender(dst: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
-    return lambda buffer: dist.send(buffer, dst=dst, group=group)
-
-
-def _receiver(src: int, group: dist.communication.group.Group) -> Callable[[paddle.Tensor], None]:
-    return lambda buffer: dist.recv(buffer, src=src, group=group)
+        for each in self._queues.values():
+            each.close()
 
 
 class PairwiseCollectives:
@@ -116,7 +51,7 @@ class PairwiseCollectives:
     Sums and maxima are taken in group order.
     """
 
-    def __init__(self, rank: int, group: Group, pairs: dict[tuple[int, int], dist.communication.group.Group]) -> None:
+    def __init__(self, rank: int, group: Group, pairs: Mapping[tuple[int, int], Any]) -> None:
         self.ranks = group.ranks
         self._rank = rank
         self._pairs = pairs
@@ -128,13 +63,21 @@ class PairwiseCollectives:
     def gather(self, tensor: paddle.Tensor) -> list[paddle.Tensor]:
         """Return the tensors of all members in group order; all shapes and dtypes must be equal."""
         parts = {self._rank: tensor}
+        for pair, member in self._own_pairs():
+            parts[pair[1 - member]] = self._of_both(pair, tensor)[1 - member]
+        return [parts[rank] for rank in self.ranks]
+
+    def _own_pairs(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yield the pairs of this rank in their common order, with its position in each."""
         for pair in combinations(self.ranks, 2):
             if self._rank in pair:
-                received: list[paddle.Tensor] = []
-                dist.all_gather(received, tensor, group=self._pairs[pair])
-                peer = pair[1] if pair[0] == self._rank else pair[0]
-                parts[peer] = received[pair.index(peer)]
-        return [parts[rank] for rank in self.ranks]
+                yield pair, pair.index(self._rank)
+
+    def _of_both(self, pair: tuple[int, int], tensor: paddle.Tensor) -> list[paddle.Tensor]:
+        """Return the tensors of both members of a pair; all shapes and dtypes must be equal."""
+        received: list[paddle.Tensor] = []
+        dist.all_gather(received, tensor, group=self._pairs[pair])
+        return received
 
     def all_gather(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
         """Return the tensors of all members, joined along ``dim`` in group order."""
@@ -157,18 +100,15 @@ class PairwiseCollectives:
         }
         sizes = dict(zip(self.ranks, zip(send, receive, strict=True), strict=True))
         parts = {self._rank: sent.get(self._rank)}
-        for pair in combinations(self.ranks, 2):
-            if self._rank not in pair:
-                continue
-            peer = pair[1] if pair[0] == self._rank else pair[0]
+        for pair, member in self._own_pairs():
+            peer = pair[1 - member]
             outgoing, incoming = sizes[peer]
             if most := max(outgoing, incoming):
                 padded = paddle.zeros([most, *rows.shape[1:]], dtype=rows.dtype)
                 if outgoing:
                     padded[:outgoing] = sent[peer]
-                gathered: list[paddle.Tensor] = []
-                dist.all_gather(gathered, padded, group=self._pairs[pair])
-                parts[peer] = gathered[pair.index(peer)][:incoming] if incoming else None
+                gathered = self._of_both(pair, padded)[1 - member]
+                parts[peer] = gathered[:incoming] if incoming else None
         full = [part for rank in self.ranks if (part := parts.get(rank)) is not None]
         return paddle.concat(full) if full else paddle.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pipeproof.exec.launch.gpu_assignment import num_gpus
 from pipeproof.exec.launch.gpu_sharing import shared_gpu
 from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
 from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
@@ -74,9 +75,6 @@ class PaddleEndpoint(GroupEndpoint):
             "kernels": kernels,
         }
 
-    def _request(self, transfer: Any) -> Any:
-        return transfer.task
-
     def _tensor(self, array: Array) -> Any:
         return self._library.to_tensor(array)
 
@@ -89,9 +87,7 @@ def main(arguments: list[str]) -> None:
         if kind == "cpu":
             start_paddle()
             return
-        from pipeproof.exec.rank.paddle.device import num_gpus
-
-        start_paddle(shared_gpu(rank, num_gpus()), computes=False)
+        start_paddle(shared_gpu(rank, num_gpus("paddle")), computes=False)
 
     serve([fd], start, lambda: PaddleEndpoint(rank, kind))
 

@@ -1,8 +1,6 @@
 """Communication with Paddle on GPUs: one communicator for each channel and group, and no kernel of Paddle's.
 
-- Each directed edge has its own two-rank group, and so a communicator with its own stream. A post starts after the work
-  launched before it, and a wait blocks the compute stream, not the host. There are no threads.
-- Every communicator is used once before the first step, in one order on all ranks: NCCL connects at first use.
+- Channels and groups are those of ``exec.rank.group_channels``. There are no threads.
 - The partial transport is Fleet's: the process group gets the whole tensor, and sends, receives or gathers the slice of
   one rank.
 - ``paddle.distributed.barrier`` launches a kernel on GPUs. Here ranks wait for each other at the store of the
@@ -14,7 +12,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from pipeproof.exec.rank.group_channels import GroupChannels, PostedTransfer, connected_groups
 from pipeproof.exec.rank.message_buffers import Slice
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.stages.paddle.runtime import quiet_native
@@ -30,56 +29,20 @@ _ProcessGroup = Any
 """Handle of a group in ``paddle.distributed``."""
 
 
-@dataclass(slots=True)
-class Transfer:
-    """A posted transfer and its buffer; times in nanoseconds of the host's monotonic clock.
-
-    ``end_ns`` is when the host continued, not when the data arrived.
-    """
-
-    buffer: paddle.Tensor | Slice
-    task: Any
-    posted_ns: int
-    start_ns: int = 0
-    end_ns: int = 0
-
-    def wait(self) -> None:
-        """Let the compute stream wait until the transfer is done."""
-        self.task.wait()
-        self.start_ns, self.end_ns = self.posted_ns, time.monotonic_ns()
-
-
-class NcclChannels:
+class NcclChannels(GroupChannels):
     """Ends of all channels on one rank; ``SliceChannels``."""
 
-    def __init__(self, rank: int, groups: dict[Channel, _ProcessGroup]) -> None:
-        self._rank = rank
-        self._groups = {channel: group for channel, group in groups.items() if rank in (channel.src, channel.dst)}
+    def __init__(self, rank: int, groups: Mapping[Channel, _ProcessGroup]) -> None:
+        super().__init__(dist, rank, groups)
 
-    def post(self, channel: Channel, buffer: paddle.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
-        """Start moving a contiguous buffer over this rank's end of ``channel``; returns at once.
-
-        The transfers in ``after`` are on the same channel, which is a FIFO (``exec.executor_support`` refuses others).
-        """
-        group = self._groups[channel]
-        posted_ns = time.monotonic_ns()
-        if self._rank == channel.src:
-            task = dist.isend(buffer, dst=channel.dst, group=group)
-        else:
-            task = dist.irecv(buffer, src=channel.src, group=group)
-        return Transfer(buffer, task, posted_ns)
-
-    def post_slice(self, channel: Channel, part: Slice, after: Sequence[Transfer] = ()) -> Transfer:
+    def post_slice(self, channel: Channel, part: Slice, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a slice of a tensor, with the calls of Fleet's partial transport."""
         group = self._groups[channel]
         posted_ns = time.monotonic_ns()
         is_send = self._rank == channel.src
         peer = group.get_group_rank(channel.dst if is_send else channel.src)
         call = group.process_group.send_partial if is_send else group.process_group.recv_partial
-        return Transfer(part, call(part.whole, peer, part.num_slices, part.index, sync_op=False), posted_ns)
-
-    def close(self) -> None:
-        """Do nothing: the rank has waited for every transfer."""
+        return PostedTransfer(part, call(part.whole, peer, part.num_slices, part.index, sync_op=False), posted_ns)
 
 
 class NcclCollectives:
@@ -180,21 +143,10 @@ def connect(
     with quiet_native():
         dist.init_parallel_env()
     token = paddle.to_tensor(np.ones(1, dtype="float32"))
-    by_channel: dict[Channel, _ProcessGroup] = {}
-    for channel in channels:
-        progress(f"connecting {channel}")
-        by_channel[channel] = dist.new_group([channel.src, channel.dst])
-        if rank == channel.src:
-            dist.send(token, dst=channel.dst, group=by_channel[channel])
-        elif rank == channel.dst:
-            dist.recv(token, src=channel.src, group=by_channel[channel])
-    collectives: dict[int, NcclCollectives] = {}
-    for index, group in enumerate(groups):
-        progress(f"connecting {group.axis} group {', '.join(map(str, group.ranks))}")
-        process_group = dist.new_group(list(group.ranks))
-        if rank in group.ranks:
-            collectives[index] = NcclCollectives(rank, group.ranks, process_group, computes=computes)
-            dist.all_reduce(token, group=process_group)
+    by_channel, by_group = connected_groups(dist, dist.new_group, rank, token, channels, groups, progress)
     token.numpy()  # waits for all of it
+    collectives = {
+        index: NcclCollectives(rank, groups[index].ranks, group, computes=computes) for index, group in by_group.items()
+    }
     store = paddle.base.core.create_or_get_global_tcp_store()
     return NcclWorld(rank, num_ranks, store, NcclChannels(rank, by_channel), collectives)

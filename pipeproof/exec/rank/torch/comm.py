@@ -1,18 +1,12 @@
 """Communication with PyTorch: a process group for each channel, and one for each group of the graph.
 
-- Each directed edge between two ranks (a channel) has its own group, so that no direction waits for another: on NCCL a
-  communicator with its own stream, on gloo its own FIFO.
-- All groups are made in one global order, and each is used once before the first step: NCCL connects at first use, and
-  a receive that spins on a GPU without loaded kernels may wait forever.
-- On a GPU nothing here blocks the host: a transfer starts after the work launched before it, and a wait blocks the
-  current stream.
+- Channels and groups are those of ``exec.rank.group_channels``, on gloo too.
 - gloo lacks reduce-scatter and all-to-all for some types; there they are composed of exchanges between members, in
   group order, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,54 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.exec.rank.framework_protocol import Channels
+from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.schedule.op_table import Channel, Group
 
 CONNECT_TIMEOUT = timedelta(minutes=30)
 """Timeout of the backend. The watchdog's is shorter and knows the operation."""
-
-
-@dataclass(slots=True)
-class Transfer:
-    """A posted transfer and its buffer; times in nanoseconds of the host's monotonic clock.
-
-    On a GPU ``end_ns`` is when the host continued, not when the data arrived.
-    """
-
-    buffer: torch.Tensor
-    work: dist.Work
-    posted_ns: int
-    start_ns: int = 0
-    end_ns: int = 0
-
-    def wait(self) -> None:
-        """Block the host until the transfer is done; on a GPU block the current stream instead."""
-        self.work.wait()
-        self.start_ns, self.end_ns = self.posted_ns, time.monotonic_ns()
-
-
-class TorchChannels:
-    """Ends of all channels on one rank."""
-
-    def __init__(self, rank: int, groups: dict[Channel, dist.ProcessGroup]) -> None:
-        self._rank = rank
-        self._groups = {channel: group for channel, group in groups.items() if rank in (channel.src, channel.dst)}
-
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
-        """Start moving a contiguous buffer over this rank's end of ``channel``; returns at once.
-
-        The transfers in ``after`` are on the same channel, which is a FIFO (``exec.executor_support`` refuses others).
-        """
-        group = self._groups[channel]
-        posted_ns = time.monotonic_ns()  # the peer may have it before this call returns
-        if self._rank == channel.src:
-            work = dist.isend(buffer, dst=channel.dst, group=group)
-        else:
-            work = dist.irecv(buffer, src=channel.src, group=group)
-        assert work is not None
-        return Transfer(buffer, work, posted_ns)
-
-    def close(self) -> None:
-        """Do nothing: the rank has waited for every transfer."""
 
 
 class GroupCollectives:
@@ -197,24 +148,11 @@ def connect_groups(
 ) -> TorchWorld:
     """Make every group of a joined world, in one order on all ranks, and use each once."""
     token = torch.ones(1, device=device)
-    by_channel: dict[Channel, dist.ProcessGroup] = {}
-    for channel in channels:
-        progress(f"connecting {channel}")
-        by_channel[channel] = _group([channel.src, channel.dst])
-        if rank == channel.src:
-            dist.send(token, dst=channel.dst, group=by_channel[channel])
-        elif rank == channel.dst:
-            dist.recv(token, src=channel.src, group=by_channel[channel])
-    collectives: dict[int, GroupCollectives] = {}
-    for index, group in enumerate(groups):
-        progress(f"connecting {group.axis} group {', '.join(map(str, group.ranks))}")
-        process_group = _group(group.ranks)
-        if rank in group.ranks:
-            collectives[index] = GroupCollectives(rank, group.ranks, process_group)
-            dist.all_reduce(token, group=process_group)
+    by_channel, by_group = connected_groups(dist, _group, rank, token, channels, groups, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return TorchWorld(rank, device, TorchChannels(rank, by_channel), collectives)
+    collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
+    return TorchWorld(rank, device, GroupChannels(dist, rank, by_channel), collectives)
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup:

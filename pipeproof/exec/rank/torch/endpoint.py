@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeproof.exec.launch.gpu_assignment import num_gpus
 from pipeproof.exec.launch.gpu_sharing import shared_gpu
 from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
 from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
@@ -88,9 +89,6 @@ class TorchEndpoint(GroupEndpoint):
             else:
                 self.recv(token, peer)
 
-    def _request(self, transfer: Any) -> Any:
-        return transfer.work
-
     def _tensor(self, array: Array) -> Any:
         return self._library.from_numpy(np.array(array)).to(self._device)
 
@@ -107,9 +105,7 @@ def main(arguments: list[str]) -> None:
         if kind == "cpu":
             device = start_torch(kind)
             return
-        from pipeproof.exec.rank.torch.device import num_gpus
-
-        device = start_torch(kind, shared_gpu(rank, num_gpus()), computes=False)
+        device = start_torch(kind, shared_gpu(rank, num_gpus("torch")), computes=False)
 
     serve([fd], start, lambda: TorchEndpoint(rank, device))
 

@@ -13,17 +13,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from pipeproof.exec.rank.framework_protocol import World
+from pipeproof.exec.rank.framework_protocol import Channels, World
+from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Timing
-from pipeproof.exec.rank.torch.comm import TorchChannels, TorchWorld, Transfer
+from pipeproof.exec.rank.task_queue import Task, TaskQueue
+from pipeproof.exec.rank.torch.comm import TorchWorld
 from pipeproof.schedule.op_table import Channel
 
 _ANCHOR_TRIALS = 20
@@ -88,7 +89,7 @@ class DeviceClock:
         return self._anchor_ns + round(after_ms * _NS_OF_MS)
 
 
-class DeviceTransfer(Transfer):
+class DeviceTransfer(PostedTransfer):
     """A posted transfer; its times are numbers of the device's clock."""
 
     def wait(self) -> None:
@@ -99,91 +100,60 @@ class DeviceTransfer(Transfer):
 class DeviceChannels:
     """A rank's channels with transfers timed on the GPU."""
 
-    def __init__(self, channels: TorchChannels, clock: DeviceClock, device: torch.device) -> None:
+    def __init__(self, channels: Channels, clock: DeviceClock, device: torch.device) -> None:
         self._channels, self._clock, self._device = channels, clock, device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[DeviceTransfer] = ()) -> DeviceTransfer:
-        """Post a transfer, see ``TorchChannels.post``, with an event before it and one at its end."""
+        """Post a transfer, see ``Channels.post``, with an event before it and one at its end."""
         stream = self._streams.get(channel)
         if stream is None:
             stream = self._streams[channel] = torch.cuda.Stream(self._device)
         posted = self._clock.now()
-        transfer = self._channels.post(channel, buffer)
+        transfer: Any = self._channels.post(channel, buffer)
         with torch.cuda.stream(stream):
             transfer.work.wait()  # blocks the stream; the buffer lives at least until the rank's own wait
             return DeviceTransfer(buffer, transfer.work, posted, posted, self._clock.now())
 
     def close(self) -> None:
-        """Close the channels, see ``TorchChannels.close``."""
+        """Close the channels, see ``Channels.close``."""
         self._channels.close()
-
-
-@dataclass(slots=True)
-class WatchedTransfer(Transfer):
-    """A posted transfer that a thread waits for."""
-
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self) -> None:
-        """Block until the transfer is done.
-
-        Raises:
-            RuntimeError: the peer is gone, or another error of gloo.
-        """
-        self.done.wait()
-        if self.error is not None:
-            raise RuntimeError(str(self.error)) from self.error
 
 
 class WatchedChannels:
     """A rank's channels over gloo with the end times of transfers."""
 
-    def __init__(self, channels: TorchChannels) -> None:
+    def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._posted: dict[Channel, SimpleQueue[WatchedTransfer | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._queues: dict[Channel, TaskQueue] = {}
 
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[WatchedTransfer] = ()) -> WatchedTransfer:
-        """Post a transfer, see ``TorchChannels.post``."""
-        posted = self._posted.get(channel)
-        if posted is None:
-            posted = self._posted[channel] = SimpleQueue()
-            self._threads.append(threading.Thread(target=_watch, args=[posted], name=f"times {channel}", daemon=True))
-            self._threads[-1].start()
-        plain = self._channels.post(channel, buffer)
-        transfer = WatchedTransfer(buffer, plain.work, plain.posted_ns, plain.posted_ns)
-        posted.put(transfer)
-        return transfer
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Task] = ()) -> Task:
+        """Post a transfer, see ``Channels.post``."""
+        if channel not in self._queues:
+            self._queues[channel] = TaskQueue(f"times {channel}")
+        posted = self._channels.post(channel, buffer)
+        return self._queues[channel].post(buffer, posted.wait, begun_ns=posted.posted_ns)
 
     def close(self) -> None:
         """End the threads, after all waits: one that is in C++ when the interpreter ends would abort the process."""
-        for posted in self._posted.values():
-            posted.put(None)
-        for thread in self._threads:
-            thread.join()
+        for each in self._queues.values():
+            each.close()
         self._channels.close()
 
 
-def _watch(posted: SimpleQueue[WatchedTransfer | None]) -> None:
-    while (transfer := posted.get()) is not None:
-        try:
-            transfer.work.wait()
-        except Exception as error:  # noqa: BLE001 - gloo may raise anything; the rank's own wait raises it again
-            transfer.error = error
-        transfer.end_ns = time.monotonic_ns()
-        transfer.done.set()
+def timed_channels(channels: Channels, device: torch.device) -> tuple[Channels, Clock]:
+    """Return the channels with timed transfers, and the clock of operations."""
+    if device.type == "cpu":
+        return WatchedChannels(channels), HostClock()
+    clock = DeviceClock(device)
+    return DeviceChannels(channels, clock, device), clock
 
 
 def timed(world: World) -> tuple[World, Clock]:
     """Return the world, made by ``connect``, with timed transfers, and the clock of its operations."""
     assert isinstance(world, TorchWorld)
-    assert isinstance(world.channels, TorchChannels)
-    if world.device.type == "cpu":
-        return replace(world, channels=WatchedChannels(world.channels)), HostClock()
-    clock = DeviceClock(world.device)
-    return replace(world, channels=DeviceChannels(world.channels, clock, world.device)), clock
+    channels, clock = timed_channels(world.channels, world.device)
+    return replace(world, channels=channels), clock
 
 
 def timing_of(clock: Clock) -> Timing:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.reference_kind import assembled_weights, is_checked_by_bound
 from pipeproof.exec.compare.reference_start import reference_start
-from pipeproof.exec.launch.job_files import Job, load_arrays, save_arrays, save_step
+from pipeproof.exec.launch.job_files import Job, StepOutcome, load_arrays, save_arrays
 from pipeproof.exec.rank.framework_protocol import Array
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.reference_state import StepResult
@@ -34,7 +34,7 @@ def run_torch_reference(job: Job, plan: LoweredPlan, on_step: Callable[[int], No
             continue
         if watch is not None:
             save_arrays(job.layers_file("reference", result.step), watch.take())
-        save_step(job.step_file("unpartitioned", result.step), result.loss, result.gradients, result.routers)
+        StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("unpartitioned", result.step))
         on_step(result.step)
 
 

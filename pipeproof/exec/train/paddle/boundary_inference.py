@@ -14,7 +14,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
 
-from pipeproof.exec.train.stage_boundaries import Form, LeafSpec, leaves_of
+from pipeproof.exec.train.stage_boundaries import Form, LeafSpec, form_of, leaves_of, specs_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 Tensor: TypeAlias = paddle.Tensor
@@ -95,6 +95,4 @@ def entry_of(run: StageRun, num_rows: int) -> dict[str, Any]:
 
 def boundary_of(entry: Mapping[str, Any]) -> tuple[Form, tuple[LeafSpec, ...]]:
     """The boundary of an ``entry_of``."""
-    return Form(entry["form"][0], tuple(entry["form"][1])), tuple(
-        LeafSpec(tuple(shape), *rest) for shape, *rest in entry["out"]
-    )
+    return form_of(entry), specs_of(entry["out"])

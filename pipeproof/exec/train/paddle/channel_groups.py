@@ -10,11 +10,9 @@ On other devices the groups have Paddle's default backend (NCCL on GPUs), and a 
 from __future__ import annotations
 
 import json
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol, TypeAlias
 
@@ -23,82 +21,18 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group as PaddleGroup
 
+from pipeproof.exec.rank.paddle.comm import PairwiseCollectives
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
+from pipeproof.exec.rank.task_queue import Task, TaskQueue, TransfersEnded
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
-from pipeproof.exec.train.paddle.meetings import Meeting, TransfersEnded, connect_meetings
+from pipeproof.exec.train.paddle.meetings import Meeting, connect_meetings
 from pipeproof.exec.train.paddle.store import PaddleStore
-from pipeproof.schedule.op_table import Channel, OpGraph
+from pipeproof.schedule.op_table import Channel, Group, OpGraph
 
 Tensor: TypeAlias = paddle.Tensor
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0001, 0.005
 _GET_S = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """Work of another thread on a tensor, and its outcome; a ``Transfer``."""
-
-    buffer: Tensor
-    act: Callable[[], None]
-    posted_ns: int = field(default_factory=time.monotonic_ns)
-    start_ns: int = 0
-    end_ns: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until the work is done; raise its error."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class TaskQueue:
-    """A FIFO of tasks and the thread that executes them."""
-
-    def __init__(self, name: str) -> None:
-        self._fifo: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._open: list[Task] = []
-        self._lock = threading.Lock()
-        self._has_ended = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def post(self, buffer: Tensor, act: Callable[[], None]) -> Task:
-        """Queue work on a tensor."""
-        task = Task(buffer, act)
-        with self._lock:
-            if self._has_ended:
-                raise TransfersEnded("the pipeline has failed")
-            self._open.append(task)
-        self._fifo.put(task)
-        return task
-
-    def abort(self) -> None:
-        """End all tasks with an error, and accept no more. A task that runs is left to its thread."""
-        with self._lock:
-            self._has_ended = True
-            tasks, self._open = self._open, []
-        for task in tasks:
-            task.error = TransfersEnded("the pipeline has failed")
-            task.done.set()
-
-    def _run(self) -> None:
-        while not self._has_ended:
-            task = self._fifo.get()
-            task.start_ns = time.monotonic_ns()
-            error: Exception | None = None
-            try:
-                task.act()
-            except Exception as raised:  # noqa: BLE001 - the wait for the task raises it
-                error = raised
-            task.end_ns = time.monotonic_ns()
-            with self._lock:
-                if task not in self._open:  # ended meanwhile
-                    return
-                self._open.remove(task)
-            task.error = error
-            task.done.set()
 
 
 class GlooChannels:
@@ -130,7 +64,15 @@ class GlooChannels:
         """Do nothing: the threads end with the process."""
 
 
-class Sums(Protocol):
+class Copies(Protocol):
+    """Copies of a tensor of one rank on several ranks of the pipeline."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
+        ...
+
+
+class Sums(Copies, Protocol):
     """Sums and copies over some of the pipeline's ranks; a ``Collectives`` for gradients of shared weights."""
 
     ranks: tuple[int, ...]
@@ -139,43 +81,32 @@ class Sums(Protocol):
         """Return the sum over the members, added in group order."""
         ...
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
-        ...
 
-
-class GlooSums:
-    """``Sums`` by exchanges between pairs, always in one order of pairs."""
+class GlooSums(PairwiseCollectives):
+    """``Sums`` by exchanges between pairs, always in one order of pairs, on a thread."""
 
     def __init__(
         self,
         index: int,
-        ranks: tuple[int, ...],
+        group: Group,
         pairs: Mapping[tuple[int, int], PaddleGroup],
         meetings: Mapping[tuple[int, int], Meeting],
         tasks: TaskQueue,
     ) -> None:
-        self.ranks = ranks
-        self._index, self._pairs, self._meetings, self._tasks = index, pairs, meetings, tasks
+        super().__init__(index, group, pairs)
+        self._meetings, self._tasks = meetings, tasks
 
-    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        """Return the sum over the members, added in group order."""
-        assert reduction == "sum"
-        parts = {self._index: tensor}
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all members in group order."""
+        parts: list[Tensor] = []
+        self._tasks.post(tensor, lambda: parts.extend(PairwiseCollectives.gather(self, tensor))).wait()
+        return parts
 
-        def exchange() -> None:
-            for pair, member in self._own_pairs():
-                received: list[Tensor] = [paddle.empty_like(tensor) for _ in pair]
-                self._meetings[pair].meet()
-                self._pairs[pair].process_group.all_gather(received, tensor, True).wait()  # noqa: FBT003
-                parts[pair[1 - member]] = received[1 - member]
-
-        self._tasks.post(tensor, exchange).wait()
-        first, *others = (parts[rank] for rank in self.ranks)
-        total = first
-        for part in others:
-            total = total + part
-        return total
+    def _of_both(self, pair: tuple[int, int], tensor: Tensor) -> list[Tensor]:
+        received: list[Tensor] = [paddle.empty_like(tensor) for _ in pair]
+        self._meetings[pair].meet()
+        self._pairs[pair].process_group.all_gather(received, tensor, True).wait()  # noqa: FBT003 - `sync_op`
+        return received
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of a member."""
@@ -186,26 +117,12 @@ class GlooSums:
                     continue
                 self._meetings[pair].meet()
                 group = self._pairs[pair].process_group
-                if self._index == source:
+                if self._rank == source:
                     group.send(tensor, 1 - member, True).wait()  # noqa: FBT003
                 else:
                     group.recv(tensor, 1 - member, True).wait()  # noqa: FBT003
 
         self._tasks.post(tensor, move).wait()
-
-    def _own_pairs(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """The pairs of this rank in their common order, with its place in each."""
-        for pair in combinations(self.ranks, 2):
-            if self._index in pair:
-                yield pair, pair.index(self._index)
-
-
-class Copies(Protocol):
-    """Copies of a small tensor of one rank on all ranks of the pipeline."""
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of a rank."""
-        ...
 
 
 class StoreCopies:
@@ -310,7 +227,9 @@ def connect_stages(graph: OpGraph, agreement: Agreement, store: PaddleStore) -> 
         by_pair = {(ranks[0], ranks[1]): group for ranks, group in groups.items()}
         tasks = TaskQueue("pipeproof sums")
         collectives: dict[int, Sums] = {
-            number: GlooSums(index, ranks, by_pair, of_pair, tasks) for number, ranks in sums.items() if index in ranks
+            number: GlooSums(index, graph.groups[number], by_pair, of_pair, tasks)
+            for number, ranks in sums.items()
+            if index in ranks
         }
         ends, copies = GlooChannels(index, channels, of_channel), StoreCopies(index, store)
         return StageWorld(index, ends, collectives, copies, tuple(met.values()), tasks)

@@ -11,16 +11,13 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 
+from pipeproof.exec.rank.task_queue import TransfersEnded
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.store import address_near
 from pipeproof.exec.train.train_errors import PipelineError
 
 _READY = b"1"
 _CONNECT_S = 60.0
-
-
-class TransfersEnded(RuntimeError):  # noqa: N818 - no error by itself: another rank has failed
-    """The pipeline gave up its transfers, or a peer has gone."""
 
 
 class Meeting:

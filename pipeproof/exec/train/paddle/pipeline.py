@@ -7,9 +7,9 @@ ranks return, the scaler, the optimizer, and the schedule of learning rates.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Framework, World
-from pipeproof.exec.train.agreement import Agreement, require_equal
+from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+from pipeproof.exec.train.agreement import Agreement, described_in_order, require_equal
 from pipeproof.exec.train.module_plan import (
     Request,
     StageFacts,
@@ -42,7 +43,7 @@ from pipeproof.exec.train.paddle.fleet_settings import (
     pipeline_settings,
     share_parameters,
 )
-from pipeproof.exec.train.paddle.module_framework import ModuleFramework
+from pipeproof.exec.train.paddle.module_framework import PaddleLayers
 from pipeproof.exec.train.paddle.module_stage import ModuleStage
 from pipeproof.exec.train.paddle.stage_layers import (
     FleetStages,
@@ -55,8 +56,8 @@ from pipeproof.exec.train.paddle.stage_layers import (
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, rows_of, step_data
 from pipeproof.exec.train.paddle.store import send_at_once, store_address, store_of
-from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
-from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, dtype_name
+from pipeproof.exec.train.pipeline_failures import PipelineFailures
+from pipeproof.exec.train.stage_boundaries import DTYPES, Boundaries, Form, LeafSpec, common_dtype, dtype_name
 from pipeproof.exec.train.stage_count import num_stages_of
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
@@ -66,7 +67,6 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.paddle.custom_stage import SplitBackward
 
 Tensor: TypeAlias = paddle.Tensor
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
@@ -158,22 +158,18 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             placed = placement_of(skeleton, num_stages)
             return skeleton, ListStages(layers, parts, placed[self.rank], losses)
 
-        built: list[tuple[dict[str, Any], StageLayers]] = []
-
         def build_and_describe() -> dict[str, Any]:
-            built.append(build())
-            skeleton, stages = built[0]
+            skeleton, stages = self._skeleton, self._stages = build()
             ties = {key: {str(stage): name for stage, name in names.items()} for key, names in ties_of(stages).items()}
             return {
                 "stages": list(stages.numbers),
                 "ties": ties,
-                "dtype": _dtype_of(stages.layers),
+                "dtype": common_dtype(stages.layers.parameters()),
                 "skeleton": skeleton,
             }
 
         reports = agreement.gather("stages", build_and_describe)
         require_equal([other["skeleton"] for other in reports], "the plan")
-        self._skeleton, self._stages = built[0]
         if asked.plan is None or "dtype" not in asked.plan.get("run", {}):
             self._skeleton["run"]["dtype"] = next((other["dtype"] for other in reports if other["dtype"]), "float32")
         self._placed = [[int(number) for number in other["stages"]] for other in reports]
@@ -320,9 +316,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             PipelineError: a stage fails, or the plan does not fit.
         """
         agreement = self._agreement
-        inputs = agreement_value(agreement, "first batch", first_inputs)
-        reports = agreement.gather("boundaries", lambda: self._describe(inputs))
-        entries = {int(number): entry for own in reports for number, entry in own.items()}
+        inputs = agreement.own("first batch", first_inputs)
+        numbers = self._stages.numbers
+        entries = described_in_order(agreement, numbers, lambda number, before: self._facts(number, before, inputs))
         num_rows = int(entries[0]["rows"])
         boundaries = {number: boundary_of(entries[number]) for number in range(self.num_stages)}
         facts = [
@@ -344,36 +340,18 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         lowered = plan.lowered
         leaves = {number: outputs for number, (_, outputs) in boundaries.items()}
         agreement.gather("supported", lambda: self._require_supported(lowered, leaves))
-        modules = agreement_value(agreement, "modules", lambda: self._modules_of(lowered, boundaries))
+        modules = agreement.own("modules", lambda: self._modules_of(lowered, boundaries))
         world = connect_stages(lowered.graph, agreement, self._store)
         self._share_start(world, lowered, modules)
-        framework = ModuleFramework(modules)
+        framework = PaddleLayers(PaddleArrays(), modules)
         training = self._rank_of(lowered, framework, world)
         self._prepared = _Prepared(plan, world, modules, framework, training)
         self._watch = StallWatch(agreement, self._timeout_s, self._describe_op, self._abort)
 
-    def _describe(self, inputs: Any) -> dict[str, Any]:
-        """JSON facts of this rank's stages; each waits for those of the stage before it."""
-        own: dict[str, Any] = {}
-        for number in self._stages.numbers:
-            try:
-                own[str(number)] = self._facts(number, inputs)
-            except Exception as error:
-                self._agreement.publish(f"boundary/{number}", {"error": str(error)})
-                raise
-            self._agreement.publish(f"boundary/{number}", own[str(number)])
-        return own
-
-    def _facts(self, number: int, inputs: Any) -> dict[str, Any]:
+    def _facts(self, number: int, before: Mapping[str, Any], inputs: Any) -> dict[str, Any]:
         """JSON facts of one stage, after those of the stage before it."""
         module = self._stages.module(number)
-        if number:
-            before = self._agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
-            if "error" in before:
-                raise PipelineError(str(before["error"]))
-            value, num_rows = zeros_of(*boundary_of(before)), before["rows"]
-        else:
-            value, num_rows = inputs, rows_of(inputs)
+        value, num_rows = (zeros_of(*boundary_of(before)), before["rows"]) if before else (inputs, rows_of(inputs))
         is_last = number == self.num_stages - 1
         run = run_stage(number, module, partial(self._stages.call, number), value, is_last=is_last)
         weights = [{"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()]
@@ -441,7 +419,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                         if lowered.shared_weights.places(number, weight.name) == holders:
                             by_ranks[holders].broadcast(modules[number].parameters[weight.name], holders[0])
 
-    def _rank_of(self, lowered: LoweredPlan, framework: ModuleFramework, world: StageWorld) -> TrainRank:
+    def _rank_of(self, lowered: LoweredPlan, framework: PaddleLayers, world: StageWorld) -> TrainRank:
         """This rank's machine and adapter for a plan."""
         own = cast(Framework, framework), cast(World, world)  # without optimizers
         return TrainRank(lowered, self.rank, *own, self._enter, is_proved=not self._unsafe)
@@ -470,27 +448,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             for stage in prepared.modules.values():
                 stage.begin(StepData())
 
-    @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
-        """Turn what goes wrong on any rank into one error on every rank, and into its report."""
-        watch = self._watch
-        assert watch is not None, "``_prepare`` makes it"
-        self._failures.require_sound(watch.failure)
-        try:
-            yield
-        except PipelineError as error:
-            self._failures.fail(str(error), is_reported=error.is_reported)
-            raise
-        except Exception as error:  # noqa: BLE001 - mostly a transfer that ended: a peer has failed
-            text = self._failures.elsewhere(error, watch.state())
-            raise PipelineError.reported(text) from (error if self._failures.is_own and not is_of_peer(error) else None)
-        except BaseException as error:
-            self._failures.fail(f"{type(error).__name__} while it {watch.state(with_line=False)}")
-            raise
-        finally:
-            watch.leave()
-            if self._failures.is_broken:
-                watch.acknowledge()
+    def _one_error(self) -> AbstractContextManager[None]:
+        assert self._watch is not None, "``_prepare`` makes it"
+        return self._failures.as_one(self._watch, Exception)
 
     def _require_unended(self) -> None:
         """Refuse the results of a step that another rank's failure ended: values of ended transfers are no results."""
@@ -515,7 +475,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             if world.everyone is not None:
                 if losses:
                     parts = [
-                        paddle.to_tensor([float(_DTYPES.index(dtype_name(x.dtype)))], dtype="float64") for x in losses
+                        paddle.to_tensor([float(DTYPES.index(dtype_name(x.dtype)))], dtype="float64") for x in losses
                     ]
                     values = [loss.astype("float64").reshape([-1]) for loss in losses]
                     sent = paddle.concat([part for pair in zip(parts, values, strict=True) for part in pair])
@@ -524,7 +484,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                 world.everyone.broadcast(sent, self._loss_rank)
                 if not losses:
                     for row in sent.reshape([num_losses, 1 + num_values]):
-                        losses.append(row[1:].astype(_DTYPES[int(row[0])]))
+                        losses.append(row[1:].astype(DTYPES[int(row[0])]))
         return losses[0] if num_losses == 1 else losses
 
     def _total(self, losses: list[Tensor], *, whole: bool) -> Tensor:
@@ -587,27 +547,12 @@ class _Prepared:
         plan: TrainedPlan,
         world: StageWorld,
         modules: dict[int, ModuleStage],
-        framework: ModuleFramework,
+        framework: PaddleLayers,
         training: TrainRank,
     ) -> None:
         self.plan, self.world, self.modules, self.framework = plan, world, modules, framework
         self.training = self.current = training
         self.evaluation: TrainRank | None = None
-
-
-def agreement_value(agreement: Agreement, phase: str, work: Callable[[], Any]) -> Any:
-    """The value of ``work`` on this rank, once it has succeeded on all.
-
-    Raises:
-        PipelineError: it raised on a rank.
-    """
-    values: list[Any] = []
-
-    def note() -> None:
-        values.append(work())
-
-    agreement.gather(phase, note)
-    return values[0]
 
 
 def _require_placement(placed: Sequence[Sequence[int]], stages: StageLayers, rank: int) -> None:
@@ -624,14 +569,6 @@ def _require_one_rank(placed: Sequence[Sequence[int]]) -> None:
     twice = next((number for number, count in counts.items() if count > 1), None)
     if twice is not None:
         raise PipelineError(f"the schedule has stage {twice} on several ranks, which pipeproof.paddle does not support")
-
-
-def _dtype_of(layers: nn.Layer) -> str:
-    """The type of most parameters; empty without any."""
-    counts: Counter[str] = Counter()
-    for weight in layers.parameters():
-        counts[dtype_name(weight.dtype)] += int(weight.size)
-    return next((name for name, _ in counts.most_common() if name in _DTYPES), "")
 
 
 def _require_optimizer(optimizer: Any, num_ranks: int) -> None:

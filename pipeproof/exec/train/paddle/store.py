@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -27,20 +27,13 @@ _COUNTS: Counter[str] = Counter()
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
 
 
-class _Client(Protocol):
-    """The calls of Paddle's ``TCPStore``."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-
 class PaddleStore:
-    """A part of a store; an ``agreement.Store``. Threads of one process may share it: no call of it waits inside."""
+    """A part of a store; an ``agreement.Store``. Threads of one process may share it: no call of it waits inside.
 
-    def __init__(self, client: _Client, prefix: str) -> None:
+    ``client`` is a ``TCPStore`` of Paddle, or has its calls ``set``, ``get`` and ``add``.
+    """
+
+    def __init__(self, client: Any, prefix: str) -> None:
         self.client, self._prefix, self._lock = client, prefix, threading.Lock()
 
     def set(self, key: str, value: str) -> None:
@@ -62,7 +55,7 @@ class PaddleStore:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
         with self._calls():
-            return self.client.get(self._prefix + key).decode()
+            return str(self.client.get(self._prefix + key).decode())
 
     def has(self, key: str) -> bool:
         """Return True if a value was written."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from pipeproof.exec.rank.torch.comm import Transfer
+from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
@@ -36,13 +36,13 @@ class StageChannels:
     def __init__(self, index: int, backends: dict[Channel, Any]) -> None:
         self._index, self._backends = index, backends
 
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
         posted_ns = time.monotonic_ns()
         backend = self._backends[channel]
         if self._index != channel.src:  # a group of two: the source is member 0
-            return Transfer(buffer, backend.recv([buffer], 0, _TAG), posted_ns)
-        return Transfer(buffer, backend.send([buffer], 1, _TAG), posted_ns)
+            return PostedTransfer(buffer, backend.recv([buffer], 0, _TAG), posted_ns)
+        return PostedTransfer(buffer, backend.send([buffer], 1, _TAG), posted_ns)
 
     def close(self) -> None:
         """Do nothing: the groups end with the world."""

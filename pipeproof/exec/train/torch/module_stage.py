@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,13 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
+from pipeproof.exec.train.stage_boundaries import Boundaries
+from pipeproof.exec.train.stage_errors import StageErrors
 from pipeproof.exec.train.torch.split_linear import LinearSplit
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 _WRAPPER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 """Parts of parameter names that ``torch.compile`` and PyTorch's checkpoint wrapper add."""
+
+_SHAPE_FIX = "give Pipeline an `example` like the micro-batches, under the autocast of the steps"
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -36,21 +38,6 @@ class StepData:
     """Detached losses of micro-batches, each as the loss function returned it."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage, where there is no target."""
-
-
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """The boundaries of one stage. ``outputs`` is empty for the last one, and ``input_form`` None for the first."""
-
-    input_form: Form | None
-    output_form: Form
-    outputs: tuple[LeafSpec, ...]
-    by_micro_batch: tuple[tuple[LeafSpec, ...], ...] = ()
-    """The outputs of each micro-batch; empty if all are alike."""
-
-    def outputs_of(self, index: int) -> tuple[LeafSpec, ...]:
-        """The outputs of one micro-batch."""
-        return self.by_micro_batch[index] if self.by_micro_batch else self.outputs
 
 
 class DeferredWeights:
@@ -86,11 +73,12 @@ class ModuleStage:
         splits: bool,
         check_finite: bool,
     ) -> None:
-        self.number, self.module, self._boundaries = number, module, boundaries
+        self.module, self._boundaries = module, boundaries
         self._loss_fn, self._num_losses, self._check_finite = loss_fn, num_losses, check_finite
         self.parameters = {names[name]: weight for name, weight in trained(module).items()}
         self._is_last = not boundaries.outputs
         self._split = LinearSplit(module) if splits else None
+        self._errors = StageErrors(number, "module", nn.Module, module.named_modules, "/torch/")
         self._inputs: dict[int, tuple[int, Leaves]] = {}
         """Micro-batch and inputs of each forward whose backward has not begun."""
         self.data = StepData()
@@ -112,7 +100,7 @@ class ModuleStage:
         except PipelineError:
             raise
         except Exception as error:
-            raise PipelineError(self._failure(error, index)) from error
+            raise self._errors.raised(error, index) from error
         outputs = (value,) if self._is_last else (*self._checked(value, index),)  # a new tuple: its id is a key
         if self._check_finite and not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             raise PipelineError(self._not_finite(args, kwargs, index))
@@ -129,28 +117,16 @@ class ModuleStage:
         loss = output if self._loss_fn is None else self._loss_fn(output, target)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PipelineError(f"{self._place(index)}: the loss is {kind}: return a scalar tensor")
+            raise PipelineError(f"{self._errors.where(index)}: the loss is {kind}: return a scalar tensor")
         data.losses[index] = loss.detach()
         if self._num_losses > 1:
             loss = loss / self._num_losses
         return loss if data.scaler is None else data.scaler.scale(loss)
 
     def _checked(self, value: Any, index: int) -> Leaves:
-        """The leaves of an output, which must be those of the boundary: the next rank waits for these."""
-        form, leaves = plain_leaves_of(value, self._place(index))
-        expected = self._boundaries.outputs_of(index)
-        if form != self._boundaries.output_form:
-            raise PipelineError(
-                f"{self._place(index)} returns a {form.kind} of {len(leaves)}, and the boundary after it is a "
-                f"{self._boundaries.output_form.kind} of {len(expected)}"
-            )
-        for position, (leaf, spec) in enumerate(zip(leaves, expected, strict=True)):
-            if tuple(leaf.shape) != spec.shape or leaf.dtype != getattr(torch, spec.dtype):
-                actual = LeafSpec.of(leaf, has_gradient=spec.has_gradient)
-                raise PipelineError(
-                    f"{self._place(index)} returns {actual} as output {position}, and the boundary after it has "
-                    f"{spec}: give Pipeline an `example` like the micro-batches, under the autocast of the steps"
-                )
+        """The leaves of an output, which must be those of the boundary."""
+        form, leaves = plain_leaves_of(value, self._errors.where(index))
+        self._errors.require_boundary(self._boundaries, form, leaves, index, _SHAPE_FIX)
         return leaves
 
     def backward_input(self, outputs: Leaves, gradients: Sequence[torch.Tensor | None]) -> DeferredWeights:
@@ -176,7 +152,7 @@ class ModuleStage:
                     else:
                         torch.autograd.backward(roots, of_roots)
             except Exception as error:
-                raise PipelineError(self._failure(error, index, action="the backward")) from error
+                raise self._errors.raised(error, index, "the backward") from error
         for leaf in inputs:
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
@@ -196,17 +172,6 @@ class ModuleStage:
         """Begin a step."""
         self._inputs.clear()
         self.data = data
-
-    def _place(self, index: int) -> str:
-        return f"stage {self.number}, micro-batch {index}"
-
-    def _failure(self, error: Exception, index: int, action: str = "") -> str:
-        """Name the stage, the micro-batch and the innermost module that raised, or else the ``action``."""
-        path = _module_path(error, self.module)
-        what = f"module `{path}`" if path else action or "the module"
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-        line = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        return f"{self._place(index)}: {what} raised {type(error).__name__}: {error}{line}"
 
     def _not_finite(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> str:
         """Run the micro-batch again, and name the first module with an output that is not finite."""
@@ -230,7 +195,7 @@ class ModuleStage:
                 handle.remove()
         elsewhere = "in the loss function" if self._is_last else "and were finite when the stage ran again"
         where = f"first in module `{found[0] or type(self.module).__name__}`" if found else elsewhere
-        return f"{self._place(index)}: values are not finite, {where}"
+        return f"{self._errors.where(index)}: values are not finite, {where}"
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
@@ -257,15 +222,3 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
     named = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
     return {_WRAPPER_NAMES.sub("", name): weight for name, weight in named.items()}
-
-
-def _module_path(error: BaseException, root: nn.Module) -> str:
-    """Name of the innermost module whose method is in the traceback of an error."""
-    names = {id(part): name for name, part in root.named_modules()}
-    path, frame = "", error.__traceback__
-    while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            path = names.get(id(owner), path)
-        frame = frame.tb_next
-    return path

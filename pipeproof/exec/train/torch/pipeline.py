@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
+from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
@@ -26,7 +28,8 @@ from pipeproof.exec.train.module_plan import (
     require_no_times,
     schedule_section,
 )
-from pipeproof.exec.train.pipeline_failures import PipelineFailures, is_of_peer
+from pipeproof.exec.train.pipeline_failures import PipelineFailures
+from pipeproof.exec.train.stage_boundaries import common_dtype
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import OrderedSums, connect_stages
@@ -43,7 +46,7 @@ from pipeproof.exec.train.torch.data_parallel import (
     local_part,
 )
 from pipeproof.exec.train.torch.model_stages import ModelStages
-from pipeproof.exec.train.torch.module_framework import ModuleFramework
+from pipeproof.exec.train.torch.module_framework import TorchModules
 from pipeproof.exec.train.torch.module_stage import (
     LossFunction,
     ModuleStage,
@@ -52,7 +55,6 @@ from pipeproof.exec.train.torch.module_stage import (
     trained,
 )
 from pipeproof.exec.train.torch.pipeline_start import (
-    dtype_of,
     placed_stages,
     process_group,
     require_same_layouts,
@@ -174,7 +176,7 @@ class Pipeline:
                         num_micro_batches,
                         "torch",
                         "gpu" if device_of(modules, allow_meta=True).type == "cuda" else "cpu",
-                        dtype_of(modules),
+                        common_dtype(weight for module in modules for weight in module.parameters()) or "float32",
                         self.num_ranks,
                         sizes.pop(),
                     )
@@ -255,7 +257,7 @@ class Pipeline:
         )  # fmt: skip
         self._failures = PipelineFailures(agreement, self._world.abort)
         share_start(self._world, lowered, self._modules, self.rank)
-        self._framework = ModuleFramework(self._device, self._modules)
+        self._framework = TorchModules(TorchArrays(self._device), self._modules)
         self._progress = TorchProgress(lowered.graph.num_ops) if self._device.type == "cuda" else None
         self._train = self._rank_of(lowered)
         self._eval: TrainRank | None = None
@@ -419,29 +421,13 @@ class Pipeline:
                 stage.begin(StepData())
         return data
 
-    @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
-        """Turn what goes wrong on any rank into one error on every rank, and into its report."""
-        self._failures.require_sound(self._watch.failure)
-        try:
-            yield
-            self._failures.require_sound(self._watch.failure)  # values of ended transfers are no results
-        except PipelineError as error:
-            self._failures.fail(str(error), is_reported=error.is_reported)
-            raise
-        except RuntimeError as error:  # mostly a transfer that ended: a peer has failed
-            if self._current.op_id >= 0 and not self._watch.is_calling:
-                self._watch.enter(self._step - 1, self._current.op_id)
-            text = self._failures.elsewhere(error, self._watch.state())
-            raise PipelineError.reported(text) from (error if self._failures.is_own and not is_of_peer(error) else None)
-        except BaseException as error:
-            state = self._watch.state(with_line=False)
-            self._failures.fail(f"{type(error).__name__} {f'({error}) ' if str(error) else ''}while it {state}")
-            raise
-        finally:
-            self._watch.leave()
-            if self._failures.is_broken:
-                self._watch.acknowledge()
+    def _one_error(self) -> AbstractContextManager[None]:
+        return self._failures.as_one(self._watch, RuntimeError, self._note_operation)
+
+    def _note_operation(self) -> None:
+        """Show the operation that raised, which a GPU may have left behind, as that of this rank."""
+        if self._current.op_id >= 0 and not self._watch.is_calling:
+            self._watch.enter(self._step - 1, self._current.op_id)
 
     def _step_data(
         self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None,
@@ -622,7 +608,8 @@ class Pipeline:
 
         ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are.
         """
-        from pipeproof.exec.train.torch.profile_steps import profile_steps, timed_channels
+        from pipeproof.exec.rank.torch.op_timing import timed_channels
+        from pipeproof.exec.train.torch.profile_steps import profile_steps
 
         channels, clock = timed_channels(self._world.channels, self._device)
         usual, self._train = self._train, self._rank_of(self.plan.lowered, channels, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,11 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.train.agreement import require_equal
 from pipeproof.exec.train.module_plan import Request, placement_of
-from pipeproof.exec.train.stage_boundaries import dtype_name
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
 from pipeproof.exec.train.train_errors import PipelineError
-
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def process_group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.ProcessGroup:
@@ -41,15 +37,6 @@ def process_group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.Pro
     if not isinstance(group, dist.ProcessGroup):
         raise PipelineError("this rank is not a member of the group: make its Pipeline on the members alone")
     return group
-
-
-def dtype_of(modules: Sequence[nn.Module]) -> str:
-    """The type of most parameters."""
-    counts: Counter[str] = Counter()
-    for module in modules:
-        for weight in module.parameters():
-            counts[dtype_name(weight.dtype)] += weight.numel()
-    return next((name for name, _ in counts.most_common() if name in _DTYPES), "float32")
 
 
 def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:

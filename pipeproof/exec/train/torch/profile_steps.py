@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
+from pydantic import TypeAdapter
 
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.op_log import Clock, HostClock, LogEntry, Timing
+from pipeproof.exec.rank.op_log import Clock, LogEntry, Timing
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.op_timing import DeviceChannels, DeviceClock, WatchedChannels, timing_of
+from pipeproof.exec.rank.torch.op_timing import timing_of
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.torch.channel_groups import StageWorld
@@ -24,13 +24,8 @@ from pipeproof.verify.subject import make_subject
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import World
 
-
-def timed_channels(channels: Any, device: torch.device) -> tuple[Any, Clock]:
-    """The channels with timed transfers, and the clock of operations."""
-    if device.type == "cpu":
-        return WatchedChannels(channels), HostClock()
-    clock = DeviceClock(device)
-    return DeviceChannels(channels, clock, device), clock
+_ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing])
+"""The measurements of one rank."""
 
 
 def profile_steps(
@@ -44,14 +39,10 @@ def profile_steps(
     entries = [entry for _ in range(num_steps) for entry in run()]
     answers = agreement.gather(
         name,
-        lambda: [
-            [entry.to_json() for entry in entries], [asdict(end) for end in ends], asdict(timing_of(clock)),
-        ],
+        lambda: _ANSWER.dump_python((entries, ends, timing_of(clock)), mode="json"),
     )  # fmt: skip
     if agreement.rank:
         return None
-    logs = {index: [LogEntry.from_json(entry) for entry in own] for index, (own, _, _) in enumerate(answers)}
-    idle = {index: [IdleMessageEnd(**end) for end in own] for index, (_, own, _) in enumerate(answers)}
-    timings = {index: Timing(**own) for index, (_, _, own) in enumerate(answers)}
+    logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*map(_ANSWER.validate_python, answers), strict=True))
     subject = make_subject(plan_from_dict(plan.content)).with_graph(rank.plan.graph)
     return measured_profile(subject, plan.certificate.graph_digest, logs, idle, torch.get_num_threads(), timings)

@@ -16,7 +16,7 @@ from pipeproof import __version__
 from pipeproof.analysis.align.record_format import Header
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
-from pipeproof.exec.rank.torch.comm import Transfer
+from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.train.torch.channel_groups import StageChannels
 from pipeproof.interop.traces.recorder import Call, Recorder
 from pipeproof.interop.traces.torch_calls import tensor_of
@@ -25,7 +25,7 @@ from pipeproof.schedule.ops import TRANSFER_KINDS
 
 
 @dataclass(slots=True)
-class RecordedTransfer(Transfer):
+class RecordedTransfer(PostedTransfer):
     """A posted transfer whose wait is recorded."""
 
     number: int = -1
@@ -59,7 +59,7 @@ class RecordedChannels:
                 self._marks[channel].append({"stage": op.stage, "micro_batch": op.micro_batch, "kind": kind})
         self._posts: Counter[Channel] = Counter()
 
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[Transfer] = ()) -> RecordedTransfer:
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> RecordedTransfer:
         """Post a transfer, see ``Channels.post``."""
         recorder, members = self._recorder, [self._ranks[channel.src], self._ranks[channel.dst]]
         name, is_send = str(channel), self._index == channel.src

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.agreement import Agreement, described_in_order
 from pipeproof.exec.train.module_plan import StageFacts
-from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
+from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
 from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
-from pipeproof.exec.train.torch.module_stage import Boundaries, trained
+from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.stage_times import time_stage
 from pipeproof.exec.train.torch.varied_lengths import (
     Examples,
@@ -53,34 +53,20 @@ class StageDescriber:
         Each stage runs on its first rank, which publishes its boundary for the next one in the store.
         """
         homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
-        schedule, made = skeleton["schedule"], list[Examples | None]()
+        schedule = skeleton["schedule"]
 
-        def make_examples() -> None:
-            made.append(None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"]))
+        def given_examples() -> Examples | None:
+            return None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"])
 
-        self.agreement.gather("example", make_examples)
-        examples = made[0] or declared_examples(schedule.get("seq_lengths"))
+        examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
 
-        def describe() -> dict[str, Any]:
-            own: dict[str, Any] = {}
-            for number in range(self.num_stages):
-                if homes[number] == self.rank:
-                    try:
-                        own[str(number)] = self._facts(number, examples, skeleton)
-                    except Exception as error:
-                        for later in range(number, self.num_stages):  # other ranks may wait for one of these
-                            if homes[later] == self.rank:
-                                self.agreement.publish(f"boundary/{later}", {"error": str(error)})
-                        raise
-                    self.agreement.publish(f"boundary/{number}", own[str(number)])
-            return own
-
-        answers = self.agreement.gather("boundaries", describe)
-        entries = {int(number): entry for own in answers for number, entry in own.items()}
-        entries = {number: entries[number] for number in range(self.num_stages)}
+        own = [number for number in range(self.num_stages) if homes[number] == self.rank]
+        entries = described_in_order(
+            self.agreement, own, lambda number, before: self._facts(number, before, examples, skeleton)
+        )
         num_rows = entries[0]["rows"]
-        forms = {n: _form_of(e) for n, e in entries.items()}
-        specs = {n: [_leaves_of(out) for out in e["out"]] for n, e in entries.items()}
+        forms = {n: form_of(e) for n, e in entries.items()}
+        specs = {n: [specs_of(out) for out in e["out"]] for n, e in entries.items()}
         facts = [
             StageFacts(
                 e["kind"],
@@ -100,15 +86,12 @@ class StageDescriber:
         }  # fmt: skip
         return facts, boundaries, num_rows, examples.seq_lengths
 
-    def _facts(self, number: int, examples: Examples, skeleton: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(
+        self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """JSON facts of one stage of this rank, after those of the stage before it."""
         module = self.replicas[number].call()
         is_last = number == self.num_stages - 1
-        before: dict[str, Any] = {}
-        if number:
-            before = self.agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
-            if "error" in before:
-                raise PipelineError.reported(str(before["error"]))
         declared = skeleton["model"].get("layers")
         if self.profile and not examples.distinct:
             raise PipelineError("profile=True measures the stages on the example: give Pipeline an `example`")
@@ -132,7 +115,7 @@ class StageDescriber:
         for variant, (args, kwargs) in enumerate(examples.distinct):
             named: Mapping[str, Any] = {}
             if number:
-                args, named = _form_of(before).arguments(meta_leaves(_leaves_of(before["out"][variant])))
+                args, named = form_of(before).arguments(meta_leaves(specs_of(before["out"][variant])))
             runs.append(run_stage(number, module, args, {**kwargs, **named}, self.device, is_last=is_last))
             if self.profile:
                 times.append(time_stage(number, module, args, {**kwargs, **named}, self.device))
@@ -181,13 +164,3 @@ class StageDescriber:
                 shape = [letters.get(size, size) for size in leaf["shape"]]
                 entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
         return entry
-
-
-def _form_of(entry: Mapping[str, Any]) -> Form:
-    """The structure of a stage's output, from its JSON facts."""
-    return Form(entry["form"][0], tuple(entry["form"][1]))
-
-
-def _leaves_of(out: Sequence[Sequence[Any]]) -> tuple[LeafSpec, ...]:
-    """The tensors of a stage's output for one variant, from its JSON facts."""
-    return tuple(LeafSpec(tuple(shape), *rest) for shape, *rest in out)

@@ -1,0 +1,96 @@
+"""Channels of a backend whose posts do not block the host: a two-rank group for each, of either framework.
+
+Each directed edge between two ranks (a channel) has its own group, so that no direction waits for another. On NCCL a
+group is a communicator with its own stream: a post starts after the work launched before it, and a wait blocks the
+compute stream, not the host. On gloo it is a FIFO of its own.
+
+All groups are made in one global order, and each is used once before the first step: NCCL connects at first use, and a
+receive that spins on a GPU without loaded kernels may wait forever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeproof.exec.rank.framework_protocol import Tensor
+from pipeproof.schedule.op_table import Channel, Group
+
+
+@dataclass(slots=True)
+class PostedTransfer:
+    """A transfer that the framework executes, its buffer and the framework's handle of it; a ``Transfer``.
+
+    Times are nanoseconds of the host's monotonic clock. On a GPU ``end_ns`` is when the host continued, not when the
+    data arrived.
+    """
+
+    buffer: Tensor
+    work: Any
+    posted_ns: int
+    start_ns: int = 0
+    end_ns: int = 0
+
+    def wait(self) -> None:
+        """Block the host until the transfer is done; on a GPU block the current stream instead."""
+        self.work.wait()
+        self.start_ns, self.end_ns = self.posted_ns, time.monotonic_ns()
+
+
+class GroupChannels:
+    """Ends of all channels on one rank; ``dist`` is the framework's module of communication."""
+
+    def __init__(self, dist: Any, rank: int, groups: Mapping[Channel, Any]) -> None:
+        self._dist, self._rank = dist, rank
+        self._groups = {channel: group for channel, group in groups.items() if rank in (channel.src, channel.dst)}
+
+    def post(self, channel: Channel, buffer: Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
+        """Start moving a contiguous buffer over this rank's end of ``channel``; returns at once.
+
+        The transfers in ``after`` are on the same channel, which is a FIFO (``exec.executor_support`` refuses others).
+        """
+        group = self._groups[channel]
+        posted_ns = time.monotonic_ns()  # the peer may have it before this call returns
+        if self._rank == channel.src:
+            work = self._dist.isend(buffer, dst=channel.dst, group=group)
+        else:
+            work = self._dist.irecv(buffer, src=channel.src, group=group)
+        assert work is not None
+        return PostedTransfer(buffer, work, posted_ns)
+
+    def close(self) -> None:
+        """Do nothing: the rank has waited for every transfer."""
+
+
+def connected_groups(
+    dist: Any,
+    new_group: Callable[[list[int]], Any],
+    rank: int,
+    token: Tensor,
+    channels: Sequence[Channel],
+    groups: Sequence[Group],
+    progress: Callable[[str], None],
+) -> tuple[dict[Channel, Any], dict[int, Any]]:
+    """Make the group of every channel and of every group of the graph, and use each once with ``token``.
+
+    Returns the channels' groups, and those that have this rank by index of the graph's groups. Every rank must call
+    this with the same channels and groups.
+    """
+    by_channel: dict[Channel, Any] = {}
+    for channel in channels:
+        progress(f"connecting {channel}")
+        by_channel[channel] = new_group([channel.src, channel.dst])
+        if rank == channel.src:
+            dist.send(token, dst=channel.dst, group=by_channel[channel])
+        elif rank == channel.dst:
+            dist.recv(token, src=channel.src, group=by_channel[channel])
+    own: dict[int, Any] = {}
+    for index, group in enumerate(groups):
+        progress(f"connecting {group.axis} group {', '.join(map(str, group.ranks))}")
+        made = new_group(list(group.ranks))
+        if rank in group.ranks:
+            own[index] = made
+            dist.all_reduce(token, group=made)
+    return by_channel, own
