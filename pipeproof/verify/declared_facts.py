@@ -39,6 +39,15 @@ class MapUse:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdatedElements:
+    """Elements ``start .. stop`` of the flat buffer of a stage's gradients that the optimizer of a rank updates."""
+
+    rank: int
+    stage: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedParameter:
     """On ``rank``, values for ``parameter`` are read into ``target``; the model computes with ``memory``.
 
@@ -114,7 +123,8 @@ class Facts:
     ``groups``) that it takes part in making, in its order. ``typed_programs``
     are layers as typed operations; ``held_tensors``, ``map_uses`` and
     ``loads`` are the elements that ranks hold, expect and load.
-    ``gradients`` are the losses and parameters; ``mesh`` gives the ranks of a
+    ``gradients`` are the losses and parameters, ``updates`` the elements that
+    ranks update, where STEP rows have no range; ``mesh`` gives the ranks of a
     graph without a plan their coordinates, else its groups do.
     """
 
@@ -128,6 +138,7 @@ class Facts:
     map_uses: tuple[MapUse, ...] = ()
     loads: tuple[LoadedParameter, ...] = ()
     gradients: GradientFacts | None = None
+    updates: tuple[UpdatedElements, ...] = ()
     mesh: Mesh | None = None
 
 

@@ -21,7 +21,7 @@ from pipeproof.verify import (
     roles,
     shape_exchange,
 )
-from pipeproof.verify.gradients import gathered_weights, gradient_rules, norm_rule
+from pipeproof.verify.gradients import gathered_elements, gathered_weights, gradient_rules, norm_rule
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -44,5 +44,7 @@ RULES: tuple[Rule, ...] = (
     *gradient_rules.RULES,
     *norm_rule.RULES,
     *gathered_weights.RULES,
+    *gradient_rules.RULES_OF_COLLECTIVES,
+    *gathered_elements.RULES,
     *memory_budget.RULES,
 )
