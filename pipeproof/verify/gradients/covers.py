@@ -13,6 +13,7 @@ from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.verify.gradients.expected_gradients import Model
+from pipeproof.verify.gradients.ledgers import named_parameters
 
 REDUCING = frozenset(KIND_CODE[kind] for kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
 """Codes of the collectives that sum."""
@@ -48,6 +49,11 @@ class Covers:
         self.strays: dict[int, str] = {}
 
     @cached_property
+    def _named(self) -> Mapping[int, set[str]]:
+        """The gradients that rows name, by op id."""
+        return named_parameters(self._model.graph)
+
+    @cached_property
     def _columns(self) -> tuple[IntColumn, IntColumn, Mapping[int, int]]:
         """Collectives by family (those of one parent), the family of each in that order, and by op id."""
         graph = self._model.graph
@@ -74,18 +80,29 @@ class Covers:
         graph, facts = self._model.graph, self._model.facts
         rank, stage = int(graph.rank[children[0]]), int(graph.stage[children[0]])
         axis = AXES[int(graph.axis[children[0]])]
-        first: dict[int, int] = {}
+        named = {name for op in children for name in self._named.get(op, ())}
+        of_index: dict[int, int] = {}
         for op in children:
-            first.setdefault(int(graph.index[op]), op)
-        calls = list(first.values())
+            if op not in self._named:
+                of_index.setdefault(int(graph.index[op]), op)
+        first = dict(enumerate(of_index.values())) if named else of_index  # calls without names have the others
+        calls = list(of_index.values())
+        found: dict[int, list[int]] = {op: [] for op in calls}
+        self._known |= dict.fromkeys(children, ())
+        for p in self._model.parameters_of.get(stage, ()):
+            for op in children:
+                if self._named.get(op) == {facts.parameters[p].name}:
+                    self._note_one(op, p)
+        if not calls:
+            return
         # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
-        for here in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
+        for held in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
+            here = tuple(p for p in held if facts.parameters[p].name not in named)
             owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
             if (axis == "pp" and not owed) or len(owed) < len(calls) == len(here):
                 owed = here
             if len(calls) <= len(owed):
                 break
-        found: dict[int, list[int]] = {op: [] for op in calls}
         if facts.guessed:  # one gradient represents all of the stage's
             found[first[min(first)]] += here
             self._note_guessed(calls, here, found)
@@ -100,7 +117,7 @@ class Covers:
         else:
             extra = self._match(first, owed, found)
             self._explain(extra, here, owed, found)
-        self._known.update({op: tuple(found[first[int(graph.index[op])]]) for op in children})
+        self._known.update({op: tuple(found[of_index[int(graph.index[op])]]) for op in children if op not in self._named})
 
     def _numel(self, op: int) -> int:
         return int(self._model.graph.stop[op] - self._model.graph.start[op])
@@ -190,6 +207,10 @@ class Covers:
 
     def _take(self, op: int, parameter: int, found: dict[int, list[int]]) -> None:
         found[op].append(parameter)
+        self._note_one(op, parameter)
+
+    def _note_one(self, op: int, parameter: int) -> None:
+        """Note the elements of a call that sums one parameter."""
         numel, start = self._model.facts.parameters[parameter].numel, int(self._model.graph.start[op])
         if numel is not None and self._numel(op):
             self._note(parameter, Share(op, start, min(numel, start + self._numel(op)), 0))
@@ -222,7 +243,9 @@ class Covers:
                 continue
             if alike and graph.reduction[op] == _AVG and not any(axis in parameters[p].sharded_over for p in alike):
                 continue
-            same = f", as many as `{parameters[alike[0]].name}` has" if alike else ""
+            alike.sort(key=lambda p: p in owed)  # rather one that is not to be summed
+            more = f" and {len(alike) - 1} more have" if len(alike) > 1 else " has"
+            same = f", as many as `{parameters[alike[0]].name}`{more}" if alike else ""
             self.strays[op] = f"{graph.ops[op]} sums {self._numel(op)} elements{same}, of no gradient: " + (
                 f"all {len(owed)} gradients of stage {stage} to be summed over {axis} have other collectives"
                 if owed
