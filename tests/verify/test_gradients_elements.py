@@ -84,6 +84,20 @@ def test_two_buckets_are_cut_each():
     assert errors(flat(*ranks, buckets=buckets)) == []  # nothing states what is updated
 
 
+def test_a_buffer_that_the_ranks_cannot_share_equally():
+    found = only(flat(("0..7", []), ("7..15", []), buckets=((0, 15),)), "PP614")
+    assert "cuts 15 elements into 2 equal parts" in found.message
+
+
+def test_weights_of_one_size_are_checked_each():
+    """The first rank's shard of both is kept; the second weight is padded to more."""
+    norms = [i for i, weight in enumerate(ZERO.plan.weights_of(0, 0)) if weight.shape == (16,)]
+    one = mutated(ZERO, changed(f"0REDUCE_GRAD:dp/{norms[1]}.", stop=20))
+    assert "elements 8..10 of `layer.0.mlp_norm.weight` from" in only(one, "PP614").message
+    assert only(one, "PP614").message.startswith("rank 1 (pp 0, dp 1), gradient")
+    assert [found.rank for found in only(one, "PP614").witness.ops] == [1, 1]
+
+
 def test_elements_that_are_kept_and_updated_by_no_rank():
     found = only(flat(("0..8", []), ("8..14", [])), "PP614")
     assert "leaves the rank the sum of elements 14..16" in found.message

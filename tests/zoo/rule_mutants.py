@@ -78,11 +78,11 @@ def repeated_sum():
     """A plan of two replicas that sums the gradient of a norm of its first stage once more, after all others."""
     one = subject(topology={"dp": 2})
     rows = one.graph.rows()
-    for program in rows:
-        sums = [row for row in program if str(row.op).startswith("0REDUCE_GRAD:dp/")]
+    for of_rank in rows:
+        sums = [row for row in of_rank if str(row.op).startswith("0REDUCE_GRAD:dp/")]
         if sums:
             again = dataclasses.replace(sums[1], op=sums[1].op._replace(index=len(sums)))
-            program.insert(program.index(sums[-1]) + 1, again)
+            of_rank.insert(of_rank.index(sums[-1]) + 1, again)
     return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
 
 

@@ -106,7 +106,7 @@ class Covers:
         if facts.guessed:  # one gradient represents all of the stage's
             found[first[min(first)]] += here
             self._note_guessed(calls, here, found)
-        elif self._is_flat(calls, here):
+        elif self._is_flat(calls, here, stage):
             self._place(calls, here, found, {op: int(graph.start[op]) for op in calls})
             self._explain([op for op in calls if op not in self._noted], here, owed, found)
         elif len(calls) < len(owed) and list(first) == list(range(len(calls))):
@@ -117,7 +117,9 @@ class Covers:
         else:
             extra = self._match(first, owed, found)
             self._explain(extra, here, owed, found)
-        self._known.update({op: tuple(found[of_index[int(graph.index[op])]]) for op in children if op not in self._named})
+        self._known.update(
+            {op: tuple(found[of_index[int(graph.index[op])]]) for op in children if op not in self._named}
+        )
 
     def _numel(self, op: int) -> int:
         return int(self._model.graph.stop[op] - self._model.graph.start[op])
@@ -142,10 +144,11 @@ class Covers:
             covered.append((low, high))
             self._note(here[0], Share(op, low, high, 0))
 
-    def _is_flat(self, calls: list[int], here: Sequence[int]) -> bool:
+    def _is_flat(self, calls: list[int], here: Sequence[int], stage: int) -> bool:
         """Return True if the ranges of calls are places in the stage's flat buffer: no two of them begin at 0."""
         starts = self._model.graph.start[calls]
-        return bool(starts.any()) and int((starts == 0).sum()) <= 1 and None not in self._numels(here)
+        one_at_0 = bool(starts.any()) and int((starts == 0).sum()) <= 1
+        return one_at_0 and self._model.flat_starts(stage).keys() >= set(here)
 
     def _place(
         self, calls: Sequence[int], parameters: Sequence[int], found: dict[int, list[int]], at: Mapping[int, int] | None

@@ -150,7 +150,7 @@ class _Search:
         )
         if not problems and not self.reader.unreadable and not self.reader.covers.strays:
             self._right.add(key)
-        yield from (replace(problem, alike=tuple(others)) for problem in problems)
+        yield from (replace(one, alike=tuple(others)) if one.rank == rank else one for one in problems)
 
     def _of_ranks(
         self,

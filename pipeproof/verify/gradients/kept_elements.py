@@ -21,7 +21,7 @@ from pipeproof.stages.describe.training_state import num_shards, shard_range
 from pipeproof.verify.gradients.covers import REDUCING, Covers, Share
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.explain_sum import Cause, HeldGradient, Problem
-from pipeproof.verify.gradients.parameter_view import MoveKind, View
+from pipeproof.verify.gradients.parameter_view import MoveKind
 from pipeproof.verify.subject import Subject
 
 UNSUMMED, KEPT = "unsummed", "kept"
@@ -50,6 +50,8 @@ def stated_updates(subject: Subject) -> Mapping[tuple[int, int], Ranges]:
 
 def compare(kept: Ranges, updated: Ranges) -> Difference | None:
     """The first range that only one side has; ``first`` is ``NOWHERE`` for one that is updated and not kept."""
+    if sorted(kept) == sorted(updated):
+        return None
     sides = [IndexMap.of((start, start, stop - start) for start, stop in ranges) for ranges in (kept, updated)]
     found = differences(*sides)
     return next((one for one in found if one.first == NOWHERE), found[0] if found else None)
@@ -84,10 +86,13 @@ class KeptElements:
                 shares = self.covers.shares(op, p)
                 if not shares or (scatters and op not in scatters):
                     continue
+                if op in scatters and self._numel(op) % self.covers.size(op):
+                    yield self._uneven(p, rank, op)
+                    continue
                 for one, kept, updated in self._sides(p, rank, op, shares, everyone=everyone):
                     found = compare(kept, updated)
                     if found is not None:
-                        yield self._problem(p, one, view, op, kept, updated, found)
+                        yield self._problem(p, one, op, kept, updated, found)
 
     def _sides(
         self, p: int, rank: int, op: int, shares: Sequence[Share], *, everyone: bool
@@ -105,40 +110,49 @@ class KeptElements:
             return
         axis = AXES[int(graph.axis[op])]
         is_folded = axis in grid.folded or group.copies > 1
-        alone = rank, int(graph.stage[op])
-        key = p, group.size, *((share.start, share.stop, share.at) for share in shares)
-        if (everyone or is_folded) and alone not in self._stated and key in self._right:
+        stated, stage = (rank, int(graph.stage[op])) in self._stated, int(graph.stage[op])
+        places = range(group.size) if everyone or is_folded else (group.ranks.index(rank),)
+        members = [rank if is_folded else group.ranks[place] for place in places]
+        shards = [
+            k if is_folded and axis == "dp" else grid.place(one, "dp") for k, one in zip(places, members, strict=True)
+        ]
+        calls = [(share.start, share.stop, share.at, self._numel(share.op)) for share in shares]
+        key = numel, group.size, *places, *shards, *calls
+        if not stated and key in self._right:
             return
-        right = True
-        for place in range(group.size) if everyone or is_folded else (group.ranks.index(rank),):
-            one = rank if is_folded else group.ranks[place]
-            updated = self._updated(p, one, alone, place if is_folded and axis == "dp" else grid.place(one, "dp"))
+        sides = []
+        for place, one, shard in zip(places, members, shards, strict=True):
+            updated = self._updated(p, one, stage, shard)
             if updated is None:
                 return
-            kept = [cut for share in shares for cut in self._cut(share, place, group.size)]
-            right &= compare(kept, updated) is None
-            yield one, kept, updated
-        if right:
+            sides.append((one, [cut for share in shares for cut in self._cut(share, place, group.size)], updated))
+        if not stated and all(compare(kept, updated) is None for _, kept, updated in sides):
             self._right.add(key)
+        yield from sides
+
+    def _numel(self, op: int) -> int:
+        return int(self.model.graph.stop[op] - self.model.graph.start[op])
 
     def _cut(self, share: Share, place: int, size: int) -> Ranges:
         """The elements of a share that one member of its group keeps."""
         graph = self.model.graph
         if graph.kind[share.op] != _SCATTER:
             return [(share.start, share.stop)]
-        each = int(graph.stop[share.op] - graph.start[share.op]) // size
+        each = self._numel(share.op) // size
         first = share.start - (share.at or 0)
         low, high = max(share.start, first + place * each), min(share.stop, first + (place + 1) * each)
         return [(low, high)] if low < high else []
 
-    def _updated(self, p: int, rank: int, alone: tuple[int, int], shard: int) -> Ranges | None:
+    def _updated(self, p: int, rank: int, stage: int, shard: int) -> Ranges | None:
         """The elements of a parameter that a rank updates; None where nothing states them."""
         parameter = self.model.facts.parameters[p]
-        stated = self._stated.get((rank, alone[1]))
+        stated = self._stated.get((rank, stage))
         if stated is not None and parameter.made_by == "backward":
             if parameter.numel is None:
                 return stated
-            first = self.model.flat_starts(alone[1])[p]
+            first = self.model.flat_starts(stage).get(p)
+            if first is None:
+                return None
             inside = [(max(start - first, 0), min(stop - first, parameter.numel)) for start, stop in stated]
             return [(low, high) for low, high in inside if low < high]
         if self.subject.lowered is None or parameter.numel is None:
@@ -157,11 +171,17 @@ class KeptElements:
         below = np.flatnonzero(graph.target_kind == _REDUCE)
         return frozenset(graph.parent[below[graph.kind[below] == _GATHER]].tolist())
 
-    def _problem(
-        self, p: int, rank: int, view: View, op: int, kept: Ranges, updated: Ranges, found: Difference
-    ) -> Problem:
+    def _uneven(self, p: int, rank: int, op: int) -> Problem:
+        graph, size = self.model.graph, self.covers.size(op)
+        fact = f"{graph.ops[op]} cuts {self._numel(op)} elements into {size} equal parts, and leaves out the rest"
+        fix = f"pad the elements to a multiple of {size}"
+        name = self.model.facts.parameters[p].name
+        return Problem(Cause.ELEMENTS, (UNSUMMED, "rest"), rank, int(graph.stage[op]), fact, fix, name, (op,))
+
+    def _problem(self, p: int, rank: int, op: int, kept: Ranges, updated: Ranges, found: Difference) -> Problem:
         graph, name = self.model.graph, self.model.facts.parameters[p].name
-        steps = [int(view.ops[i][0]) for i in view.where(MoveKind.STEP)]
+        own = [one for one in graph.members_of(op) if graph.rank[one] == rank] or [op]
+        steps = np.flatnonzero((graph.kind == _STEP) & (graph.stage == graph.stage[op]) & (graph.rank == rank)).tolist()
         step = str(graph.ops[steps[0]]) if steps else "the optimizer"
         here = f"{found.local}..{found.local + found.length}"
         if found.first == NOWHERE:
@@ -174,6 +194,5 @@ class KeptElements:
             fact += f"and {step} updates {ranges_text(updated)}"
         axis = AXES[int(graph.axis[op])]
         fix = f"sum, and keep, over {axis} the elements that the rank updates"
-        # Of a member that another represents the rows are not known.
-        ops = tuple(sorted({op, *steps[:1]})) if graph.rank[op] == rank else ()
+        ops = tuple(sorted({own[0], *steps[:1]}))
         return Problem(Cause.ELEMENTS, (key, axis), rank, int(graph.stage[op]), fact, fix, name, ops)
