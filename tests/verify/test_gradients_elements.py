@@ -15,7 +15,7 @@ from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.declared_facts import Facts, UpdatedElements
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
-from tests.verify.gradient_models import facts
+from tests.verify.gradient_models import facts, moe
 from tests.verify.gradient_mutants import changed, only, own
 from tests.verify.programs import errors, mutated
 
@@ -66,7 +66,7 @@ def test_shards_that_end_at_parameters_are_not_those_of_an_equal_cut():
 
 
 def test_a_parameter_that_is_padded_in_the_buffer_of_the_sum_alone():
-    padded = (A, dataclasses.replace(B, start=12))
+    padded = (A, dataclasses.replace(B, flat_start=12))
     ranks = (("0..9", []), ("9..18", []))
     assert own(flat(*ranks, buckets=((0, 18),), parameters=padded)) == set()
     assert own(flat(*HALVES, buckets=((0, 18),), parameters=padded)) == {"PP614"}
@@ -161,10 +161,13 @@ def test_a_reduce_scatter_that_is_gathered_again_is_an_all_reduce():
     only(program_subject(f"group dp: 0 1\nrank 0: {without}\nrank 1: {without}"), "PP614")
 
 
-def test_what_is_checked_leaves_the_digest():
-    """The shards of a plan follow from the plan: no row states them."""
+def test_facts_that_state_no_elements_keep_their_digest():
+    """The shards of a plan follow from the plan: no row and no fact states them."""
     assert not ZERO.graph.start.any()
-    assert graph_digest(ZERO) == graph_digest(ZERO.with_graph(ZERO.graph))
+    one = moe()
+    assert graph_digest(one).startswith("3f297d8d11751baf")
+    updates = dataclasses.replace(one.facts, updates=(UpdatedElements(0, 0, ((0, 8),)),))
+    assert graph_digest(dataclasses.replace(one, facts=updates)) != graph_digest(one)
 
 
 TOPOLOGIES = st.fixed_dictionaries(

@@ -83,7 +83,7 @@ class Model:
             parameter = self.facts.parameters[p]
             if parameter.numel is None:
                 break
-            result[p] = at if parameter.start is None else parameter.start
+            result[p] = at if parameter.flat_start is None else parameter.flat_start
             at = result[p] + parameter.numel
         return result
 
