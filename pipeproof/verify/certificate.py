@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +29,9 @@ _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
     "layers": {"__all__": _OF_CUSTOM_LAYERS},
 }
 """Keys of a model that change no operation: a path, the tokens, parts of custom layers that no operation reads."""
+
+_ADDED_FACTS = {"updates", "flat_start", "expert_routings"}
+"""Fields of facts that came later: they are in a digest where they are stated."""
 
 
 class Verdict(StrEnum):
@@ -102,8 +105,20 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
         "groups": [astuple(group) for group in graph.groups],
         "global_rank": graph.global_rank,
         "plan": None if subject.lowered is None else _plan_content(subject.lowered),
-        "facts": astuple(subject.facts),
+        "facts": _facts_content(subject.facts),
     }
+
+
+def _facts_content(value: object) -> object:
+    """Facts as ``astuple`` gives them, without added fields that state nothing: facts of before keep their digest."""
+    if is_dataclass(value):
+        found = [(field, getattr(value, field.name)) for field in fields(value)]
+        return [_facts_content(one) for field, one in found if field.name not in _ADDED_FACTS or one != field.default]
+    if isinstance(value, tuple | list):
+        return [_facts_content(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _facts_content(one) for key, one in value.items()}
+    return value
 
 
 def _by_value(tensor: TensorSpec) -> tuple[object, ...]:

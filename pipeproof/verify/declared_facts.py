@@ -57,6 +57,15 @@ class ExpertRouting:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdatedElements:
+    """Elements ``start .. stop`` of the flat buffer of a stage's gradients that the optimizer of a rank updates."""
+
+    rank: int
+    stage: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedParameter:
     """On ``rank``, values for ``parameter`` are read into ``target``; the model computes with ``memory``.
 
@@ -133,7 +142,8 @@ class Facts:
     are layers as typed operations; ``held_tensors``, ``map_uses`` and
     ``loads`` are the elements that ranks hold, expect and load;
     ``expert_routings`` the experts to which rows are sent.
-    ``gradients`` are the losses and parameters; ``mesh`` gives the ranks of a
+    ``gradients`` are the losses and parameters, ``updates`` the elements that
+    ranks update, where STEP rows have no range; ``mesh`` gives the ranks of a
     graph without a plan their coordinates, else its groups do.
     """
 
@@ -148,6 +158,7 @@ class Facts:
     loads: tuple[LoadedParameter, ...] = ()
     expert_routings: tuple[ExpertRouting, ...] = ()
     gradients: GradientFacts | None = None
+    updates: tuple[UpdatedElements, ...] = ()
     mesh: Mesh | None = None
 
 

@@ -22,7 +22,7 @@ from pipeproof.verify import (
     shape_exchange,
 )
 from pipeproof.verify.contents import content_rules
-from pipeproof.verify.gradients import gathered_weights, gradient_rules, norm_rule
+from pipeproof.verify.gradients import gathered_elements, gathered_weights, gradient_rules, norm_rule
 from pipeproof.verify.subject import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -46,5 +46,7 @@ RULES: tuple[Rule, ...] = (
     *gradient_rules.RULES,
     *norm_rule.RULES,
     *gathered_weights.RULES,
+    *gradient_rules.RULES_OF_COLLECTIVES,
+    *gathered_elements.RULES,
     *memory_budget.RULES,
 )

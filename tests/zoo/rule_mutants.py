@@ -82,6 +82,18 @@ def with_crossed_replicas():
     return changed(subject(topology={"dp": 2}), cross)
 
 
+def repeated_sum():
+    """A plan of two replicas that sums the gradient of a norm of its first stage once more, after all others."""
+    one = subject(topology={"dp": 2})
+    rows = one.graph.rows()
+    for of_rank in rows:
+        sums = [row for row in of_rank if str(row.op).startswith("0REDUCE_GRAD:dp/")]
+        if sums:
+            again = dataclasses.replace(sums[1], op=sums[1].op._replace(index=len(sums)))
+            of_rank.insert(of_rank.index(sums[-1]) + 1, again)
+    return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
+
+
 def with_slots(receive_slots):
     """A plan of four stages with so many receive slots on each rank."""
     return lambda: subject(
@@ -154,6 +166,18 @@ REDUCED_ELSEWHERE = """
     rank 0: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}
     rank 1: 0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h} 0STEP{reads=h}
 """
+
+SHARDS = """
+    group dp: 0 1
+    rank 0: 0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16} 0STEP{range=0..8}
+    rank 1: 0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16} 0STEP{range=8..16}
+"""
+
+GATHERED_SHARDS = SHARDS
+for shard in ("0..8", "8..16"):
+    step = f"0STEP{{range={shard}}}"
+    gather = f"0GATHER_WEIGHT:dp 0GATHER_WEIGHT:dp/0.ALL_GATHER:dp{{group=0 range={shard}}}"
+    GATHERED_SHARDS = GATHERED_SHARDS.replace(step, f"{step} {gather}")
 
 TWO_GROUPS = """
     group tp: 0 1
@@ -421,6 +445,30 @@ CASES = (
             lambda row: None if "GATHER_WEIGHT" in str(row.op) else row,
         ),
         kills=("PP612",),
+    ),
+    Case(
+        "PP613",
+        "the sum of a norm's gradient is repeated at the end of its block",
+        lambda: subject(topology={"dp": 2}),
+        repeated_sum,
+        kills=("PP613",),
+    ),
+    of_program(
+        "PP614",
+        "the optimizer's shards end at parameters, those of the reduce-scatter are equal",
+        SHARDS,
+        ("0STEP{range=0..8}", "0STEP{range=0..10}"),
+        ("0STEP{range=8..16}", "0STEP{range=10..16}"),
+        kills=("PP614",),
+    ),
+    of_program(
+        "PP615",
+        "each rank puts the other's elements into the gather",
+        GATHERED_SHARDS,
+        ("dp{group=0 range=0..8}", "dp{group=0 range=first}"),
+        ("dp{group=0 range=8..16}", "dp{group=0 range=0..8}"),
+        ("range=first", "range=8..16"),
+        kills=("PP615",),
     ),
     Case(
         "PP701",

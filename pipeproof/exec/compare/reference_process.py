@@ -58,9 +58,7 @@ def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
         if ordered:
             StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("ordered", result.step))
             result = unpartitioned_step(spec, result.weights, result.step)
-        outcome = StepOutcome(
-            result.loss, result.gradients, result.routers, without_gradient=result.without_gradient
-        )
+        outcome = StepOutcome(result.loss, result.gradients, result.routers, without_gradient=result.without_gradient)
         outcome.save(job.step_file("unpartitioned", result.step))
         on_step(result.step)
 

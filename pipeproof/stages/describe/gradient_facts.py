@@ -65,7 +65,8 @@ class ParameterGradient:
     ``partial_over`` are the axes over which ranks have addends, in addition to the token axes. ``losses`` is None for
     all losses on the parameter's stage or after it, and empty for a sum that no loss scales (a count of tokens).
     ``made_by`` is the operation that adds a micro-batch's addend; additions by forwards are scaled only by a SCALE_GRAD
-    that names the parameter. ``numel`` counts the elements on a rank, if known.
+    that names the parameter. ``numel`` counts the elements on a rank, if known; ``flat_start`` is the first in the
+    flat buffer of the stage's gradients, by default behind the parameter before.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ParameterGradient:
     numel: int | None = None
     losses: tuple[LossPath, ...] | None = None
     made_by: Literal["backward", "forward"] = "backward"
+    flat_start: int | None = None
 
     def partial_axes(self, path: LossPath | None = None) -> frozenset[str]:
         """The axes over which a sum is needed: for one loss, or for any if ``path`` is None."""

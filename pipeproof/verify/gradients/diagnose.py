@@ -18,6 +18,7 @@ from pipeproof.verify.gradients.coefficient import Coefficient
 from pipeproof.verify.gradients.expected_gradients import ADDS, Model, model_of, read_sites
 from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
 from pipeproof.verify.gradients.interpret import Partners, State, interpret
+from pipeproof.verify.gradients.kept_elements import KEPT, UNSUMMED, KeptElements
 from pipeproof.verify.gradients.ledgers import Ledgers, read_ledgers
 from pipeproof.verify.gradients.parameter_view import Move, Reader
 from pipeproof.verify.gradients.verdict_of_update import UpdateChecker, Verdict
@@ -46,13 +47,19 @@ def diagnose(subject: Subject) -> tuple[Problem, ...]:
         return tuple(problems)
     if not graph.is_kind(_UPDATES).any():  # a program without operations on its gradients
         return tuple(problems)
+    strays: dict[int, str] = {}
     for kinds, made_by in ((ADDS, "backward"), (frozenset({OpKind.FORWARD}), "forward")):
         selected = [p for p, parameter in enumerate(model.facts.parameters) if parameter.made_by == made_by]
         if selected:
             ledgers = read_ledgers(graph, model.grid, kinds, model.micro_batches)
-            search = _Search(subject, model, checker, ledgers, Reader(model, ledgers))
+            reader = Reader(model, ledgers)
+            search = _Search(subject, model, checker, ledgers, reader, KeptElements(subject, model, reader.covers))
             problems += search.problems(selected)
             problems += [_unreadable(model, op, why) for op, why in sorted(search.reader.unreadable.items())]
+            strays |= search.reader.covers.strays
+    problems += [_stray(model, op, why) for op, why in sorted(strays.items())]
+    if any(problem.key[0] == UNSUMMED for problem in problems):  # what one rank lacks another keeps in vain
+        problems = [problem for problem in problems if problem.key[0] != KEPT]
     return tuple(problems)
 
 
@@ -60,6 +67,17 @@ def _unreadable(model: Model, op: int, why: str) -> Problem:
     graph = model.graph
     help_ = "name sizes that the plan has, and losses that its stages compute"
     return Problem(Cause.UNREADABLE, (why,), int(graph.rank[op]), int(graph.stage[op]), why, help_, ops=(op,))
+
+
+def _stray(model: Model, op: int, why: str) -> Problem:
+    """Problem of a collective that sums no gradient; ranks that issue the same are alike."""
+    graph, rank = model.graph, int(model.graph.rank[op])
+    same = np.logical_and.reduce(
+        [c == c[op] for c in (graph.kind, graph.stage, graph.axis, graph.index, graph.target_kind)]
+    )
+    alike = tuple(one for one in np.unique(graph.rank[same]).tolist() if one != rank)
+    help_ = f"remove {graph.ops[op]}, or name the gradient that it sums: writes=grad[NAME]"
+    return Problem(Cause.STRAY, (why,), rank, int(graph.stage[op]), why, help_, ops=(op,), alike=alike)
 
 
 def _of_evaluation(model: Model, count: Count) -> Problem:
@@ -77,6 +95,7 @@ class _Search:
     checker: UpdateChecker
     ledgers: Ledgers
     reader: Reader
+    elements: KeptElements
     _right: set[tuple[object, ...]] = field(default_factory=set)
 
     def problems(self, parameters: Sequence[int]) -> Iterator[Problem]:
@@ -97,7 +116,7 @@ class _Search:
     def _is_uniform(self, ranks: Sequence[int], ledgers: Sequence[int]) -> bool:
         """Return True if the ranks are a whole grid except for ``pp``, and all do the same over whole lines of it."""
         grid, lines = self.model.grid, self.ledgers.line
-        if not ranks:
+        if not ranks or self.subject.facts.updates:
             return False
         others = [i for i, axis in enumerate(grid.axes) if axis != "pp"]
         places = np.unique(grid.coords[ranks][:, others], axis=0)
@@ -126,10 +145,12 @@ class _Search:
         if key in self._right and not self.ledgers.elsewhere:
             return
         axes = frozenset(self.model.grid.axes) - {"pp"}
-        problems = list(self._of_ranks({rank: accounts[rank]}, parameters, axes, self._partners_in_line(rank)))
-        if not problems and not self.reader.unreadable:
+        problems = list(
+            self._of_ranks({rank: accounts[rank]}, parameters, axes, self._partners_in_line(rank), everyone=True)
+        )
+        if not problems and not self.reader.unreadable and not self.reader.covers.strays:
             self._right.add(key)
-        yield from (replace(problem, alike=tuple(others)) for problem in problems)
+        yield from (replace(one, alike=tuple(others)) if one.rank == rank else one for one in problems)
 
     def _of_ranks(
         self,
@@ -137,6 +158,8 @@ class _Search:
         parameters: Sequence[int],
         folded: frozenset[str],
         partners: Callable[[int, Move], Partners],
+        *,
+        everyone: bool = False,
     ) -> Iterator[Problem]:
         """Run and checker some parameters with the same stages on the ranks that hold them."""
         read = {rank: self.reader.views(account, parameters) for rank, account in accounts.items()}
@@ -148,6 +171,7 @@ class _Search:
             moves = tuple(view.moves for view in held.views.values())
             if moves not in states:
                 states[moves] = interpret(held.views, partners)
+            yield from self.elements.problems(p, held, everyone=everyone)
             if self.ledgers.elsewhere:
                 yield from unordered(self.model.graph, self.subject.once(lifetimes).order, held)
             yield from self._checked(held, states[moves], verdicts)

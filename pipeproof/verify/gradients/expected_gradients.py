@@ -76,6 +76,17 @@ class Model:
             result.setdefault(rank, set()).add(stage)
         return {rank: frozenset(stages) for rank, stages in result.items()}
 
+    def flat_starts(self, stage: int) -> Mapping[int, int]:
+        """By parameter its first element in the flat buffer of a stage's gradients, for those of known size."""
+        at, result = 0, {}
+        for p in self.parameters_of.get(stage, ()):
+            parameter = self.facts.parameters[p]
+            if parameter.numel is None:
+                break
+            result[p] = at if parameter.flat_start is None else parameter.flat_start
+            at = result[p] + parameter.numel
+        return result
+
     def is_reduced(self, parameter: ParameterGradient, axis: str) -> bool:
         """Return True if a reduction over ``axis`` is needed, or, over ``pp``, if there are copies to be summed."""
         if axis == "pp":

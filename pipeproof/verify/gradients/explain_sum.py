@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
 
 from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradient
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient
+from pipeproof.verify.gradients.covers import REDUCING
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.parameter_view import MoveKind, View
 from pipeproof.verify.lifetime.happens_before import Order
@@ -30,6 +32,8 @@ class Cause(StrEnum):
     COPIES = "PP608"
     EVALUATION = "PP609"
     UNREADABLE = "PP610"
+    STRAY = "PP613"
+    ELEMENTS = "PP614"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,11 @@ class HeldGradient:
     folded: frozenset[str]
 
 
-def repeated(view: View) -> list[int]:
-    """Places of sums over a line of ranks that the gradient was summed over before."""
+def repeated(view: View, elsewhere: Collection[int] = ()) -> list[int]:
+    """Places of sums over a line of ranks that another sums over; of two, the later or that of ``elsewhere``."""
     seen: set[str] = set()
     result = []
-    for i in view.where(MoveKind.REDUCE):
+    for i in sorted(view.where(MoveKind.REDUCE), key=lambda i: (i in elsewhere, i)):
         move = view.moves[i]
         if move.axis is not None and not move.average:
             if move.axis in seen:
@@ -264,11 +268,14 @@ class _Account:
     def spoilt(self, wrong: bool) -> Iterator[Problem]:
         """Reductions that do not belong to the gradient, or one too many, if the sum is wrong."""
         view, parameter = self._view, self._held.parameter
-        twice = repeated(view)
+        elsewhere = [i for i in view.where(*_REDUCES) if self._is_elsewhere(i)]
+        twice = repeated(view, elsewhere)
         needed = self._model.partial_axes(parameter, parameter.partial_axes())
         for i in view.where(*_REDUCES):
             move = view.moves[i]
-            if move.kind is MoveKind.SPOIL:
+            if move.kind is MoveKind.SPOIL and i in elsewhere and self._kind(i) not in REDUCING:
+                fact, key = f"{self._name(i)} puts other ranks' gradients in place of this rank's", "exchanged"
+            elif move.kind is MoveKind.SPOIL:
                 fact, key = f"{self._name(i)} takes the maximum over {move.axis} where gradients are added", "max"
             elif move.axis in parameter.sharded_over and move.axis is not None and not self._model.facts.guessed:
                 fact, key = (
@@ -283,33 +290,56 @@ class _Account:
                 key = "equal"
             else:
                 continue
-            yield self._problem(Cause.NEEDLESS, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
+            cause = Cause.STRAY if i in elsewhere else Cause.NEEDLESS
+            fact += ", below no REDUCE_GRAD" if i in elsewhere else ""
+            yield self._problem(cause, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
+
+    def _is_elsewhere(self, place: int) -> bool:
+        """Return True if a reduction is a collective that is below no REDUCE_GRAD."""
+        reduce, op = KIND_CODE[OpKind.REDUCE_GRAD], int(self._view.ops[place][0])
+        return self._kind(place) != reduce and int(self._model.graph.target_kind[op]) != reduce
+
+    def _kind(self, place: int) -> int:
+        return int(self._model.graph.kind[int(self._view.ops[place][0])])
 
     def missing(self, gaps: Sequence[str]) -> Iterator[Problem]:
-        """Reductions that are needed and missing."""
+        """Reductions that are needed and missing: on the ranks without one, where others have it."""
+        for axis in gaps:
+            if axis in ("stray", "lost"):
+                continue
+            without = [rank for rank in self._held.views if not self._takes_part(rank, axis)]
+            absent = without if 0 < len(without) < len(self._held.views) else []
+            account = _Account(self._model, self._held, absent[0]) if absent else self
+            yield replace(account.lacks(axis, alone=bool(absent)), alike=tuple(absent[1:]))
+
+    def _takes_part(self, rank: int, axis: str) -> bool:
+        """Return True if a rank has a reduction over an axis, or over a group along it."""
+        groups = self._model.graph.groups
+        return any(
+            axis == (move.axis or groups[move.group].axis)
+            for move in self._held.views[rank].moves
+            if move.kind is MoveKind.REDUCE
+        )
+
+    def lacks(self, axis: str, *, alone: bool) -> Problem:
+        """Problem of a gradient that is not summed over an axis; ``alone`` if other ranks sum theirs."""
         steps = self._view.where(MoveKind.STEP)
         ops = self._ops(steps[0] if steps else len(self._view.ops) - 1) if self._view.ops else ()
-        for axis in gaps:
-            if axis == "pp":
-                stages = self._held.parameter.stages
-                where = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "several ranks"
-                yield self._problem(
-                    Cause.COPIES,
-                    ("missing",),
-                    f"the weight has copies on {where}, and their gradients are not summed",
-                    "reduce the gradient over the ranks that hold a copy before the optimizer step",
-                    ops,
-                )
-            elif axis not in ("stray", "lost"):
-                takes_part = any(self._view.moves[i].axis == axis for i in self._view.where(MoveKind.REDUCE))
-                fact = (
-                    f"not every rank along {axis} takes part in the sum over {axis}"
-                    if takes_part
-                    else f"each {axis} rank has an addend of it, and nothing sums them over {axis}"
-                )
-                yield self._problem(
-                    Cause.MISSING, (axis,), fact, f"reduce over {self._line_text(axis)} before the optimizer step", ops
-                )
+        if axis == "pp":
+            stages = self._held.parameter.stages
+            where = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "several ranks"
+            fact = f"the weight has copies on {where}, and their gradients are not summed"
+            fact += " here, as other ranks do" if alone else ""
+            fix = "reduce the gradient over the ranks that hold a copy before the optimizer step"
+            return self._problem(Cause.COPIES, ("missing",), fact, fix, ops)
+        if alone:
+            fact = f"the rank has an addend of it, and does not take part in the sum over {axis} of other ranks"
+        elif self._takes_part(self._rank, axis):
+            fact = f"not every rank along {axis} takes part in the sum over {axis}"
+        else:
+            fact = f"each {axis} rank has an addend of it, and nothing sums them over {axis}"
+        fix = f"reduce over {self._line_text(axis)} before the optimizer step"
+        return self._problem(Cause.MISSING, (axis,), fact, fix, ops)
 
     def incomplete(self) -> Problem:
         """Problem of a sum that lacks shares although each rank's moves are correct."""

@@ -156,6 +156,41 @@ UNREADABLE = RuleDoc(
     right="rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/dp} 0STEP",
 )
 
+_TWO_RANKS = "group dp: 0 1\nrank 0: {0}\nrank 1: {0}"
+_SUMMED = "0F0 0B0 0REDUCE_GRAD:dp{group=0 writes=grad[weight]}"
+
+STRAY = RuleDoc(
+    code="PP613",
+    title="a gradient collective belongs to no gradient, or to no reduction",
+    severity="error",
+    explanation=(
+        "Each collective below a REDUCE_GRAD sums gradients of its stage that are partial over its axis. One more "
+        "(a call repeated at the end of its block, an expert's gradient summed over ep) adds up what is complete, or "
+        "different parts of a weight. A collective elsewhere that writes a gradient (`writes=grad[NAME]`) takes part "
+        "in the sum, and is reported where the sum is wrong. A call whose gradient is known by its name or its number "
+        "of elements is right where a scale makes up for it."
+    ),
+    wrong=_TWO_RANKS.format(f"{_SUMMED} 0ALL_REDUCE:dp{{group=0 writes=grad[weight]}} 0STEP"),
+    right=_TWO_RANKS.format(f"{_SUMMED} 0STEP"),
+)
+
+_SCATTERED = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16}"
+
+ELEMENTS = RuleDoc(
+    code="PP614",
+    title="the optimizer updates other elements than its rank keeps of the sum",
+    severity="error",
+    explanation=(
+        "A reduce-scatter of n elements over k ranks leaves each rank n/k of them, in the order of the group. The "
+        "optimizer must update just these: elsewhere the gradient is the rank's own addend. Shards that begin at "
+        "parameters while the sum is cut into equal parts, or a buffer padded on one side only, move the borders; "
+        "shapes agree, and the loss goes down. A sum with fewer elements than its gradient leaves out the rest. The "
+        "range of a STEP counts in the flat buffer of its stage."
+    ),
+    wrong=f"group dp: 0 1\nrank 0: {_SCATTERED} 0STEP{{range=0..10}}\nrank 1: {_SCATTERED} 0STEP{{range=10..16}}",
+    right=f"group dp: 0 1\nrank 0: {_SCATTERED} 0STEP{{range=0..8}}\nrank 1: {_SCATTERED} 0STEP{{range=8..16}}",
+)
+
 ALL = (MISSING, NEEDLESS, WRONG_GROUP, EARLY, LOST, MAIN_SCALE, OTHER_SCALE, COPIES, EVALUATION, UNREADABLE)
 
 
@@ -229,3 +264,4 @@ def _fix_text(count: Count) -> str:
 
 
 RULES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in ALL)
+RULES_OF_COLLECTIVES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in (STRAY, ELEMENTS))

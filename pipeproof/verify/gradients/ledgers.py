@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.comm.mesh import Mesh
-from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS
-from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS, WRITE
+from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.coefficient import Coefficient
@@ -130,7 +130,7 @@ def guessed_grid(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], needed: 
 
 OVERWRITE = REDUCTIONS.index("overwrite")
 
-_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "work_item", "stop")
+_SIGNATURE = ("kind", "axis", "index", "reduction", "scale", "work_item", "start", "stop")
 """Columns in which equal entries agree, in addition to their group and the parameters that they name."""
 
 _PREFIX, _SUFFIX = "grad[", "]"
@@ -218,6 +218,7 @@ def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro
     is_add = graph.is_kind(add_kinds)
     is_entry = graph.is_kind(frozenset({OpKind.SCALE_GRAD, OpKind.REDUCE_GRAD, OpKind.STEP}))
     is_entry |= graph.is_kind(CHILD_KINDS) & (graph.target_kind == KIND_CODE[OpKind.REDUCE_GRAD])
+    is_entry[writers_elsewhere(graph)] = True
     rows = np.flatnonzero(is_add | is_entry)
     key = packed(graph.rank[rows], graph.stage[rows])
     rows = rows[np.argsort(key, kind="stable")]
@@ -309,9 +310,23 @@ def names_parameter(buffer: str) -> bool:
     return buffer.startswith(_PREFIX) and buffer.endswith(_SUFFIX)
 
 
+def writers_elsewhere(graph: OpGraph) -> IntColumn:
+    """Op ids of the collectives below no REDUCE_GRAD that write gradients, named as buffers ``grad[NAME]``."""
+    accesses = graph.accesses
+    writes = (accesses.mode == WRITE) & _is_gradient(graph)[accesses.buffer]
+    rows = np.unique(accesses.op[writes])
+    elsewhere = is_kind(graph.kind[rows], CHILD_KINDS) & (graph.target_kind[rows] != KIND_CODE[OpKind.REDUCE_GRAD])
+    return np.asarray(rows[elsewhere])
+
+
+def _is_gradient(graph: OpGraph) -> BoolColumn:
+    """Mask of the buffers that are gradients."""
+    return np.array([names_parameter(name) for name in graph.buffers], dtype=bool)
+
+
 def named_parameters(graph: OpGraph) -> Mapping[int, set[str]]:
     """By op id the parameters whose gradients a row names as buffers ``grad[NAME]``."""
-    is_gradient = np.array([names_parameter(name) for name in graph.buffers], dtype=bool)
+    is_gradient = _is_gradient(graph)
     by_row: dict[int, set[str]] = {}
     if is_gradient.any():
         expected = is_gradient[graph.accesses.buffer]

@@ -14,76 +14,17 @@ from functools import cached_property
 import numpy as np
 
 from pipeproof.schedule.columns import REDUCTIONS
-from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
+from pipeproof.verify.gradients.covers import REDUCING, Covers
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.ledgers import OVERWRITE, Ledgers, micro_batch_places
 
-REDUCING = frozenset(KIND_CODE[kind] for kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
-"""Codes of the collectives that sum."""
-
-_REDUCE = KIND_CODE[OpKind.REDUCE_GRAD]
-
-
-class Covers:
-    """Parameters that each collective below a REDUCE_GRAD sums, found for all collectives of its parent at once."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._known: dict[int, tuple[int, ...]] = {}
-        graph = model.graph
-        children = np.flatnonzero((graph.target_kind == _REDUCE) & np.isin(graph.kind, list(REDUCING)))
-        families = packed(*(column[children] for column in (graph.rank, graph.stage, graph.axis, graph.parent)))
-        order = np.argsort(families, kind="stable")
-        self._children, self._families = children[order], families[order]
-        self._family_of = dict(zip(children.tolist(), families.tolist(), strict=True))
-
-    def of(self, op: int) -> tuple[int, ...]:
-        """The parameters of one collective."""
-        if op not in self._known:
-            family = self._family_of[op]
-            first, last = np.searchsorted(self._families, [family, family + 1])
-            self._read(self._children[first:last])
-        return self._known[op]
-
-    def _read(self, children: IntColumn) -> None:
-        graph, facts = self._model.graph, self._model.facts
-        rank, stage = int(graph.rank[children[0]]), int(graph.stage[children[0]])
-        axis = AXES[int(graph.axis[children[0]])]
-        # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
-        for here in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
-            owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
-            if (axis == "pp" and not owed) or len(owed) < len(children) == len(here):
-                owed = here
-            if len(children) <= len(owed):
-                break
-        index = graph.index[children].tolist()
-        if facts.guessed:  # one gradient represents all of the stage's
-            cover = {i: tuple(here) for i in index if i == min(index)}
-        elif len(children) < len(owed) and index == list(range(len(children))):
-            cover = self._buckets(graph.stop[children].tolist(), owed)
-        else:
-            cover = {i: (p,) for i, p in enumerate(owed)}
-        self._known.update({op: cover.get(i, ()) for op, i in zip(children.tolist(), index, strict=True)})
-
-    def _buckets(self, expected: Sequence[int], owed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Each collective takes as many of the next parameters as have its number of elements."""
-        result: dict[int, tuple[int, ...]] = {}
-        at = 0
-        for bucket, numel in enumerate(expected):
-            taken, last = 0, at
-            while last < len(owed) and (taken < numel or last == at):
-                taken += self._model.facts.parameters[owed[last]].numel or numel
-                last += 1
-            result[bucket], at = tuple(owed[at:last]), last
-        return result
-
-
 _MAX, _AVG = REDUCTIONS.index("max"), REDUCTIONS.index("avg")
 _REDUCE, _SCALE, _STEP = (KIND_CODE[kind] for kind in (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP))
+_ALL_TO_ALL, _BARRIER = KIND_CODE[OpKind.ALL_TO_ALL], KIND_CODE[OpKind.BARRIER]
 
 
 class MoveKind(Enum):
@@ -94,7 +35,7 @@ class MoveKind(Enum):
     SCALE = auto()
     REDUCE = auto()
     SPOIL = auto()
-    """A reduction that is not a sum: a maximum."""
+    """A reduction that is no sum (a maximum), or an exchange of gradients that are not equal."""
     TOUCH = auto()
     """Reads and writes the gradient in a way that the facts do not describe."""
     STEP = auto()
@@ -266,8 +207,21 @@ class Reader:
                 owed = self._owed(stage, axis)
                 yield from self._reductions(op, axis, line, here if names else [p for p in here if p in owed])
         elif kind in REDUCING:
-            selected = here if names else [p for p in self._covers.of(op) if p in drafts]
+            selected = here if names else [p for p in self.covers.of(op) if p in drafts]
             yield from self._reductions(op, AXES[int(graph.axis[op])], line, selected)
+        elif graph.target_kind[op] != _REDUCE and kind != _BARRIER:
+            axis = AXES[int(graph.axis[op])]
+            yield from (
+                (p, Move(MoveKind.SPOIL, axis=axis)) for p in here if not self._is_equal(p, kind, drafts[p], axis)
+            )
+
+    def _is_equal(self, p: int, kind: int, draft: _Draft, axis: str) -> bool:
+        """Return True if an exchange of gradients over an axis brings each rank the values that it has."""
+        if kind == _ALL_TO_ALL:
+            return False
+        parameter = self.model.facts.parameters[p]
+        summed = any(move.kind is MoveKind.REDUCE and move.axis == axis for move in draft.moves)
+        return summed or (axis not in parameter.sharded_over and not self.model.is_reduced(parameter, axis))
 
     def _owed(self, stage: int, axis: str | None) -> Sequence[int]:
         """The parameters of a stage that a reduction over an axis is about when it lists none."""
@@ -281,7 +235,9 @@ class Reader:
         self, op: int, axis: str | None, line: int, parameters: Sequence[int]
     ) -> Iterator[tuple[int, Move]]:
         graph, grid = self.model.graph, self.model.grid
-        sources = (op, int(graph.parent[op])) if graph.parent[op] != NONE else (op,)
+        sources = (
+            (op, int(graph.parent[op])) if graph.target_kind[op] == _REDUCE and graph.parent[op] != NONE else (op,)
+        )
         how = int(graph.reduction[op])
         for p in parameters:
             parameter = self.model.facts.parameters[p]
@@ -318,5 +274,6 @@ class Reader:
         return frozenset(AXES[axis] for axis in np.unique(graph.axis[children]).tolist())
 
     @cached_property
-    def _covers(self) -> Covers:
+    def covers(self) -> Covers:
+        """The parameters of each collective."""
         return Covers(self.model)

@@ -1,0 +1,256 @@
+"""Elements of gradients that the collectives below a REDUCE_GRAD sum, and collectives that sum no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.schedule.columns import REDUCTIONS
+from pipeproof.schedule.derive import packed
+from pipeproof.schedule.op_table import NONE, IntColumn
+from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
+from pipeproof.verify.gradients.expected_gradients import Model
+from pipeproof.verify.gradients.ledgers import named_parameters
+
+REDUCING = frozenset(KIND_CODE[kind] for kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
+"""Codes of the collectives that sum."""
+
+_REDUCE, _AVG = KIND_CODE[OpKind.REDUCE_GRAD], REDUCTIONS.index("avg")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Elements ``start .. stop`` of a flattened gradient, and their collective.
+
+    ``at`` is the place of the first among the collective's elements; None where padding leaves it open.
+    """
+
+    op: int
+    start: int
+    stop: int
+    at: int | None
+
+
+class Covers:
+    """Parameters that each collective below a REDUCE_GRAD sums, found for all collectives of its parent at once.
+
+    A gradient that several collectives sum in parts is the last one's. ``strays`` are, by op id, collectives that
+    sum no gradient, with the reason.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._shares: dict[tuple[int, int], list[Share]] = {}
+        self._noted: set[int] = set()
+        self.strays: dict[int, str] = {}
+
+    @cached_property
+    def _named(self) -> Mapping[int, set[str]]:
+        """The gradients that rows name, by op id."""
+        return named_parameters(self._model.graph)
+
+    @cached_property
+    def _columns(self) -> tuple[IntColumn, IntColumn, Mapping[int, int]]:
+        """Collectives by family (those of one parent), the family of each in that order, and by op id."""
+        graph = self._model.graph
+        children = np.flatnonzero((graph.target_kind == _REDUCE) & np.isin(graph.kind, list(REDUCING)))
+        families = packed(*(column[children] for column in (graph.rank, graph.stage, graph.axis, graph.parent)))
+        order = np.argsort(families, kind="stable")
+        children, families = children[order], families[order]
+        return children, families, dict(zip(children.tolist(), families.tolist(), strict=True))
+
+    def of(self, op: int) -> tuple[int, ...]:
+        """The parameters of one collective."""
+        if op not in self._known:
+            children, families, family_of = self._columns
+            first, last = np.searchsorted(families, [family_of[op], family_of[op] + 1])
+            self._read(children[first:last].tolist())
+        return self._known[op]
+
+    def shares(self, op: int, parameter: int) -> Sequence[Share]:
+        """The parts of a parameter that are summed by a collective and others of its parent; none if not known."""
+        self.of(op)
+        return self._shares.get((self._columns[2][op], parameter), ())
+
+    def _read(self, children: Sequence[int]) -> None:
+        graph, facts = self._model.graph, self._model.facts
+        rank, stage = int(graph.rank[children[0]]), int(graph.stage[children[0]])
+        axis = AXES[int(graph.axis[children[0]])]
+        named = {name for op in children for name in self._named.get(op, ())}
+        of_index: dict[int, int] = {}
+        for op in children:
+            if op not in self._named:
+                of_index.setdefault(int(graph.index[op]), op)
+        first = dict(enumerate(of_index.values())) if named else of_index  # calls without names have the others
+        calls = list(of_index.values())
+        found: dict[int, list[int]] = {op: [] for op in calls}
+        self._known |= dict.fromkeys(children, ())
+        for p in self._model.parameters_of.get(stage, ()):
+            for op in children:
+                if self._named.get(op) == {facts.parameters[p].name}:
+                    self._note_one(op, p)
+        if not calls:
+            return
+        # A parameter that the rank holds with an earlier stage is not summed with this one, unless there are more sums.
+        for held in (self._model.settled(rank, stage), self._model.parameters_of.get(stage, ())):
+            here = tuple(p for p in held if facts.parameters[p].name not in named)
+            owed: Sequence[int] = [p for p in here if self._model.is_reduced(facts.parameters[p], axis)]
+            if (axis == "pp" and not owed) or len(owed) < len(calls) == len(here):
+                owed = here
+            if len(calls) <= len(owed):
+                break
+        if facts.guessed:  # one gradient represents all of the stage's
+            found[first[min(first)]] += here
+            self._note_guessed(calls, here, found)
+        elif self._is_flat(calls, here, stage):
+            self._place(calls, here, found, {op: int(graph.start[op]) for op in calls})
+            self._explain([op for op in calls if op not in self._noted], here, owed, found)
+        elif len(calls) < len(owed) and list(first) == list(range(len(calls))):
+            self._place(calls, owed, found, None)
+            empty = [op for op in calls if not found[op] and op not in self._noted]
+            if sum(map(self._numel, calls)) - sum(map(self._numel, empty)) == sum(n or 0 for n in self._numels(owed)):
+                self._explain(empty, here, owed, found)  # else the others are padded, and nothing is known of these
+        else:
+            extra = self._match(first, owed, found)
+            self._explain(extra, here, owed, found)
+        self._known.update(
+            {op: tuple(found[of_index[int(graph.index[op])]]) for op in children if op not in self._named}
+        )
+
+    def _numel(self, op: int) -> int:
+        return int(self._model.graph.stop[op] - self._model.graph.start[op])
+
+    def _numels(self, parameters: Sequence[int]) -> list[int | None]:
+        return [self._model.facts.parameters[p].numel for p in parameters]
+
+    def _note(self, parameter: int, share: Share) -> None:
+        self._shares.setdefault((self._columns[2][share.op], parameter), []).append(share)
+        self._noted.add(share.op)
+
+    def _note_guessed(self, calls: list[int], here: Sequence[int], found: dict[int, list[int]]) -> None:
+        """Note the elements of a stage's one gradient, those of its flat buffer; what two calls have is repeated."""
+        starts = self._model.graph.start
+        if len(here) != 1 or not all(self._numel(op) for op in calls):
+            return
+        covered: list[tuple[int, int]] = []
+        for op in calls:
+            low, high = int(starts[op]), int(starts[op]) + self._numel(op)
+            if starts[calls].any() and any(low < stop and start < high for start, stop in covered):
+                found[op] += here
+            covered.append((low, high))
+            self._note(here[0], Share(op, low, high, 0))
+
+    def _is_flat(self, calls: list[int], here: Sequence[int], stage: int) -> bool:
+        """Return True if the ranges of calls are places in the stage's flat buffer: no two of them begin at 0."""
+        starts = self._model.graph.start[calls]
+        one_at_0 = bool(starts.any()) and int((starts == 0).sum()) <= 1
+        return one_at_0 and self._model.flat_starts(stage).keys() >= set(here)
+
+    def _place(
+        self, calls: Sequence[int], parameters: Sequence[int], found: dict[int, list[int]], at: Mapping[int, int] | None
+    ) -> None:
+        """Assign to each call the parameters whose elements it has: from its place on, else behind the call before.
+
+        The last call takes what is left of a parameter that several calls have. What is in two calls is summed twice.
+        """
+        numels = self._numels(parameters)
+        if None in numels or not all(map(self._numel, calls)):
+            for op, p in zip(calls, parameters, strict=False):
+                found[op].append(p)
+            return
+        ends = np.cumsum([numel or 0 for numel in numels])
+        starts: Mapping[int, int] = dict(zip(parameters, (ends - numels).tolist(), strict=True))
+        if at is None:
+            before = np.cumsum([0, *map(self._numel, calls)]).tolist()
+            exact = len(calls) == 1 or before[-1] == ends[-1]
+            at = dict(zip(calls, before, strict=False))
+        else:
+            exact, starts = True, self._model.flat_starts(int(self._model.graph.stage[calls[0]]))
+        for p, numel in zip(parameters, numels, strict=True):
+            assert numel is not None
+            covered: list[tuple[int, int]] = []
+            last: int | None = None
+            for op in calls:
+                low, high = max(starts[p], at[op]), min(starts[p] + numel, at[op] + self._numel(op))
+                if low >= high:
+                    continue
+                if any(low < stop and start < high for start, stop in covered):
+                    found[op].append(p)
+                else:
+                    last = op
+                covered.append((low, high))
+                self._note(p, Share(op, low - starts[p], high - starts[p], low - at[op] if exact else None))
+            if last is not None:
+                found[last].append(p)
+
+    def _match(self, first: Mapping[int, int], owed: Sequence[int], found: dict[int, list[int]]) -> list[int]:
+        """Assign one parameter to each call, by its number and its number of elements; return the calls left over."""
+        unsized = None in self._numels(owed) or not all(map(self._numel, first.values()))
+        left, calls = dict.fromkeys(owed), []
+        for index, op in first.items():
+            if index < len(owed) and (unsized or self._fits(op, owed[index])):
+                del left[owed[index]]
+                self._take(op, owed[index], found)
+            else:
+                calls.append(op)
+        for op in [] if unsized else list(calls):
+            same = next((p for p in left if self._fits(op, p)), None)
+            if same is not None:
+                calls.remove(op)
+                del left[same]
+                self._take(op, same, found)
+        for op, p in [] if unsized else list(zip(calls, left, strict=False)):
+            calls.remove(op)
+            self._take(op, p, found)
+        return calls
+
+    def _take(self, op: int, parameter: int, found: dict[int, list[int]]) -> None:
+        found[op].append(parameter)
+        self._note_one(op, parameter)
+
+    def _note_one(self, op: int, parameter: int) -> None:
+        """Note the elements of a call that sums one parameter."""
+        numel, start = self._model.facts.parameters[parameter].numel, int(self._model.graph.start[op])
+        if numel is not None and self._numel(op):
+            self._note(parameter, Share(op, start, min(numel, start + self._numel(op)), 0))
+
+    def _fits(self, op: int, parameter: int) -> bool:
+        """Return True if a call has the elements of a parameter, padded for the ranks of its group or not."""
+        numel, size = self._model.facts.parameters[parameter].numel, self.size(op)
+        return numel is not None and self._numel(op) in (numel, -(-numel // size) * size)
+
+    def size(self, op: int) -> int:
+        """Members of the group of a call; 1 without a group."""
+        graph = self._model.graph
+        return 1 if graph.group[op] == NONE else graph.groups[int(graph.group[op])].size
+
+    def _explain(
+        self, extra: Sequence[int], here: Sequence[int], owed: Sequence[int], found: dict[int, list[int]]
+    ) -> None:
+        """Assign a call that is left over to the one gradient of its size: values decide if it is wrong.
+
+        Where there is none, or several, it is a stray, unless it is an average, which leaves equal gradients alone.
+        """
+        graph, parameters = self._model.graph, self._model.facts.parameters
+        for op in extra:
+            if self.size(op) == 1 and graph.group[op] != NONE:
+                continue
+            axis, stage = AXES[int(graph.axis[op])], int(graph.stage[op])
+            alike = [p for p in here if self._fits(op, p)]
+            if len(alike) == 1:
+                found[op].append(alike[0])
+                continue
+            if alike and graph.reduction[op] == _AVG and not any(axis in parameters[p].sharded_over for p in alike):
+                continue
+            alike.sort(key=lambda p: p in owed)  # rather one that is not to be summed
+            more = f" and {len(alike) - 1} more have" if len(alike) > 1 else " has"
+            same = f", as many as `{parameters[alike[0]].name}`{more}" if alike else ""
+            self.strays[op] = f"{graph.ops[op]} sums {self._numel(op)} elements{same}, of no gradient: " + (
+                f"all {len(owed)} gradients of stage {stage} to be summed over {axis} have other collectives"
+                if owed
+                else f"no gradient of stage {stage} is to be summed over {axis}"
+            )

@@ -1,0 +1,227 @@
+"""Elements that ranks keep of sums, that their optimizers update, and that gathers return to all."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.comm.mesh import Mesh
+from pipeproof.schedule.op_table import build_graph
+from pipeproof.schedule.ops import OpKind
+from pipeproof.stages.describe.gradient_facts import ParameterGradient
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.declared_facts import Facts, UpdatedElements
+from pipeproof.verify.subject import program_subject
+from tests.plans import subject
+from tests.verify.gradient_models import facts, moe
+from tests.verify.gradient_mutants import changed, only, own
+from tests.verify.programs import errors, mutated
+
+SHARDED = {"memory": {"shard_optimizer": "dp"}}
+ZERO = subject(topology={"dp": 2}, **SHARDED)
+WHOLE = subject(topology={"dp": 2})
+
+
+def flat(*ranks, buckets=((0, 16),), parameters=(), mesh=None, updates=()):
+    """A stage whose flat gradients are cut over dp ranks: (range of the STEP, ranges put into gathers) of each."""
+    members = " ".join(map(str, range(len(ranks))))
+    sums = " ".join(
+        f"0REDUCE_GRAD:dp/{i}.REDUCE_SCATTER:dp{{group=0 range={start}..{stop}}}"
+        for i, (start, stop) in enumerate(buckets)
+    )
+    lines = [f"group dp: {members}"]
+    for rank, (updated, given_back) in enumerate(ranks):
+        step = f"0STEP{{range={updated}}}" if updated else "0STEP"
+        gathers = " ".join(
+            f"0GATHER_WEIGHT:dp/{i}.ALL_GATHER:dp{{group=0 range={one}}}" for i, one in enumerate(given_back)
+        )
+        lines.append(f"rank {rank}: 0F0 0B0 0REDUCE_GRAD:dp {sums} {step} 0GATHER_WEIGHT:dp {gathers}")
+    known = Facts(updates=tuple(updates))
+    if parameters:
+        mesh = Mesh(("dp",), (len(ranks),))
+        known = dataclasses.replace(known, gradients=facts(*parameters), mesh=mesh)
+    return program_subject("\n".join(lines), facts=known)
+
+
+A, B = ParameterGradient("a", (0,), numel=10), ParameterGradient("b", (0,), numel=6)
+HALVES = (("0..8", ["0..8"]), ("8..16", ["8..16"]))
+AT_PARAMETERS = (("0..10", ["0..10"]), ("10..16", ["10..16"]))
+
+
+def test_halves_of_a_flat_buffer_are_kept_updated_and_gathered():
+    assert errors(flat(*HALVES)) == []
+    assert errors(flat(*HALVES, parameters=(A, B))) == []
+    assert errors(flat(*HALVES, parameters=(dataclasses.replace(A, numel=9), B))) == []  # the last element is padding
+
+
+def test_shards_that_end_at_parameters_are_not_those_of_an_equal_cut():
+    (found,) = (one for one in errors(flat(*AT_PARAMETERS, parameters=(A, B))) if one.code == "PP614")
+    assert found.message.startswith("rank 0, gradient of `a`: 0STEP updates elements 8..10 of `a` from a gradient")
+    assert "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp leaves the rank the sum of 0..8" in found.message
+    assert [(one.rank, one.op) for one in found.witness.ops] == [
+        (0, "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp"), (0, "0STEP"),
+    ]  # fmt: skip
+
+
+def test_a_parameter_that_is_padded_in_the_buffer_of_the_sum_alone():
+    padded = (A, dataclasses.replace(B, flat_start=12))
+    ranks = (("0..9", []), ("9..18", []))
+    assert own(flat(*ranks, buckets=((0, 18),), parameters=padded)) == set()
+    assert own(flat(*HALVES, buckets=((0, 18),), parameters=padded)) == {"PP614"}
+
+
+def test_two_buckets_are_cut_each():
+    """Each rank keeps a half of each bucket, which one STEP cannot name: the facts do."""
+    buckets = ((0, 8), (8, 16))
+    halves = [UpdatedElements(0, 0, ((0, 4), (8, 12))), UpdatedElements(1, 0, ((4, 8), (12, 16)))]
+    ranks = ((None, ["0..4", "8..12"]), (None, ["4..8", "12..16"]))
+    assert errors(flat(*ranks, buckets=buckets, updates=halves)) == []
+    assert errors(flat(*ranks, buckets=buckets, updates=halves, parameters=(A, B))) == []
+    found = only(flat(*((row, []) for row, _ in HALVES), buckets=buckets, parameters=(A, B)), "PP614")
+    assert "0STEP updates elements 4..8 of `a`" in found.message
+    assert errors(flat(*ranks, buckets=buckets)) == []  # nothing states what is updated
+
+
+def test_a_buffer_that_the_ranks_cannot_share_equally():
+    found = only(flat(("0..7", []), ("7..15", []), buckets=((0, 15),)), "PP614")
+    assert "cuts 15 elements into 2 equal parts" in found.message
+
+
+def test_weights_of_one_size_are_checked_each():
+    """The first rank's shard of both is kept; the second weight is padded to more."""
+    norms = [i for i, weight in enumerate(ZERO.plan.weights_of(0, 0)) if weight.shape == (16,)]
+    one = mutated(ZERO, changed(f"0REDUCE_GRAD:dp/{norms[1]}.", stop=20))
+    assert "elements 8..10 of `layer.0.mlp_norm.weight` from" in only(one, "PP614").message
+    assert only(one, "PP614").message.startswith("rank 1 (pp 0, dp 1), gradient")
+    assert [found.rank for found in only(one, "PP614").witness.ops] == [1, 1]
+
+
+def test_elements_that_are_kept_and_updated_by_no_rank():
+    found = only(flat(("0..8", []), ("8..14", [])), "PP614")
+    assert "leaves the rank the sum of elements 14..16" in found.message
+    assert found.message.startswith("rank 1,")
+    assert "updates 8..14" in found.message
+
+
+@pytest.mark.parametrize(
+    ("given_back", "message"),
+    [
+        ([["8..16"], ["0..8"]], "rank 0 and 1 more: 0GATHER_WEIGHT:dp/0.ALL_GATHER:dp puts in elements 8..16"),
+        ([["0..4"], ["8..12"]], "puts in elements 0..4, and the rank has also updated 4..8"),
+        ([["0..4", "4..8"], ["8..12", "12..16"]], "puts in elements 8..12, which all members take for 4..8"),
+    ],
+)
+def test_a_gather_that_exchanges_elements_is_found(given_back, message):
+    ranks = [(updated, given) for (updated, _), given in zip(HALVES, given_back, strict=True)]
+    assert message in only(flat(*ranks), "PP615").message
+
+
+def test_a_group_in_another_order_exchanges_shards():
+    one = flat(*HALVES)
+    groups = [dataclasses.replace(one.graph.groups[0], ranks=(1, 0))]
+    other = one.with_graph(build_graph(one.graph.rows(), one.graph.tensors, groups))
+    assert {"PP614", "PP615"} == {found.code for found in errors(other)}
+
+
+@pytest.mark.parametrize(
+    ("base", "row", "change", "message"),
+    [
+        (ZERO, "0REDUCE_GRAD:dp/0.", {"stop": 510}, "elements 255..256 of `embed.weight` from"),
+        (ZERO, "0REDUCE_GRAD:dp/0.", {"stop": 516}, "elements 256..258 of `embed.weight` from"),
+        (ZERO, "0REDUCE_GRAD:dp/0.", {"start": 8, "stop": 520}, "elements 0..8 of `embed.weight` from"),
+        (WHOLE, "1REDUCE_GRAD:dp/1.", {"stop": 500}, "elements 500..768 of `layer.2.attn.qkv.weight` from"),
+    ],
+)
+def test_sums_of_a_plan_with_other_elements_than_are_updated(base, row, change, message):
+    assert message in only(mutated(base, changed(row, **change)), "PP614").message
+
+
+def test_a_fused_reduce_scatter_does_not_keep_the_shards_of_each_weight():
+    def fused(rows):
+        for program in rows:
+            parts = [row for row in program if row.op.target and row.op.target.kind is OpKind.REDUCE_GRAD]
+            for stage in {row.op.stage for row in parts}:
+                mine = [row for row in parts if row.op.stage == stage]
+                place = program.index(mine[0])
+                program[:] = [row for row in program if row not in mine]
+                program.insert(place, dataclasses.replace(mine[0], stop=sum(row.stop for row in mine)))
+
+    found = [one for one in errors(mutated(ZERO, fused)) if one.code == "PP614"]
+    assert len(found) == 1
+    assert "elements 256..512 of `embed.weight` from" in found[0].message, found[0].message
+
+
+def test_a_reduce_scatter_that_is_gathered_again_is_an_all_reduce():
+    text = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16}"
+    text += " 0REDUCE_GRAD:dp/1.ALL_GATHER:dp{group=0 range=0..8} 0STEP{range=0..16}"
+    assert errors(program_subject(f"group dp: 0 1\nrank 0: {text}\nrank 1: {text}")) == []
+    without = text.replace(" 0REDUCE_GRAD:dp/1.ALL_GATHER:dp{group=0 range=0..8}", "")
+    only(program_subject(f"group dp: 0 1\nrank 0: {without}\nrank 1: {without}"), "PP614")
+
+
+def test_facts_that_state_no_elements_keep_their_digest():
+    """The shards of a plan follow from the plan: no row and no fact states them."""
+    assert not ZERO.graph.start.any()
+    one = moe()
+    assert graph_digest(one).startswith("3f297d8d11751baf")
+    updates = dataclasses.replace(one.facts, updates=(UpdatedElements(0, 0, ((0, 8),)),))
+    assert graph_digest(dataclasses.replace(one, facts=updates)) != graph_digest(one)
+
+
+TOPOLOGIES = st.fixed_dictionaries(
+    {"pp": st.sampled_from([1, 2]), "dp": st.sampled_from([1, 2, 3]), "tp": st.sampled_from([1, 2])},
+    optional={"ep": st.just(2), "cp": st.just(2), "sequence_parallel": st.just(True)},
+)
+MODELS = st.fixed_dictionaries(
+    {"vocab_size": st.sampled_from([30, 32, 64])},
+    optional={"tied_embedding": st.just(True), "moe": st.just({"num_experts": 4, "top_k": 2, "ffn_size": 16})},
+)
+SCHEDULES = st.sampled_from(
+    [{"kind": "1f1b"}, {"kind": "gpipe"}, {"kind": "zb_v", "num_chunks": 2}, {"kind": "dualpipe"},
+     {"kind": "interleaved", "num_chunks": 2}, {"kind": "1f1b", "reduce_gradients": "when_ready"}]
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(TOPOLOGIES, MODELS, SCHEDULES, st.sampled_from([{}, SHARDED]), st.booleans())
+def test_plans_have_no_finding_on_their_gradients(topology, model, schedule, memory, clip):
+    if "moe" not in model or "cp" in topology:
+        topology = {axis: size for axis, size in topology.items() if axis != "ep"}
+    if schedule["kind"] == "dualpipe":
+        topology = {**topology, "pp": 2}
+    run = {"clip_norm": 1.0} if clip else {}
+    one = subject(model=model, topology=topology, schedule=schedule, run=run, **memory)
+    for seen in (one, one.unfolded()):
+        assert not [found for found in errors(seen) if found.code.startswith("PP6")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.data(),
+)
+def test_right_shards_of_any_flat_buffer_are_let_pass_and_moved_borders_found(sizes, ranks, each, named, data):
+    total = -(-sum(sizes) // (ranks * each)) * ranks * each  # padded
+    share = total // ranks
+    borders = [(k * share, (k + 1) * share) for k in range(ranks)]
+    parameters = [ParameterGradient(f"w{i}", (0,), numel=size) for i, size in enumerate(sizes)] if named else []
+
+    def cut(ends):
+        shards = [f"{start}..{stop}" for start, stop in ends]
+        return flat(*((one, [one]) for one in shards), buckets=((0, total),), parameters=parameters)
+
+    assert errors(cut(borders)) == []
+    moved = data.draw(st.integers(1, ranks - 1))
+    by = data.draw(st.sampled_from([-1, 1]))
+    ends = [0, *itertools.accumulate([share] * ranks)]
+    ends[moved] += by
+    used = sum(sizes) if named else total
+    if 0 < ends[moved] < total and min(ends[moved], moved * share) < used:
+        shards = list(itertools.pairwise(ends))
+        if all(start < stop for start, stop in shards):
+            assert "PP614" in {one.code for one in errors(cut(shards))}
