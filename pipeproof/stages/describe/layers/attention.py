@@ -12,6 +12,12 @@ from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.norm import norm
 
 ROTARY: ops.Cost = 3, 2
+MEASURED_WITH = {"attn.k_head_norm.bias": ("attn.q_head_norm.bias",)}
+"""Weights whose gradients are measured in the elements of others (``gradient_units``).
+
+Without rotary positions the addends of the bias of the keys' norm cancel exactly: softmax does not change if all keys
+of a query are shifted.
+"""
 
 
 def attention(model: ModelSpec) -> ops.Operations:
