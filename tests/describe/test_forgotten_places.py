@@ -19,7 +19,8 @@ from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_at
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.state.names.convention_tables import CONVENTIONS, OWN_NAMES, convention_of
+from pipeproof.state.names.convention import OWN_NAMES
+from pipeproof.state.names.convention_tables import CONVENTIONS, convention_of
 from pipeproof.state.names.convention_tensors import convention_tensors
 from pipeproof.state.names.convention_tensors import weights_of as own_weights
 from pipeproof.state.names.name_codes import NoNamesError

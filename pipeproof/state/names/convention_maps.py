@@ -15,7 +15,8 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.checkpoint import Checkpoint, tensor_blocks
-from pipeproof.state.names.convention_tables import OWN_NAMES, convention_of
+from pipeproof.state.names.convention import OWN_NAMES
+from pipeproof.state.names.convention_tables import convention_of
 from pipeproof.state.names.convention_tensors import TABLES, concatenated, convention_tensors, weights_of
 from pipeproof.state.names.name_codes import CopiesDifferError, NoNamesError
 from pipeproof.state.regions import Region, subtract, whole_region

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.specs.model import ModelSpec
-from pipeproof.state.names.convention_tables import BIAS, OWN_CONVENTION, OWN_NAMES, Convention, convention_of
+from pipeproof.state.names.convention import BIAS, OWN_NAMES, Convention
+from pipeproof.state.names.convention_tables import OWN_CONVENTION, convention_of
 from pipeproof.state.names.convention_tensors import TABLES, ConventionTensor, convention_tensors, weights_of
 from pipeproof.state.names.name_codes import NoNamesError
 
