@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.interop.importers.draft import Draft, count
-from pipeproof.interop.importers.megatron.flag_values import FlagReader
 
 _GPT = {"norm": "layer", "positions": "learned", "biases": "all"}
 _PARTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
@@ -39,6 +39,12 @@ PART_NAMES = (
 
 _TYPE, _NORM, _QK = "--position-embedding-type", "--normalization", "--qk-layernorm"
 _NO_BIAS, _QKV_BIAS = "--disable-bias-linear", "--add-qkv-bias"
+PART_FLAGS = (
+    "--swiglu", "--quick-geglu", "--squared-relu", "--openai-gelu", "--no-bias-gelu-fusion", _NORM, _QK, _TYPE,
+    "--use-rotary-position-embeddings", "--no-position-embedding", "--max-position-embeddings", _NO_BIAS, _QKV_BIAS,
+)  # fmt: skip
+"""Flags of Megatron-LM for parts."""
+
 _LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none"}
 
 
@@ -93,7 +99,41 @@ def _take_switches(draft: Draft, kind: str, switches: Mapping[str, Location | No
         draft.ignore(name, f"of these biases, {described} can be described here", switches[name])
 
 
-def import_flags_of_parts(reader: FlagReader, config: Draft) -> None:
+class PartFlags(Protocol):
+    """The methods of ``FlagReader`` that parts need."""
+
+    draft: Draft
+
+    def has(self, flag: str) -> bool:
+        """Return True if the flag is in the script."""
+        ...
+
+    def location(self, flag: str) -> Location | None:
+        """Return the location of a flag."""
+        ...
+
+    def shown(self, flag: str) -> str:
+        """Return the flag with its value, for messages."""
+        ...
+
+    def text(self, flag: str) -> str | None:
+        """Return the value of a flag."""
+        ...
+
+    def number(self, flag: str, *, at_least: int = 1) -> int | None:
+        """Return the value as an integer."""
+        ...
+
+    def take(self, flag: str, key: KeyPath, value: object) -> None:
+        """Set a plan value from the flag."""
+        ...
+
+    def megatron_refuses(self, message: str, flag: str, help: str | None = None) -> NoReturn:
+        """End the import because Megatron-LM would refuse the settings."""
+        ...
+
+
+def import_flags_of_parts(reader: PartFlags, config: Draft) -> None:
     """Set the parts of the model that differ from a Llama's; sizes, experts and latent attention are set before.
 
     A script without --hidden-size has its model elsewhere: in another file, or in a checkpoint. Its missing flags mean
@@ -118,7 +158,7 @@ def import_flags_of_parts(reader: FlagReader, config: Draft) -> None:
     _biases(reader, is_latent=is_latent, has_experts=has_experts)
 
 
-def _norms(reader: FlagReader, *, is_latent: bool) -> None:
+def _norms(reader: PartFlags, *, is_latent: bool) -> None:
     norm = reader.text(_NORM)
     if norm not in (None, "LayerNorm", "RMSNorm"):
         reader.megatron_refuses(f"{_NORM} must be LayerNorm or RMSNorm, found `{norm}`", _NORM)
@@ -128,7 +168,7 @@ def _norms(reader: FlagReader, *, is_latent: bool) -> None:
         reader.take(_QK, ("model", "qk_norm"), value=True)
 
 
-def _positions(reader: FlagReader, *, is_latent: bool) -> None:
+def _positions(reader: PartFlags, *, is_latent: bool) -> None:
     draft, kind = reader.draft, reader.text(_TYPE)
     old, without = "--use-rotary-position-embeddings", "--no-position-embedding"
     if reader.has(old) or (reader.has(_TYPE) and kind is None) or kind in ("rope", "mrope", "yarn"):
@@ -150,7 +190,7 @@ def _positions(reader: FlagReader, *, is_latent: bool) -> None:
         )
 
 
-def _activation(reader: FlagReader, *, has_experts: bool) -> None:
+def _activation(reader: PartFlags, *, has_experts: bool) -> None:
     """Set ``model.mlp``; Megatron-LM's fusion of bias and GELU, on by default, is the approximation with tanh."""
     if reader.has("--swiglu") or reader.has("--quick-geglu"):
         return
@@ -169,7 +209,7 @@ def _activation(reader: FlagReader, *, has_experts: bool) -> None:
     _default(reader, "mlp", "gelu_tanh" if is_tanh else "gelu", flag)
 
 
-def _biases(reader: FlagReader, *, is_latent: bool, has_experts: bool) -> None:
+def _biases(reader: PartFlags, *, is_latent: bool, has_experts: bool) -> None:
     draft, on = reader.draft, not reader.has(_NO_BIAS)
     if on and is_latent:
         draft.ignore(f"no {_NO_BIAS}", "a model with latent attention has no biases here")
@@ -182,7 +222,7 @@ def _biases(reader: FlagReader, *, is_latent: bool, has_experts: bool) -> None:
         reader.take(_QKV_BIAS, ("model", "biases"), "qkv")
 
 
-def _default(reader: FlagReader, key: str, value: str, flag: str) -> None:
+def _default(reader: PartFlags, key: str, value: str, flag: str) -> None:
     """Set a value that a flag has, or that Megatron-LM has without the flag."""
     setting = reader.shown(flag) if reader.has(flag) else f"no {flag}"
     reader.draft.set(("model", key), value, setting, reader.location(flag))
