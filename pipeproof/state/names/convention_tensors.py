@@ -54,8 +54,12 @@ def whole_view(source: str, shape: Sequence[int]) -> View:
     return View(source, whole_region(shape), tuple(range(len(shape))))
 
 
-TABLES = frozenset({"embed.weight", "embed.positions.weight"})
-"""Matrices with a row for each token or position, here as everywhere; a head that is tied to one has its rows."""
+def is_table(source: str) -> bool:
+    """Return True for a matrix with a row for each token or position, here as everywhere.
+
+    A head that is tied to one has its rows.
+    """
+    return source.startswith("embed.")
 
 
 def expert_of(source: str, shape: Sequence[int], expert: int) -> View:
