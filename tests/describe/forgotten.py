@@ -236,7 +236,7 @@ STAGES = {
 }
 ON_PADDLE = {
     "stages/reference/unpartitioned.py": in_paddle_reference,
-    "stages/reference/ordered_model.py": in_ordered_reference,
+    "stages/reference/ (ordered_model.py, ordered_layers.py)": in_ordered_reference,
 }
 ON_TORCH = {"stages/reference/ (torch_model.py, torch_reference_weights.py)": in_torch_reference}
 COMPUTED = {**STAGES, **ON_PADDLE, **ON_TORCH}

@@ -227,9 +227,12 @@ PLACES: Mapping[str, Mapping[str, tuple[Mutant, ...]]] = {
         "stages/reference/layer_math.py": _values(
             lambda patch, part: [
                 patch.setattr(_module(f"{REFERENCE}.{name}"), "bias_of", lambda *_: None)
-                for name in ("unpartitioned", "ordered_layers")
+                for name in ("layer_math", "ordered_layers")
             ],
             "biases",
+        ),
+        "stages/reference/ordered_layers.py": _values(
+            replaced(f"{REFERENCE}.ordered_layers:OrderedLayers.biased", lambda self, x, name: x), "biases"
         ),
         "stages/reference/torch_reference_weights.py": _values(
             replaced(

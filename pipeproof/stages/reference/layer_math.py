@@ -31,6 +31,12 @@ def bias_of(weights: Mapping[str, _Value], name: str) -> _Value | None:
     return weights.get(f"{name}.bias")
 
 
+def linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """``x @ weight``, plus the bias if the model has it."""
+    y, bias = paddle.matmul(x, weights[f"{name}.weight"]), bias_of(weights, name)
+    return y if bias is None else y + bias
+
+
 def gated(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, and the gradient is zero beyond the limit."""
     if limit is None:

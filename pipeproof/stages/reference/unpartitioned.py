@@ -28,7 +28,7 @@ from pipeproof.stages.reference.balance import Routers, without_biases
 from pipeproof.stages.reference.custom_reference import custom_unpartitioned_step, run_custom_unpartitioned
 from pipeproof.stages.reference.dropout_rng import DropoutRng
 from pipeproof.stages.reference.experts import mixture
-from pipeproof.stages.reference.layer_math import LayerMath, bias_of
+from pipeproof.stages.reference.layer_math import LayerMath, linear
 from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses, training_loss
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
@@ -220,9 +220,8 @@ class UnpartitionedModel:
         return self.math.normed(x, *map(self.weights.__getitem__, self.math.norm_names(name)))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """``x @ weight``, plus the bias if the model has it."""
-        y, bias = paddle.matmul(x, self.weights[f"{name}.weight"]), bias_of(self.weights, name)
-        return y if bias is None else y + bias
+        """The product with the weight of that name."""
+        return linear(x, self.weights, name)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""
