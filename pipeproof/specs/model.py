@@ -150,17 +150,18 @@ class ModelSpec(Section):
         return self.moe is not None and block >= self.moe.dense_layers
 
 
-_ADDED_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
+PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
+"""Keys of the parts of a block, and of positions."""
 
 
 def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keys of a model as JSON values, for digests and saved states.
 
-    Keys that came later than these are left out at their default, so that a plan without them keeps its digest.
+    Parts came later than other keys and are left out at their default, so that a plan without them keeps its digest.
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
     fields = type(model).model_fields
-    return {key: value for key, value in content.items() if key not in _ADDED_KEYS or value != fields[key].default}
+    return {key: value for key, value in content.items() if key not in PART_KEYS or value != fields[key].default}
 
 
 def _problems(model: ModelSpec) -> list[Problem]:

@@ -1,60 +1,49 @@
-"""Every place that must know a parameter: a new parameter that one of them forgot fails here, with the place's name.
+"""Every place that must know a parameter or a part of the model: what is left out fails here, with the place's name.
 
-The description of layers (``stages/describe/layers``) is the list of parameters with which all others are compared.
+``places`` lists where each part is written, with ways to leave it out there; ``forgotten`` has the checks.
 """
 
+import ast
+import re
 from fractions import Fraction
+from inspect import signature
 from math import prod
+from pathlib import Path
 
 import pytest
 
-from pipeproof.specs.load_plan import plan_from_dict
+import pipeproof
 from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product, StreamWeights, weights_of
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_at
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
-from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.state.names.convention_tables import CONVENTIONS, OWN_NAMES, convention_of
-from pipeproof.state.names.convention_tensors import convention_tensors
-from pipeproof.state.names.convention_tensors import weights_of as own_weights
-from pipeproof.state.names.name_codes import NoNamesError
-from tests.plans import plan_dict
-
-MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
-MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 3, "q_rank": 5}
-MODELS = {
-    "Llama": {"num_kv_heads": 2},
-    "experts": {"moe": MOE},
-    "latent attention, MTP": {"mla": MLA, "mtp": {"num_modules": 1}},
-    "streams": {"hyper_connections": {"streams": 2}},
-    "GPT-3": {"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": "all"},
-    "biases, QK-norm": {"norm": "layer", "qk_norm": True, "biases": "all"},
-    "Qwen": {"qk_norm": True, "biases": "qkv", "moe": MOE},
-}
-
+from tests.describe.forgotten import (
+    COMPUTED,
+    MODELS,
+    MOE,
+    NAMED,
+    PARTS,
+    check_digest,
+    check_gradients,
+    check_importers,
+    check_names,
+    check_parameters,
+    check_rotation,
+    check_settings,
+    check_types,
+    check_values,
+    forgotten,
+    spec_of,
+)
+from tests.describe.places import PLACES
 
 TO_THE_END_OF_W = (Lifetime.TO_WEIGHT, Lifetime.BETWEEN)
 SIZE = MicroBatchSize(8, 2)
-
-
-def spec_of(name, **topology):
-    plan = plan_dict(
-        model={"num_layers": 2, **MODELS[name]},
-        topology={"pp": 1, **topology},
-        schedule={"kind": "gpipe", "num_micro_batches": 3},
-        run={"dtype": "float64", "steps": 1, "optimizer": "sgd"},
-    )
-    return plan_from_dict(plan).spec
-
-
-def forgotten(place, names):
-    """Fail with the place that lacks parameters."""
-    assert not names, f"forgotten in {place}: {sorted(names)}"
+NEEDS = {check_values: (pytest.mark.needs_paddle, pytest.mark.needs_torch)}
 
 
 def with_weights(spec, layer):
@@ -67,18 +56,12 @@ def with_weights(spec, layer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_typed_programs_have_every_parameter(name):
-    spec = spec_of(name)
-    typed = typed_gpt(spec)
-    for layer in describe_gpt(spec):
-        own = {weight.name.removeprefix(f"{layer.name}.") for weight in (*layer.parameters, *layer.borrowed)}
-        listed = {parameter.value.name for parameter in typed[layer_kind(spec.model, layer.name)].program.parameters}
-        forgotten(f"stages/describe/typed_gpt.py, {layer.name}", own - listed)
-        forgotten(f"stages/describe/layers/, {layer.name}", listed - own)
+    check_types(name)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_has_work_and_memory_for_its_gradient(name):
-    spec = spec_of(name, tp=2, sequence_parallel=True)
+    spec = spec_of(MODELS[name], tp=2, sequence_parallel=True)
     for layer in describe_gpt(spec):
         operations = dict(with_weights(spec, layer))
         works = {work.name for work in layer_work(spec, layer.name, SIZE, 8) if work.phase is Phase.WEIGHT}
@@ -92,7 +75,7 @@ def test_every_weight_has_work_and_memory_for_its_gradient(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_matrix_has_its_product(name):
     """FLOPs of the weight gradients of a layer: two for each token and element of its matrices."""
-    spec = spec_of(name)
+    spec = spec_of(MODELS[name])
     for layer in describe_gpt(spec):
         if layer.name == "embed":  # tokens and positions are looked up
             continue
@@ -104,65 +87,92 @@ def test_every_matrix_has_its_product(name):
         assert flops == 2 * mtp_streams_at(spec.model, layer.name) * SIZE.num_tokens * elements, layer.name
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("convention", [name for name in CONVENTIONS if name != OWN_NAMES])
-def test_conventions_name_every_parameter_or_refuse_the_model(name, convention):
-    model = spec_of(name).model
-    own = {name: entry.shape for name, entry in own_weights(model, "float32").items()}
-    try:
-        tensors = convention_tensors(model, own, convention_of(convention, model), {})
-    except NoNamesError:
-        return
-    forgotten(f"state/names/, {convention}", own.keys() - {view.source for tensor in tensors for view in tensor.views})
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_described_twice_and_keeps_other_digests(part):
+    check_parameters(part)
+    check_rotation(part)
+    check_digest(part)
 
 
-def in_torch_stage(spec):
-    from tests.stages.torch.staged_run import StagedRun
-
-    return next(StagedRun(spec).steps()).gradients
-
-
-def in_torch_reference(spec):
-    from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
-
-    return next(run_unpartitioned(spec)).gradients
+@pytest.mark.parametrize("kind", NAMED)
+def test_other_tools_have_names_and_settings_for_a_part(kind):
+    check_names(kind)
+    check_settings(kind)
 
 
-def in_paddle_stage(spec):
-    from tests.stages.staged_run import StagedRun
-
-    return next(StagedRun(spec).steps()).gradients
-
-
-def in_paddle_reference(spec):
-    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
-
-    return next(run_unpartitioned(spec)).gradients
-
-
-def in_ordered_reference(spec):
-    from tests.stages.staged_run import run_in_order
-
-    return next(iter(run_in_order(spec))).gradients
-
-
-COMPUTED = {
-    "stages/torch": (in_torch_stage, "torch"),
-    "stages/reference/torch_model.py": (in_torch_reference, "torch"),
-    "stages/paddle": (in_paddle_stage, "paddle"),
-    "stages/reference/unpartitioned.py": (in_paddle_reference, "paddle"),
-    "stages/reference/ordered_model.py": (in_ordered_reference, "paddle"),
-}
-"""Places that compute a model: its gradients by parameter, and the framework."""
+def test_the_importers_know_every_part(tmp_path):
+    check_importers(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=getattr(pytest.mark, f"needs_{who}")) for place, (_, who) in COMPUTED.items()]
+    "place",
+    [
+        pytest.param(at, marks=getattr(pytest.mark, f"needs_{'torch' if 'torch' in at else 'paddle'}"))
+        for at in COMPUTED
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient(name, place):
-    """A parameter that is not used keeps the zeros with which its gradient begins."""
-    spec = spec_of(name)
-    gradients = COMPUTED[place][0](spec)
-    listed = {weight.name for layer in describe_gpt(spec) for weight in layer.parameters}
-    forgotten(place, {name for name in listed if name not in gradients or not gradients[name].any()})
+    check_gradients(place, name)
+
+
+@pytest.mark.needs_paddle
+@pytest.mark.needs_torch
+@pytest.mark.parametrize("part", PARTS)
+def test_every_place_computes_the_same(part):
+    check_values(part)
+
+
+def mutants():
+    for part, places in PLACES.items():
+        for place, left_out in places.items():
+            for number, mutant in enumerate(left_out):
+                marks = NEEDS.get(mutant.check, ())
+                yield pytest.param(part, place, mutant, id=f"{part}-{place}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize(("part", "place", "mutant"), mutants())
+def test_a_part_that_is_left_out_at_a_place_is_missed_there(part, place, mutant, monkeypatch, tmp_path):
+    mutant.leave_out(monkeypatch, part)
+    subject = (tmp_path,) if "path" in signature(mutant.check).parameters else (mutant.subject,)
+    with pytest.raises(AssertionError, match=r"^forgotten in ") as failure:
+        mutant.check(*subject)
+    message = str(failure.value).partition(":")[0]
+    folder, _, file = place.rpartition("/")
+    assert f"{folder}/" in message
+    assert file in message
+
+
+KEY = r"\b(?:model|gpt|_model)\.{0}\b(?!\.weight)|\b{0}: (?:bool|Literal)"
+"""A file reads the key of a part from a plan's model, or declares it."""
+ALSO = {
+    "qk_norm": r"'qk_norm'|_head_norm|qk[-_]layernorm",
+    "mlp": r"\('model', 'mlp'\)|'mlp': \(|gelu",
+    "biases": r"'biases'|bias_of\((weights|self\.used)|\{name\}\.bias' not in",
+    "norm": r"\('model', 'norm'\)|'norm': \(?'(layer|rms)'|layer_norm\(",
+    "positions": r"'positions'|'(embed\.)?positions\.weight'|learned",
+}
+"""Other lines of a part: names of its weights, values and settings, and the function that only it needs."""
+GENERAL = {"biases": {"stages/common/stage.py"}}
+"""Places without such a line: they use all weights that the description gives an operation."""
+
+
+def is_written_in(text, lines):
+    """True if the code of a file, without comments and docstrings, has one of the lines."""
+    if not lines.search(text.replace('"', "'")):
+        return False
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            node.value.value = ""
+    return lines.search(ast.unparse(tree)) is not None
+
+
+def test_a_part_is_written_in_the_listed_places_and_in_no_others():
+    root = Path(pipeproof.__file__).parent
+    texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in root.rglob("*.py")}
+    for part, places in PLACES.items():
+        lines = re.compile(f"{KEY.format(part)}|{ALSO[part]}")
+        found = {file for file, text in texts.items() if is_written_in(text, lines)}
+        assert found | GENERAL.get(part, set()) == set(places), part
+        assert len(places) <= 9, part

@@ -18,10 +18,11 @@ from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
+from pipeproof.stages.describe.layers.gradient_units import measured_with
 from pipeproof.stages.describe.layers.streams import INITIAL_SCALE
 from pipeproof.stages.describe.model_family import describe_boundaries, keeps_input, stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
-from pipeproof.stages.describe.residual_streams import measured_with, residual_streams_of
+from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject

@@ -5,7 +5,7 @@ import paddle
 import pytest
 
 from pipeproof.stages.paddle.functional import clamped_swiglu, gated
-from pipeproof.stages.reference import experts as reference
+from pipeproof.stages.reference import layer_math as reference
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 
 pytestmark = pytest.mark.needs_paddle

@@ -14,7 +14,7 @@ from pipeproof.comm.weight_ranges import index_of
 from pipeproof.exec.compare.compare_routers import RouterResult
 from pipeproof.exec.launch.job_files import Loss
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.stages.describe.residual_streams import measured_with
+from pipeproof.stages.describe.layers.gradient_units import measured_with
 from pipeproof.stages.describe.training_state import num_shards
 
 Gradients = Mapping[str, np.ndarray]

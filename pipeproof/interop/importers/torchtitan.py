@@ -21,6 +21,7 @@ from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, r
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 
 _SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
@@ -285,9 +286,8 @@ class _Job:
             if self.file.has(section, name):
                 value = self._number(section, name, 1)
                 self.draft.set(("model", key), value, name, self.file.location(section, name))
-        if self.file.get("model", "name", "") == "qwen3":
-            location = self.file.location("model", "name")
-            self.draft.set(("model", "qk_norm"), value=True, setting="name", location=location)
+        kind = str(self.file.get("model", "name", ""))
+        take_parts_of_type(self.draft, kind, "name", self.file.location("model", "name"))
         assume_model(self.draft, Needs(num_stages))
 
     def _stages(self, pp: int, num_stages: int, *, csv: bool) -> None:

@@ -100,10 +100,6 @@ class BackendOps(Protocol):
         """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""
         ...
 
-    def gelu(self, tensor: Tensor, /, *, tanh: bool) -> Tensor:
-        """GELU (arXiv:1606.08415): exact, or its approximation with tanh."""
-        ...
-
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> Tensor:
         """The rotary embedding of heads [.., S, D], with tables in the framework's own format."""
         ...

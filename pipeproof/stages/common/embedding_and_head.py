@@ -11,8 +11,8 @@ from typing import Protocol
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.dropout import Dropouts
+from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
-from pipeproof.stages.common.weights import SplitWeights
 from pipeproof.stages.common.work_items import MtpStream, join_mtp_streams, split_mtp_streams
 from pipeproof.stages.describe.mtp_streams import MTP
 
@@ -44,9 +44,9 @@ class EmbeddingAndHead:
         region: TensorParallelRegion,
         weight_of: Callable[[str, str], Weight],
         vocabulary: Vocabulary,
-        weights: SplitWeights,
+        positions: Positions,
     ) -> None:
-        self._weights, self._learned = weights, plan.gpt.positions == "learned"
+        self._positions = positions
         self._ops, self._region, self._weight_of, self._vocabulary = ops, region, weight_of, vocabulary
         self._rows_dim = plan.gpt.activation_order.index("b")
         self._tied = plan.gpt.tied_embedding
@@ -55,10 +55,7 @@ class EmbeddingAndHead:
         """The main stream; if the first stage embeds for all modules, also one stream for each module."""
         names = ["embed", *(f"{MTP}.{number}.embed" for number in range(len(streams) - 1))]
         joined = self._lookup("embed", "embed.out", streams)
-        if self._learned:
-            start, end = dropouts.positions_of(joined)
-            positions = self._weight_of("embed", "embed.positions.weight")
-            joined = self._weights.added(joined, positions, lambda table: table[start:end].unsqueeze(self._rows_dim))
+        joined = self._positions.embedded(joined, self._weight_of, dropouts.positions_of(joined))
         embedded = split_mtp_streams(self._ops, joined, len(streams), self._rows_dim)
         return [dropouts.between(stream, "embedding", name) for stream, name in zip(embedded, names, strict=True)]
 

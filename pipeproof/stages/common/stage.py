@@ -22,6 +22,7 @@ from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Vocabulary
 from pipeproof.stages.common.latent_attention import latent_heads, with_positions
+from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, with_streams
 from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
@@ -51,8 +52,8 @@ class LayerOps:
     ops: BackendOps
     weights: SplitWeights
     vocabulary: Vocabulary
-    gated: Callable[[Tensor, Tensor], Tensor]
-    """The activation function of an MLP, of its gate and its other factor."""
+    mlp_activation: Callable[..., Tensor]
+    """The activation function of an MLP, of its gate and its other factor, or of one factor alone."""
     tables: tuple[Tensor, Tensor]
     """Cosines and sines of the rotary embedding, [S of the model, D] each, as ``BackendOps.rotate`` takes them."""
     maker: WeightMaker
@@ -86,8 +87,8 @@ class Stage(ABC, Generic[TokenBatch]):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a stage needs one or more different layers, got {names}")
         self._plan, self._layers = plan, tuple(layers)
-        self._ops, self._weights, self._gated = layer_ops.ops, layer_ops.weights, layer_ops.gated
-        self._cos, self._sin = layer_ops.tables
+        self._ops, self._weights, self._mlp_activation = layer_ops.ops, layer_ops.weights, layer_ops.mlp_activation
+        self._positions = Positions(self._ops, plan, self._weights, layer_ops.tables)
         boundary = describe_boundary(plan)
         dim, regathers = boundary.tp.dim, plan.memory.sequence_parallel_activations == "regather"
         self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, regathers=regathers)
@@ -99,7 +100,7 @@ class Stage(ABC, Generic[TokenBatch]):
         self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
         self.parameters = self._held.parameters
         self._ends = EmbeddingAndHead(
-            self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary, self._weights
+            self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary, self._positions
         )
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
@@ -245,10 +246,7 @@ class Stage(ABC, Generic[TokenBatch]):
             normed = self._norm(query, f"{name}.q_head_norm"), self._norm(key, f"{name}.k_head_norm")
             heads = self._ops.concat([*normed, value], 3)
         heads = self._ops.permute(heads, [0, 2, 3, 1, 4] if self._batch_first else [1, 2, 3, 0, 4])
-        if model.positions == "rotary":
-            return self._ops.rotated_heads(heads, *self._tables(split, heads.shape[3]))
-        query, key, value = self._ops.split(heads, parts, 2)
-        return query, key.squeeze(2), value.squeeze(2)
+        return self._positions.grouped_heads(heads, split)
 
     def _latent_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a sequence split."""
@@ -267,39 +265,32 @@ class Stage(ABC, Generic[TokenBatch]):
         query, keys = (self._ops.permute(heads, order) for heads in (query, keys))
         if not self._batch_first:
             shared = self._ops.permute(shared, [1, 0, 2])
-        tables = self._tables(split, shared.shape[1])
+        tables = self._positions.tables(split, shared.shape[1])
         query, key, value = with_positions(self._ops, query, keys, shared, mla, *tables)
         return query.unsqueeze(2), key, value
 
-    def _tables(self, split: int, length: int) -> tuple[Tensor, Tensor]:
-        """The rotary tables of a sequence split; the sequence may be shorter than the model's."""
-        positions = slice(split * length, (split + 1) * length)
-        return self._cos[positions], self._sin[positions]
-
     def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        entered, kind = self._region.enter(activation, f"{name}.in"), self._plan.gpt.mlp
+        entered = self._region.enter(activation, f"{name}.in")
         if f"{name}.router.weight" in self.parameters:
             output = self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
         else:
-            if kind == "swiglu":
-                inner = self._gated(self._product(entered, f"{name}.gate"), self._product(entered, f"{name}.up"))
-            else:
-                inner = self._ops.gelu(self._product(entered, f"{name}.up"), tanh=kind == "gelu_tanh")
+            factors = [f"{name}.{part}" for part in ("gate", "up") if f"{name}.{part}.weight" in self.parameters]
+            inner = self._mlp_activation(*(self._product(entered, factor) for factor in factors))
             output = self._row_parallel(inner, f"{name}.down", f"{name}.out")
         return dropouts.between(output, "hidden", name)
 
     def _product(self, activation: Tensor, name: str) -> Tensor:
         """The product with the weight of that name, plus its bias, if there is one."""
-        return self._biased(self._weights.product(activation, self.parameters[f"{name}.weight"]), name)
+        weight, *biases = self._held.of(name)
+        return self._biased(self._weights.product(activation, weight), biases)
 
     def _row_parallel(self, activation: Tensor, name: str, label: str) -> Tensor:
         """A product whose addends on the tensor-parallel ranks are summed. The bias is added once, after the sum."""
-        addend = self._weights.product(activation, self.parameters[f"{name}.weight"])
-        return self._biased(self._region.leave(addend, label), name)
+        weight, *biases = self._held.of(name)
+        return self._biased(self._region.leave(self._weights.product(activation, weight), label), biases)
 
-    def _biased(self, activation: Tensor, name: str) -> Tensor:
-        bias = self.parameters.get(f"{name}.bias")
-        return activation if bias is None else self._weights.added(activation, bias)
+    def _biased(self, activation: Tensor, biases: Sequence[Weight]) -> Tensor:
+        return self._weights.added(activation, *biases) if biases else activation
 
     # Each framework implements these.
 
@@ -309,7 +300,7 @@ class Stage(ABC, Generic[TokenBatch]):
 
     @abstractmethod
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dim, times the weight of that name; LayerNorm, if there is also a bias."""
+        """The norm over the last dim, with the weights of that name."""
 
     @abstractmethod
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:

@@ -96,6 +96,9 @@ class StageWeights:
         self.parameters: dict[str, Weight] = {
             parameter.name: self._load(parameter) for layer in layers for parameter in layer.parameters
         }
+        self._names_of: dict[str, list[str]] = {}
+        for name in self.parameters:
+            self._names_of.setdefault(name.rpartition(".")[0], []).append(name)
         self._borrowed: dict[tuple[str, str], BorrowedWeight] = {}
         available = {**lent, **self.parameters}
         for layer in layers:
@@ -105,6 +108,10 @@ class StageWeights:
                     self._borrowed[layer.name, name] = maker.borrow(available[name])
                 else:
                     available[name] = self.parameters[name] = self._load(parameter)
+
+    def of(self, operation: str) -> list[Weight]:
+        """The weights of an operation, in the order of its description."""
+        return [self.parameters[name] for name in self._names_of[operation]]
 
     def used_by(self, layer: str, name: str) -> Weight:
         """Return a weight as ``layer`` uses it. It may belong to another layer."""

@@ -36,8 +36,6 @@ from pipeproof.stages.describe.layer import is_block
 ENDS = ("weight", "scale", "bias")
 """The ends of the names of a sub-layer's stream weights."""
 
-_STREAMS = "_streams"
-
 
 @dataclass(frozen=True, slots=True)
 class BlockStreams:
@@ -68,16 +66,3 @@ def width_after(model: ModelSpec, names: Sequence[str]) -> int:
     num_blocks = sum(map(is_block, names))
     between_blocks = model.hyper_connections is not None and 0 < num_blocks < model.num_layers
     return model.hidden_size * (model.num_streams if between_blocks else 1)
-
-
-def measured_with(name: str) -> tuple[str, ...]:
-    """Other weights whose largest gradient element is also the unit for differences of the named gradient.
-
-    A scale or a bias has few elements. Each is a sum over all tokens of addends with both signs, which sometimes nearly
-    cancel, so these elements alone are not a good unit. Without rotary positions the addends of the bias of the keys'
-    norm cancel exactly: softmax does not change if all keys of a query are shifted.
-    """
-    prefix, _, end = name.rpartition(".")
-    if name.endswith("k_head_norm.bias"):
-        return (name.replace("k_head_norm", "q_head_norm"),)
-    return tuple(f"{prefix}.{other}" for other in ENDS if other != end) if prefix.endswith(_STREAMS) else ()

@@ -8,7 +8,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import paddle
-import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.stages.common.backend_ops import BackendOps
@@ -65,11 +64,6 @@ class PaddleOps:
         """Implement ``BackendOps.as_type_of``: the tensor itself."""
         assert tensor.dtype == like.dtype, (tensor.dtype, like.dtype)
         return tensor
-
-    @staticmethod
-    def gelu(tensor: Tensor, *, tanh: bool) -> Tensor:
-        """Implement ``BackendOps.gelu``."""
-        return F.gelu(tensor, approximate=tanh)
 
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+from pipeproof.specs.model import ModelSpec
+
 Tensor: TypeAlias = paddle.Tensor
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -32,12 +34,6 @@ def rms_norm(activation: Tensor) -> Tensor:
     x = paddle.assign(activation)  # a separate node: the caller's tensor feeds this norm once
     mean_square = paddle.mean(paddle.square(x), axis=-1, keepdim=True)
     return x * paddle.rsqrt(mean_square + NORM_EPSILON)
-
-
-def layer_norm(activation: Tensor) -> Tensor:
-    """``(x - mean(x)) / sqrt(var(x) + eps)`` over the last dim (arXiv:1607.06450), before the weight and the bias."""
-    x = paddle.assign(activation)
-    return rms_norm(x - paddle.mean(x, axis=-1, keepdim=True))
 
 
 def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, Tensor]:
@@ -103,6 +99,13 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The activation function of gate and up for a model with this ``swiglu_limit``."""
     return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
+
+
+def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
+    """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
+    if model.mlp == "swiglu":
+        return gated(model.swiglu_limit)
+    return partial(F.gelu, approximate=model.mlp == "gelu_tanh")
 
 
 def fork(activation: Tensor, num_readers: int) -> list[Tensor]:

@@ -24,7 +24,7 @@ from pipeproof.stages.describe.synthetic import Batch, loss_scale
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.experts import ExpertCollectives, ExpertRegion, Experts
-from pipeproof.stages.paddle.functional import gated, layer_norm, rms_norm, rotary_tables
+from pipeproof.stages.paddle.functional import mlp_activation, rotary_tables
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights
 
@@ -64,7 +64,7 @@ class PaddleStage(Stage[Batch]):
             ops=OPS,
             weights=self._split_weights,
             vocabulary=PaddleVocabulary(self._split_weights, tied=model.tied_embedding),
-            gated=gated(model.swiglu_limit),
+            mlp_activation=mlp_activation(model),
             tables=rotary_tables(model.seq_length, model.rotary_size, run.dtype),
             maker=WeightMaker(draw_dtype=run.dtype, make=weight, borrow=BorrowedWeight),
         )
@@ -91,16 +91,14 @@ class PaddleStage(Stage[Batch]):
         return self._normed([activation], name)[0]
 
     def _normed(self, streams: Sequence[Tensor], name: str = "norm") -> list[Tensor]:
-        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
-        if bias is None:
-            return self._split_weights.scaled_each(list(map(rms_norm, streams)), weight)
-        scaled = self._split_weights.scaled_each(list(map(layer_norm, streams)), weight)
-        return self._split_weights.added_each(scaled, bias)
+        return self._split_weights.norm_each(streams, *self._held.of(name))
 
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
         assert self._plan.model.moe is not None
         weight_of = self.parameters.__getitem__
-        experts = Experts(self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._gated)
+        experts = Experts(
+            self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._mlp_activation
+        )
         return experts.forward(entered, self.balance.of(name, *work_item))
 
     def _reported_losses(self, losses: Tensor) -> npt.NDArray[Any]:

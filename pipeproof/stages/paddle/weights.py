@@ -24,7 +24,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.stages.paddle.functional import fork
+from pipeproof.stages.paddle.functional import fork, rms_norm
 from pipeproof.stages.paddle.recompute import source_of
 
 Tensor: TypeAlias = paddle.Tensor
@@ -55,6 +55,12 @@ class WeightGradients:
         while self._uses:
             values, gradients = self._uses.popleft()
             paddle.autograd.backward(list(values), list(gradients))
+
+
+def layer_norm(activation: Tensor) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps)`` over the last dim, before the weight and the bias."""
+    x = paddle.assign(activation)
+    return rms_norm(x - paddle.mean(x, axis=-1, keepdim=True))
 
 
 class SplitWeights:
@@ -169,6 +175,15 @@ class SplitWeights:
             lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
             self._defer_each,
         )
+
+    def norm_each(self, activations: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        """RMSNorm over the last dim (arXiv:1910.07467) times the weight, or LayerNorm (arXiv:1607.06450) with a bias.
+
+        Gradients are those of ``scaled_each`` and ``added_each``.
+        """
+        if bias is None:
+            return self.scaled_each(list(map(rms_norm, activations)), weight)
+        return self.added_each(self.scaled_each(list(map(layer_norm, activations)), weight), bias)
 
     def scaled_each(self, activations: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
         """``scaled`` of each activation. The weight's gradient adds those of the products in order."""

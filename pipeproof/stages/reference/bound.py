@@ -13,6 +13,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.custom_model import describe_custom_layers
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.layers.layer_operations import layer_operations
+from pipeproof.stages.describe.layers.operations import Norm
 from pipeproof.stages.describe.mtp_streams import num_modules
 
 FAILURE_PROBABILITY = 1e-9
@@ -64,12 +66,11 @@ def parallel_bound(plan: PlanSpec) -> float:
     The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
     violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the
     assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of all
-    gradients of their sub-layer's streams (``describe.residual_streams.measured_with``, which also has the bias of the
-    keys' norm), and biases start far apart (150 seeds of small models: at most 0.8 of the bound). Measured over seeds,
-    sizes, dtypes and both optimizers: close to the initial weights, differences are 9 to 100 times below the bound;
-    with a vocabulary of two tokens, 1.4 times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little
-    above it. So the bound is only a scale for differences: the verdict on a run is bitwise equality with the ordered
-    reference.
+    gradients of their sub-layer's streams (``describe.layers.gradient_units``, which also has the bias of the keys'
+    norm), and biases start far apart (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes,
+    dtypes and both optimizers: close to the initial weights, differences are 9 to 100 times below the bound; with a
+    vocabulary of two tokens, 1.4 times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it.
+    So the bound is only a scale for differences: the verdict on a run is bitwise equality with the ordered reference.
 
     The bound is for one step. Over several steps, AdamW divides by the size of each gradient element, so an element
     that is only rounding error moves its weight by a full learning rate in either direction, and no bound in u holds
@@ -114,18 +115,27 @@ def _path_length(plan: PlanSpec) -> int:
     head, group = model.size_of_head, model.num_heads // model.kv_heads
     queries, keys = model.num_heads * head, model.kv_heads * head
     if model.mla is None:
-        forward = 3 * hidden + queries + head + 2 * length
-        backward = 3 * hidden + queries + 2 * keys + head + (1 + 2 * group) * length
+        attention = 2 * hidden + 2 * queries + 2 * keys + 2 * head + (3 + 2 * group) * length
     else:
-        forward, backward = _latent_attention(plan, model.mla)
-    num_means = 1 if model.norm == "layer" else 0
-    forward += 2 * num_means * hidden + (1 + num_means) * model.qk_norm * head
-    backward += 2 * num_means * hidden + (1 + num_means) * model.qk_norm * 2 * head
+        attention = _latent_attention(plan, model.mla)
     dense = 2 * hidden + 3 * ffn
     kinds = [*range(model.num_layers), *[model.num_layers - 1] * num_modules(model)]  # a module has the last block's
     blocks = sum(_experts(plan) if model.has_experts(i) else dense for i in kinds)
-    blocks += len(kinds) * (forward + backward + 2 * _streams(model)) + num_modules(model) * 7 * hidden
-    return blocks + (3 + 2 * num_means) * hidden + 2 * vocab + length * plan.schedule.micro_batch_size
+    blocks += (
+        len(kinds) * (attention + _norms(model, "layer.0") + 2 * _streams(model)) + num_modules(model) * 7 * hidden
+    )
+    return blocks + hidden + _norms(model, "norm") + 2 * vocab + length * plan.schedule.micro_batch_size
+
+
+def _norms(model: ModelSpec, layer: str) -> int:
+    """Additions in the norms of a layer, both ways, without those inside of latent attention.
+
+    A norm of ``factors`` means adds as many times. Norms of heads are next to each other on the forward path.
+    """
+    norms = [operation for operation in layer_operations(model, layer) if isinstance(operation, Norm)]
+    of_heads = [norm.factors * norm.size for norm in norms if norm.heads]
+    between = sum(norm.factors * norm.size for norm in norms if not norm.name.startswith("attn."))
+    return 2 * between + max(of_heads, default=0) + sum(of_heads)
 
 
 def _streams(model: ModelSpec) -> int:
@@ -138,15 +148,13 @@ def _streams(model: ModelSpec) -> int:
     return forward + count + hidden + sinkhorn + spec.num_gates + count * hidden + 3
 
 
-def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> tuple[int, int]:
-    """Additions on the longest path through the attention of a block, forward and backward."""
+def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> int:
+    """Additions on the longest path through the attention of a block, both ways."""
     model, heads = plan.gpt, plan.gpt.num_heads
     rank, size = max(mla.q_rank or 0, mla.kv_rank), mla.nope_head_size + mla.rope_head_size
-    forward = 3 * model.hidden_size + 3 * rank + size + 2 * model.seq_length + heads * mla.value_head_size
-    backward = (
-        3 * model.hidden_size + 4 * rank + heads * (size + 1) + heads * (mla.nope_head_size + mla.value_head_size)
-    )
-    return forward, backward + mla.rope_head_size + size + 3 * model.seq_length
+    forward = model.hidden_size + 3 * rank + size + 2 * model.seq_length + heads * mla.value_head_size
+    backward = model.hidden_size + 4 * rank + heads * (size + 1) + heads * (mla.nope_head_size + mla.value_head_size)
+    return forward + backward + mla.rope_head_size + size + 3 * model.seq_length
 
 
 def _experts(plan: PlanSpec) -> int:

@@ -1,4 +1,4 @@
-"""MLP activation and mixture of experts for the references: a loop over experts, for the tokens of one or more ranks.
+"""Mixture of experts for the references: a loop over experts, for the tokens of one or more ranks.
 
 The bits depend on the rows of each product and on the order in which a token's gradients are added, so both are
 explicit: an expert's rows are its tokens, rank by rank. A token adds the outputs of its experts, and the gradients that
@@ -20,19 +20,10 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
 
 Tensor: TypeAlias = paddle.Tensor
-
-
-def gated(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-    """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, and the gradient is zero beyond the limit."""
-    if limit is None:
-        return F.silu(gate) * up
-    bound = paddle.full_like(gate, limit)
-    gate = paddle.where(gate <= bound, gate, bound)
-    up = paddle.where(up <= bound, paddle.where(up >= -bound, up, -bound), bound)
-    return gate * F.sigmoid(gate * 1.702) * (1.0 + up)
 
 
 @dataclass(frozen=True)

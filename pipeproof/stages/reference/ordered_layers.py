@@ -19,7 +19,8 @@ from pipeproof.stages.describe.dropout import DropoutSite
 from pipeproof.stages.describe.synthetic import Batch
 from pipeproof.stages.reference.balance import Routers
 from pipeproof.stages.reference.dropout_rng import DropoutRng
-from pipeproof.stages.reference.experts import Routing, gated, mixture
+from pipeproof.stages.reference.experts import Routing, mixture
+from pipeproof.stages.reference.layer_math import Heads, LayerMath, bias_of
 from pipeproof.stages.reference.ordered_weights import OrderedWeights
 from pipeproof.stages.reference.sharded_tensors import Copies, RoundedShards, Shards, add, products
 
@@ -43,11 +44,7 @@ class OrderedLayers(OrderedWeights):
         self.used: Mapping[str, Shards] = RoundedShards(self.weights, plan.run)
         self.dropout_rng = DropoutRng(plan)
         self.earlier: dict[str, list[tuple[Tensor, ...]]] = {}
-        head_size = plan.gpt.rotary_size
-        frequencies = 10000.0 ** -(np.arange(head_size // 2, dtype=np.float64) * 2 / head_size)
-        angles = np.arange(plan.gpt.seq_length)[:, None] * frequencies  # [S, D / 2]
-        self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
-        self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
+        self.math = LayerMath(plan)
 
     def each(self, work: Callable[..., _Result], *per_rank: Sequence[Any]) -> list[_Result]:
         """Apply ``work`` to each rank's values, with the rank's own weights."""
@@ -91,44 +88,33 @@ class OrderedLayers(OrderedWeights):
         return [a + b for a, b in zip(x, y, strict=True)]
 
     def positioned(self, x: Shards) -> Shards:
-        """Add the learned vectors of the tokens' positions."""
+        """Add the learned vectors of the tokens' positions, if the model has them."""
         length = x[0].shape[self.sequence_dim]
-        positioned = []
-        for k, (shard, table) in enumerate(zip(x, self.used["embed.positions.weight"], strict=True)):
-            begin = (self.split * len(x) + k) * length
-            positioned.append(shard + table[begin : begin + length].unsqueeze(1 - self.sequence_dim))
-        return positioned
+        begins = [(self.split * len(x) + shard) * length for shard in range(len(x))]
+        return [
+            self.math.placed(own, self.shard_of(k), begin) for k, (own, begin) in enumerate(zip(x, begins, strict=True))
+        ]
+
+    def shard_of(self, shard: int) -> Callable[[str], Tensor]:
+        """The function from a weight's name to its shard."""
+        return lambda name: self.used[name][shard]
 
     def biased(self, x: Shards, name: str) -> Shards:
         """Add the bias of that name, if the model has it, to each shard."""
-        return self.add(x, self.used[f"{name}.bias"]) if f"{name}.bias" in self.used else x
+        bias = bias_of(self.used, name)
+        return x if bias is None else self.add(x, bias)
 
     def linear(self, x: Shards, name: str) -> Shards:
         """Products with the shards of a weight, with their biases."""
         return self.biased(products(x, self.used[f"{name}.weight"]), name)
 
     def norm(self, x: Shards, name: str) -> Shards:
-        """The norm over the last dim, with the weights of that name."""
-        return self.normed(x, *self.norm_weights(name))
+        """The norm over the last dim, with the weights of that name; each shard has its copies of them."""
+        return self.normed(x, *(self.used[weight] for weight in self.math.norm_names(name)))
 
-    def norm_weights(self, name: str) -> list[Shards]:
-        """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
-        ends = ("weight",) if self.plan.gpt.norm == "rms" else ("weight", "bias")
-        return [self.used[f"{name}.{end}"] for end in ends]
-
-    def normed(self, x: Shards, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Shards:
-        """RMSNorm over the last dim, or with biases LayerNorm; each sequence shard has its copy of the weight."""
-        normed = []
-        for k, (shard, weight) in enumerate(zip(x, weights, strict=True)):
-            # A copy, so that no tensor feeds three operations: autograd does not guarantee the order in which it adds
-            # three gradients.
-            a = paddle.assign(shard)
-            if biases is not None:
-                a = a - a.mean(axis=-1, keepdim=True)
-            inverse = paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
-            y = a * inverse * weight
-            normed.append(y if biases is None else y + biases[k])
-        return normed
+    def normed(self, x: Shards, *weights: Sequence[Tensor]) -> Shards:
+        """The norm of each shard with its copies of the weights."""
+        return [self.math.normed(*of_shard) for of_shard in zip(x, *weights, strict=True)]
 
     def attention(self, x: Shards, name: str) -> Shards:
         """Causal attention with sharded heads."""
@@ -136,56 +122,27 @@ class OrderedLayers(OrderedWeights):
         mixed = [self.mix(*of_shard, name, shard) for shard, of_shard in enumerate(heads(x, name))]
         return self.biased(self.leave(products(mixed, self.used[f"{name}.out.weight"])), f"{name}.out")
 
-    def grouped_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def grouped_heads(self, x: Shards, name: str) -> list[Heads]:
         """Queries [B, K / T, G, S, D], keys and values [B, K / T, S, D] of each shard."""
-        num_kv_heads, size = self.plan.gpt.kv_heads // self.num_shards, self.plan.gpt.size_of_head
-        width = self.plan.gpt.num_heads // self.plan.gpt.kv_heads * size  # of a group's queries
-        heads_of_shards = []
         fused = self.linear(self.enter(x), f"{name}.qkv")
-        for qkv in self.with_normed_heads(fused, name) if self.plan.gpt.qk_norm else fused:
-            heads = qkv.reshape([*qkv.shape[:2], num_kv_heads, width + 2 * size])
-            heads = heads.transpose([1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3])
-            q, k, v = heads.split([width, size, size], axis=-1)
-            groups = q.reshape([*k.shape[:3], -1, size]).transpose([0, 1, 3, 2, 4])
-            heads_of_shards.append((self.rotary(groups), self.rotary(k), v))
-        return heads_of_shards
+        begin = self.split * fused[0].shape[self.sequence_dim]
+        return [self.math.grouped_heads(qkv, name, self.shard_of(k), begin) for k, qkv in enumerate(fused)]
 
-    def with_normed_heads(self, fused: Shards, name: str) -> Shards:
-        """Norm each query and key in the fused queries, keys and values."""
-        group, size = self.plan.gpt.num_heads // self.plan.gpt.kv_heads, self.plan.gpt.size_of_head
-        heads = [qkv.reshape([*qkv.shape[:2], -1, group + 2, size]).split([group, 1, 1], axis=3) for qkv in fused]
-        queries, keys, values = (list(part) for part in zip(*heads, strict=True))
-        parts = self.norm(queries, f"{name}.q_head_norm"), self.norm(keys, f"{name}.k_head_norm"), values
-        joined = [paddle.concat(list(of_shard), axis=3) for of_shard in zip(*parts, strict=True)]
-        return [own.reshape(qkv.shape) for own, qkv in zip(joined, fused, strict=True)]
-
-    def latent_heads(self, x: Shards, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Queries [B, A / T, 1, S, D], keys [B, A / T, S, D] and values [B, A / T, S, Z] of each shard.
-
-        All heads share the part of the key with positions; its gradient adds those of the heads in order.
-        """
+    def latent_heads(self, x: Shards, name: str) -> list[Heads]:
+        """Queries [B, A / T, 1, S, D], keys [B, A / T, S, D] and values [B, A / T, S, Z] of each shard."""
         mla = self.plan.gpt.mla
         assert mla is not None
-        nope, rope, value_size = mla.nope_head_size, mla.rope_head_size, mla.value_head_size
-        to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
         if mla.q_rank is None:
-            queries = products(self.enter(x), self.used[f"{name}.q.weight"])
+            queries = self.linear(self.enter(x), f"{name}.q")
         else:
-            low = self.norm(products(x, self.used[f"{name}.q_down.weight"]), f"{name}.q_norm")
-            queries = products(self.enter(low), self.used[f"{name}.q_up.weight"])
-        compressed = [y.split([mla.kv_rank, rope], axis=-1) for y in products(x, self.used[f"{name}.kv_down.weight"])]
+            low = self.norm(self.linear(x, f"{name}.q_down"), f"{name}.q_norm")
+            queries = self.linear(self.enter(low), f"{name}.q_up")
+        compressed = [y.split([mla.kv_rank, mla.rope_head_size], axis=-1) for y in self.linear(x, f"{name}.kv_down")]
         latents = self.norm([latent for latent, _ in compressed], f"{name}.kv_norm")
-        expanded = products(self.enter(latents), self.used[f"{name}.kv_up.weight"])
-        heads_of_shards = []
-        for q, kv, shared in zip(queries, expanded, self.enter([shared for _, shared in compressed]), strict=True):
-            q_nope, q_rope = q.reshape([*q.shape[:2], -1, nope + rope]).transpose(to_heads).split([nope, rope], axis=-1)
-            kv = kv.reshape([*kv.shape[:2], -1, nope + value_size]).transpose(to_heads)
-            k_nope, v = kv.split([nope, value_size], axis=-1)
-            rotated_key = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)
-            k_rope = paddle.stack(list(Copies.apply(rotated_key, v.shape[1])), axis=1)
-            query = paddle.concat([q_nope, self.rotary(q_rope)], axis=-1)
-            heads_of_shards.append((query.unsqueeze(2), paddle.concat([k_nope, k_rope], axis=-1), v))
-        return heads_of_shards
+        expanded = self.linear(self.enter(latents), f"{name}.kv_up")
+        shared = self.enter([shared for _, shared in compressed])
+        begin = self.split * queries[0].shape[self.sequence_dim]
+        return [self.math.latent_heads(*of_shard, begin) for of_shard in zip(queries, expanded, shared, strict=True)]
 
     def mix(self, groups: Tensor, k: Tensor, v: Tensor, name: str, shard: int) -> Tensor:
         """Attention of one shard's heads: [B, K / T, G, S, D] to [S, B, K / T * G * Z].
@@ -220,27 +177,14 @@ class OrderedLayers(OrderedWeights):
         read = [copies[num_readers - 1] for copies in self.earlier[key]]
         return read[0] if len(read) == 1 else paddle.concat(read, axis=2)
 
-    def rotary(self, heads: Tensor) -> Tensor:
-        """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
-        if self.plan.gpt.positions == "learned":
-            return heads
-        a, b = heads.split(2, axis=-1)
-        begin, length = self.split * heads.shape[-2], heads.shape[-2]
-        cos, sin = (table[begin : begin + length] for table in (self.cos, self.sin))
-        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
     def mlp(self, x: Shards, name: str) -> Shards:
         """SwiGLU or GELU with a sharded feed-forward width."""
         return self.biased(self.leave(self.mlp_addends(self.enter(x), name)), f"{name}.down")
 
     def mlp_addends(self, entered: Shards, name: str) -> Shards:
         """The addends of an MLP, without the last bias."""
-        kind, limit = self.plan.gpt.mlp, self.plan.gpt.swiglu_limit
-        if kind == "swiglu":
-            gates, ups = self.linear(entered, f"{name}.gate"), self.linear(entered, f"{name}.up")
-            inner = [gated(gate, up, limit) for gate, up in zip(gates, ups, strict=True)]
-        else:
-            inner = [F.gelu(up, approximate=kind == "gelu_tanh") for up in self.linear(entered, f"{name}.up")]
+        factors = [self.linear(entered, f"{name}.{part}") for part in self.math.mlp_inputs]
+        inner = [self.math.mlp_inner(*of_shard) for of_shard in zip(*factors, strict=True)]
         return products(inner, self.used[f"{name}.down.weight"])
 
     def experts(self, xs: Sequence[Shards], name: str) -> list[Shards]:

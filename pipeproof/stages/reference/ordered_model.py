@@ -88,9 +88,7 @@ class OrderedModel(OrderedLayers):
             of_shards = [copies_for_mtp_streams(shard, len(batches)) for shard in self.used["embed.weight"]]
             tables = [list(of_stream) for of_stream in zip(*of_shards, strict=True)]
         x, *others = [self.embed(batch, table) for batch, table in zip(batches, tables, strict=True)]
-        if self.plan.gpt.positions == "learned":
-            x = self.positioned(x)
-        x = self.dropped(x, "embedding", "embed")
+        x = self.dropped(self.positioned(x), "embedding", "embed")
         self.show("embed", "output", x)
         num_head, _ = self.plan.gpt.num_empty
         (x,) = self.ends(layer_order(self.plan.gpt)[1 : 1 + num_head], [x])
@@ -109,8 +107,8 @@ class OrderedModel(OrderedLayers):
             self.show(name, "input", xs[0])
             if name == "norm":
                 of_weights = [
-                    zip(*(copies_for_mtp_streams(shard, len(xs)) for shard in shards), strict=True)
-                    for shards in self.norm_weights("norm")
+                    zip(*(copies_for_mtp_streams(shard, len(xs)) for shard in self.used[weight]), strict=True)
+                    for weight in self.math.norm_names("norm")
                 ]
                 xs = [self.normed(x, *own) for x, *own in zip(xs, *of_weights, strict=True)]
             self.show(name, "output", xs[0])

@@ -1,7 +1,7 @@
 """The weights of the ordered reference, sharded as on tensor-parallel ranks, and their gradients.
 
-A weight that is not sharded has a copy for each shard of its input: one for each sequence shard, and for a router and
-norms of heads one for each tensor-parallel rank.
+Names, sharded dims and copies are those of the description. A weight that is not sharded has a copy for each shard of
+its input, if there are several: a copy has an addend of the gradient.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules
 from pipeproof.stages.reference.balance import without_biases
-from pipeproof.stages.reference.sharded_tensors import Shards, add, is_expert_weight, leaf, shard_dim
+from pipeproof.stages.reference.sharded_tensors import Shards, add, is_expert_weight, leaf
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -33,6 +34,9 @@ class OrderedWeights:
         self.num_shards, self.num_ranks = plan.topology.tp, plan.topology.ep
         self.num_splits = plan.schedule.num_sequence_splits * plan.topology.cp
         self.sequence_shards = self.num_shards if plan.topology.sequence_parallel else 1
+        parameters = [parameter for layer in describe_gpt(plan) for parameter in layer.parameters]
+        self._shard_dims = {parameter.name: parameter.tp.dim for parameter in parameters}
+        self._copied = {parameter.name for parameter in parameters if "tp" in parameter.partial_over}
         self.weights: dict[str, Shards] = {
             name: [paddle.to_tensor(array, stop_gradient=False) for array in self.shard_array(name, whole)]
             for name, whole in without_biases(weights).items()
@@ -41,11 +45,10 @@ class OrderedWeights:
 
     def shard_array(self, name: str, whole: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Shard an array of the named weight's shape. A scalar that belongs to the weight is copied for each shard."""
-        dim = shard_dim(name)
+        dim = self._shard_dims[name]
         if dim is not None and whole.ndim:
             return [np.ascontiguousarray(array) for array in np.split(whole, self.num_shards, dim)]
-        is_of_each = dim is not None or name.endswith(("router.weight", "head_norm.weight", "head_norm.bias"))
-        return [whole] * (self.num_shards if is_of_each else self.sequence_shards)
+        return [whole] * (self.num_shards if dim is not None or name in self._copied else 1)
 
     def zero_gradients(self) -> None:
         """Set every gradient buffer to +0.0.
@@ -82,17 +85,17 @@ class OrderedWeights:
 
     def summed(self, name: str, shards: Shards) -> Shards:
         """Complete a sum over micro-batches: the copies of a norm's or router's weight all get the sum over copies."""
-        return shards if shard_dim(name) is not None else [add(shards)] * len(shards)
+        return shards if self._shard_dims[name] is not None else [add(shards)] * len(shards)
 
     def distinct(self, name: str, shards: Shards) -> list[Shards]:
         """The parts of a gradient on different ranks, without copies: shards by expert-parallel rank."""
-        shards = shards if shard_dim(name) is not None else shards[:1]
+        shards = shards if self._shard_dims[name] is not None else shards[:1]
         if not is_expert_weight(name):
             return [shards]
         return [list(of_rank) for of_rank in zip(*(shard.split(self.num_ranks) for shard in shards), strict=True)]
 
     def joined(self, name: str, shards: Shards) -> npt.NDArray[Any]:
         """Join the shards of the named weight, or of its gradient, into a new array."""
-        dim = shard_dim(name)
+        dim = self._shard_dims[name]
         arrays = [shard.numpy() for shard in shards]
         return np.concatenate(arrays, dim) if dim is not None else arrays[0].copy()

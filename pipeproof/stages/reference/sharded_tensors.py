@@ -17,33 +17,6 @@ _Addend = TypeVar("_Addend")
 Shards = list[Tensor]
 """T shards of a tensor, or T copies of it, in rank order; one entry if it is whole."""
 
-_SHARD_DIM: Mapping[str, int | None] = {
-    "q_down.weight": None,
-    "kv_down.weight": None,
-    "q_up.weight": 1,
-    "kv_up.weight": 1,
-    "attn.q.weight": 1,
-    "embed.weight": 0,
-    "qkv.weight": 1,
-    "qkv.bias": 0,
-    "experts.gate.weight": 2,
-    "experts.up.weight": 2,
-    "experts.down.weight": 1,
-    "out.weight": 0,
-    "gate.weight": 1,
-    "gate.bias": 0,
-    "up.weight": 1,
-    "up.bias": 0,
-    "down.weight": 0,
-    "head.weight": 1,
-}
-"""The sharded dim of a weight by the end of its name; the first match counts. Other weights are not sharded."""
-
-
-def shard_dim(name: str) -> int | None:
-    """The sharded dim of the named weight, None if its shards are copies."""
-    return next((dim for ending, dim in _SHARD_DIM.items() if name.endswith(ending)), None)
-
 
 def is_expert_weight(name: str) -> bool:
     """True for weights of routed experts, which see the tokens of all expert-parallel ranks."""

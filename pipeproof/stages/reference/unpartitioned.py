@@ -27,7 +27,8 @@ from pipeproof.stages.reference import residual_streams as streams
 from pipeproof.stages.reference.balance import Routers, without_biases
 from pipeproof.stages.reference.custom_reference import custom_unpartitioned_step, run_custom_unpartitioned
 from pipeproof.stages.reference.dropout_rng import DropoutRng
-from pipeproof.stages.reference.experts import gated, mixture
+from pipeproof.stages.reference.experts import mixture
+from pipeproof.stages.reference.layer_math import LayerMath, linear
 from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses, training_loss
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
@@ -126,12 +127,7 @@ class UnpartitionedModel:
         self.dropout_rng = DropoutRng(plan)
         self.routers = Routers(plan, weights)
         self.sequence_first = plan.gpt.activation_order == "sbh"
-        self.head_size = plan.gpt.rotary_size
-        positions = np.arange(plan.gpt.seq_length, dtype=np.float64)
-        exponents = np.arange(self.head_size // 2, dtype=np.float64) * 2 / self.head_size
-        angles = positions[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
-        self.cos = paddle.to_tensor(np.cos(angles), dtype=plan.run.dtype)
-        self.sin = paddle.to_tensor(np.sin(angles), dtype=plan.run.dtype)
+        self.math = LayerMath(plan)
 
     def losses(self, batch: Batch, hook: LayerHook = _ignore) -> list[Tensor]:
         """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
@@ -142,9 +138,7 @@ class UnpartitionedModel:
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.gpt))]
         tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
         x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
-        if self.plan.gpt.positions == "learned":
-            length = x.shape[0 if self.sequence_first else 1]
-            x = x + self.weights["embed.positions.weight"][:length].unsqueeze(1 if self.sequence_first else 0)
+        x = self.math.placed(x, self.weights.__getitem__)
         x = self.dropout_rng.tokens(x, "embedding", "embed")
         hook("embed", "output", x)
         names = layer_order(self.plan.gpt)
@@ -188,8 +182,9 @@ class UnpartitionedModel:
         for name in names:
             hook(name, "input", xs[0])
             if name == "norm":
-                weights = [copies_for_mtp_streams(weight, len(xs)) for weight in self.norm_weights("norm")]
-                xs = [self.normed(x, *own) for x, *own in zip(xs, *weights, strict=True)]
+                names = self.math.norm_names("norm")
+                weights = [copies_for_mtp_streams(self.weights[weight], len(xs)) for weight in names]
+                xs = [self.math.normed(x, *own) for x, *own in zip(xs, *weights, strict=True)]
             hook(name, "output", xs[0])
         return xs
 
@@ -222,85 +217,42 @@ class UnpartitionedModel:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """The norm over the last dim, with the weights of that name."""
-        return self.normed(x, *self.norm_weights(name))
-
-    def norm_weights(self, name: str) -> list[Tensor]:
-        """The weight of an RMSNorm, or the weight and the bias of a LayerNorm."""
-        ends = ("weight",) if self.plan.gpt.norm == "rms" else ("weight", "bias")
-        return [self.weights[f"{name}.{end}"] for end in ends]
+        return self.math.normed(x, *map(self.weights.__getitem__, self.math.norm_names(name)))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """``x @ weight``, plus the bias if the model has it."""
-        y, bias = paddle.matmul(x, self.weights[f"{name}.weight"]), self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias
-
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """RMSNorm over the last dim, or with a bias LayerNorm."""
-        # A copy, so that x feeds two operations and not three: autograd does not guarantee the order in which it adds
-        # three gradients.
-        x = paddle.assign(x)
-        if bias is not None:
-            x = x - x.mean(axis=-1, keepdim=True)
-        y = x * paddle.rsqrt(paddle.square(x).mean(axis=-1, keepdim=True) + 1e-6) * weight
-        return y if bias is None else y + bias
+        """The product with the weight of that name."""
+        return linear(x, self.weights, name)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""
-        num_kv_heads, size = self.plan.gpt.kv_heads, self.plan.gpt.size_of_head
-        width = self.plan.gpt.num_heads // num_kv_heads * size  # of a group's queries
         qkv = self.linear(x, f"{name}.qkv")
-        if self.plan.gpt.qk_norm:
-            q, k, v = qkv.reshape([*x.shape[:2], num_kv_heads, -1, size]).split([width // size, 1, 1], axis=3)
-            q, k = self.norm(q, f"{name}.q_head_norm"), self.norm(k, f"{name}.k_head_norm")
-            qkv = paddle.concat([q, k, v], axis=3)
-        qkv = qkv.reshape([*x.shape[:2], num_kv_heads, width + 2 * size])
-        to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
-        q, k, v = qkv.transpose(to_heads).split([width, size, size], axis=-1)  # k, v [B, K, S, D], q [B, K, S, G * D]
-        rows, _, length, _ = k.shape
-        groups = q.reshape([rows, num_kv_heads, length, -1, size]).transpose([0, 1, 3, 2, 4])  # [B, K, G, S, D]
-        q = self.rotary(groups).reshape([rows, num_kv_heads, -1, size])  # one product for all queries of a head of keys
-        scores = paddle.matmul(q, self.rotary(k), transpose_y=True) * size**-0.5
-        mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
-        scores = scores.reshape([rows, num_kv_heads, -1, length, length]) + paddle.to_tensor(mask, dtype=scores.dtype)
-        weights = self.dropout_rng.probabilities(F.softmax(scores, axis=-1), name).reshape(
-            [rows, num_kv_heads, -1, length]
-        )
-        mixed = paddle.matmul(weights, v).reshape(groups.shape)
-        mixed = mixed.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
-        return self.linear(mixed.reshape([*x.shape[:2], -1]), f"{name}.out")
+        return self.mixed(*self.math.grouped_heads(qkv, name, self.weights.__getitem__), name)
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention whose queries, keys and values come from compressed vectors."""
         mla = self.plan.gpt.mla
         assert mla is not None
-        nope, rope, value_size = mla.nope_head_size, mla.rope_head_size, mla.value_head_size
-        to_heads = [1, 2, 0, 3] if self.sequence_first else [0, 2, 1, 3]
         if mla.q_rank is None:
-            q = paddle.matmul(x, self.weights[f"{name}.q.weight"])
+            q = self.linear(x, f"{name}.q")
         else:
-            q = self.norm(paddle.matmul(x, self.weights[f"{name}.q_down.weight"]), f"{name}.q_norm")
-            q = paddle.matmul(q, self.weights[f"{name}.q_up.weight"])
-        latent, shared = paddle.matmul(x, self.weights[f"{name}.kv_down.weight"]).split([mla.kv_rank, rope], axis=-1)
-        kv = paddle.matmul(self.norm(latent, f"{name}.kv_norm"), self.weights[f"{name}.kv_up.weight"])
-        q_nope, q_rope = q.reshape([*q.shape[:2], -1, nope + rope]).transpose(to_heads).split([nope, rope], axis=-1)
-        k_nope, v = kv.reshape([*kv.shape[:2], -1, nope + value_size]).transpose(to_heads).split([nope, value_size], -1)
-        shared = self.rotary(shared.transpose([1, 0, 2]) if self.sequence_first else shared)  # [B, S, R]
-        q = paddle.concat([q_nope, self.rotary(q_rope)], axis=-1)
-        k = paddle.concat([k_nope, paddle.stack(list(Copies.apply(shared, q.shape[1])), axis=1)], axis=-1)
-        scores = paddle.matmul(q, k, transpose_y=True) * (nope + rope) ** -0.5
-        mask = np.where(np.tri(q.shape[2], dtype=bool), 0.0, -np.inf)
-        weights = F.softmax(scores + paddle.to_tensor(mask, dtype=scores.dtype), axis=-1)
-        mixed = paddle.matmul(self.dropout_rng.probabilities(weights, name), v)
-        mixed = mixed.transpose([2, 0, 1, 3] if self.sequence_first else [0, 2, 1, 3])
-        return paddle.matmul(mixed.reshape([*x.shape[:2], -1]), self.weights[f"{name}.out.weight"])
+            q = self.linear(self.norm(self.linear(x, f"{name}.q_down"), f"{name}.q_norm"), f"{name}.q_up")
+        latent, shared = self.linear(x, f"{name}.kv_down").split([mla.kv_rank, mla.rope_head_size], axis=-1)
+        kv = self.linear(self.norm(latent, f"{name}.kv_norm"), f"{name}.kv_up")
+        return self.mixed(*self.math.latent_heads(q, kv, shared), name)
 
-    def rotary(self, heads: Tensor) -> Tensor:
-        """Rotate each pair (i, i + D/2) of a head by the angle of its position, unless positions are learned."""
-        if self.plan.gpt.positions == "learned":
-            return heads
-        a, b = heads.split(2, axis=-1)
-        cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
-        return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    def mixed(self, groups: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
+        """Softmax attention of [B, K, G, S, D] over [B, K, S, D] and [B, K, S, Z], and the output's product."""
+        rows, num_kv_heads, _, length, size = groups.shape
+        q = groups.reshape([rows, num_kv_heads, -1, size])  # one product for all queries of a head of keys
+        scores = paddle.matmul(q, k, transpose_y=True) * size**-0.5
+        mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
+        scores = scores.reshape([rows, num_kv_heads, -1, length, length]) + paddle.to_tensor(mask, dtype=scores.dtype)
+        weights = self.dropout_rng.probabilities(F.softmax(scores, axis=-1), name).reshape(
+            [rows, num_kv_heads, -1, length]
+        )
+        y = paddle.matmul(weights, v).reshape([*groups.shape[:4], -1])
+        y = y.transpose([3, 0, 1, 2, 4] if self.sequence_first else [0, 3, 1, 2, 4])
+        return self.linear(y.reshape([*y.shape[:2], -1]), f"{name}.out")
 
     def experts(self, x: Tensor, name: str) -> Tensor:
         """Routed experts, and shared experts if the model has them."""
@@ -315,8 +267,5 @@ class UnpartitionedModel:
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU or GELU."""
-        if self.plan.gpt.mlp == "swiglu":
-            gate, up = self.linear(x, f"{name}.gate"), self.linear(x, f"{name}.up")
-            return self.linear(gated(gate, up, self.plan.gpt.swiglu_limit), f"{name}.down")
-        inner = F.gelu(self.linear(x, f"{name}.up"), approximate=self.plan.gpt.mlp == "gelu_tanh")
-        return self.linear(inner, f"{name}.down")
+        factors = [self.linear(x, f"{name}.{part}") for part in self.math.mlp_inputs]
+        return self.linear(self.math.mlp_inner(*factors), f"{name}.down")

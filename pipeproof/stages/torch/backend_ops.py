@@ -7,7 +7,6 @@ from typing import Any, Final, TypeAlias
 
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from pipeproof.stages.common.backend_ops import BackendOps
 from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, rotated_heads, wide_type
@@ -65,11 +64,6 @@ class TorchOps:
     def as_type_of(tensor: Tensor, like: Tensor) -> Tensor:
         """Implement ``BackendOps.as_type_of``."""
         return tensor.to(like.dtype)
-
-    @staticmethod
-    def gelu(tensor: Tensor, *, tanh: bool) -> Tensor:
-        """Implement ``BackendOps.gelu``."""
-        return F.gelu(tensor, approximate="tanh" if tanh else "none")
 
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:

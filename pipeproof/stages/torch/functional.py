@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeproof.specs.model import ModelSpec
+
 Tensor: TypeAlias = torch.Tensor
 
 NORM_EPSILON = 1e-6
@@ -111,6 +113,13 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The activation function of gate and up for a model with this ``swiglu_limit``."""
     return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
+
+
+def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
+    """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
+    if model.mlp == "swiglu":
+        return gated(model.swiglu_limit)
+    return partial(F.gelu, approximate="tanh" if model.mlp == "gelu_tanh" else "none")
 
 
 def fork(activation: Tensor, num_readers: int) -> list[Tensor]:

@@ -22,7 +22,7 @@ from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import Balance
 from pipeproof.stages.torch.experts import ExpertCollectives, ExpertRegion, Experts
-from pipeproof.stages.torch.functional import gated, rotary_tables
+from pipeproof.stages.torch.functional import mlp_activation, rotary_tables
 from pipeproof.stages.torch.vocabulary import TorchVocabulary
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
@@ -77,7 +77,7 @@ class TorchStage(Stage[WorkItem]):
             ops=OPS,
             weights=self._split_weights,
             vocabulary=TorchVocabulary(self._split_weights, tied=model.tied_embedding),
-            gated=gated(model.swiglu_limit),
+            mlp_activation=mlp_activation(model),
             tables=rotary_tables(model.seq_length, model.rotary_size, dtype, device),
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
         )
@@ -88,8 +88,7 @@ class TorchStage(Stage[WorkItem]):
         return batch
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:
-        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
-        return self._split_weights.norm(activation, weight, bias)
+        return self._split_weights.norm(activation, *self._held.of(name))
 
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
         normed = self._norm(join_mtp_streams(OPS, streams, self._rows_dim), "norm")
@@ -98,7 +97,9 @@ class TorchStage(Stage[WorkItem]):
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
         assert self._plan.model.moe is not None
         weight_of = self.parameters.__getitem__
-        experts = Experts(self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._gated)
+        experts = Experts(
+            self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._mlp_activation
+        )
         return experts.forward(entered, self.balance.of(name, *work_item))
 
     def _reported_losses(self, losses: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class SplitWeights:
         """
         return _Product.apply(activation, weight, transposed, self._defer, source_of(activation))
 
-    def norm(self, activation: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+    def norm(self, activation: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
         """RMSNorm over the last dim (arXiv:1910.07467) times the weight, or LayerNorm (arXiv:1607.06450) with a bias.
 
         Shapes: [.., K] and [K] to [.., K].

@@ -15,8 +15,9 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.checkpoint import Checkpoint, tensor_blocks
-from pipeproof.state.names.convention_tables import OWN_NAMES, convention_of
-from pipeproof.state.names.convention_tensors import TABLES, concatenated, convention_tensors, weights_of
+from pipeproof.state.names.convention import OWN_NAMES
+from pipeproof.state.names.convention_tables import convention_of
+from pipeproof.state.names.convention_tensors import concatenated, convention_tensors, is_table, weights_of
 from pipeproof.state.names.name_codes import CopiesDifferError, NoNamesError
 from pipeproof.state.regions import Region, subtract, whole_region
 from pipeproof.state.tensor_map import StateMap, identity_map, invert
@@ -48,7 +49,7 @@ def map_from_own_names(
     for tensor in tensors:
         name = names.name_of(tensor.role, tensor.block, model.num_layers, tensor.expert)
         source = tensor.views[0].source
-        transposed = source not in TABLES and names.is_transposed(tensor.role)
+        transposed = not is_table(source) and names.is_transposed(tensor.role)
         duplicates[name] = concatenated(tensor.views, tensor.along, ours[source].dtype, transposed=transposed)
         if tensor.copy_of is not None:
             duplicated.add(source)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.specs.model import ModelSpec
-from pipeproof.state.names.convention_tables import BIAS, OWN_CONVENTION, OWN_NAMES, Convention, convention_of
-from pipeproof.state.names.convention_tensors import TABLES, ConventionTensor, convention_tensors, weights_of
+from pipeproof.state.names.convention import BIAS, OWN_NAMES, Convention
+from pipeproof.state.names.convention_tables import OWN_CONVENTION, convention_of
+from pipeproof.state.names.convention_tensors import ConventionTensor, convention_tensors, is_table, weights_of
 from pipeproof.state.names.name_codes import NoNamesError
 
 _LAYER, _EXPERT = "$LAYER_ID", "$EXPERT_ID"
@@ -139,7 +140,7 @@ class _Statements:
 
     def _same_role(self, role: str, label: str, tensor: ConventionTensor) -> Iterator[_Statement]:
         names = self.source.name(role, label), self.target.name(role, label)
-        is_matrix = len(tensor.views[0].shape) == 2 and tensor.views[0].source not in TABLES
+        is_matrix = len(tensor.views[0].shape) == 2 and not is_table(tensor.views[0].source)
         layouts = {named_model.convention.is_transposed(role) for named_model in (self.source, self.target)}
         transposed = is_matrix and len(layouts) > 1
         cut_otherwise = (

@@ -14,6 +14,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pipeproof.specs.model import ModelSpec
@@ -21,7 +22,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import loss_dtype
-from pipeproof.state.names.convention_tables import BIAS, Convention
+from pipeproof.state.names.convention import BIAS, Convention
 from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, TensorMap
@@ -53,8 +54,12 @@ def whole_view(source: str, shape: Sequence[int]) -> View:
     return View(source, whole_region(shape), tuple(range(len(shape))))
 
 
-TABLES = frozenset({"embed.weight", "embed.positions.weight"})
-"""Matrices with a row for each token or position, here as everywhere; a head that is tied to one has its rows."""
+def is_table(source: str) -> bool:
+    """Return True for a matrix with a row for each token or position, here as everywhere.
+
+    A head that is tied to one has its rows.
+    """
+    return source.startswith("embed.")
 
 
 def expert_of(source: str, shape: Sequence[int], expert: int) -> View:
@@ -144,13 +149,17 @@ def _bias_of(tensor: ConventionTensor, shapes: Shapes) -> Iterator[ConventionTen
 class _Describer:
     def __init__(self, model: ModelSpec, shapes: Shapes, convention: Convention, ffn_shards: Mapping[str, int]) -> None:
         self.model, self.shapes, self.convention, self.ffn_shards = model, shapes, convention, ffn_shards
+        self._weights_below: dict[str, list[str]] = {}
+        for name in shapes:
+            prefix, _, end = name.rpartition(".")
+            if end == "weight":
+                self._weights_below.setdefault(prefix.rpartition(".")[0] or prefix, []).append(name)
         self._regions: dict[tuple[object, ...], list[Region]] = {}
 
     def tensors(self) -> Iterator[ConventionTensor]:
         model = self.model
         yield ConventionTensor("embed", "", (self._table("embed"),))
-        if model.positions == "learned":
-            yield from self._as_it_is("", {"positions": "embed.positions.weight"})
+        yield from self._others("", "embed", {"embed.weight"})
         for number in range(model.num_layers):
             yield from self._block(f"layer.{number}", has_experts=model.has_experts(number))
         modules = [f"mtp.{number}" for number in range(0 if model.mtp is None else model.mtp.num_modules)]
@@ -190,14 +199,21 @@ class _Describer:
         for role, name in names.items():
             yield ConventionTensor(role, block, (self._view(name),))
 
+    def _others(self, block: str, prefix: str, done: AbstractSet[str]) -> Iterator[ConventionTensor]:
+        """Yield the other weights below a name as they are; the role is the end of the weight's name."""
+        for weight in self._weights_below.get(prefix, ()):
+            if weight not in done:
+                yield from self._as_it_is(block, {weight.split(".")[-2]: weight})
+
     def _block(self, name: str, *, has_experts: bool) -> Iterator[ConventionTensor]:
         yield from self._as_it_is(name, {"attn_norm": f"{name}.attn_norm.weight"})
-        yield from self._attention(name) if self.model.mla is None else self._latent_attention(name)
-        if self.model.qk_norm:
-            norms = ("q_head_norm", "k_head_norm")
-            yield from self._as_it_is(name, {norm: f"{name}.attn.{norm}.weight" for norm in norms})
-        norm = "experts_norm" if has_experts else "mlp_norm"
-        yield from self._as_it_is(name, {norm: f"{name}.mlp_norm.weight", "out": f"{name}.attn.out.weight"})
+        attention = list(self._attention(name) if self.model.mla is None else self._latent_attention(name))
+        yield from attention
+        norm, out = "experts_norm" if has_experts else "mlp_norm", f"{name}.attn.out.weight"
+        yield from self._others(
+            name, f"{name}.attn", {out, *(view.source for each in attention for view in each.views)}
+        )
+        yield from self._as_it_is(name, {norm: f"{name}.mlp_norm.weight", "out": out})
         if not has_experts:
             yield from self._mlp(name, "", f"{name}.mlp")
             return
@@ -269,7 +285,7 @@ class _Describer:
         return tuple([View(name, region, view.dims) for region in self._regions[key]])
 
     def _mlp(self, block: str, role: str, name: str, expert: int | None = None) -> Iterator[ConventionTensor]:
-        parts = ("gate", "up", "down") if self.model.mlp == "swiglu" else ("up", "down")
+        parts = [part for part in ("gate", "up", "down") if f"{name}.{part}.weight" in self.shapes]
         views = {
             part: self._view(f"{name}.{part}.weight")
             if expert is None

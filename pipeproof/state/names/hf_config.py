@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MlaSpec, MoeSpec
-from pipeproof.state.names.huggingface_class import huggingface_class
+from pipeproof.state.names.part_tables import common_settings, transformers_class
 
 CONFIG_FILE = "config.json"
-_NORM_EPSILON = 1e-6
-_GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """Return the settings of a model whose weights have Hugging Face's names, in ``dtype``.
 
-    The class is that of ``huggingface_class``; one must exist.
+    The class is that of ``transformers_class``; one must exist.
     """
-    family = huggingface_class(model)
-    assert family is not None, "a model without a class has no names either"
-    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    head = {"architectures": [name], "model_type": _TYPES[family]}
+    found = transformers_class(model)
+    assert found is not None, "a model without a class has no names either"
+    name = f"{found.name}LMHeadModel" if found.name == "GPT2" else f"{found.name}ForCausalLM"
+    head = {"architectures": [name], "model_type": found.model_type}
     common = {
         "vocab_size": model.num_token_ids,
         "tie_word_embeddings": model.tied_embedding,
@@ -29,8 +28,8 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,
         "torch_dtype": dtype,
     }
-    if family == "GPT2":
-        return head | common | _gpt2(model)
+    if found.name == "GPT2":
+        return head | common | _gpt2(model, found.settings(model))
     config = {
         **head,
         "num_hidden_layers": model.num_layers,
@@ -39,13 +38,11 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
         "max_position_embeddings": model.seq_length,
-        "hidden_act": _GELUS.get(model.mlp, "silu"),
-        "rms_norm_eps": _NORM_EPSILON,
-        "rope_theta": 10000.0,
-        "attention_bias": model.biases == "all",
+        **common_settings(model),
         "attention_dropout": 0.0,
         **common,
-        **_settings(family, model),
+        **_settings(found.name, model),
+        **found.settings(model),
     }
     if model.mla is None:
         config["head_dim"] = model.size_of_head
@@ -54,31 +51,14 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     return config
 
 
-_TYPES = {
-    "Llama": "llama",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "Qwen3Moe": "qwen3_moe",
-    "GPT2": "gpt2",
-    "Starcoder2": "starcoder2",
-    "StableLm": "stablelm",
-    "Mixtral": "mixtral",
-    "DeepseekV3": "deepseek_v3",
-    "DeepseekV2": "deepseek_v2",
-    "Glm4Moe": "glm4_moe",
-    "Deepseek": "deepseek",
-}
-
-
-def _gpt2(model: ModelSpec) -> dict[str, Any]:
+def _gpt2(model: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
         "n_inner": model.ffn_size,
         "n_head": model.num_heads,
         "n_positions": model.seq_length,
-        "activation_function": _GELUS[model.mlp],
-        "layer_norm_epsilon": _NORM_EPSILON,
+        **parts,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -90,15 +70,6 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
     """Return the settings of a class that others lack, or that it has under other names."""
     moe, mla = model.moe, model.mla
-    match family:
-        case "Llama":
-            return {"mlp_bias": model.biases == "all"}
-        case "Starcoder2":
-            dropout = {"residual_dropout": 0.0, "embedding_dropout": 0.0}
-            return {"norm_epsilon": _NORM_EPSILON, "use_bias": model.biases == "all", "sliding_window": None, **dropout}
-        case "StableLm":
-            bias = {"use_qkv_bias": model.biases == "qkv", "use_parallel_residual": False, "hidden_dropout": 0.0}
-            return {"layer_norm_eps": _NORM_EPSILON, "partial_rotary_factor": 1.0, "qk_layernorm": False, **bias}
     if mla is not None:
         experts = {"first_k_dense_replace": model.num_layers} if moe is None else _deepseek(moe)
         return experts | _latent(mla, model.num_heads)
@@ -112,9 +83,6 @@ def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
             sizes = {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
             dense = {"mlp_only_layers": list(range(moe.dense_layers)), "decoder_sparse_step": 1}
             return {**sizes, "moe_intermediate_size": moe.ffn_size, "norm_topk_prob": moe.normalize, **dense}
-        case "Glm4Moe":
-            parts = {"use_qk_norm": model.qk_norm, "attention_bias": model.biases == "qkv"}
-            return {**_deepseek(moe), "partial_rotary_factor": 1.0, **parts}
     return _deepseek(moe)
 
 

@@ -12,8 +12,8 @@ from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_file
 from pipeproof.state.aoa.tensor_families import metas_of_checkpoint, metas_of_plan
 from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.names.convention import OWN_NAMES
 from pipeproof.state.names.convention_maps import map_from_convention, map_to_convention, model_of
-from pipeproof.state.names.convention_tables import OWN_NAMES
 from pipeproof.state.names.hf_config import CONFIG_FILE, config_of
 from pipeproof.state.reshard.meaning_proof import prove_meaning
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import paddle
 
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.latent_attention import with_positions
+from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (
     causal_attention,
     clamped_swiglu,
     gated,
-    layer_norm,
+    mlp_activation,
     rms_norm,
     rotary_tables,
     rotate,
@@ -22,6 +25,7 @@ from pipeproof.stages.paddle.functional import (
     swiglu,
 )
 from pipeproof.stages.paddle.recompute import recompute_in_backward
+from pipeproof.stages.paddle.weights import SplitWeights, layer_norm
 from tests.stages.adjoints.regions import MLA
 from tests.stages.adjoints.rows import fixed, per_layout, plain
 from tests.stages.adjoints.world import Case, Held, Rank
@@ -33,11 +37,16 @@ def functions() -> list[Case]:
     cos, sin, factors = fixed(5, 6), fixed(5, 6), fixed(2, 2, 3, 4, 5)
     attention = (2, 2, 3, 4, 6), (2, 2, 5, 6), (2, 2, 5, 3)
     turned = rotary_tables(5, 4, "float64")
+    gelu, gelu_tanh = (mlp_activation(make_plan(model={"mlp": mlp}).gpt) for mlp in ("gelu", "gelu_tanh"))
     return [
         plain("RMSNorm", "rms_norm", rms_norm, (3, 4, 8)),
         plain("LayerNorm", "layer_norm", layer_norm, (3, 4, 8)),
         plain("heads rotated", "rotated_heads", lambda x: rotated_heads(x, cos, sin), (2, 3, 4, 5, 6)),
-        plain("GELU", "", lambda x: OPS.gelu(x, tanh=False) + OPS.gelu(x + 0.5, tanh=True), (3, 8)),
+        *(
+            plain(f"heads with {kind} positions", "Positions.grouped_heads", heads, (2, 3, 4, 5, 6))
+            for kind, heads in _positions().items()
+        ),
+        plain("GELU", "mlp_activation", lambda x: gelu(x) + gelu_tanh(x + 0.5), (3, 8)),
         plain("rotary embedding", "rotate", lambda x: rotate(x, cos, sin), (2, 3, 5, 6)),
         plain("rotary tables", "rotary_tables", lambda x: rotate(x, *turned), (2, 5, 4)),
         plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),
@@ -64,6 +73,16 @@ def functions() -> list[Case]:
         Case("shared keys", ("GatheredKeys.join",), _shared, (Held((2, 2, 3, 4)),) * 2, num_ranks=3),
         *_dropped(),
     ]
+
+
+def _positions() -> dict[str, Callable[[paddle.Tensor], tuple[paddle.Tensor, ...]]]:
+    """The heads of the second of two sequence splits, by kind of positions."""
+    plans = {kind: make_plan(model={"positions": kind}) for kind in ("rotary", "learned")}
+    tables = fixed(10, 6), fixed(10, 6)
+    return {
+        kind: partial(Positions(OPS, plan, SplitWeights(), tables).grouped_heads, split=1)
+        for kind, plan in plans.items()
+    }
 
 
 class _OverContext:

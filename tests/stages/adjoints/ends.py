@@ -7,10 +7,12 @@ import paddle
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
+from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
 from pipeproof.stages.describe.mtp_streams import shifted_batch
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.functional import rotary_tables
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
@@ -32,7 +34,7 @@ def ends() -> list[Case]:
             per_layout("ends: embedding", "EmbeddingAndHead.embed", _embedded, table, output="between"),
             per_layout(
                 "ends: positions",
-                "EmbeddingAndHead.embed",
+                "EmbeddingAndHead.embed Positions.embedded",
                 _positioned,
                 table,
                 ((4, 16), "between"),
@@ -59,7 +61,8 @@ def _of(rank: Rank, *weights: paddle.Tensor, plan: PlanSpec = PLAN) -> tuple[Emb
     def weight_of(layer: str, name: str) -> paddle.Tensor:
         return weights[name == "embed.positions.weight"]
 
-    return EmbeddingAndHead(OPS, plan, rank.region, weight_of, vocabulary, rank.weights), dropouts
+    positions = Positions(OPS, plan, rank.weights, rotary_tables(4, 4, "float64"))
+    return EmbeddingAndHead(OPS, plan, rank.region, weight_of, vocabulary, positions), dropouts
 
 
 def _embedded(rank: Rank, weight: paddle.Tensor) -> list[paddle.Tensor]:

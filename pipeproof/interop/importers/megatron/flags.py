@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from pipeproof.interop.importers.model_parts import PART_FLAGS
+
 FLAGS: Final = frozenset(
     [
+        *PART_FLAGS,
         "--num-layers",
         "--decoder-num-layers",
         "--hidden-size",
@@ -27,19 +30,6 @@ FLAGS: Final = frozenset(
         "--vocab-size",
         "--padded-vocab-size",
         "--make-vocab-size-divisible-by",
-        "--swiglu",
-        "--quick-geglu",
-        "--squared-relu",
-        "--openai-gelu",
-        "--no-bias-gelu-fusion",
-        "--normalization",
-        "--qk-layernorm",
-        "--position-embedding-type",
-        "--use-rotary-position-embeddings",
-        "--no-position-embedding",
-        "--max-position-embeddings",
-        "--disable-bias-linear",
-        "--add-qkv-bias",
         "--untie-embeddings-and-output-weights",
         "--attention-dropout",
         "--hidden-dropout",

@@ -7,7 +7,7 @@ import re
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
-from pipeproof.interop.importers.megatron.part_flags import import_parts
+from pipeproof.interop.importers.model_parts import import_flags_of_parts
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
@@ -47,7 +47,7 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
             )
     if reader.has("--num-experts"):
         import_experts(reader)
-    import_parts(reader, config)
+    import_flags_of_parts(reader, config)
 
 
 def _model_config(reader: FlagReader) -> Draft:

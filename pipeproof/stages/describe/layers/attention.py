@@ -12,6 +12,12 @@ from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.norm import norm
 
 ROTARY: ops.Cost = 3, 2
+MEASURED_WITH = {"attn.k_head_norm.bias": ("attn.q_head_norm.bias",)}
+"""Weights whose gradients are measured in the elements of others (``gradient_units``).
+
+Without rotary positions the addends of the bias of the keys' norm cancel exactly: softmax does not change if all keys
+of a query are shifted.
+"""
 
 
 def attention(model: ModelSpec) -> ops.Operations:
@@ -22,7 +28,7 @@ def attention(model: ModelSpec) -> ops.Operations:
     rotary = ops.Elementwise("attn.rotary", ROTARY, ROTARY, sharded=queries + keys)
     return (
         ops.Enter("attn.in", hidden),
-        ops.Product("attn.qkv", (fused,), entered=True, biased=model.biases != "none"),
+        ops.Product("attn.qkv", (fused,), entered=True),
         *(norm(model, f"attn.{part}_head_norm", model.size_of_head, heads=number) for part, number in heads),
         *((rotary,) if model.positions == "rotary" else ()),
         ops.GatherKeys("attn.kv", sharded=2 * keys),
@@ -34,5 +40,4 @@ def attention(model: ModelSpec) -> ops.Operations:
 def attention_output(model: ModelSpec, mixed: int) -> ops.Operations:
     """The row-parallel product of the heads' ``mixed`` elements."""
     weight = ops.Weight("attn.out.weight", (mixed, model.hidden_size), 0)
-    bias = (ops.add_bias("attn.out.bias", model.hidden_size),) if model.biases == "all" else ()
-    return ops.Product("attn.out", (weight,)), ops.Leave("attn.out", model.hidden_size), *bias
+    return ops.Product("attn.out", (weight,)), ops.Leave("attn.out", model.hidden_size)

@@ -7,6 +7,7 @@ from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers import streams as several
 from pipeproof.stages.describe.layers.attention import attention
+from pipeproof.stages.describe.layers.biases import with_biases
 from pipeproof.stages.describe.layers.experts import experts
 from pipeproof.stages.describe.layers.latent_attention import latent_attention
 from pipeproof.stages.describe.layers.mlp import mlp
@@ -45,7 +46,7 @@ def _block(
         if streams is not None:
             operations += several.read_streams(model, streams, name, is_first=reads_input)
         entry = norm(model, f"{name}_norm", is_input=reads_input and streams is None)
-        operations += (entry, *inner, ops.Dropout(f"{name}.dropout", "hidden"))
+        operations += (entry, *with_biases(model, inner), ops.Dropout(f"{name}.dropout", "hidden"))
         if streams is not None:
             operations += several.write_streams(model, streams, name)
         else:  # in backward the sum of both gradients

@@ -14,15 +14,14 @@ def mlp(model: ModelSpec) -> ops.Operations:
     """The operations between the norm and the residual."""
     hidden, size = model.hidden_size, model.ffn_size
     inner = swiglu_mlp(model, "mlp", size) if model.mlp == "swiglu" else _gelu_mlp(model, _GELU[model.mlp])
-    bias = (ops.add_bias("mlp.down.bias", hidden),) if model.biases == "all" else ()
-    return ops.Enter("mlp.in", hidden), *inner, ops.Leave("mlp.out", hidden), *bias
+    return ops.Enter("mlp.in", hidden), *inner, ops.Leave("mlp.out", hidden)
 
 
 def _gelu_mlp(model: ModelSpec, costs: tuple[ops.Cost, ops.Cost]) -> ops.Operations:
     hidden, size = model.hidden_size, model.ffn_size
     up, down = ops.Weight("mlp.up.weight", (hidden, size), 1), ops.Weight("mlp.down.weight", (size, hidden), 0)
     return (
-        ops.Product("mlp.up", (up,), entered=True, biased=model.biases == "all"),
+        ops.Product("mlp.up", (up,), entered=True),
         ops.Elementwise("mlp.gelu", *costs, sharded=size, stored=1),
         ops.Product("mlp.down", (down,)),
     )
@@ -36,11 +35,10 @@ def swiglu_mlp(
     rows, dtype = (ops.INSIDE, None) if experts is None else (ops.VISITS, experts.dispatch_dtype)
     widen, narrow, dim = (*outer, model.hidden_size, size), (*outer, size, model.hidden_size), len(outer)
     gate_up = tuple(ops.Weight(f"{name}.{part}.weight", widen, dim + 1, ep_dim) for part in ("gate", "up"))
-    biased = model.biases == "all"
     # Clamped: also three comparisons, the 1.702 and the 1.
     costs = ((5, 3), (10, 5)) if model.swiglu_limit is None else ((10, 3), (17, 5))
     return (
-        ops.Product(f"{name}.gate_up", gate_up, rows, experts is None, reads, dtype=dtype, biased=biased),
+        ops.Product(f"{name}.gate_up", gate_up, rows, experts is None, reads, dtype=dtype),
         ops.Elementwise(f"{name}.swiglu", *costs, sharded=size, rows=rows, stored=2),
         ops.Product(f"{name}.down", (ops.Weight(f"{name}.down.weight", narrow, dim, ep_dim),), rows),
     )

@@ -208,12 +208,6 @@ class Exchange(NamedTuple):
     counts: int = 0
 
 
-def add_bias(name: str, size: int) -> Elementwise:
-    """The bias of a row-parallel product, added once, after the sum over TP."""
-    bias = Weight(name, (size,), init_std=None, init_value=0.0)
-    return Elementwise(name, (1, 2), None, (1, 1), whole=size, rows=BETWEEN, weights=(bias,))
-
-
 _Computed: TypeAlias = Product | Norm | Elementwise | AttentionCore | Dropout | Lookup | Loss
 _OfStreams: TypeAlias = StreamWeights | StreamProduct | Stored
 Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | Exchange

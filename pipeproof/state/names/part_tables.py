@@ -1,0 +1,196 @@
+"""Parts of a model in other tools: the tensors that only a part has, models by their parts, and settings of parts.
+
+A part is a key of the plan's ``model``: ``norm``, ``qk_norm``, ``positions``, ``mlp`` or ``biases``. A model that is
+not listed with a value of a part has a Llama's: RMSNorm, rotary positions, SwiGLU, no norms of heads, no biases. Where
+a model has biases, the tool's names for them follow from those of weights.
+
+Sources: as for ``convention_tables``, and the configurations of transformers' classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pipeproof.specs.model import PART_KEYS, ModelSpec
+from pipeproof.state.names.convention import OWN_NAMES
+
+_NORM_EPSILON = 1e-6
+_GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+class PartTensors(NamedTuple):
+    """Names of tensors by role, of those that exist once and of those of a block, as in ``Convention``."""
+
+    whole: Mapping[str, str]
+    block: Mapping[str, str]
+
+
+_NO_TENSORS = PartTensors({}, {})
+_HEAD_NORMS = {"q_head_norm": "self_attn.q_norm.weight", "k_head_norm": "self_attn.k_norm.weight"}
+TENSORS = {
+    OWN_NAMES: PartTensors(
+        {"positions": "embed.positions.weight"},
+        {"q_head_norm": "attn.q_head_norm.weight", "k_head_norm": "attn.k_head_norm.weight"},
+    ),
+    "megatron": PartTensors(
+        {"positions": "embedding.position_embeddings.weight"},
+        {
+            "q_head_norm": "self_attention.q_layernorm.weight",
+            "k_head_norm": "self_attention.k_layernorm.weight",
+            "up": "mlp.linear_fc1.weight",  # of GELU; a SwiGLU has gate and up in one
+        },
+    ),
+    "paddleformers": PartTensors({}, _HEAD_NORMS),
+    "paddlefleet": PartTensors(
+        {}, {"q_head_norm": "self_attn.q_layernorm.weight", "k_head_norm": "self_attn.k_layernorm.weight"}
+    ),
+}
+"""By convention, the tensors that all its models with a part have."""
+
+
+def _of_any_sizes(_: ModelSpec) -> bool:
+    return True
+
+
+def _no_settings(_: ModelSpec) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolModel:
+    """A model of another tool.
+
+    It can compute a plan's model that ``fits`` and whose parts have the values in ``parts``. ``tensors`` are those that
+    only its parts have, ``settings`` the keys of its configuration for parts and constants.
+    """
+
+    name: str
+    parts: Mapping[str, Sequence[object]]
+    fits: Callable[[ModelSpec], bool]
+    model_type: str = ""
+    tensors: PartTensors = _NO_TENSORS
+    settings: Callable[[ModelSpec], dict[str, Any]] = _no_settings
+
+    def can_be(self, model: ModelSpec) -> bool:
+        """Return True if it can compute the plan's model."""
+        fields = ModelSpec.model_fields
+        has_parts = all(getattr(model, key) in self.parts.get(key, (fields[key].default,)) for key in PART_KEYS)
+        return has_parts and self.fits(model)
+
+
+def transformers_class(model: ModelSpec) -> ToolModel | None:
+    """Return the class of Hugging Face's transformers, without its suffix; None if no class has these parts together.
+
+    ``Deepseek``, the first one with experts, is remote code.
+    """
+    return next((known for known in _TRANSFORMERS if known.can_be(model)), None)
+
+
+def paddle_has(convention: str, model: ModelSpec) -> bool:
+    """Return True if PaddleFormers has a model with such parts. Its Llama with all biases fuses nothing.
+
+    That Llama is not built over PaddleFleet either.
+    """
+    known = (*_PADDLE, *([_PADDLE_LLAMA] if convention == "paddleformers-unfused" else []))
+    return any(each.can_be(model) for each in known)
+
+
+def common_settings(model: ModelSpec) -> dict[str, Any]:
+    """Return the settings of parts that most classes of transformers have."""
+    return {
+        "hidden_act": _GELUS.get(model.mlp, "silu"),
+        "rms_norm_eps": _NORM_EPSILON,
+        "rope_theta": 10000.0,
+        "attention_bias": model.biases == "all",
+    }
+
+
+def _is_dense(model: ModelSpec) -> bool:
+    return model.moe is None and model.mla is None
+
+
+def _has_sigmoids(model: ModelSpec) -> bool:
+    return model.moe is not None and model.moe.score == "sigmoid"
+
+
+def _is_mixture(model: ModelSpec) -> bool:
+    return model.moe is not None and model.mla is None
+
+
+def _has_own_head_size(model: ModelSpec) -> bool:
+    return model.size_of_head * model.num_heads != model.hidden_size
+
+
+def _is_old(model: ModelSpec) -> bool:
+    return _is_dense(model) and model.mtp is None
+
+
+def _is_mixtral(model: ModelSpec) -> bool:
+    moe = model.moe
+    return _is_mixture(model) and moe is not None and not (moe.num_shared_experts or moe.dense_layers) and moe.normalize
+
+
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    return {"activation_function": _GELUS[model.mlp], "layer_norm_epsilon": _NORM_EPSILON}
+
+
+def _glm4(model: ModelSpec) -> dict[str, Any]:
+    return {"partial_rotary_factor": 1.0, "use_qk_norm": model.qk_norm, "attention_bias": model.biases == "qkv"}
+
+
+def _starcoder(model: ModelSpec) -> dict[str, Any]:
+    dropout = {"residual_dropout": 0.0, "embedding_dropout": 0.0}
+    return {"norm_epsilon": _NORM_EPSILON, "use_bias": model.biases == "all", "sliding_window": None, **dropout}
+
+
+def _stablelm(model: ModelSpec) -> dict[str, Any]:
+    bias = {"use_qkv_bias": model.biases == "qkv", "use_parallel_residual": False, "hidden_dropout": 0.0}
+    return {"layer_norm_eps": _NORM_EPSILON, "partial_rotary_factor": 1.0, "qk_layernorm": False, **bias}
+
+
+_QWEN3 = {"qk_norm": (True,)}
+_GLM4 = {"qk_norm": (False, True), "biases": ("none", "qkv")}
+_LAYER_NORM_GELU = {"norm": ("layer",), "mlp": tuple(_GELUS)}
+_C_NAMES = {"up": "mlp.c_fc.weight", "down": "mlp.c_proj.weight"}
+_WITH_HEAD_NORMS = PartTensors({}, _HEAD_NORMS)
+_TRANSFORMERS = (
+    ToolModel(
+        "DeepseekV2", {}, lambda model: model.mla is not None and model.moe is not None and not _has_sigmoids(model),
+        "deepseek_v2",
+    ),
+    ToolModel("DeepseekV3", {}, lambda model: model.mla is not None, "deepseek_v3"),
+    ToolModel("Glm4Moe", _GLM4, _has_sigmoids, "glm4_moe", _WITH_HEAD_NORMS, _glm4),
+    ToolModel(
+        "Qwen3Moe", _QWEN3, lambda model: model.moe is not None and not model.moe.num_shared_experts, "qwen3_moe",
+        _WITH_HEAD_NORMS,
+    ),
+    ToolModel("Mixtral", {}, lambda model: _is_mixtral(model) and model.mtp is None, "mixtral"),
+    ToolModel("Deepseek", {}, _is_mixture, "deepseek"),
+    ToolModel("Qwen3", _QWEN3, _is_dense, "qwen3", _WITH_HEAD_NORMS),
+    ToolModel("Qwen2", {"biases": ("qkv",)}, _is_dense, "qwen2"),
+    ToolModel(
+        "Llama", {"biases": ("none", "all")}, _is_dense, "llama",
+        settings=lambda model: {"mlp_bias": model.biases == "all"},
+    ),
+    ToolModel(
+        "GPT2", {**_LAYER_NORM_GELU, "positions": ("learned",), "biases": ("all",)},
+        lambda model: _is_old(model) and model.kv_heads == model.num_heads and not _has_own_head_size(model),
+        "gpt2", PartTensors({"positions": "transformer.wpe.weight"}, _C_NAMES), _gpt2,
+    ),
+    ToolModel(
+        "Starcoder2", {**_LAYER_NORM_GELU, "biases": ("none", "all")}, _is_old, "starcoder2",
+        PartTensors({}, _C_NAMES), _starcoder,
+    ),
+    ToolModel(
+        "StableLm", {"norm": ("layer",), "biases": ("none", "qkv")},
+        lambda model: _is_old(model) and not _has_own_head_size(model), "stablelm", settings=_stablelm,
+    ),
+)  # fmt: skip
+_PADDLE = (
+    ToolModel("Llama, Qwen2, DeepSeek", {"biases": ("none", "qkv")}, _of_any_sizes),
+    ToolModel("Qwen3", _QWEN3, _of_any_sizes),
+    ToolModel("GLM-4 with experts", _GLM4, _has_sigmoids),
+)
+_PADDLE_LLAMA = ToolModel("Llama", {"biases": ("all",)}, _of_any_sizes)
