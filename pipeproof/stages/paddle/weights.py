@@ -24,8 +24,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+from pipeproof.stages.common.gathered_input import source_of
 from pipeproof.stages.paddle.functional import fork
-from pipeproof.stages.paddle.recompute import source_of
 
 Tensor: TypeAlias = paddle.Tensor
 

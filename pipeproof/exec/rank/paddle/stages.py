@@ -13,10 +13,10 @@ from pipeproof.exec.rank.boundary_members import activation_index, member_values
 from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, WeightGradients
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.schedule.ops import OpKind
+from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.synthetic import Batch, micro_batch
-from pipeproof.stages.paddle.balance import Balance
 from pipeproof.stages.paddle.stage import PaddleStage
 
 if TYPE_CHECKING:  # which loads Fleet

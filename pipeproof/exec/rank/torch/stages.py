@@ -10,10 +10,10 @@ import torch
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.boundary_members import activation_index
 from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, WeightGradients
+from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.torch.balance import Balance
 from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import Weight
