@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
@@ -158,7 +158,8 @@ def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
     def since_mark() -> tuple[Any, ...]:
         return take(len(stack) - marks.pop())
 
-    for opcode, argument, position in pickletools.genops(cast(IO[bytes], source)):
+    operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(cast(IO[bytes], source))
+    for opcode, argument, position in operations:
         match operation := opcode.name:
             case _ if operation in _VALUES:
                 stack.append(argument)
@@ -218,6 +219,18 @@ def _of_type(value: Any, kind: type[_T]) -> _T:
 
 
 _WRITTEN = {None: b"N", True: b"\x88", False: b"\x89"}
+
+
+def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return the values of a pickle that must be whole numbers.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+    numbers = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in numbers):
+        raise ValueError(f"{values!r} are no whole numbers")
+    return numbers
 
 
 def to_pickle(value: Any) -> bytes:
