@@ -9,8 +9,6 @@ Z that of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,12 +17,10 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+from pipeproof.stages.common.arithmetic import NORM_EPSILON, rotary_angles
+
 Tensor: TypeAlias = paddle.Tensor
 Indices: TypeAlias = npt.NDArray[np.int64]
-
-NORM_EPSILON = 1e-6
-ROTARY_BASE = 10000.0
-CLAMPED_SWIGLU_ALPHA = 1.702
 
 
 def rms_norm(activation: Tensor) -> Tensor:
@@ -45,8 +41,7 @@ def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, 
 
     Position p rotates the pair (i, i + D/2) by p * 10000^(-2i/D). The tables are computed in float64, then rounded.
     """
-    frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.tile(np.outer(np.arange(seq_length), frequencies), 2)
+    angles = np.tile(rotary_angles(seq_length, head_size), 2)
     return paddle.to_tensor(np.cos(angles), dtype=dtype), paddle.to_tensor(np.sin(angles), dtype=dtype)
 
 
@@ -88,21 +83,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (arXiv:2002.05202)."""
     return F.silu(gate) * up
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
-
-    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit; at the limit it
-    is the gradient from inside.
-    """
-    g, u = paddle.clip(gate, max=limit), paddle.clip(up, min=-limit, max=limit)
-    return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
-
-
-def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The activation function of gate and up for a model with this ``swiglu_limit``."""
-    return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
 
 
 def fork(activation: Tensor, num_readers: int) -> list[Tensor]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.common.arithmetic import gated
 from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
@@ -25,7 +26,7 @@ from pipeproof.stages.describe.synthetic import Batch, loss_scale
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.balance import PaddleBalance
 from pipeproof.stages.paddle.experts import PaddleExperts
-from pipeproof.stages.paddle.functional import gated, layer_norm, rms_norm, rotary_tables
+from pipeproof.stages.paddle.functional import layer_norm, rms_norm, rotary_tables, swiglu
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights
 
@@ -64,7 +65,7 @@ class PaddleStage(Stage[Batch]):
             ops=OPS,
             weights=self._split_weights,
             vocabulary=PaddleVocabulary(self._split_weights, tied=model.tied_embedding),
-            gated=gated(model.swiglu_limit),
+            gated=gated(swiglu, model.swiglu_limit),
             tables=rotary_tables(model.seq_length, model.rotary_size, run.dtype),
             maker=WeightMaker(draw_dtype=run.dtype, make=weight, borrow=BorrowedWeight),
             balance=PaddleBalance(plan, layers, adds_losses=tp_rank == 0),

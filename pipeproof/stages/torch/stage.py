@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.common.arithmetic import gated
 from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
@@ -23,7 +24,7 @@ from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import TorchBalance
 from pipeproof.stages.torch.experts import TorchExperts
-from pipeproof.stages.torch.functional import gated, rotary_tables
+from pipeproof.stages.torch.functional import rotary_tables, swiglu
 from pipeproof.stages.torch.vocabulary import TorchVocabulary
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 
@@ -77,7 +78,7 @@ class TorchStage(Stage[WorkItem]):
             ops=OPS,
             weights=self._split_weights,
             vocabulary=TorchVocabulary(self._split_weights, tied=model.tied_embedding),
-            gated=gated(model.swiglu_limit),
+            gated=gated(swiglu, model.swiglu_limit),
             tables=rotary_tables(model.seq_length, model.rotary_size, dtype, device),
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
             balance=TorchBalance(plan, layers, device, adds_losses=tp_rank == 0),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.stages.common.arithmetic import clamped_swiglu
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
@@ -22,7 +23,6 @@ from pipeproof.stages.torch.experts import inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
     Groups,
     causal_attention,
-    clamped_swiglu,
     fork,
     rms_norm,
     rotate,
