@@ -22,7 +22,7 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"(?:held|hold|holds|holding) against", "compare with, check against"),
     (r"stands?(?! for\b)|stood", "is, is stored, is listed"),
     (r"beside", "next to, in addition to"),
-    (r"told|(?<!\.)tells?", "report, print, state"),
+    (r"told|(?<!\.)(?<!def )tells?", "report, print, state"),
     (r"says?|said", "report, print, state"),
     (r"(?<!_)uncut(?!_)", "unpartitioned"),
     (r"own[ _]layers?", "custom layers"),

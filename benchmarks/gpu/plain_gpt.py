@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeproof.stages.torch.functional import NORM_EPSILON, causal_attention, rotary_tables, rotate
+from pipeproof.stages.common.arithmetic import NORM_EPSILON
+from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

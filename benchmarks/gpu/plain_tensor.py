@@ -17,7 +17,8 @@ from plain_gpt import swiglu
 from sizes import Size
 from torch import Tensor, nn
 
-from pipeproof.stages.torch.functional import NORM_EPSILON, causal_attention, rotary_tables, rotate
+from pipeproof.stages.common.arithmetic import NORM_EPSILON
+from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate
 
 
 class TensorBlock(nn.Module):

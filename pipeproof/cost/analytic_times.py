@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
+from operator import add, attrgetter
 
 from pipeproof.cost.analytic_links import Links
 from pipeproof.cost.devices import DEVICES, Device
@@ -62,25 +63,14 @@ class PhaseTime:
         return self.compute_us + self.memory_us + self.links_us
 
     def __add__(self, other: PhaseTime) -> PhaseTime:
-        return PhaseTime(
-            self.flops + other.flops,
-            self.num_bytes + other.num_bytes,
-            self.link_bytes + other.link_bytes,
-            self.compute_us + other.compute_us,
-            self.memory_us + other.memory_us,
-            self.links_us + other.links_us,
-        )
+        return PhaseTime(*map(add, _PARTS(self), _PARTS(other)))
 
     def times(self, number: int) -> PhaseTime:
         """The sum of ``number`` equal times."""
-        return PhaseTime(
-            number * self.flops,
-            number * self.num_bytes,
-            number * self.link_bytes,
-            number * self.compute_us,
-            number * self.memory_us,
-            number * self.links_us,
-        )
+        return PhaseTime(*(number * part for part in _PARTS(self)))
+
+
+_PARTS = attrgetter(*(field.name for field in fields(PhaseTime)))
 
 
 class AnalyticCosts:

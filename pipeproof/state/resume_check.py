@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.array_files import require_whole
 from pipeproof.state.read_state import SavedState
 from pipeproof.state.regions import Region, intersect
@@ -187,9 +187,7 @@ def data_note(difference: str, index: StateIndex | None) -> Finding:
         done = data_done(index)
         tokens = "" if done.tokens is None else f" ({done.tokens:,} tokens)"
         where = f"of step {done.steps}, after {done.sequences:,} sequences{tokens}"
-    return Finding(
-        DATA_CHANGES.code,
-        Severity.NOTE,
+    return DATA_CHANGES.finding(
         f"{difference}: the state is loaded bit for bit, but the losses, gradients, weights and moments of later steps "
         f"are not those of the plan that saved it; the data resumes with the first micro-batch {where}",
         help="to continue with the same steps, keep dp * ep * num_micro_batches and the size of each micro-batch",

@@ -6,8 +6,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 
 STATE_UNUSABLE = RuleDoc(
@@ -46,10 +47,12 @@ STATE_CODES = (STATE_UNUSABLE, DATA_CHANGES)
 
 
 class StateError(PipeproofError):
-    """A state that cannot be used or written."""
+    """A state that cannot be used or written; subclasses have codes of their own."""
+
+    doc: ClassVar[RuleDoc] = STATE_UNUSABLE
 
     def __init__(self, message: str, fix: str) -> None:
-        super().__init__(Finding(STATE_UNUSABLE.code, Severity.ERROR, message, help=fix))
+        super().__init__(self.doc.finding(message, help=fix))
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from pipeproof.exec.rank import step_end
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.common import stage as common_stage
+from pipeproof.stages.common.balance import RouterBalance
 from pipeproof.stages.paddle import functional
-from pipeproof.stages.paddle.balance import RouterBalance
-from pipeproof.stages.paddle.experts import Experts
+from pipeproof.stages.paddle.experts import PaddleExperts
 from pipeproof.stages.paddle.runtime import start_paddle
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.align.recorded_plan import ReferenceRun, record, reference_run
@@ -104,16 +104,17 @@ def auxiliary_factor(patch: pytest.MonkeyPatch) -> None:
 
 def swapped_experts(patch: pytest.MonkeyPatch) -> None:
     """Send to expert 3 of one block, which is on another rank, what is for its expert 0, and the other way round."""
-    visit = Experts._visit
+    visit = PaddleExperts._visit
 
-    def elsewhere(experts: Experts, tokens, chosen):
+    def elsewhere(experts: PaddleExperts, tokens, chosen, counts):
         if experts._name == f"{LAYER}.mlp":
-            chosen = chosen.copy()
+            chosen, counts = chosen.copy(), counts.copy()
             first, other = chosen == 0, chosen == 3
             chosen[first], chosen[other] = 3, 0
-        return visit(experts, tokens, chosen)
+            counts[[0, 3]] = counts[[3, 0]]
+        return visit(experts, tokens, chosen, counts)
 
-    patch.setattr(Experts, "_visit", elsewhere)
+    patch.setattr(PaddleExperts, "_visit", elsewhere)
 
 
 def double_tied_reduction(patch: pytest.MonkeyPatch) -> None:

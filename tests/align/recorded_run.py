@@ -12,9 +12,10 @@ from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.launch.job_files import RecordOptions
+from pipeproof.stages.common import balance
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_boundary
-from pipeproof.stages.paddle import balance, functional
+from pipeproof.stages.paddle import functional
 from pipeproof.stages.paddle import stage as paddle_stage
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders
@@ -129,9 +130,9 @@ def plant_wrong_auxiliary_factor(monkeypatch) -> None:
 
 def plant_double_auxiliary(monkeypatch) -> None:
     """Let every rank put the losses of routers in, though all of them route the same tokens."""
-    right = balance.Balance
+    right = paddle_stage.PaddleBalance
     monkeypatch.setattr(
-        paddle_stage, "Balance", lambda plan, layers, *, adds_losses: right(plan, layers, adds_losses=True)
+        paddle_stage, "PaddleBalance", lambda plan, layers, *, adds_losses: right(plan, layers, adds_losses=True)
     )
 
 

@@ -153,12 +153,12 @@ def test_a_rank_to_which_no_token_goes_and_one_from_which_none_leaves():
 
 def test_experts_of_another_rank_are_seen(monkeypatch):
     """Each rank holds the other's experts: the first forward already has other bits."""
+    from pipeproof.stages.common.experts import ExpertRegion
     from pipeproof.stages.paddle import stage
-    from pipeproof.stages.paddle.experts import ExpertRegion
     from tests.exec.in_memory import compared
 
     plan = lowered(*PLANS["ep"])
-    monkeypatch.setattr(stage, "ExpertRegion", lambda rank, num_ranks, *rest: ExpertRegion(1 - rank, num_ranks, *rest))
+    monkeypatch.setattr(stage, "ExpertRegion", lambda ops, rank, *rest: ExpertRegion(ops, 1 - rank, *rest))
     first, _ = compared(plan)
     assert not first.loss_is_bitwise
     assert not any(one.bitwise for one in first.gradients if ".experts." in one.name)

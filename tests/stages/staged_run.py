@@ -15,7 +15,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import micro_batch
-from pipeproof.stages.paddle.optimizer import make_optimizer
+from pipeproof.stages.paddle.optimizer import StageOptimizer
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders
@@ -60,7 +60,7 @@ class StagedRun:
             [PaddleStage(plan, part, rank, self.world.ranks[rank]) for part in parts]
             for rank in range(plan.topology.tp)
         ]
-        self.optimizers = [make_optimizer(plan.run, s.parameters) for stages in self.stages for s in stages]
+        self.optimizers = [StageOptimizer(plan.run, s.parameters) for stages in self.stages for s in stages]
         self.issued: list[tuple[list[Issued], list[Issued]]] = []
         """Of each rank and micro-batch: what it issued forward and backward."""
 

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.paddle.balance import Balance
+from pipeproof.stages.paddle.balance import PaddleBalance
 from pipeproof.stages.paddle.functional import rotate
 from tests.stages.adjoints.coverage import EXCUSED, operations
 from tests.stages.adjoints.rows import plain
@@ -83,7 +83,7 @@ def test_the_gradient_of_a_router_is_that_of_what_it_feeds_and_of_its_losses(sco
     logits, along, y = np.random.default_rng(4).standard_normal((3, 9, 6))
 
     def entered(values):
-        balance = Balance(plan, (), adds_losses=True)
+        balance = PaddleBalance(plan, (), adds_losses=True)
         leaf = paddle.to_tensor(values, stop_gradient=False)
         return leaf, balance.of("mlp", 0, 0).enter(leaf), sum(balance.values().values())
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.paddle.balance import Balance
+from pipeproof.stages.paddle.balance import PaddleBalance
 from pipeproof.stages.paddle.experts import choose
 from pipeproof.stages.reference import balance as reference
 from tests.stages.staged_run import make_plan
@@ -23,7 +23,7 @@ def stage_balance(*, adds_losses=True, **moe):
     plan = make_plan(
         model={"moe": {**SIZES, **moe}, "num_layers": 1}, run={"dtype": "float64"}, schedule={"num_micro_batches": 3}
     )
-    return Balance(plan, describe_gpt(plan), adds_losses=adds_losses)
+    return PaddleBalance(plan, describe_gpt(plan), adds_losses=adds_losses)
 
 
 def outputs(seed=0):
@@ -93,8 +93,9 @@ def test_a_bias_moves_against_the_load_and_only_the_choice_knows_it():
     moe = MoeSpec(**SIZES)
     router = balance.of("layer.0.mlp", 0, 0)
     chosen, gains = choose(paddle.to_tensor(outputs()), moe, router.bias)
-    router.count(chosen)
-    router.count(chosen)  # recomputed: the same visits
+    visits = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
+    router.count(visits)
+    router.count(visits)  # recomputed: the same visits
     load = balance.load("layer.0.mlp")
     assert load.sum() == NUM_TOKENS * TOP_K
     balance.move_biases()

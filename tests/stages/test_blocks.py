@@ -5,9 +5,11 @@ import paddle
 import pytest
 
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.paddle.balance import Balance
-from pipeproof.stages.paddle.experts import ExpertRegion, Experts, choose, reorder
-from pipeproof.stages.paddle.functional import causal_attention, fork
+from pipeproof.stages.common.experts import ExpertRegion
+from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.balance import PaddleBalance
+from pipeproof.stages.paddle.experts import PaddleExperts, choose, reorder
+from pipeproof.stages.paddle.functional import causal_attention, fork, swiglu
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.experts import route
 from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unpartitioned
@@ -44,8 +46,9 @@ def test_experts_are_what_a_loop_over_tokens_computes(generic, score, normalize)
     tokens = generic(5, 2, HIDDEN)
     weights = {name: paddle.to_tensor(array, stop_gradient=False) for name, array in arrays.items()}
     entered = paddle.to_tensor(tokens, stop_gradient=False)
-    router = Balance(make_plan(), (), adds_losses=True).of("mlp", 0, 0)
-    made = Experts(moe, "mlp", SplitWeights(), weights.__getitem__, ExpertRegion(0, 1, None)).forward(entered, router)
+    router = PaddleBalance(make_plan(), (), adds_losses=True).of("mlp", 0, 0)
+    experts = PaddleExperts(moe, "mlp", SplitWeights(), weights.__getitem__, ExpertRegion(OPS, 0, 1, None), swiglu)
+    made = experts.forward(entered, router)
     gate, up, down = (arrays[f"mlp.experts.{part}.weight"] for part in ("gate", "up", "down"))
     shared = [arrays[f"mlp.shared.{part}.weight"] for part in ("gate", "up", "down")]
     for place in np.ndindex(5, 2):
@@ -192,7 +195,7 @@ def test_gradients_of_readers_are_added_in_their_order():
 @pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 1), (0, 2)])
 def test_a_region_refuses_ranks_that_it_cannot_serve(rank, num_ranks):
     with pytest.raises(ValueError, match="expert-parallel rank"):
-        ExpertRegion(rank, num_ranks, None)
+        ExpertRegion(OPS, rank, num_ranks, None)
 
 
 def test_a_group_of_queries_sees_its_own_head_of_keys(generic):

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.paddle.optimizer import make_optimizer
+from pipeproof.stages.paddle.optimizer import StageOptimizer
 from tests.stages.staged_run import make_plan
 
 pytestmark = pytest.mark.needs_paddle
@@ -16,7 +16,7 @@ def updated(optimizer, grads):
     """A weight after one update for each of ``grads``."""
     run = make_plan(run={"optimizer": optimizer, "learning_rate": RATE, "dtype": "float64"}).run
     weight = paddle.to_tensor(np.linspace(-1.0, 2.0, 6), stop_gradient=False)
-    update = make_optimizer(run, {"weight": weight})
+    update = StageOptimizer(run, {"weight": weight})
     for grad in grads:
         update.zero_grad()
         (weight * paddle.to_tensor(grad)).sum().backward()
@@ -46,7 +46,7 @@ def test_adamw(grads):
 
 def test_a_gradient_of_minus_zero_adds_up_to_plus_zero():
     weight = paddle.to_tensor(np.ones(2), stop_gradient=False)
-    update = make_optimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
+    update = StageOptimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
     update.zero_grad()
     (weight * paddle.to_tensor(np.array([-0.0, 0.0]))).sum().backward()
     assert weight.grad.numpy().tobytes() == np.zeros(2).tobytes()
@@ -54,7 +54,7 @@ def test_a_gradient_of_minus_zero_adds_up_to_plus_zero():
 
 def test_buffers_begin_again():
     weight = paddle.to_tensor(np.ones(2), stop_gradient=False)
-    update = make_optimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
+    update = StageOptimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
     for _ in range(2):
         update.zero_grad()
         (weight * 3.0).sum().backward()

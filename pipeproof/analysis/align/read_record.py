@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,8 +64,7 @@ class RecordFile:
                 content["format"] == FORMAT,
                 f"format {content['format']!r}, this pipeproof reads format {FORMAT}: record both with one version",
             )
-            names = ("who", "pipeproof", "digest", "backend", "dtype", "steps", "layers", "values")
-            return Header(**{name: content[name] for name in names})
+            return Header(**{field.name: content[field.name] for field in fields(Header)})
         except (KeyError, TypeError, ValueError) as error:
             raise AlignmentError(f"{self.file}:1: no header of a record: {_reason(error)}") from error
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -44,18 +44,7 @@ class Header:
 
     def to_line(self) -> str:
         """The first line."""
-        content = {
-            "kind": "record",
-            "format": FORMAT,
-            "pipeproof": self.pipeproof,
-            "who": self.who,
-            "digest": self.digest,
-            "backend": self.backend,
-            "dtype": self.dtype,
-            "steps": self.steps,
-            "layers": self.layers,
-            "values": self.values,
-        }
+        content = {"kind": "record", "format": FORMAT, "pipeproof": self.pipeproof, **asdict(self)}
         return json.dumps(content, separators=(",", ":")) + "\n"
 
 
@@ -163,13 +152,9 @@ class OtherRecorded:
     loss: str | None
     md5: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Its JSON form in the step's line."""
-        return {"name": self.name, "loss": self.loss, "md5": self.md5}
-
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> OtherRecorded:
-        """Read what ``to_json`` wrote.
+        """Read its entry in the step's line.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such entry.
@@ -204,7 +189,7 @@ class RecordedStep:
             "loss_md5": self.loss_md5,
             "tensors": sum(line["kind"] == "tensor" for line in tensors),
             "gradients": sum(line["kind"] == "gradient" for line in tensors),
-            **({"others": [one.to_json() for one in self.others]} if self.others else {}),
+            **({"others": [asdict(one) for one in self.others]} if self.others else {}),
         }
         return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (*tensors, end))
 

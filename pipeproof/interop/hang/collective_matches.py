@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
-from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
+from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State, numel
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT
 
 _UNEVEN = frozenset(
@@ -128,8 +128,8 @@ def _collective_differs(members: Sequence[Entry]) -> Iterator[Finding]:
             yield _finding(message, members)
             return
     if _is_uneven(first.kind) and "all" in first.kind and len(members) == len(first.group.ranks):
-        num_sent = sum(_numel(entry.input_sizes) for entry in members)
-        num_received = sum(_numel(entry.output_sizes) for entry in members)
+        num_sent = sum(numel(entry.input_sizes) for entry in members)
+        num_received = sum(numel(entry.output_sizes) for entry in members)
         if num_sent != num_received:
             message = f"collective #{first.number} of {first.group.title} sends {num_sent} elements in total"
             yield _finding(f"{message}, and receives {num_received}", members)
@@ -137,16 +137,6 @@ def _collective_differs(members: Sequence[Entry]) -> Iterator[Finding]:
 
 def _is_uneven(kind: str) -> bool:
     return kind in _UNEVEN or any(fragment in kind for fragment in _UNEVEN_FRAGMENTS)
-
-
-def _numel(sizes: Iterable[Sequence[int]]) -> int:
-    total = 0
-    for size in sizes:
-        product = 1
-        for length in size:
-            product *= length
-        total += product
-    return total
 
 
 def _finding(message: str, entries: Sequence[Entry]) -> Finding:

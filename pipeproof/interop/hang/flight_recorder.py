@@ -6,7 +6,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -82,7 +82,7 @@ class Entry:
     @property
     def num_elements(self) -> int:
         """Number of elements that are sent, received or put into a collective."""
-        return _numel(self.input_sizes) or _numel(self.output_sizes)
+        return numel(self.input_sizes) or numel(self.output_sizes)
 
     @property
     def text(self) -> str:
@@ -138,7 +138,8 @@ class Dump:
         return tuple(launch for launch in self.launches if launch.pending)
 
 
-def _numel(sizes: tuple[tuple[int, ...], ...]) -> int:
+def numel(sizes: Iterable[Sequence[int]]) -> int:
+    """The number of elements of tensors."""
     return sum(prod(size) for size in sizes)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pipeproof.interop.traces.recorder import Call, Recorder
+from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 
-Wrapping = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Takes a function, and returns its replacement."""
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""Collectives with a root."""
 
 
 class Patches:
@@ -20,15 +21,25 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, wrapping: Wrapping) -> bool:
-        """Replace a function by ``wrapping(function)``; return False if the owner has none of that name."""
+    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Call ``hook(function, *arguments)`` in place of a function, if the owner has one of that name."""
+
+        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return hook(function, *args, **kwargs)
+
+            return call
+
+        self.replace(owner, name, wrapping)
+
+    def replace(self, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
+        """Replace an attribute by ``wrapping(attribute)``, if the owner has one of that name."""
         own = vars(owner).get(name)
-        function = getattr(owner, name, None)
-        if function is None:
-            return False
-        setattr(owner, name, wrapping(function))
-        self._undo.append((lambda: setattr(owner, name, own)) if own is not None else (lambda: delattr(owner, name)))
-        return True
+        attribute = getattr(owner, name, None)
+        if attribute is not None:
+            setattr(owner, name, wrapping(attribute))
+            is_own = own is not None
+            self._undo.append((lambda: setattr(owner, name, own)) if is_own else (lambda: delattr(owner, name)))
 
     def undo(self) -> None:
         """Restore everything."""
@@ -105,24 +116,29 @@ class GroupCalls(ABC):
     def _pending(self, handle: Any) -> tuple[int, ...]:
         return tuple(seq for seq in self._handles.get(handle, ()) if self._recorder.is_pending(seq))
 
-    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            seqs = self._pending(handle)
-            if not seqs:
-                return function(handle, *args, **kwargs)
-            self._recorder.waits(seqs)
-            try:
-                result = function(handle, *args, **kwargs)
-            except BaseException as error:
-                self._recorder.failed(seqs, error)
-                raise
-            self._end(handle, seqs)
-            return result
-
-        return wait
+    def _wait(self, function: Callable[..., Any], handle: Any, *args: Any, **kwargs: Any) -> Any:
+        seqs = self._pending(handle)
+        if not seqs:
+            return function(handle, *args, **kwargs)
+        self._recorder.waits(seqs)
+        try:
+            result = function(handle, *args, **kwargs)
+        except BaseException as error:
+            self._recorder.failed(seqs, error)
+            raise
+        self._end(handle, seqs)
+        return result
 
     def _end(self, handle: Any, seqs: Sequence[int]) -> None:
         self._recorder.done(seqs)
+
+
+def log_entry(tensor: Any, strides: tuple[int, ...], version: int) -> Tensor:
+    """Return the log entry of a tensor of either framework."""
+    shape, start = tuple(tensor.shape), int(tensor.data_ptr())
+    extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    stop = start + extent * int(tensor.element_size()) if prod(shape) else start
+    return Tensor(shape, str(tensor.dtype).rpartition(".")[2], strides, start, stop, version, tensor)
 
 
 def tensors_in(value: Any, kind: type, read: Callable[[Any], Any]) -> tuple[Any, ...]:

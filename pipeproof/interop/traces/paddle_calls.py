@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import _GroupManager
 
-from pipeproof.interop.traces.message_hooks import GroupCalls, Marks, Patches, tensors_in
+from pipeproof.interop.traces.message_hooks import ROOTED, GroupCalls, Marks, Patches, log_entry, tensors_in
 from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 
 _ON_STREAM = "_on_calc_stream"
@@ -33,7 +34,6 @@ _OUT_AND_IN = {
 _IN_FIRST = frozenset({"gather", "alltoall", "alltoall_single"})
 """Calls that take their input before their output."""
 _MESSAGES = ("send", "recv", "send_partial", "recv_partial")
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 @contextmanager
@@ -68,43 +68,39 @@ class PaddleCalls(GroupCalls):
         for group in _classes_of_groups():
             for method in (*_MESSAGES, *_IN_PLACE, *_OUT_AND_IN, "barrier"):
                 for name in (method, method + _ON_STREAM):
-                    patches.wrap(group, name, self._wrapping(method, on_stream=name != method))
-            patches.wrap(group, "_start_coalescing", self._starts)
-            patches.wrap(group, "_end_coalescing", self._ends)
+                    patches.wrap(group, name, partial(self._call, method, name != method))
+            patches.wrap(group, "_start_coalescing", self._start)
+            patches.wrap(group, "_end_coalescing", self._end_batch)
         self._patches = patches
         self._waitable(paddle.base.core.task)
         wrap_fleet(patches, self._marks)
 
-    def _wrapping(self, method: str, *, on_stream: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-                name, ranks = self._group_of(group)
-                blocks = on_stream or _is_plain_gloo(group)
-                seq, task = self._issue(
-                    method,
-                    lambda: replace(_read(method, name, ranks, [*args, *kwargs.values()]), blocks=blocks),
-                    lambda: function(group, *args, **kwargs),
-                )
-                if seq is None:
-                    return task
-                if blocks:
-                    if not self._recorder.in_batch:
-                        self._recorder.done((seq,))
-                elif task is not None:
-                    self._waitable(type(task))
-                    self._handles[task] = (seq,)
-                return task
-
-            return call
-
-        return wrapping
+    def _call(
+        self, method: str, on_stream: bool, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name, ranks = self._group_of(group)
+        blocks = on_stream or _is_plain_gloo(group)
+        seq, task = self._issue(
+            method,
+            lambda: replace(_read(method, name, ranks, [*args, *kwargs.values()]), blocks=blocks),
+            lambda: function(group, *args, **kwargs),
+        )
+        if seq is None:
+            return task
+        if blocks:
+            if not self._recorder.in_batch:
+                self._recorder.done((seq,))
+        elif task is not None:
+            self._waitable(type(task))
+            self._handles[task] = (seq,)
+        return task
 
     def _waitable(self, task: type) -> None:
         """Wrap the wait methods of a class of tasks, once."""
         if task not in self._waited:
             self._waited.add(task)
             for method in ("wait", "synchronize"):
-                self._patches.wrap(task, method, self._waiting)
+                self._patches.wrap(task, method, self._wait)
 
     def _group_of(self, process_group: Any) -> tuple[str, list[int]]:
         """Return the name and the global ranks of a process group."""
@@ -118,22 +114,16 @@ class PaddleCalls(GroupCalls):
         self._recorder.group(name, ranks, backend)
         return name, ranks
 
-    def _starts(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: Any, *args: Any) -> Any:
-            if not _is_plain_gloo(group):  # Paddle's own gloo has no batches: each of its calls is issued alone
-                self._recorder.begin_batch()
-            return function(group, *args)
+    def _start(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        if not _is_plain_gloo(group):  # Paddle's own gloo has no batches: each of its calls is issued alone
+            self._recorder.begin_batch()
+        return function(group, *args)
 
-        return start
-
-    def _ends(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def end(group: Any, *args: Any) -> Any:
-            result = function(group, *args)
-            batch = self._recorder.end_batch()
-            self._recorder.done([seq for seq in batch if self._recorder.blocks(seq)])
-            return result
-
-        return end
+    def _end_batch(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        result = function(group, *args)
+        batch = self._recorder.end_batch()
+        self._recorder.done([seq for seq in batch if self._recorder.blocks(seq)])
+        return result
 
 
 def _classes_of_groups() -> list[type]:
@@ -151,12 +141,7 @@ def _is_plain_gloo(process_group: Any) -> bool:
 
 def _tensor_of(tensor: Any) -> Tensor:
     """Return the log entry of a tensor."""
-    shape, strides = tuple(tensor.shape), tuple(tensor.strides)
-    start = int(tensor.data_ptr())
-    extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    stop = start + extent * int(tensor.element_size()) if prod(shape) else start
-    dtype = str(tensor.dtype).removeprefix("paddle.")
-    return Tensor(shape, dtype, strides, start, stop, _version_of(tensor), tensor)
+    return log_entry(tensor, tuple(tensor.strides), _version_of(tensor))
 
 
 def _version_of(tensor: Any) -> int:
@@ -181,7 +166,7 @@ def _read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any]) ->
         )
     if method in _IN_PLACE:
         op, tensors = _IN_PLACE[method], _tensors(args[0])
-        root = ranks[int(args[1])] if op in _ROOTED else None
+        root = ranks[int(args[1])] if op in ROOTED else None
         return Call(op, group, tensors, tensors, root, reduction=_reduction(args))
     op, outputs, inputs = _OUT_AND_IN[method], _tensors(args[0]), _tensors(args[1])
     if method in _IN_FIRST:
@@ -193,7 +178,7 @@ def _read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any]) ->
         sent, received = received, sent
     row_size = prod(inputs[0].shape[1:]) if inputs else 1
     return Call(
-        op, group, inputs, outputs, ranks[int(args[2])] if op in _ROOTED else None, reduction=_reduction(args),
+        op, group, inputs, outputs, ranks[int(args[2])] if op in ROOTED else None, reduction=_reduction(args),
         sent_splits=tuple(int(n) * row_size for n in sent), received_splits=tuple(int(n) * row_size for n in received),
     )  # fmt: skip
 
@@ -225,23 +210,11 @@ def wrap_fleet(patches: Patches, marks: Marks) -> None:
     """
     from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
-    def preparing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            for value, (kind, is_send) in zip(args, _TENSORS, strict=False):
-                for tensor in _flat(value):
-                    address = int(tensor.data_ptr())
-                    marks.add(tensor, address, {"kind": kind}, is_send=is_send)
-            return function(*args, **kwargs)
-
-        return prepare
+    def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for value, (kind, is_send) in zip(args, _TENSORS, strict=False):
+            for tensor in tensors_in(value, paddle.Tensor, lambda tensor: tensor):
+                marks.add(tensor, int(tensor.data_ptr()), {"kind": kind}, is_send=is_send)
+        return function(*args, **kwargs)
 
     for name in ("_p2p_ops", "_batched_p2p_ops"):
-        patches.wrap(p2p_communication, name, preparing)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
-    elif value is not None:
-        yield value
+        patches.wrap(p2p_communication, name, prepare)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from pipeproof.interop.traces.message_hooks import GroupCalls, Marks, Patches, tensors_in
+from pipeproof.interop.traces.message_hooks import ROOTED, GroupCalls, Marks, Patches, log_entry, tensors_in
 from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
 from pipeproof.interop.traces.torch_functional import wrap_functional
 
+_MESSAGES = ("send", "recv", "recv_anysource")
+_BARRIERS = ("barrier", "monitored_barrier")
 _IN_PLACE = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "broadcast": "broadcast", "reduce": "reduce",
 }  # fmt: skip
@@ -65,49 +68,36 @@ class TorchCalls(GroupCalls):
 
     def wrap(self, patches: Patches) -> None:
         """Wrap all functions that communicate."""
-        for method in ("send", "recv", "recv_anysource"):
-            patches.wrap(ProcessGroup, method, self._wrapping(_message))
-        for method, op in _IN_PLACE.items():
-            patches.wrap(ProcessGroup, method, self._wrapping(_in_place(op)))
-        for method, op in _OUT_AND_IN.items():
-            patches.wrap(ProcessGroup, method, self._wrapping(_out_and_in(op)))
-        for method in ("barrier", "monitored_barrier"):
-            patches.wrap(ProcessGroup, method, self._wrapping(_barrier))
-        patches.wrap(ProcessGroup, "_start_coalescing", self._starts)
-        patches.wrap(ProcessGroup, "_end_coalescing", self._ends)
+        for method in (*_MESSAGES, *_IN_PLACE, *_OUT_AND_IN, *_BARRIERS):
+            patches.wrap(ProcessGroup, method, partial(self._call, method))
+        patches.wrap(ProcessGroup, "_start_coalescing", self._start)
+        patches.wrap(ProcessGroup, "_end_coalescing", self._end_batch)
         for owner in {Work, *Work.__subclasses__()}:
             for method in ("wait", "synchronize"):
                 if owner is Work or method in vars(owner):
-                    patches.wrap(owner, method, self._waiting)
-        patches.wrap(Work, "is_completed", self._polling)
-        patches.wrap(dist.distributed_c10d, "_new_process_group_helper", self._creating)
+                    patches.wrap(owner, method, self._wait)
+        patches.wrap(Work, "is_completed", self._poll)
+        patches.wrap(dist.distributed_c10d, "_new_process_group_helper", self._create)
         wrap_stages(patches, self._marks)
         wrap_functional(patches, self._recorder, self._group_of, tensor_of)
 
-    def _wrapping(self, read: Callable[..., Call]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-                name, ranks = self._group_of(group), dist.get_process_group_ranks(group)
-                method = function.__name__
-                seq, work = self._issue(
-                    method,
-                    lambda: read(method, name, ranks, args, kwargs),
-                    lambda: function(group, *args, **kwargs),
-                )
-                if seq is None:
-                    return work
-                if method == "recv_anysource":
-                    self._any_source.add(seq)
-                if work is not None:
-                    self._handles[work] = (seq,)
-                elif not self._recorder.in_batch:  # the backend has already waited for it
-                    self._recorder.waits((seq,))
-                    self._recorder.done((seq,))
-                return work
-
-            return call
-
-        return wrapping
+    def _call(self, method: str, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        name, ranks = self._group_of(group), dist.get_process_group_ranks(group)
+        seq, work = self._issue(
+            method,
+            lambda: _read(method, name, ranks, [*args, *kwargs.values()]),
+            lambda: function(group, *args, **kwargs),
+        )
+        if seq is None:
+            return work
+        if method == "recv_anysource":
+            self._any_source.add(seq)
+        if work is not None:
+            self._handles[work] = (seq,)
+        elif not self._recorder.in_batch:  # the backend has already waited for it
+            self._recorder.waits((seq,))
+            self._recorder.done((seq,))
+        return work
 
     def _group_of(self, group: Any) -> str:
         name = str(group.group_name)
@@ -116,33 +106,24 @@ class TorchCalls(GroupCalls):
         self._recorder.group(name, dist.get_process_group_ranks(group), backend, "eager" if eager else "")
         return name
 
-    def _starts(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: Any, *args: Any) -> Any:
-            self._recorder.begin_batch()
-            return function(group, *args)
+    def _start(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        self._recorder.begin_batch()
+        return function(group, *args)
 
-        return start
+    def _end_batch(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        batch = self._recorder.end_batch()
+        work = function(group, *args)
+        if work is not None:
+            self._handles[work] = batch
+        return work
 
-    def _ends(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def end(group: Any, *args: Any) -> Any:
-            batch = self._recorder.end_batch()
-            work = function(group, *args)
-            if work is not None:
-                self._handles[work] = batch
-            return work
-
-        return end
-
-    def _polling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def is_completed(work: Any) -> Any:
-            completed = function(work)
-            seqs = self._pending(work)
-            if completed and seqs:
-                self._recorder.waits(seqs)
-                self._end(work, seqs)
-            return completed
-
-        return is_completed
+    def _poll(self, function: Callable[..., Any], work: Any) -> Any:
+        completed = function(work)
+        seqs = self._pending(work)
+        if completed and seqs:
+            self._recorder.waits(seqs)
+            self._end(work, seqs)
+        return completed
 
     def _end(self, handle: Any, seqs: Sequence[int]) -> None:
         source = None
@@ -150,23 +131,16 @@ class TorchCalls(GroupCalls):
             source = int(handle._source_rank())  # noqa: SLF001 - nothing else gives the source of a message from any rank
         self._recorder.done(seqs, source)
 
-    def _creating(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def create(*args: Any, **kwargs: Any) -> Any:
-            ranks = kwargs.get("global_ranks_in_group", args[2] if len(args) > 2 else ())
-            self._recorder.write("create", ranks=list(ranks) or list(range(dist.get_world_size())))
-            return function(*args, **kwargs)
-
-        return create
+    def _create(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ranks = kwargs.get("global_ranks_in_group", args[2] if len(args) > 2 else ())
+        self._recorder.write("create", ranks=list(ranks) or list(range(dist.get_world_size())))
+        return function(*args, **kwargs)
 
 
 def tensor_of(tensor: torch.Tensor) -> Tensor:
     """Return the log entry of a tensor."""
     local = getattr(tensor, "_local_tensor", tensor)
-    extents = [(size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)]
-    start = local.data_ptr()
-    stop = start + (sum(extents) + 1) * local.element_size() if local.numel() else start
-    name = str(local.dtype).removeprefix("torch.")
-    return Tensor(tuple(local.shape), name, tuple(local.stride()), start, stop, version_of(local), local)
+    return log_entry(local, tuple(local.stride()), version_of(local))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -178,53 +152,32 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
     return tensors_in(value, torch.Tensor, tensor_of)
 
 
-def _message(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    call_args = [*args, *kwargs.values()]
-    tensors, numbers = _tensors(call_args[0]), [int(number) for number in call_args[1:]]
-    if method == "recv_anysource":
-        return Call("recv", group, outputs=tensors, tag=numbers[0])
-    peer, tag = ranks[numbers[0]], numbers[1]
-    if method == "send":
-        return Call("send", group, inputs=tensors, peer=peer, tag=tag)
-    return Call("recv", group, outputs=tensors, peer=peer, tag=tag)
-
-
-def _in_place(op: str) -> Callable[..., Call]:
-    def read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-        call_args = [*args, *kwargs.values()]
-        tensors, options = _tensors(call_args[0]), call_args[1:]
+def _read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> Call:
+    """Return the log entry of a call of a process group."""
+    if method in _BARRIERS:
+        return Call("barrier", group)
+    tensors, options = _tensors(args[0]), args[1:]
+    if method in _MESSAGES:
+        *peers, tag = (int(number) for number in options[: 1 if method == "recv_anysource" else 2])
+        peer = ranks[peers[0]] if peers else None
+        if method == "send":
+            return Call("send", group, inputs=tensors, peer=peer, tag=tag)
+        return Call("recv", group, outputs=tensors, peer=peer, tag=tag)
+    if method in _IN_PLACE:
+        op = _IN_PLACE[method]
         return Call(op, group, tensors, tensors, _root(op, ranks, options), reduction=_reduction(options))
-
-    return read
-
-
-def _out_and_in(op: str) -> Callable[..., Call]:
-    def read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-        call_args = [*args, *kwargs.values()]
-        outputs, inputs, options = _tensors(call_args[0]), _tensors(call_args[1]), call_args[2:]
-        splits = [[int(n) for n in value] for value in options if isinstance(value, list | tuple)]
-        received, sent = splits if op == "all_to_all" and len(splits) == len(("received", "sent")) else ([], [])
-        row = inputs[0].shape[1:] if inputs else ()
-        return Call(
-            op, group, inputs, outputs, _root(op, ranks, options), reduction=_reduction(options),
-            sent_splits=_elements(sent, row), received_splits=_elements(received, row),
-        )  # fmt: skip
-
-    return read
-
-
-def _elements(rows: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return counts of rows as counts of elements."""
-    row_size = prod(shape)
-    return tuple(count * row_size for count in rows)
-
-
-def _barrier(method: str, group: str, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    return Call("barrier", group)
+    op, inputs, options = _OUT_AND_IN[method], _tensors(args[1]), args[2:]
+    splits = [[int(n) for n in value] for value in options if isinstance(value, list | tuple)]
+    received, sent = splits if op == "all_to_all" and len(splits) == len(("received", "sent")) else ([], [])
+    row_size = prod(inputs[0].shape[1:]) if inputs else 1
+    return Call(
+        op, group, inputs, tensors, _root(op, ranks, options), reduction=_reduction(options),
+        sent_splits=tuple(n * row_size for n in sent), received_splits=tuple(n * row_size for n in received),
+    )  # fmt: skip
 
 
 def _root(op: str, ranks: Sequence[int], options: Sequence[Any]) -> int | None:
-    if op not in ("broadcast", "reduce", "gather", "scatter"):
+    if op not in ROOTED:
         return None
     for option in options:
         root = option if isinstance(option, int) else getattr(option, "rootRank", None)
@@ -251,18 +204,12 @@ def wrap_stages(patches: Patches, marks: Marks) -> None:
     except ImportError:  # built without pipelining
         return
 
-    def preparing(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-            def prepare(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-                ops = function(stage, chunk, *args, **kwargs)
-                for op in ops:
-                    mark = {"stage": stage.stage_index, "micro_batch": chunk, "kind": kind}
-                    marks.add(op.tensor, op.tensor.data_ptr(), mark, is_send=op.op.__name__ == "isend")
-                return ops
-
-            return prepare
-
-        return wrapping
+    def prepare(kind: str, function: Callable[..., Any], stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        ops = function(stage, chunk, *args, **kwargs)
+        for op in ops:
+            mark = {"stage": stage.stage_index, "micro_batch": chunk, "kind": kind}
+            marks.add(op.tensor, op.tensor.data_ptr(), mark, is_send=op.op.__name__ == "isend")
+        return ops
 
     for method, kind in _METHODS.items():
-        patches.wrap(_PipelineStageBase, method, preparing(kind))
+        patches.wrap(_PipelineStageBase, method, partial(prepare, kind))

@@ -73,5 +73,5 @@ def wrap_functional(
 
     namespace = torch.ops._c10d_functional  # noqa: SLF001 - the name of the operators
     for name, op in _OPS.items():
-        patches.wrap(namespace, name, issuing(op))
-    patches.wrap(namespace, "wait_tensor", waiting)
+        patches.replace(namespace, name, issuing(op))
+    patches.replace(namespace, "wait_tensor", waiting)

@@ -64,6 +64,10 @@ class BackendOps(Protocol):
         """Return the tensor with its dims in this order."""
         ...
 
+    def take_rows(self, tensor: Tensor, indices: Tensor, /) -> Tensor:
+        """Rows of the tensor by index, along its first dim."""
+        ...
+
     def zeros_like(self, tensor: Tensor, /) -> Tensor:
         """Zeros of the tensor's shape and type."""
         ...

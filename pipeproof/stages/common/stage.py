@@ -19,14 +19,16 @@ from typing import Any, Generic, TypeVar
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
+from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Vocabulary
+from pipeproof.stages.common.experts import ExpertRegion, Experts
 from pipeproof.stages.common.latent_attention import latent_heads, with_positions
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, with_streams
 from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
-from pipeproof.stages.common.weights import ShardRank, SplitWeights, StageWeights, WeightGradients, WeightMaker
+from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -57,6 +59,8 @@ class LayerOps:
     tables: tuple[Tensor, Tensor]
     """Cosines and sines of the rotary embedding, [S of the model, D] each, as ``BackendOps.rotate`` takes them."""
     maker: WeightMaker
+    balance: Balance
+    experts: type[Experts]
 
 
 class Stage(ABC, Generic[TokenBatch]):
@@ -66,7 +70,7 @@ class Stage(ABC, Generic[TokenBatch]):
     ``lent``, the weights of the rank's other stages. ``collectives`` may be None if ``topology.tp`` is 1, ``context``
     if ``topology.cp`` is 1. Collectives are issued exactly as the layers' descriptions list them, forward and
     backward. With ``memory.recompute: full`` the backward of a block issues the collectives of its forward again,
-    before its own.
+    before its own. ``balance`` has the losses and biases of the routers.
 
     Raises:
         ValueError: the layers are empty or repeat, or ``tp_rank`` and ``topology.tp`` do not fit.
@@ -79,7 +83,7 @@ class Stage(ABC, Generic[TokenBatch]):
         layers: Sequence[Layer],
         tp_rank: int,
         collectives: TensorParallelCollectives | None,
-        experts: ShardRank,
+        experts: ExpertRegion,
         lent: Mapping[str, Weight] | None,
         context: ContextCollectives | None,
     ) -> None:
@@ -89,6 +93,7 @@ class Stage(ABC, Generic[TokenBatch]):
         self._plan, self._layers = plan, tuple(layers)
         self._ops, self._weights, self._mlp_activation = layer_ops.ops, layer_ops.weights, layer_ops.mlp_activation
         self._positions = Positions(self._ops, plan, self._weights, layer_ops.tables)
+        self.balance, self._make_experts, self._experts = layer_ops.balance, layer_ops.experts, experts
         boundary = describe_boundary(plan)
         dim, regathers = boundary.tp.dim, plan.memory.sequence_parallel_activations == "regather"
         self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, regathers=regathers)
@@ -279,6 +284,13 @@ class Stage(ABC, Generic[TokenBatch]):
             output = self._row_parallel(inner, f"{name}.down", f"{name}.out")
         return dropouts.between(output, "hidden", name)
 
+    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
+        """This rank's addend of the experts' output; ``work_item`` is (micro-batch, split)."""
+        moe, weight_of = self._plan.model.moe, self.parameters.__getitem__
+        assert moe is not None
+        experts = self._make_experts(moe, name, self._weights, weight_of, self._experts, self._mlp_activation)
+        return experts.forward(entered, self.balance.of(name, *work_item))
+
     def _product(self, activation: Tensor, name: str) -> Tensor:
         """The product with the weight of that name, plus its bias, if there is one."""
         weight, *biases = self._held.of(name)
@@ -305,10 +317,6 @@ class Stage(ABC, Generic[TokenBatch]):
     @abstractmethod
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
         """The final norm, of all MTP streams."""
-
-    @abstractmethod
-    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
-        """This rank's addend of the experts' output; ``work_item`` is (micro-batch, split)."""
 
     @abstractmethod
     def _reported_losses(self, losses: Tensor) -> Any:

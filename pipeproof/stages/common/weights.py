@@ -36,6 +36,10 @@ class SplitWeights(Protocol):
         """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K]."""
         ...
 
+    def grouped(self, activation: Tensor, weight: Weight, groups: Any, /) -> Tensor:
+        """Multiply each group of rows by its matrix: [V, K] and [E, K, M] to [V, M]."""
+        ...
+
     def added(self, activation: Tensor, weight: Weight, view: Callable[[Tensor], Tensor] = ..., /) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
         ...

@@ -11,8 +11,9 @@ import paddle
 from paddle.autograd import PyLayer
 
 from pipeproof.stages.common.backend_ops import BackendOps
+from pipeproof.stages.common.gathered_input import mark
 from pipeproof.stages.paddle.functional import causal_attention, fork, rms_norm, rotate, rotated_heads
-from pipeproof.stages.paddle.recompute import GatheredInput, recompute_in_backward
+from pipeproof.stages.paddle.recompute import PaddleGatheredInput, recompute_in_backward
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -25,6 +26,7 @@ class PaddleOps:
     chunk = staticmethod(paddle.chunk)
     split = staticmethod(paddle.split)
     permute = staticmethod(paddle.transpose)
+    take_rows = staticmethod(paddle.index_select)
     zeros_like = staticmethod(paddle.zeros_like)
     alias = staticmethod(paddle.clone)
     fork = staticmethod(fork)
@@ -73,7 +75,7 @@ class PaddleOps:
     @staticmethod
     def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:
         """Implement ``BackendOps.regather_input``."""
-        GatheredInput(gather).mark(tensor)
+        mark(PaddleGatheredInput(gather), tensor)
 
 
 OPS: Final[BackendOps] = PaddleOps()

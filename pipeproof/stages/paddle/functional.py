@@ -20,13 +20,10 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model import ModelSpec
+from pipeproof.stages.common.arithmetic import NORM_EPSILON, gated, rotary_angles
 
 Tensor: TypeAlias = paddle.Tensor
 Indices: TypeAlias = npt.NDArray[np.int64]
-
-NORM_EPSILON = 1e-6
-ROTARY_BASE = 10000.0
-CLAMPED_SWIGLU_ALPHA = 1.702
 
 
 def rms_norm(activation: Tensor) -> Tensor:
@@ -41,8 +38,7 @@ def rotary_tables(seq_length: int, head_size: int, dtype: str) -> tuple[Tensor, 
 
     Position p rotates the pair (i, i + D/2) by p * 10000^(-2i/D). The tables are computed in float64, then rounded.
     """
-    frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.tile(np.outer(np.arange(seq_length), frequencies), 2)
+    angles = np.tile(rotary_angles(seq_length, head_size), 2)
     return paddle.to_tensor(np.cos(angles), dtype=dtype), paddle.to_tensor(np.sin(angles), dtype=dtype)
 
 
@@ -86,25 +82,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
-
-    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit; at the limit it
-    is the gradient from inside.
-    """
-    g, u = paddle.clip(gate, max=limit), paddle.clip(up, min=-limit, max=limit)
-    return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
-
-
-def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The activation function of gate and up for a model with this ``swiglu_limit``."""
-    return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
-
-
 def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
     """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
     if model.mlp == "swiglu":
-        return gated(model.swiglu_limit)
+        return gated(swiglu, model.swiglu_limit)
     return partial(F.gelu, approximate=model.mlp == "gelu_tanh")
 
 

@@ -76,11 +76,6 @@ def update_rule(run: RunSpec, parameters: Sequence[paddle.Tensor]) -> paddle.opt
     )
 
 
-def make_optimizer(run: RunSpec, parameters: Mapping[str, paddle.Tensor]) -> StageOptimizer:
-    """The optimizer of the plan's ``run`` over ``parameters`` by name, in their order."""
-    return StageOptimizer(run, parameters)
-
-
 class ShardedOptimizer:
     """The optimizer of a stage over this rank's shards of its weights (``stages.describe.training_state``).
 
@@ -96,8 +91,7 @@ class ShardedOptimizer:
             start, stop = shard_range(weight.size, num_shards, shard)
             self.updated[name] = weight.detach().flatten()[start:stop].clone()
             self.updated[name].stop_gradient = False
-        not_empty = {name: part for name, part in self.updated.items() if part.size}
-        self._optimizer = make_optimizer(run, not_empty) if not_empty else None
+        self._optimizer = StageOptimizer(run, {name: part for name, part in self.updated.items() if part.size})
 
     def zero_grad(self) -> None:
         """Give every weight and every shard a new gradient buffer of +0.0."""
@@ -115,8 +109,7 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """Update every shard from its gradient."""
-        if self._optimizer is not None:
-            self._optimizer.step()
+        self._optimizer.step()
 
     def to_gather(self, name: str) -> paddle.Tensor:
         """This rank's shard of a weight, padded with zeros."""
@@ -129,7 +122,7 @@ class ShardedOptimizer:
 
     def state(self) -> dict[tuple[str, str], paddle.Tensor]:
         """Counterpart of ``StageOptimizer.state`` for this rank's shards. An empty shard has no state."""
-        return {} if self._optimizer is None else self._optimizer.state()
+        return self._optimizer.state()
 
     def restore_state(
         self, weights: Mapping[str, paddle.Tensor], saved: Mapping[tuple[str, str], paddle.Tensor]
@@ -141,8 +134,7 @@ class ShardedOptimizer:
             start, stop = shard_range(value.size, self._num_shards, self._shard)
             if start < stop:
                 shards[name] = value.flatten()[start:stop]
-        if self._optimizer is not None:
-            self._optimizer.restore_state(shards, saved)
+        self._optimizer.restore_state(shards, saved)
 
     def _shard_numel(self, name: str) -> int:
         return shard_numel(self._weights[name].size, self._num_shards)

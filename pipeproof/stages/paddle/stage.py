@@ -14,6 +14,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
@@ -22,8 +23,8 @@ from pipeproof.stages.common.work_items import MtpStream, WorkItem, mtp_batches
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.synthetic import Batch, loss_scale
 from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.balance import Balance
-from pipeproof.stages.paddle.experts import ExpertCollectives, ExpertRegion, Experts
+from pipeproof.stages.paddle.balance import PaddleBalance
+from pipeproof.stages.paddle.experts import PaddleExperts
 from pipeproof.stages.paddle.functional import mlp_activation, rotary_tables
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
 from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights
@@ -34,8 +35,7 @@ Tensor: TypeAlias = paddle.Tensor
 class PaddleStage(Stage[Batch]):
     """A ``Stage`` on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``; its weights are tensors.
 
-    ``forward`` takes the whole micro-batch. ``balance`` has the losses and biases of the routers. ``exchanges`` may be
-    None if ``topology.ep`` is 1.
+    ``forward`` takes the whole micro-batch. ``exchanges`` may be None if ``topology.ep`` is 1.
 
     Raises:
         ValueError: as ``Stage``; or ``ep_rank`` and ``topology.ep`` do not fit.
@@ -54,7 +54,7 @@ class PaddleStage(Stage[Batch]):
     ) -> None:
         run, model = plan.run, plan.gpt
         self._split_weights = SplitWeights(None if run.weight_dtype == run.dtype else run.dtype)
-        self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
+        experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
         self._num_splits = plan.schedule.num_sequence_splits * plan.topology.cp  # one of the two is 1
 
         def weight(value: npt.NDArray[Any]) -> Tensor:
@@ -67,9 +67,10 @@ class PaddleStage(Stage[Batch]):
             mlp_activation=mlp_activation(model),
             tables=rotary_tables(model.seq_length, model.rotary_size, run.dtype),
             maker=WeightMaker(draw_dtype=run.dtype, make=weight, borrow=BorrowedWeight),
+            balance=PaddleBalance(plan, layers, adds_losses=tp_rank == 0),
+            experts=PaddleExperts,
         )
-        super().__init__(layer_ops, plan, layers, tp_rank, collectives, self._experts, lent, context)
-        self.balance = Balance(plan, layers, adds_losses=tp_rank == 0)
+        super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:
         """The whole backward of one work item: ``backward_input``, then the weight gradients."""
@@ -92,14 +93,6 @@ class PaddleStage(Stage[Batch]):
 
     def _normed(self, streams: Sequence[Tensor], name: str = "norm") -> list[Tensor]:
         return self._split_weights.norm_each(streams, *self._held.of(name))
-
-    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
-        assert self._plan.model.moe is not None
-        weight_of = self.parameters.__getitem__
-        experts = Experts(
-            self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._mlp_activation
-        )
-        return experts.forward(entered, self.balance.of(name, *work_item))
 
     def _reported_losses(self, losses: Tensor) -> npt.NDArray[Any]:
         return np.array(losses.numpy(), copy=True)

@@ -12,11 +12,12 @@ from typing import TypeAlias
 import paddle
 import paddle.nn.functional as F
 
+from pipeproof.stages.common.gathered_input import mark, source_of
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams
 from pipeproof.stages.describe.synthetic import IGNORED
 from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.recompute import GatheredInput, source_of
+from pipeproof.stages.paddle.recompute import PaddleGatheredInput, PartOfGathered
 from pipeproof.stages.paddle.weights import SplitWeights
 
 Tensor: TypeAlias = paddle.Tensor
@@ -45,9 +46,10 @@ class PaddleVocabulary:
     ) -> list[Tensor]:
         """Implement ``Vocabulary.losses``. If W gathers the input again, the streams share one gather."""
         streams, source = split_mtp_streams(OPS, entered, len(labels), rows_dim), source_of(entered)
-        if len(streams) > 1 and isinstance(source, GatheredInput):
+        if len(streams) > 1 and isinstance(source, PaddleGatheredInput):
             for number, stream in enumerate(streams):
-                source.mark_part(stream, partial(_stream, number=number, num_streams=len(streams), rows_dim=rows_dim))
+                part = partial(_stream, number=number, num_streams=len(streams), rows_dim=rows_dim)
+                mark(PartOfGathered(source, part), stream)
         logits = self._weights.product_each(streams, weight, transposed=self._tied)
         return summed_cross_entropies(logits, labels, region, rows_dim)
 

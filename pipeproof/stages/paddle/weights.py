@@ -24,8 +24,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+from pipeproof.stages.common.gathered_input import source_of
 from pipeproof.stages.paddle.functional import fork, rms_norm
-from pipeproof.stages.paddle.recompute import source_of
 
 Tensor: TypeAlias = paddle.Tensor
 
@@ -90,26 +90,11 @@ class SplitWeights:
 
         An activation that W gathers again is not kept.
         """
-
-        def value(x: Tensor) -> Tensor:
-            return paddle.matmul(x, self._rounded(weight), transpose_y=transposed)
-
-        source = source_of(activation)
-        return _Use.apply(
-            activation,
-            value if source is None else source.without_keeping(value),
-            lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
-            self._defer,
-        )
+        return self.product_each([activation], weight, transposed=transposed)[0]
 
     def scaled(self, activation: Tensor, weight: Tensor) -> Tensor:
         """``activation * weight``, element by element along the last dim: [.., K] and [K] to [.., K]."""
-        return _Use.apply(
-            activation,
-            lambda x: x * self._rounded(weight),
-            lambda gradient: gradient * self._rounded(weight),
-            self._defer,
-        )
+        return self.scaled_each([activation], weight)[0]
 
     def added(self, activation: Tensor, weight: Tensor, view: View = lambda whole: whole) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
@@ -124,7 +109,7 @@ class SplitWeights:
             return [x + view(copy) for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
 
         # The deferred gradient needs its own memory: autograd may add to the gradient of the input in place.
-        return used_on_each(activations, values, paddle.clone, self._defer_each)
+        return used_on_each(activations, values, paddle.clone, self._defer)
 
     def scaled_and_shifted(self, activation: Tensor, scale: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K].
@@ -140,7 +125,7 @@ class SplitWeights:
             shifts = paddle.split(self._rounded(shift), sizes)
             return paddle.concat([part + addend for part, addend in zip(scaled(x), shifts, strict=True)], axis=-1)
 
-        return _Use.apply(activation, shifted, lambda gradient: paddle.concat(scaled(gradient), axis=-1), self._defer)
+        return self._used(activation, shifted, lambda gradient: paddle.concat(scaled(gradient), axis=-1))
 
     def grouped(self, activation: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
         """Multiply each group of rows by its matrix: [V, K] and [E, K, N] to [V, N]; group e has ``sizes[e]`` rows."""
@@ -154,12 +139,10 @@ class SplitWeights:
             parts = zip(paddle.split(x, rows), groups, strict=True)
             return paddle.concat([paddle.matmul(part, matrices[e], transpose_y=transpose) for part, (e, _) in parts])
 
-        return _Use.apply(activation, products, lambda gradient: products(gradient, transpose=True), self._defer)
+        return self._used(activation, products, lambda gradient: products(gradient, transpose=True))
 
     def product_each(self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False) -> list[Tensor]:
         """``product`` of each activation. The weight's gradient adds those of the products in order."""
-        if len(activations) == 1:
-            return [self.product(activations[0], weight, transposed=transposed)]
         sources = [source_of(activation) for activation in activations]
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -173,7 +156,7 @@ class SplitWeights:
             activations,
             values,
             lambda gradient: paddle.matmul(gradient, self._rounded(weight), transpose_y=not transposed),
-            self._defer_each,
+            self._defer,
         )
 
     def norm_each(self, activations: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
@@ -187,13 +170,11 @@ class SplitWeights:
 
     def scaled_each(self, activations: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
         """``scaled`` of each activation. The weight's gradient adds those of the products in order."""
-        if len(activations) == 1:
-            return [self.scaled(activations[0], weight)]
 
         def values(xs: Sequence[Tensor]) -> list[Tensor]:
             return [x * copy for x, copy in zip(xs, copies(self._rounded(weight), len(xs)), strict=True)]
 
-        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._defer_each)
+        return used_on_each(activations, values, lambda gradient: gradient * self._rounded(weight), self._defer)
 
     def rows(self, indices: Sequence[Tensor], weight: Tensor, axis: int = 0) -> Tensor:
         """Rows of ``weight`` for tensors of indices, joined along ``axis``: [..] each and [V, K] to [.., K].
@@ -205,16 +186,19 @@ class SplitWeights:
         value = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=axis)
         output = value.detach()
         output.stop_gradient = False
-        output.register_hook(lambda gradient: self._defer(value, gradient))
+        output.register_hook(lambda gradient: self._defer([value], [gradient]))
         return output
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return weight if self._dtype is None else weight.astype(self._dtype)
 
-    def _defer(self, value: Tensor, gradient: Tensor) -> None:
-        self._collected.defer([value], [gradient])
+    def _used(
+        self, activation: Tensor, value_of: Callable[[Tensor], Tensor], input_gradient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        (value,) = used_on_each([activation], lambda xs: [value_of(xs[0])], input_gradient, self._defer)
+        return value
 
-    def _defer_each(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def _defer(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._collected.defer(values, gradients)
 
 
@@ -234,28 +218,6 @@ class BorrowedWeight:
         """Add the borrower's gradient to the weight's gradient, then reset it to +0.0."""
         self._weight.grad.set_value(self._weight.grad + self.used.grad)
         self.used.grad = paddle.zeros_like(self._weight)
-
-
-class _Use(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    """One use of a weight in the layers' graph: a function of the input alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        activation: Tensor,
-        value_of: Callable[[Tensor], Tensor],
-        input_gradient: Callable[[Tensor], Tensor],
-        defer: Callable[[Tensor, Tensor], None],
-    ) -> Tensor:
-        with paddle.enable_grad():
-            value = value_of(activation.detach())
-        ctx.value, ctx.input_gradient, ctx.defer = value, input_gradient, defer
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        ctx.defer(ctx.value, gradient)
-        return ctx.input_gradient(gradient)
 
 
 def used_on_each(
@@ -278,7 +240,7 @@ def copies(weight: Tensor, number: int) -> Sequence[Tensor]:
 
 
 class _UsedOnEach(PyLayer):  # type: ignore[misc]  # Paddle ships no types
-    """Several uses of a weight in the layers' graph: functions of the inputs alone."""
+    """Uses of a weight in the layers' graph: functions of the inputs alone."""
 
     @staticmethod
     def forward(

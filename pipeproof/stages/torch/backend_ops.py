@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from pipeproof.stages.common.backend_ops import BackendOps
+from pipeproof.stages.common.gathered_input import GatheredInput, mark
 from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, rotated_heads, wide_type
-from pipeproof.stages.torch.recompute import GatheredInput, recompute_in_backward
+from pipeproof.stages.torch.recompute import recompute_in_backward
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -45,6 +46,11 @@ class TorchOps:
         return tensor.view_as(tensor)
 
     @staticmethod
+    def take_rows(tensor: Tensor, indices: Tensor) -> Tensor:
+        """Implement ``BackendOps.take_rows``."""
+        return tensor.index_select(0, indices)
+
+    @staticmethod
     def leaf(tensor: Tensor) -> Tensor:
         """Implement ``BackendOps.leaf``."""
         return tensor.detach().requires_grad_()
@@ -73,7 +79,7 @@ class TorchOps:
     @staticmethod
     def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:
         """Implement ``BackendOps.regather_input``."""
-        GatheredInput(gather).mark(tensor)
+        mark(GatheredInput(gather), tensor)
 
 
 OPS: Final[BackendOps] = TorchOps()

@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from pipeproof.specs.model import ModelSpec
+from pipeproof.stages.common.arithmetic import NORM_EPSILON, gated, rotary_angles
 
 Tensor: TypeAlias = torch.Tensor
-
-NORM_EPSILON = 1e-6
-ROTARY_BASE = 10000.0
-CLAMPED_SWIGLU_ALPHA = 1.702
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -39,8 +36,7 @@ def rotary_tables(seq_length: int, head_size: int, dtype: torch.dtype, device: t
     Position p rotates the pair (i, i + D/2) by p * 10000^(-2i/D). The tables are computed in float64, then rounded.
     The sines have the signs that ``rotate`` needs.
     """
-    frequencies = ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.outer(np.arange(seq_length), frequencies)
+    angles = rotary_angles(seq_length, head_size)
     cos, sin = np.tile(np.cos(angles), 2), np.concatenate([-np.sin(angles), np.sin(angles)], axis=1)
     return torch.tensor(cos, dtype=dtype, device=device), torch.tensor(sin, dtype=dtype, device=device)
 
@@ -100,25 +96,10 @@ class _SwiGlu(torch.autograd.Function):  # type: ignore[misc]  # checked where P
         return torch.ops.aten.silu_backward(gradient * up, gate), of_up
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
-
-    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient is zero beyond a limit; at the limit it
-    is the gradient from inside.
-    """
-    g, u = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return g * F.sigmoid(CLAMPED_SWIGLU_ALPHA * g) * (u + 1.0)
-
-
-def gated(limit: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The activation function of gate and up for a model with this ``swiglu_limit``."""
-    return swiglu if limit is None else partial(clamped_swiglu, limit=limit)
-
-
 def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
     """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
     if model.mlp == "swiglu":
-        return gated(model.swiglu_limit)
+        return gated(swiglu, model.swiglu_limit)
     return partial(F.gelu, approximate="tanh" if model.mlp == "gelu_tanh" else "none")
 
 

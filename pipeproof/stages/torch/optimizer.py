@@ -87,11 +87,6 @@ class StageOptimizer:
             weight.renew()
 
 
-def make_optimizer(run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
-    """The optimizer of the plan's ``run`` over ``weights`` by name, in their order."""
-    return StageOptimizer(run, weights)
-
-
 class ShardedOptimizer:
     """The optimizer of a stage over this rank's shards of its weights (``stages.describe.training_state``).
 
@@ -106,7 +101,7 @@ class ShardedOptimizer:
         for name, weight in weights.items():
             start, stop = shard_range(weight.main.numel(), num_shards, shard)
             self.updated[name] = Weight(weight.main.view(-1)[start:stop])
-        self._optimizer = make_optimizer(run, {name: part for name, part in self.updated.items() if _size(part)})
+        self._optimizer = StageOptimizer(run, {name: part for name, part in self.updated.items() if _size(part)})
 
     def zero_grad(self) -> None:
         """Set the gradient buffer of every weight and every shard to +0.0, in place."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
@@ -20,8 +21,8 @@ from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import WorkItem, join_mtp_streams, split_mtp_streams
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.experts import ExpertCollectives, ExpertRegion, Experts
+from pipeproof.stages.torch.balance import TorchBalance
+from pipeproof.stages.torch.experts import TorchExperts
 from pipeproof.stages.torch.functional import mlp_activation, rotary_tables
 from pipeproof.stages.torch.vocabulary import TorchVocabulary
 from pipeproof.stages.torch.weights import SplitWeights, Weight
@@ -44,8 +45,7 @@ class BorrowedWeight:
 class TorchStage(Stage[WorkItem]):
     """A ``Stage`` on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``; its weights are ``Weight``.
 
-    ``forward`` takes the work item, which is on the device. ``balance`` has the losses and biases of the routers.
-    ``exchanges`` may be None if ``topology.ep`` is 1.
+    ``forward`` takes the work item, which is on the device. ``exchanges`` may be None if ``topology.ep`` is 1.
 
     Raises:
         ValueError: as ``Stage``; or ``ep_rank`` and ``topology.ep`` do not fit.
@@ -66,7 +66,7 @@ class TorchStage(Stage[WorkItem]):
         run, model = plan.run, plan.gpt
         dtype: torch.dtype = getattr(torch, run.dtype)
         self._split_weights = SplitWeights(device)
-        self._experts = ExpertRegion(ep_rank, plan.topology.ep, exchanges)
+        experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
 
         def weight(value: npt.NDArray[Any]) -> Weight:
             """Round to the type of the run first."""
@@ -80,9 +80,10 @@ class TorchStage(Stage[WorkItem]):
             mlp_activation=mlp_activation(model),
             tables=rotary_tables(model.seq_length, model.rotary_size, dtype, device),
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
+            balance=TorchBalance(plan, layers, device, adds_losses=tp_rank == 0),
+            experts=TorchExperts,
         )
-        super().__init__(layer_ops, plan, layers, tp_rank, collectives, self._experts, lent, context)
-        self.balance = Balance(plan, layers, device, adds_losses=tp_rank == 0)
+        super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 
     def _work_item(self, batch: WorkItem, step: int, index: int, split: int) -> WorkItem:
         return batch
@@ -93,14 +94,6 @@ class TorchStage(Stage[WorkItem]):
     def _normed(self, streams: Sequence[Tensor]) -> list[Tensor]:
         normed = self._norm(join_mtp_streams(OPS, streams, self._rows_dim), "norm")
         return split_mtp_streams(OPS, normed, len(streams), self._rows_dim)
-
-    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
-        assert self._plan.model.moe is not None
-        weight_of = self.parameters.__getitem__
-        experts = Experts(
-            self._plan.model.moe, name, self._split_weights, weight_of, self._experts, self._mlp_activation
-        )
-        return experts.forward(entered, self.balance.of(name, *work_item))
 
     def _reported_losses(self, losses: Tensor) -> Tensor:
         return losses

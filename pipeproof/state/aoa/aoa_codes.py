@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, Severity
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 
 UNREADABLE = RuleDoc(
@@ -83,8 +83,3 @@ AOA_CODES = (UNREADABLE, UNKNOWN_TENSOR, SIZE_MISMATCH, NO_INVERSE, NO_EFFECT)
 
 class AoaError(BadPlanError):
     """Statements that cannot be read, applied or inverted."""
-
-
-def aoa_finding(doc: RuleDoc, message: str, location: Location | None, fix: str | None = None) -> Finding:
-    """Return a finding with one of these codes."""
-    return Finding(doc.code, Severity.ERROR, message, location, fix)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.state.aoa.aoa_codes import NO_EFFECT, SIZE_MISMATCH, AoaError, aoa_finding
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.state.aoa.aoa_codes import NO_EFFECT, SIZE_MISMATCH, AoaError
 from pipeproof.state.aoa.expand import Expanded, expand
 from pipeproof.state.aoa.statements import Program, Statement, statement_text
 from pipeproof.state.aoa.tensor_families import TensorMeta, families, with_optimizer_states
@@ -151,7 +151,7 @@ class _Engine:
             raise _error(statement, f"`src_dtype` is {statement.cast.source}, and the tensor has {value.dtype}")
         if statement.cast.target == value.dtype:
             message = f"`{statement.left[0].text}` is {value.dtype} before the cast"
-            raise AoaError(aoa_finding(NO_EFFECT, message, statement.location, "remove the cast"))
+            raise AoaError(NO_EFFECT.finding(message, statement.location, "remove the cast"))
         return cast(value, statement.cast.target)
 
     def _regrouped(self, number: int, statement: Statement, inputs: list[TensorValue]) -> list[TensorValue]:
@@ -208,9 +208,8 @@ class _Engine:
         if message is not None:
             made_by = self._made_by.get(name)
             location = None if made_by is None else made_by.location
-            found.setdefault(
-                (location.line if location else -len(found) - 1, "the target"), _fault(message, location, fix)
-            )
+            key = location.line if location else -len(found) - 1, "the target"
+            found.setdefault(key, SIZE_MISMATCH.finding(message, location, fix))
 
 
 def _require_matching(statement: Statement, inputs: list[TensorValue], axis: int, regrouping: Regrouping) -> None:
@@ -251,8 +250,4 @@ def _shape_text(value: TensorValue) -> str:
 def _error(statement: Statement, message: str, fix: str | None = None) -> AoaError:
     if statement.location is not None and len(statement_text(statement)) < 160:
         message = f"{message}; in `{statement_text(statement)}`"
-    return AoaError(_fault(message, statement.location, fix))
-
-
-def _fault(message: str, location: Location | None, fix: str | None) -> Finding:
-    return aoa_finding(SIZE_MISMATCH, message, location, fix)
+    return AoaError(SIZE_MISMATCH.finding(message, statement.location, fix))

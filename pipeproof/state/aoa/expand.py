@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import NO_EFFECT, UNKNOWN_TENSOR, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_codes import NO_EFFECT, UNKNOWN_TENSOR, AoaError
 from pipeproof.state.aoa.patterns import OFFSET, Ids, NameList, by_form, gap_in, ids_text, nearest, with_numbers
 from pipeproof.state.aoa.statements import STAR, Name, Program, Statement, count_faults
 
@@ -106,7 +106,7 @@ class _NameState:
                 if ids is not None:
                     without = other if present is name else name
                     message = f"`{present.text}` exists for {ids_text(ids)}, and `{without.text}` does not"
-                    return [], [aoa_finding(UNKNOWN_TENSOR, message, without.location)]
+                    return [], [UNKNOWN_TENSOR.finding(message, without.location)]
         return combinations, []
 
     def _substituted(self, statement: Statement, ids: Ids) -> tuple[Statement, list[Finding]]:
@@ -121,7 +121,7 @@ class _NameState:
             sides.append(tuple(names))
         if (OFFSET, 0) in ids:
             message = f"`{statement.left[0].text}` exists for layer 0, which has no previous layer"
-            findings.append(aoa_finding(UNKNOWN_TENSOR, message, statement.location))
+            findings.append(UNKNOWN_TENSOR.finding(message, statement.location))
         return replace(statement, left=sides[0], right=sides[1]), findings
 
     def _names_of(self, name: Name, text: str, findings: list[Finding], *, to_the_right: bool) -> list[str]:
@@ -132,7 +132,7 @@ class _NameState:
         if to_the_right and self._target is None:
             fix = "give the target: `--to`"
             findings.append(
-                aoa_finding(UNKNOWN_TENSOR, f"the meaning of `{text}` depends on the target", name.location, fix)
+                UNKNOWN_TENSOR.finding(f"the meaning of `{text}` depends on the target", name.location, fix)
             )
             return []
         names = self._targets if to_the_right else self._known()
@@ -144,13 +144,13 @@ class _NameState:
         if gap is not None:
             message = f"`{text}` matches numbers {matches[0][0]} to {matches[-1][0]}, and {gap} is missing"
             fix = "if this is intended, name each tensor"
-            findings.append(aoa_finding(UNKNOWN_TENSOR, message, name.location, fix))
+            findings.append(UNKNOWN_TENSOR.finding(message, name.location, fix))
         return [full for _, full in matches]
 
     def _no_match(self, name: Name, names: NameList, where: str) -> Finding:
         nearest_text = nearest(name.text.replace(STAR, "0"), names.beginning(""))
         fix = f"did you mean `{nearest_text}`?" if nearest_text else None
-        return aoa_finding(UNKNOWN_TENSOR, f"`{name.text}` matches no tensor of {where}", name.location, fix)
+        return UNKNOWN_TENSOR.finding(f"`{name.text}` matches no tensor of {where}", name.location, fix)
 
     def apply(self, statement: Statement, *, written_many: bool) -> list[Finding]:
         """Apply a statement without patterns to the names."""
@@ -171,7 +171,7 @@ class _NameState:
             if left[0].is_nothing and name.text not in (self._target or ()):
                 fix = "give the target: `--to`" if self._target is None else self._suggestion(name, self._target)
                 message = f"the target has no `{name.text}`, whose shape an added tensor has"
-                findings.append(aoa_finding(UNKNOWN_TENSOR, message, name.location, fix))
+                findings.append(UNKNOWN_TENSOR.finding(message, name.location, fix))
             self._assigned[name.text] = self._unread[name.text] = statement
             self._readable = None
         return findings
@@ -180,46 +180,45 @@ class _NameState:
         text = name.text
         if text in self._assigned:
             if text not in self._unread:
-                yield aoa_finding(
-                    NO_EFFECT, f"`{text}` was read before, and is removed here", name.location, "remove the statement"
+                yield NO_EFFECT.finding(
+                    f"`{text}` was read before, and is removed here", name.location, "remove the statement"
                 )
             elif self._target is not None and text in self._target:
-                yield aoa_finding(NO_EFFECT, f"`{text}` is a tensor of the target, and is removed here", name.location)
+                yield NO_EFFECT.finding(f"`{text}` is a tensor of the target, and is removed here", name.location)
             self._unread.pop(text, None)
             self._read.add(text)
             return
         yield from self._check_read(name)
         if text in self._read:
             fix = "a tensor that was read does not keep its old name; remove the statement"
-            yield aoa_finding(NO_EFFECT, f"`{text}` was read before, and is removed here", name.location, fix)
+            yield NO_EFFECT.finding(f"`{text}` was read before, and is removed here", name.location, fix)
         self.removed.add(text)
         self._readable = None
 
     def _check_read(self, name: Name) -> Iterator[Finding]:
         text = name.text
         if text in self.removed and text not in self._assigned:
-            yield aoa_finding(NO_EFFECT, f"`{text}` was removed before", name.location, "read it first, or keep it")
+            yield NO_EFFECT.finding(f"`{text}` was removed before", name.location, "read it first, or keep it")
         elif text not in self._assigned and text not in self._source:
             known = self._source | self._assigned.keys()
             message = f"there is no `{text}`, neither in the source nor as the result of an earlier statement"
-            yield aoa_finding(UNKNOWN_TENSOR, message, name.location, self._suggestion(name, known))
+            yield UNKNOWN_TENSOR.finding(message, name.location, self._suggestion(name, known))
 
     def _check_assignment(self, name: Name, reads: AbstractSet[str], before: list[str]) -> Iterator[Finding]:
         text = name.text
         previous = self._assigned.get(text)
         if text in before:
-            yield aoa_finding(NO_EFFECT, f"`{text}` is assigned twice", name.location)
+            yield NO_EFFECT.finding(f"`{text}` is assigned twice", name.location)
         elif previous is not None and text not in reads:
             line = "" if previous.location is None else f" in line {previous.location.line}"
-            yield aoa_finding(
-                NO_EFFECT,
+            yield NO_EFFECT.finding(
                 f"`{text}` is assigned here, and was assigned before{line}",
                 name.location,
                 "rename one of them",
             )
         elif previous is None and text in self._source and text not in (reads | self._read | self.removed):
             message = f"`{text}` of the source is overwritten here, and nothing has read it"
-            yield aoa_finding(NO_EFFECT, message, name.location, f"write `{text} -> NAME` before, or `{text} -> _`")
+            yield NO_EFFECT.finding(message, name.location, f"write `{text} -> NAME` before, or `{text} -> _`")
 
     def _suggestion(self, name: Name, known: AbstractSet[str]) -> str:
         nearest_text = nearest(name.text, known)
@@ -234,9 +233,7 @@ class _NameState:
             location = next(name.location for name in self._unread[text].right if name.text == text)
             fix = nearest(text, self._target - self._assigned.keys())
             message = f"`{text}`{similar_text} is neither a tensor of the target nor read by a later statement"
-            yield aoa_finding(
-                NO_EFFECT, message, location, f"did you mean `{fix}`?" if fix else f"or write `{text} -> _`"
-            )
+            yield NO_EFFECT.finding(message, location, f"did you mean `{fix}`?" if fix else f"or write `{text} -> _`")
         available = (self._source - self.removed) | self._assigned.keys()
         for text, similar_text in _grouped(self._target - available):
             why = "removed by a statement" if text in self.removed else "not in the source"
@@ -246,8 +243,8 @@ class _NameState:
                 if nearest_text
                 else f"write `_ -> {text}` for zeros"
             )
-            yield aoa_finding(
-                UNKNOWN_TENSOR, f"nothing makes the target's `{text}`{similar_text}, which is {why}", None, fix
+            yield UNKNOWN_TENSOR.finding(
+                f"nothing makes the target's `{text}`{similar_text}, which is {why}", None, fix
             )
 
     def result_names(self) -> list[str]:

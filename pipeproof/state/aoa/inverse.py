@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import NO_INVERSE, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_codes import NO_INVERSE, AoaError
 from pipeproof.state.aoa.aoa_engine import AppliedProgram, apply_program, program_map
 from pipeproof.state.aoa.statements import NOTHING, Cast, Name, Program, Statement, statement_text
 from pipeproof.state.aoa.tensor_families import TensorMeta, families
@@ -97,7 +97,7 @@ class _Inverter:
         statement = self._forward.expanded.statements[number]
         if statement.right[0].is_nothing:
             message = f"`{statement.left[0].text}` is removed, and cannot be restored"
-            raise AoaError(aoa_finding(NO_INVERSE, message, statement.location, "keep it in the target"))
+            raise AoaError(NO_INVERSE.finding(message, statement.location, "keep it in the target"))
         available -= {name.text for name in statement.right}
         present = []
         for name in statement.left:
@@ -124,9 +124,7 @@ class _Inverter:
             cast_back = inputs[0].dtype
             if (cast_back, statement.cast.target) not in _EXACT:
                 message = f"the cast from {cast_back} to {statement.cast.target} loses bits"
-                raise AoaError(
-                    aoa_finding(NO_INVERSE, f"{message}; in `{statement_text(statement)}`", statement.location)
-                )
+                raise AoaError(NO_INVERSE.finding(f"{message}; in `{statement_text(statement)}`", statement.location))
         return InverseFacts(sizes, cast_back, present)
 
     def _new_name(self, name: str) -> str:
@@ -176,11 +174,11 @@ def _lost_findings(forward: StateMap, weights: Mapping[str, TensorMeta]) -> Iter
     missing = [name for name, volume in volumes.items() if volume < whole_region(weights[name].shape).numel]
     for name in missing[:8]:
         what_remains = "nothing" if not volumes[name] else "a part"
-        yield aoa_finding(
-            NO_INVERSE, f"the target has {what_remains} of the source's `{name}`", None, "keep it in the target"
+        yield NO_INVERSE.finding(
+            f"the target has {what_remains} of the source's `{name}`", None, "keep it in the target"
         )
     if not missing:
-        yield aoa_finding(NO_INVERSE, "the inverse statements do not restore the source", None)
+        yield NO_INVERSE.finding("the inverse statements do not restore the source", None)
 
 
 NewName = Callable[[str], str]

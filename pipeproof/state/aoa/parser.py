@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
-from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError
 from pipeproof.state.aoa.statements import CAST_TYPES, FUSED_KINDS, IDS, Cast, Fused, Name, Statement, form_faults
 
 Locator = Callable[[int, int], Location]
@@ -72,7 +72,7 @@ def _unexpected(text: str, position: int, locate: Locator) -> AoaError:
     fix = _HINTS.get(character)
     if character.isdigit():
         fix = "a name begins with a letter, and digits are 0 to 9"
-    return AoaError(aoa_finding(UNREADABLE, f"unexpected {character!r}", locate(position, position + 1), fix))
+    return AoaError(UNREADABLE.finding(f"unexpected {character!r}", locate(position, position + 1), fix))
 
 
 def _require_known_tags(name: str, start: int, locate: Locator) -> None:
@@ -80,7 +80,7 @@ def _require_known_tags(name: str, start: int, locate: Locator) -> None:
     if wrong is not None:
         location = locate(start + wrong.start(), start + wrong.end())
         known = ", ".join(f"`{tag}`" for tag in IDS)
-        raise AoaError(aoa_finding(UNREADABLE, f"`{wrong[0]}` is no placeholder", location, f"known are {known}"))
+        raise AoaError(UNREADABLE.finding(f"`{wrong[0]}` is no placeholder", location, f"known are {known}"))
 
 
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups")
@@ -251,9 +251,7 @@ class _Parser:
         return token
 
     def _error(self, message: str, token: Token, fix: str | None = None) -> AoaError:
-        return AoaError(
-            aoa_finding(UNREADABLE, message, self._locate(token.start, max(token.stop, token.start + 1)), fix)
-        )
+        return AoaError(UNREADABLE.finding(message, self._locate(token.start, max(token.stop, token.start + 1)), fix))
 
 
 def dims_of(text: str) -> tuple[int, ...]:

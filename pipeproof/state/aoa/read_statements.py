@@ -11,7 +11,7 @@ from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value, listed
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError
 from pipeproof.state.aoa.parser import Locator, parse_statement
 from pipeproof.state.aoa.statements import Program, Statement
 
@@ -34,19 +34,17 @@ def read_file(path: Path) -> Program:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             fix = "name a file of statements; $LAYER_ID and $EXPERT_ID cover many tensors"
-            raise AoaError(aoa_finding(UNREADABLE, f"{path} has more than {MAX_BYTES:,} bytes", None, fix))
+            raise AoaError(UNREADABLE.finding(f"{path} has more than {MAX_BYTES:,} bytes", None, fix))
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise AoaError(
-            aoa_finding(UNREADABLE, f"{path} is not UTF-8 text", None, "name a file of statements")
-        ) from error
+        raise AoaError(UNREADABLE.finding(f"{path} is not UTF-8 text", None, "name a file of statements")) from error
     except OSError as error:
         fix = "name a file of statements"
-        raise AoaError(aoa_finding(UNREADABLE, f"{path} cannot be read: {error.strerror}", None, fix)) from error
+        raise AoaError(UNREADABLE.finding(f"{path} cannot be read: {error.strerror}", None, fix)) from error
     program = read_statements(text, str(path))
     if not program.statements and not _is_config(text, program.file):  # forgotten, or a command that failed wrote it
         fix = f"write one per line, `A -> B`; `{KEY}: []` keeps every tensor unchanged"
-        raise AoaError(aoa_finding(UNREADABLE, f"{path} has no statement", None, fix))
+        raise AoaError(UNREADABLE.finding(f"{path} has no statement", None, fix))
     return program
 
 
@@ -81,16 +79,16 @@ def _from_lines(text: str, file: str) -> Iterator[tuple[str, Locator]]:
 
 def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
     tree = parse_text(text, file)
-    problems = [aoa_finding(UNREADABLE, problem.message, problem.location, problem.help) for problem in tree.problems]
+    problems = [UNREADABLE.finding(problem.message, problem.location, problem.help) for problem in tree.problems]
     if problems or not isinstance(tree.data, Mapping) or KEY not in tree.data:
         keys = [f"`{key}`" for key in tree.data] if isinstance(tree.data, Mapping) else []
         message = f"{file} has no `{KEY}`" + (f", found {listed(keys, 'and')}" if keys else "")
         fix = f"write `{KEY}: [..]`; a file with a statement a line has another ending than {', '.join(_CONFIGS)}"
-        raise AoaError(*problems or [aoa_finding(UNREADABLE, message, None, fix)])
+        raise AoaError(*problems or [UNREADABLE.finding(message, None, fix)])
     for key in tree.data:
         if key != KEY:
             fix = "remove it; `pipeproof aoa --inverse` writes the inverse" if key == _REVERSED else "remove it"
-            raise AoaError(aoa_finding(UNREADABLE, f"unknown key `{key}`", tree.source.locate((key,), key=True), fix))
+            raise AoaError(UNREADABLE.finding(f"unknown key `{key}`", tree.source.locate((key,), key=True), fix))
     lines = tree.data.get(KEY)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         wrong_type = describe_value(lines)
@@ -98,7 +96,7 @@ def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
             wrong_type = describe_value(next(line for line in lines if not isinstance(line, str)))
         message = f"`{KEY}` is a list of strings, found {wrong_type}"
         fix = f"write `{KEY}: ['A -> B']`"
-        raise AoaError(aoa_finding(UNREADABLE, message, tree.source.locate((KEY,)), fix))
+        raise AoaError(UNREADABLE.finding(message, tree.source.locate((KEY,)), fix))
     for number, line in enumerate(lines):
         yield line, _in_scalar(tree.source, tree.source.values[(KEY, number)], line)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.state.aoa.aoa_codes import UNREADABLE, aoa_finding
+from pipeproof.state.aoa.aoa_codes import UNREADABLE
 
 NOTHING = "_"
 """The name for no tensor: ``_ -> A`` adds a tensor of zeros, ``A -> _`` removes one."""
@@ -117,7 +117,7 @@ def form_faults(statement: Statement) -> Iterator[Finding]:
     ]
     if len(operations) > 1:
         fix = "write two, and a name between them"
-        yield aoa_finding(UNREADABLE, f"{operations[0]} and {operations[1]} in one statement", statement.location, fix)
+        yield UNREADABLE.finding(f"{operations[0]} and {operations[1]} in one statement", statement.location, fix)
     elif not any(name.may_be_many for name in statement.names):
         yield from count_faults(statement, written_many=False)
 
@@ -132,57 +132,51 @@ def count_faults(statement: Statement, *, written_many: bool) -> Iterator[Findin
         allowed, forms = _COUNTS[statement.fused.kind]
         if counts not in allowed:
             message = f"{statement.fused.kind} with {counts[0]} names to the left and {counts[1]} to the right"
-            yield aoa_finding(UNREADABLE, message, location, f"it is {forms}")
+            yield UNREADABLE.finding(message, location, f"it is {forms}")
     elif min(counts) > 1:
         fix = "merge into one name, and split that; where names go in pairs, write $EXPERT_ID or $LAYER_ID"
-        yield aoa_finding(UNREADABLE, f"{counts[0]} names to the left and {counts[1]} to the right", location, fix)
+        yield UNREADABLE.finding(f"{counts[0]} names to the left and {counts[1]} to the right", location, fix)
     elif max(counts) > 1:
         if statement.permutation is not None or statement.cast is not None:
-            yield aoa_finding(
-                UNREADABLE, "a permutation or a cast has one tensor", location, "write a statement for each"
-            )
+            yield UNREADABLE.finding("a permutation or a cast has one tensor", location, "write a statement for each")
         elif statement.axis is None:
-            yield aoa_finding(UNREADABLE, "a merge or a split needs `axis`", location, "write `, axis=0` or `, axis=1`")
+            yield UNREADABLE.finding("a merge or a split needs `axis`", location, "write `, axis=0` or `, axis=1`")
     elif statement.axis is not None and not written_many:
-        yield aoa_finding(UNREADABLE, "`axis` belongs to a merge, a split or a fused form", location, "remove it")
+        yield UNREADABLE.finding("`axis` belongs to a merge, a split or a fused form", location, "remove it")
 
 
 def _name_faults(statement: Statement) -> Iterator[Finding]:
     for name in statement.right:
         if name.transposed:
             fix = f"write `A -> {name.text}`, then `{name.text}^T -> {name.text}`"
-            yield aoa_finding(UNREADABLE, f"`{name.text}^T` is a view, and cannot be assigned to", name.location, fix)
+            yield UNREADABLE.finding(f"`{name.text}^T` is a view, and cannot be assigned to", name.location, fix)
     for name in statement.names:
         if name.text.count("*") > 1:
-            yield aoa_finding(
-                UNREADABLE, f"`{name.text}` has two `*`", name.location, "write $LAYER_ID for one of them"
-            )
+            yield UNREADABLE.finding(f"`{name.text}` has two `*`", name.location, "write $LAYER_ID for one of them")
         if len(set(name.ids)) < len(name.ids):
-            yield aoa_finding(UNREADABLE, f"`{name.text}` has `{name.ids[0]}` twice", name.location)
+            yield UNREADABLE.finding(f"`{name.text}` has `{name.ids[0]}` twice", name.location)
     sets = {frozenset(name.ids) for name in statement.names}
     if len(sets) > 1:
         tags = sorted(frozenset.union(*sets))
         incomplete = next(name for name in statement.names if set(name.ids) != set(tags))
         tag = next(tag for tag in tags if tag not in incomplete.ids)
         fix = "placeholders must be in each name of a statement; `*` matches all numbers in one statement"
-        yield aoa_finding(
-            UNREADABLE, f"`{incomplete.text}` has no `{tag}`, and other names have", incomplete.location, fix
-        )
+        yield UNREADABLE.finding(f"`{incomplete.text}` has no `{tag}`, and other names have", incomplete.location, fix)
     elif {"$LAYER_ID", "$LAYER_ID_OFFSET"} <= set().union(*sets):
-        yield aoa_finding(UNREADABLE, "`$LAYER_ID` and `$LAYER_ID_OFFSET` in one statement", statement.location)
+        yield UNREADABLE.finding("`$LAYER_ID` and `$LAYER_ID_OFFSET` in one statement", statement.location)
 
 
 def _nothing_faults(statement: Statement) -> Iterator[Finding]:
     sides = (statement.left, statement.right)
     if not statement.names or any(len(side) > 1 for side in sides):
         fix = "`_ -> A` adds a tensor of zeros, `A -> _` removes one"
-        yield aoa_finding(
-            UNREADABLE, f"`{NOTHING}` must be alone on its side, with one name on the other", statement.location, fix
+        yield UNREADABLE.finding(
+            f"`{NOTHING}` must be alone on its side, with one name on the other", statement.location, fix
         )
     elif any(name.may_be_many or name.transposed for name in statement.names):
-        yield aoa_finding(UNREADABLE, f"a pattern with {NOTHING} is of $LAYER_ID and $EXPERT_ID", statement.location)
+        yield UNREADABLE.finding(f"a pattern with {NOTHING} is of $LAYER_ID and $EXPERT_ID", statement.location)
     elif (statement.axis, statement.permutation, statement.cast, statement.fused) != (None,) * 4:
-        yield aoa_finding(UNREADABLE, f"`{NOTHING}` has no attributes", statement.location, "remove them")
+        yield UNREADABLE.finding(f"`{NOTHING}` has no attributes", statement.location, "remove them")
 
 
 def write_statements(program: Program) -> str:

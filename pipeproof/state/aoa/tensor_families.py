@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import SIZE_MISMATCH, UNKNOWN_TENSOR, AoaError, aoa_finding
+from pipeproof.state.aoa.aoa_codes import SIZE_MISMATCH, UNKNOWN_TENSOR, AoaError
 from pipeproof.state.aoa.tensor_values import TensorValue
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.regions import Region, subtract, whole_region
@@ -183,7 +183,7 @@ def _state(
     missing = [source for source in sources if form not in source_families[source].states]
     if missing:
         message = f"nothing makes `{form.of(name)}`: the source has no `{form.of(missing[0])}`"
-        return aoa_finding(UNKNOWN_TENSOR, message, None, "move weights alone: `--weights-only`")
+        return UNKNOWN_TENSOR.finding(message, None, "move weights alone: `--weights-only`")
     metas = [source_families[source].states[form] for source in sources] or (
         [target_meta] if target_meta is not None else []
     )
@@ -192,14 +192,14 @@ def _state(
     shape = meta.shape if is_counter else value.shape
     if is_counter and not sources and form.slot not in _ZERO_COUNTERS:
         message = f"`{form.of(name)}` of an added tensor does not begin at zero"
-        return aoa_finding(SIZE_MISMATCH, message, None, "move weights alone: `--weights-only`")
+        return SIZE_MISMATCH.finding(message, None, "move weights alone: `--weights-only`")
     for other_meta in (*metas[1:], *([target_meta] if target_meta is not None else [])):
         if other_meta.dtype != meta.dtype:
             message = f"`{form.of(name)}` becomes {meta.dtype} and {other_meta.dtype}: states keep their type"
-            return aoa_finding(SIZE_MISMATCH, message, None)
+            return SIZE_MISMATCH.finding(message, None)
     if target_meta is not None and target_meta.shape != shape:
         message = f"`{form.of(name)}` becomes {list(shape)}, and the target has {list(target_meta.shape)}"
-        return aoa_finding(SIZE_MISMATCH, message, None)
+        return SIZE_MISMATCH.finding(message, None)
     if is_counter:
         region = whole_region(shape)
         return TensorMap(meta.dtype, shape, (RegionCopy(region, form.of(sources[0]) if sources else None, region),))

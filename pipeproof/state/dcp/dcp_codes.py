@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.state.state_codes import StateError
 
@@ -42,12 +42,11 @@ DCP_CODES = (DCP_UNUSABLE, DCP_MISMATCH)
 class DcpError(StateError):
     """A checkpoint of PyTorch that cannot be read or written, or that contradicts itself."""
 
-    def __init__(self, message: str, fix: str) -> None:
-        PipeproofError.__init__(self, Finding(DCP_UNUSABLE.code, Severity.ERROR, message, help=fix))
+    doc = DCP_UNUSABLE
 
 
 class DcpMismatchError(PipeproofError):
     """Modules or optimizers that a checkpoint of PyTorch cannot hold, or that differ from it."""
 
     def __init__(self, message: str, fix: str) -> None:
-        super().__init__(Finding(DCP_MISMATCH.code, Severity.ERROR, message, help=fix))
+        super().__init__(DCP_MISMATCH.finding(message, help=fix))

@@ -9,7 +9,7 @@ and the bytes in it (``_StorageInfo``). Of the ranks that hold the same chunk, o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pipeproof.state.flex.pickles import (
     UnreadablePickleError,
     to_pickle,
     unpickled,
+    whole_numbers,
 )
 from pipeproof.state.state_codes import reading
 
@@ -182,7 +183,7 @@ def _stored_at(
 
 
 def _place(path: Path, name: str, info: Mapping[str, Any]) -> DcpObject:
-    file, start, length = info["relative_path"], *_whole_numbers((info["offset"], info["length"]))
+    file, start, length = info["relative_path"], *whole_numbers((info["offset"], info["length"]))
     if not isinstance(file, str) or Path(file).name != file:
         raise DcpError(f"{path}: {name} is in {file!r}, which is no name of a file next to it", _FIX)
     return DcpObject(file, start, length)
@@ -213,15 +214,8 @@ def _sizes(size: Any) -> tuple[int, ...]:
     """Return the numbers of a ``torch.Size``."""
     if isinstance(size, PickledObject) and size.global_name == _SIZE:
         (numbers,) = size.arguments
-        return _whole_numbers(numbers)
-    return _whole_numbers(size)
-
-
-def _whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in numbers):
-        raise ValueError(f"{values!r} are no whole numbers")
-    return numbers
+        return whole_numbers(numbers)
+    return whole_numbers(size)
 
 
 def _text(name: Any) -> str:

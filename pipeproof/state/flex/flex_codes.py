@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.state.state_codes import StateError
 
@@ -39,5 +38,4 @@ FLEX_CODES = (FLEX_UNUSABLE, FLEX_UNSUPPORTED)
 class FlexError(StateError):
     """A checkpoint of Paddle that cannot be read, or that contradicts itself."""
 
-    def __init__(self, message: str, fix: str) -> None:
-        PipeproofError.__init__(self, Finding(FLEX_UNUSABLE.code, Severity.ERROR, message, help=fix))
+    doc = FLEX_UNUSABLE

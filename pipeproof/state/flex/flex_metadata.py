@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.state.flex.flex_codes import FlexError
-from pipeproof.state.flex.pickles import GlobalName, PickledObject, read_pickle, to_pickle
+from pipeproof.state.flex.pickles import GlobalName, PickledObject, read_pickle, to_pickle, whole_numbers
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.state_layout import moment_name
 
@@ -113,12 +113,12 @@ class _Shapes:
         for key, shards in described.items():
             fields = [_fields(path, shard, "LocalTensorMetadata") for shard in shards]
             regions = [
-                (_whole_numbers(fields_of_shard["global_offset"]), _whole_numbers(fields_of_shard["local_shape"]))
+                (whole_numbers(fields_of_shard["global_offset"]), whole_numbers(fields_of_shard["local_shape"]))
                 for fields_of_shard in fields
             ]
             for fields_of_shard, (offsets, extents) in zip(fields, regions, strict=True):
                 global_shape = fields_of_shard.get("global_shape")
-                shape = _shape_from_extents(regions) if global_shape is None else _whole_numbers(global_shape)
+                shape = _shape_from_extents(regions) if global_shape is None else whole_numbers(global_shape)
                 if not len(offsets) == len(extents) == len(shape):
                     raise FlexError(f"{path}: a shard of {key} and the tensor differ in their number of dims", _FIX)
                 index_key = (key, offsets, _flat_of(fields_of_shard))
@@ -127,8 +127,8 @@ class _Shapes:
                     self._extents[known] = extents
 
     def shard(self, index: Mapping[str, Any], file: str) -> FlexShard:
-        key, offsets, flat = index["tensor_key"], _whole_numbers(index["global_offset"]), _flat_of(index)
-        extents = None if index.get("local_shape") is None else _whole_numbers(index["local_shape"])
+        key, offsets, flat = index["tensor_key"], whole_numbers(index["global_offset"]), _flat_of(index)
+        extents = None if index.get("local_shape") is None else whole_numbers(index["local_shape"])
         index_key = (key, offsets, flat, extents)
         if index_key not in self._found:
             where = f"the shard of {key} at {list(offsets)}"
@@ -161,7 +161,7 @@ def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
 def _flat_of(fields_of_shard: Mapping[str, Any]) -> tuple[int, int] | None:
     if not fields_of_shard.get("is_flattened") or fields_of_shard.get("flattened_range") is None:
         return None
-    start, stop = _whole_numbers(fields_of_shard["flattened_range"])
+    start, stop = whole_numbers(fields_of_shard["flattened_range"])
     return start, stop
 
 
@@ -169,13 +169,6 @@ def _shape_from_extents(regions: Iterable[tuple[tuple[int, ...], tuple[int, ...]
     """Return the shape that the shards span, for releases that do not store it."""
     stops = [tuple(start + length for start, length in zip(*region, strict=True)) for region in regions]
     return tuple(map(max, zip(*stops, strict=True)))
-
-
-def _whole_numbers(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in numbers):
-        raise ValueError(f"{values!r} are no whole numbers")
-    return numbers
 
 
 def metadata_of(shards: Iterable[FlexShard]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.state.array_files import sync
 from pipeproof.state.flex.flex_checkpoint import open_flex
 from pipeproof.state.flex.flex_codes import FLEX_UNSUPPORTED, FlexError
@@ -30,9 +30,7 @@ def as_flex(task: ReshardTask) -> ReshardTask:
     assert task.index is not None, "only for states of plans"
     if task.index.framework != "paddle":
         raise PipeproofError(
-            Finding(
-                FLEX_UNSUPPORTED.code,
-                Severity.ERROR,
+            FLEX_UNSUPPORTED.finding(
                 f"the plan runs on {task.index.framework}, whose optimizers keep other numbers than Paddle's",
                 help="leave out `--save-format flex`: a state's files are safetensors, too",
             )

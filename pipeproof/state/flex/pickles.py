@@ -2,23 +2,25 @@
 
 ``pickle.load`` imports and calls everything that a file names. Paddle's metadata and its ``.distcp`` files are pickles,
 and so is the metadata of PyTorch's checkpoints (``state.dcp``), so a checkpoint from an unknown source could execute
-anything. Here the operations of the pickle machine (Python's ``pickletools`` documents each) move plain values only. A
+anything. Here Python's ``pickletools`` reads the operations of the pickle machine, which move plain values only. A
 function or class is a ``GlobalName``, the result of a call a ``PickledObject``, and bytes are ``PickledBytes`` of the
 file, so that arrays of many GB are located and not read.
 """
 
 from __future__ import annotations
 
+import pickletools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.state_codes import regular_size
 
-_LONGEST_NAME = 2**16
+_T = TypeVar("_T")
+_LONGEST_TEXT = 2**20
 _FIX = "Paddle writes protocol 4 by itself: save the checkpoint again, with `safetensors=True` if it holds arrays"
 
 
@@ -48,6 +50,9 @@ class PickledBytes:
 
     start: int
     length: int
+
+    def __len__(self) -> int:
+        return self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,187 +98,139 @@ def unpickled(
     with path.open("rb") as stream:
         stream.seek(start)
         try:
-            return _Machine(stream, size if length is None else min(size, start + length), start, allows).run()
+            return _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
         except (struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise UnreadablePickleError(str(error)) from error
 
 
-class _Machine:
-    """Stack, marks and memo of a pickle being read; ``size`` is the byte of the file where it must have ended."""
+class _Source:
+    """A pickle in a file, for ``pickletools``; ``size`` is the byte of the file where it must have ended.
 
-    def __init__(self, stream: BinaryIO, size: int, start: int, allows: Callable[[GlobalName], bool]) -> None:
-        self._stream, self._size, self._at, self._allows = stream, size, start, allows
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    Bytes that are too long for a text are skipped, and not read.
+    """
 
-    def run(self) -> Any:
-        operations = _OPERATIONS
-        while True:
-            code = self.take_bytes(1)[0]
-            if code == _STOP:
-                return self._stack.pop()
-            if code not in operations:
-                raise UnreadablePickleError(f"operation {bytes([code])!r} at byte {self._at - 1}")
-            operations[code](self)
+    def __init__(self, stream: BinaryIO, size: int, start: int) -> None:
+        self._stream, self._size, self._at = stream, size, start
 
-    def take_bytes(self, length: int) -> bytes:
-        """Return the next bytes of the file."""
-        self._require(length)
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, length: int) -> bytes | PickledBytes:
+        if length > self._size - self._at:
+            raise UnreadablePickleError(f"{length} bytes are missing from byte {self._at} on")
+        self._at += length
+        if length > _LONGEST_TEXT:
+            self._stream.seek(self._at)
+            return PickledBytes(self._at - length, length)
         content = self._stream.read(length)
         if len(content) < length:
             raise UnreadablePickleError("it is cut short")
-        self._at += length
         return content
 
-    def number(self, form: str) -> Any:
-        """Return the next number of the file, in ``struct``'s format."""
-        (value,) = struct.unpack(form, self.take_bytes(struct.calcsize(form)))
-        return value
-
-    def byte_range(self, form: str) -> PickledBytes:
-        """Return the next bytes, which follow their length, without reading them."""
-        length = self.number(form)
-        self._require(length)
-        byte_range = PickledBytes(self._at, length)
-        self._at = self._stream.seek(self._at + length)
-        return byte_range
-
-    def text(self, form: str) -> str:
-        return self.take_bytes(self.number(form)).decode("utf-8", "surrogatepass")
-
-    def long(self) -> int:
-        return int.from_bytes(self.take_bytes(self.number("<B")), "little", signed=True)
-
-    def line(self) -> str:
-        content = self._stream.readline(_LONGEST_NAME)
+    def readline(self) -> bytes:
+        content = self._stream.readline(_LONGEST_TEXT)
         self._at += len(content)
-        if not content.endswith(b"\n"):
-            raise UnreadablePickleError("it is cut short")
-        return content[:-1].decode()
+        return content
 
-    def _require(self, length: int) -> None:
-        if length > self._size - self._at:
-            raise UnreadablePickleError(f"{length} bytes are missing from byte {self._at} on")
 
-    def push(self, value: Any) -> None:
-        self._stack.append(value)
+_VALUES = frozenset(
+    {"BINFLOAT", "BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE"}
+)
+"""Operations that push their argument."""
+_BYTES = frozenset({"BINBYTES", "BINBYTES8", "SHORT_BINBYTES"})
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
-    def push_global(self, module: str, name: str) -> None:
-        global_name = GlobalName(module, name)
-        if not self._allows(global_name):
-            raise ForeignNameError(f"{module}.{name}")
-        self.push(global_name)
 
-    def pop(self) -> Any:
-        return self._stack.pop()
+def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
+    """Return the value of a pickle, from a stack, marks on it, and a memo."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
 
-    def take(self, count: int) -> tuple[Any, ...]:
-        """Take the last values off the stack."""
-        if not 0 <= count <= len(self._stack):
+    def take(count: int) -> tuple[Any, ...]:
+        if not 0 <= count <= len(stack):
             raise UnreadablePickleError("the stack is empty")
-        taken = tuple(self._stack[len(self._stack) - count :])
-        del self._stack[len(self._stack) - count :]
+        taken = tuple(stack[len(stack) - count :])
+        del stack[len(stack) - count :]
         return taken
 
-    def top(self) -> Any:
-        return self._stack[-1]
+    def since_mark() -> tuple[Any, ...]:
+        return take(len(stack) - marks.pop())
 
-    def mark(self) -> None:
-        self._marks.append(len(self._stack))
-
-    def take_since_mark(self) -> tuple[Any, ...]:
-        return self.take(len(self._stack) - self._marks.pop())
-
-    def memoize(self, index: int | None = None) -> None:
-        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
-
-    def recall(self, index: int) -> None:
-        self.push(self._memo[index])
-
-
-def _put(machine: _Machine, pairs: tuple[Any, ...]) -> None:
-    table = machine.top()
-    if not isinstance(table, dict) or len(pairs) % 2:
-        raise UnreadablePickleError("pairs are put into what is no dict")
-    table.update(zip(pairs[::2], pairs[1::2], strict=True))
-
-
-def _append(machine: _Machine, values: tuple[Any, ...]) -> None:
-    content = machine.top()
-    if not isinstance(content, list):
-        raise UnreadablePickleError("values are appended to what is no list")
-    content.extend(values)
-
-
-def _global(machine: _Machine) -> None:
-    module, name = machine.take(2)
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise UnreadablePickleError("a name is no text")
-    machine.push_global(module, name)
-
-
-def _call(machine: _Machine) -> None:
-    global_name, arguments = machine.take(2)
-    if not isinstance(global_name, GlobalName) or not isinstance(arguments, tuple):
-        raise UnreadablePickleError("what is called is no name")
-    machine.push(PickledObject(global_name, arguments))
-
-
-def _build(machine: _Machine) -> None:
-    (state,) = machine.take(1)
-    made = machine.top()
-    if not isinstance(made, PickledObject):
-        raise UnreadablePickleError("a state is put into what was not made")
-    made.state = state
-
-
-def _global_by_lines(machine: _Machine) -> None:
-    module = machine.line()
-    machine.push_global(module, machine.line())
-
-
-def _operations() -> Iterator[tuple[bytes, Callable[[_Machine], object]]]:
-    yield b"\x80", lambda m: m.take_bytes(1)  # protocol
-    yield b"\x95", lambda m: m.take_bytes(8)  # frame: how much a reader may fetch at once
-    yield b"(", _Machine.mark
-    for code, value in ((b"N", None), (b"\x88", True), (b"\x89", False)):
-        yield code, lambda m, value=value: m.push(value)  # type: ignore[misc]
-    for code, form in ((b"J", "<i"), (b"K", "<B"), (b"M", "<H"), (b"G", ">d")):
-        yield code, lambda m, form=form: m.push(m.number(form))  # type: ignore[misc]
-    yield b"\x8a", lambda m: m.push(m.long())
-    for code, form in ((b"\x8c", "<B"), (b"X", "<I"), (b"\x8d", "<Q")):
-        yield code, lambda m, form=form: m.push(m.text(form))  # type: ignore[misc]
-    for code, form in ((b"C", "<B"), (b"B", "<I"), (b"\x8e", "<Q")):
-        yield code, lambda m, form=form: m.push(m.byte_range(form))  # type: ignore[misc]
-    yield b"}", lambda m: m.push({})
-    yield b"]", lambda m: m.push([])
-    yield b")", lambda m: m.push(())
-    yield b"t", lambda m: m.push(m.take_since_mark())
-    for count in (1, 2, 3):
-        yield bytes([0x84 + count]), lambda m, count=count: m.push(m.take(count))  # type: ignore[misc]
-    yield b"a", lambda m: _append(m, m.take(1))
-    yield b"e", lambda m: _append(m, m.take_since_mark())
-    yield b"s", lambda m: _put(m, m.take(2))
-    yield b"u", lambda m: _put(m, m.take_since_mark())
-    yield b"\x94", lambda m: m.memoize()
-    yield b"q", lambda m: m.memoize(m.number("<B"))
-    yield b"r", lambda m: m.memoize(m.number("<I"))
-    yield b"h", lambda m: m.recall(m.number("<B"))
-    yield b"j", lambda m: m.recall(m.number("<I"))
-    yield b"c", _global_by_lines
-    yield b"\x93", _global
-    yield b"\x81", _call  # an instance of a class
-    yield b"R", _call  # what a function gives
-    yield b"b", _build
-    yield b"Q", lambda m: m.push(PersistentId(m.pop()))
+    operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(cast(IO[bytes], source))
+    for opcode, argument, position in operations:
+        match operation := opcode.name:
+            case _ if operation in _VALUES:
+                stack.append(argument)
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "TUPLE":
+                stack.append(since_mark())
+            case "APPEND" | "APPENDS":
+                values = take(1) if operation == "APPEND" else since_mark()
+                _of_type(stack[-1], list).extend(values)
+            case "SETITEM" | "SETITEMS":
+                pairs = take(2) if operation == "SETITEM" else since_mark()
+                _of_type(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                module, name = argument.split(" ", 1) if operation == "GLOBAL" else take(2)
+                global_name = GlobalName(_of_type(module, str), _of_type(name, str))
+                if not allows(global_name):
+                    raise ForeignNameError(f"{module}.{name}")
+                stack.append(global_name)
+            case "NEWOBJ" | "REDUCE":  # an instance of a class, and the result of a function
+                called, arguments = take(2)
+                stack.append(PickledObject(_of_type(called, GlobalName), _of_type(arguments, tuple)))
+            case "BUILD":
+                (state,) = take(1)
+                _of_type(stack[-1], PickledObject).state = state
+            case "BINPERSID":
+                stack.append(PersistentId(stack.pop()))
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case _ if operation in _BYTES:
+                stack.append(PickledBytes(source.tell() - len(argument), len(argument)))
+            case _ if operation in _CONSTANTS:
+                stack.append(_CONSTANTS[operation])
+            case _ if operation in _TUPLES:
+                stack.append(take(_TUPLES[operation]))
+            case _:
+                raise UnreadablePickleError(f"operation {operation} at byte {position}")
+    raise AssertionError("the last operation is STOP")
 
 
-_STOP = ord(".")
-_OPERATIONS = {code[0]: act for code, act in _operations()}
+def _of_type(value: Any, kind: type[_T]) -> _T:
+    if not isinstance(value, kind):
+        raise UnreadablePickleError(f"a {kind.__name__} is needed, not {type(value).__name__}")
+    return value
 
 
-_CONSTANTS = {None: b"N", True: b"\x88", False: b"\x89"}
+_WRITTEN = {None: b"N", True: b"\x88", False: b"\x89"}
+
+
+def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return the values of a pickle that must be whole numbers.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+    numbers = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in numbers):
+        raise ValueError(f"{values!r} are no whole numbers")
+    return numbers
 
 
 def to_pickle(value: Any) -> bytes:
@@ -296,7 +253,7 @@ class _Writer:
     def write(self, value: Any) -> None:
         content = self.content
         if value is None or isinstance(value, bool):
-            content += _CONSTANTS[value]
+            content += _WRITTEN[value]
         elif isinstance(value, int):
             number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             content += bytes((0x8A, len(number))) + number

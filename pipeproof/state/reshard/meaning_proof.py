@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.region_text import and_more, number_of_expert, region_meaning, tensor_range_text, weight_name
 from pipeproof.state.regions import Region, intersect
@@ -153,7 +153,7 @@ def _finding(
         "other": "read each tensor by its own name",
     }
     message = f"{begin.get(kind, '')}`{where}` would be `{actual}`, and is `{expected}`{order}{rank}{more}"
-    return Finding(OTHER_INDICES.code, Severity.ERROR, message, help=fixes[kind])
+    return OTHER_INDICES.finding(message, help=fixes[kind])
 
 
 def _experts_text(mismatches: list[_Mismatch], model: ModelSpec) -> str:

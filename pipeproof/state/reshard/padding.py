@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.region_text import weight_name
@@ -44,7 +44,7 @@ def padding_map(
         was, is_now = ("not given" if number is None else f"{number}" for number in ids)
         message = f"{_SIZE} was {sizes[0]} and is {sizes[1]}, and {_KEY} was {was} and is {is_now}"
         fix = f"where both have the same ids and only the padding differs, give {_KEY} in both plans"
-        raise PipeproofError(Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix))
+        raise PipeproofError(SHAPE_MISMATCH.finding(message, help=fix))
     if sizes[0] == sizes[1]:
         return _unchanged(source)
     tensors, dropped = dict[str, TensorMap](), dict[str, tuple[Region, ...]]()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.state.checkpoint import HeldShard
@@ -29,13 +29,13 @@ def check_placement(layout: ShardLayout) -> Iterator[Finding]:
     missing = sorted(weights - layout.tensors.keys())
     if missing:
         message = f"no rank of {layout.name} has `{missing[0]}`{and_more(len(missing) - 1, 'tensor')}"
-        yield Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help="put every layer on a stage")
+        yield TENSOR_MISMATCH.finding(message, help="put every layer on a stage")
     unused, shifted = _misplaced(layout, plan)
     if unused:
         name, held = unused[0]
         message = f"{held.where} of {layout.name} holds `{name}`, and computes with no layer that has it"
         message += and_more(len(unused) - 1, "shard")
-        yield Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help="hold a tensor where its layer's stage is")
+        yield TENSOR_MISMATCH.finding(message, help="hold a tensor where its layer's stage is")
     if shifted:
         name, held, own_region = shifted[0]
         shape = layout.tensors[name].shape
@@ -43,7 +43,7 @@ def check_placement(layout: ShardLayout) -> Iterator[Finding]:
         message = f"{held.where} of {layout.name} computes with `{name}` {range_text(own_region, shape)}, "
         message += f"and its shard is listed as {held_range}{and_more(len(shifted) - 1, 'shard')}"
         fix = "a rank's shard begins at its own index among the ranks that shard the tensor"
-        yield Finding(OTHER_INDICES.code, Severity.ERROR, message, help=fix)
+        yield OTHER_INDICES.finding(message, help=fix)
 
 
 def _misplaced(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.state.checkpoint import SUFFIX
 from pipeproof.state.state_index import INDEX_FILE, read_index
@@ -107,7 +107,7 @@ class RefusedError(BadPlanError):
     """A reshard that cannot begin, or cannot be finished."""
 
     def __init__(self, doc: RuleDoc, message: str, fix: str) -> None:
-        super().__init__(Finding(doc.code, Severity.ERROR, message, help=fix))
+        super().__init__(doc.finding(message, help=fix))
 
 
 def require_not_state_file(path: Path) -> None:

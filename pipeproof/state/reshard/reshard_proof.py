@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.cast import CAST_DTYPES
 from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.region_text import and_more, range_text, weight_name
@@ -69,7 +69,7 @@ def _tiling_findings(side: ShardLayout) -> Iterator[Finding]:
             "repeated": "each element must be saved by one rank: the first one that holds it",
             "outside": "offsets are those in the whole tensor",
         }
-        yield Finding(NO_BIJECTION.code, Severity.ERROR, message, help=fixes[kind])
+        yield NO_BIJECTION.finding(message, help=fixes[kind])
 
 
 def _kind(cut: BadSharding) -> str:
@@ -111,7 +111,7 @@ def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout)
         name, needed = next(iter(sizes.items()))
         message = f"`{name}` of {source.name} is {list(source.tensors[name].shape)}, and {target.name} needs it as "
         message += f"{list(needed)}{and_more(len(sizes) - 1, 'tensor')}"
-        yield Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=_SIZES)
+        yield SHAPE_MISMATCH.finding(message, help=_SIZES)
     types = [
         candidate
         for name in both
@@ -121,7 +121,7 @@ def check_tensors(source: ShardLayout, state_map: StateMap, target: ShardLayout)
         message = f"{types[0]}{and_more(len(types) - 1, 'tensor')}"
         fix = "use the source's type, or write the cast: `NAME -> NAME, dtype='..'` in an AOA file; "
         fix += f"cast are {', '.join(CAST_DTYPES)}"
-        yield Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix)
+        yield SHAPE_MISMATCH.finding(message, help=fix)
 
 
 def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, target: ShardLayout) -> Finding:
@@ -134,7 +134,7 @@ def _missing(names: list[str], surplus: Collection[str], source: ShardLayout, ta
     message = f"{target.name} needs {count_text} that {source.name} does not have: {_listed(names_shown, len(names))}"
     fix = "use the checkpoint of the same model; if it has other names, give their convention "
     fix += "(`--names CONVENTION`) or statements (`--aoa FILE`)"
-    return Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help=fix)
+    return TENSOR_MISMATCH.finding(message, help=fix)
 
 
 def _surplus(names: list[str], source: ShardLayout, target: ShardLayout) -> Finding:
@@ -142,7 +142,7 @@ def _surplus(names: list[str], source: ShardLayout, target: ShardLayout) -> Find
     count_text = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
     message = f"{source.name} has {count_text} that {target.name} does not have: {names_shown}"
     fix = "use the plan of the same model, or remove them by name: `NAME -> _` in an AOA file"
-    return Finding(TENSOR_MISMATCH.code, Severity.ERROR, message, help=fix)
+    return TENSOR_MISMATCH.finding(message, help=fix)
 
 
 def _listed(names_shown: list[str], number: int) -> str:
@@ -157,7 +157,7 @@ def _shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], targe
         fix = "if only the padding of the vocabulary differs, give the number of token ids in both plans: "
         fix += "model.unpadded_vocab_size"
     message = f"`{name}` is {list(computed)}, and {target.name} needs {list(wanted)}{more}"
-    return Finding(SHAPE_MISMATCH.code, Severity.ERROR, message, help=fix)
+    return SHAPE_MISMATCH.finding(message, help=fix)
 
 
 def _only_vocabulary_differs(name: str, computed: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -228,7 +228,7 @@ def check_map(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> 
     if computed:
         message = f"{target.name}: {computed[0]}{and_more(len(computed) - 1, 'tensor')}"
         fix = "every element of a tensor comes from one element, or is zero by a statement"
-        yield Finding(NO_BIJECTION.code, Severity.ERROR, message, help=fix)
+        yield NO_BIJECTION.finding(message, help=fix)
     yield from _coverage_findings(source, state_map, answers)
 
 
@@ -295,8 +295,8 @@ def _coverage_findings(source: ShardLayout, state_map: StateMap, answers: _Fault
         message = f"{source.name}: nothing reads {lost[0]}{and_more(len(lost) - 1, 'tensor')}"
         fix = "use the checkpoint and the plan of one model; to drop a tensor on purpose, remove it by name: "
         fix += "`NAME -> _` in an AOA file"
-        yield Finding(LOST_ELEMENTS.code, Severity.ERROR, message, help=fix)
+        yield LOST_ELEMENTS.finding(message, help=fix)
     if twice:
         message = f"{source.name}: several tensors read {twice[0]}{and_more(len(twice) - 1, 'tensor')}"
         fix = "check that these copies are intended, such as a head that is the embedding"
-        yield Finding(DUPLICATED_ELEMENTS.code, Severity.WARNING, message, help=fix)
+        yield DUPLICATED_ELEMENTS.finding(message, help=fix)

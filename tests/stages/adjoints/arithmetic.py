@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 
+from pipeproof.stages.common.arithmetic import clamped_swiglu, gated
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.positions import Positions
@@ -15,8 +16,6 @@ from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (
     causal_attention,
-    clamped_swiglu,
-    gated,
     mlp_activation,
     rms_norm,
     rotary_tables,
@@ -51,7 +50,9 @@ def functions() -> list[Case]:
         plain("rotary tables", "rotary_tables", lambda x: rotate(x, *turned), (2, 5, 4)),
         plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),
         plain("clamped SwiGLU", "clamped_swiglu", lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
-        plain("that of a plan", "gated", lambda g, u: gated(0.6)(g, u) + gated(None)(g, u), (6, 8), (6, 8)),
+        plain(
+            "that of a plan", "gated", lambda g, u: gated(swiglu, 0.6)(g, u) + gated(swiglu, None)(g, u), (6, 8), (6, 8)
+        ),
         plain("attention in groups", "causal_attention", causal_attention, *attention),
         plain("with dropout", "causal_attention", lambda q, k, v: causal_attention(q, k, v, factors), *attention),
         plain(

@@ -6,9 +6,10 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.paddle.balance import Balance
-from pipeproof.stages.paddle.experts import Experts, choose, reorder, visits, weighted
-from pipeproof.stages.paddle.functional import fork, gated
+from pipeproof.stages.common.arithmetic import gated
+from pipeproof.stages.paddle.balance import PaddleBalance
+from pipeproof.stages.paddle.experts import PaddleExperts, choose, reorder, visits, weighted
+from pipeproof.stages.paddle.functional import fork, swiglu
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan
@@ -50,8 +51,10 @@ def _experts(num_ranks: int, limit: float | None) -> Case:
 
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
-        router = Balance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        return Experts(MOE, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(limit)).forward(x, router)
+        router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
+        return PaddleExperts(MOE, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(swiglu, limit)).forward(
+            x, router
+        )
 
     inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))
     return Case(f"experts of {num_ranks} ranks, limit {limit}", ("Experts.forward",), function, inputs, num_ranks)

@@ -7,11 +7,12 @@ from typing import Any
 
 import paddle
 
+from pipeproof.stages.common.gathered_input import mark, source_of
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.residual_streams import BlockStreams
 from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.recompute import GatheredInput, source_of
+from pipeproof.stages.paddle.recompute import PaddleGatheredInput, PartOfGathered
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan
@@ -47,8 +48,8 @@ def weights() -> list[Case]:
            lambda r, x, y, w: r.weights.norm_each([x, y], w), (2, 3, 4), (3, 4), (4,)),
         of("LayerNorm of each", "SplitWeights.norm_each",
            lambda r, x, y, w, b: r.weights.norm_each([x, y], w, b), (2, 3, 4), (3, 4), (4,), (4,)),
-        Case("product, gathered again", ("GatheredInput.without_keeping",), _gathered, (Held((2, 2, 4)), Held((4, 5))),
-             num_ranks=2, sequence_dim=0, regathers=True),
+        Case("product, gathered again", ("PaddleGatheredInput.without_keeping",), _gathered,
+             (Held((2, 2, 4)), Held((4, 5))), num_ranks=2, sequence_dim=0, regathers=True),
         Case("products of parts, gathered again", ("PartOfGathered.without_keeping",), _gathered_parts,
              (Held((2, 2, 4)), Held((4, 5))), num_ranks=2, sequence_dim=0, regathers=True),
     ]  # fmt: skip
@@ -62,10 +63,10 @@ def _gathered_parts(rank: Rank, x: paddle.Tensor, weight: paddle.Tensor) -> list
     """Each row of the micro-batch by itself."""
     entered = rank.region.enter(x, "in")
     source = source_of(entered)
-    assert isinstance(source, GatheredInput)
+    assert isinstance(source, PaddleGatheredInput)
     parts = paddle.split(entered, 2, axis=1)
     for number, part in enumerate(parts):
-        source.mark_part(part, lambda whole, number=number: paddle.split(whole, 2, axis=1)[number])
+        mark(PartOfGathered(source, lambda whole, number=number: paddle.split(whole, 2, axis=1)[number]), part)
     return [rank.weights.product(part, weight) for part in parts]
 
 

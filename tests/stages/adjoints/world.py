@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import paddle
 
+from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.experts import ExpertRegion
 from pipeproof.stages.paddle.weights import SplitWeights
 from tests.stages.tensor_parallel import InMemoryRank, InMemoryWorld, Issued
 
@@ -89,7 +89,7 @@ def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[
         rank = Rank(
             number,
             TensorParallelRegion(OPS, number, case.num_ranks, case.sequence_dim, collectives, regathers=case.regathers),
-            ExpertRegion(number, case.num_ranks, Exchanges(world, number)),
+            ExpertRegion(OPS, number, case.num_ranks, Exchanges(world, number)),
             SplitWeights(),
         )
         leaves = [paddle.to_tensor(value, stop_gradient=False) for value in values[number]]

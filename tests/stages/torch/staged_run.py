@@ -7,7 +7,7 @@ import torch
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.torch.batches import StepBatches
-from pipeproof.stages.torch.optimizer import GradientClip, make_optimizer
+from pipeproof.stages.torch.optimizer import GradientClip, StageOptimizer
 from pipeproof.stages.torch.stage import TorchStage
 from tests.stages.torch.world import World
 
@@ -32,7 +32,7 @@ class StagedRun:
         self.world = World(tp=topology.tp, ep=topology.ep, cp=topology.cp)
         parts = [self.layers[a:b] for a, b in itertools.pairwise([0, *cut, len(self.layers)])]
         self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
-        self.optimizers = [make_optimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
+        self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]
         self.issued = []
         """Of each work_item of work and rank: what it issued forward, backward and for gradients of weights."""
 

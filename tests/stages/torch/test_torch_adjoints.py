@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.stages.common.arithmetic import clamped_swiglu
+from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
@@ -16,12 +18,11 @@ from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.balance import loss_weights
 from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.balance import Balance
-from pipeproof.stages.torch.experts import ExpertRegion, inverse, reorder, visits
+from pipeproof.stages.torch.balance import TorchBalance
+from pipeproof.stages.torch.experts import inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
     Groups,
     causal_attention,
-    clamped_swiglu,
     fork,
     mlp_activation,
     rms_norm,
@@ -167,7 +168,7 @@ def test_losses_of_routers_add_their_gradient(score):
     """The choice is a constant: no direction here changes it."""
     plan = make_plan("plain", model={"moe": {**MOE, **EVEN, "score": score}})
     scale = loss_weights(plan)
-    balance = Balance(plan, (), CPU, adds_losses=True)
+    balance = TorchBalance(plan, (), CPU, adds_losses=True)
     router = balance.of("layer.1.mlp", 0, 0)
     logits, back, direction = (draws_of(seed)(7, MOE["num_experts"]) for seed in range(3))
 
@@ -233,7 +234,7 @@ def logits_of_ranks(rank, logits):
 
 
 def visiting(rank, rows):
-    region, place = ExpertRegion(rank.coords["ep"], 3, rank), rank.coords["ep"]
+    region, place = ExpertRegion(OPS, rank.coords["ep"], 3, rank), rank.coords["ep"]
     send, receive = [1, place, 2], [[1, 1, 1], [0, 1, 2], [2, 2, 2]][place]
     return region.exchange(rows, send, receive, "x").tanh()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, make_optimizer
+from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.weights import Weight
 from tests.stages.torch.features import make_plan
 
@@ -28,7 +28,7 @@ def test_adamw_is_what_its_paper_says():
     weights = weights_of((3, 4), (5,))
     expected = {name: weight.main.numpy().copy() for name, weight in weights.items()}
     moments = {name: [np.zeros_like(array), np.zeros_like(array)] for name, array in expected.items()}
-    optimizer = make_optimizer(run, weights)
+    optimizer = StageOptimizer(run, weights)
     for step in range(1, 4):
         give_gradients(weights, step)
         optimizer.step()
@@ -46,7 +46,7 @@ def test_sgd_goes_down_the_gradient():
     weights = weights_of((3,))
     before = weights["0"].main.clone()
     give_gradients(weights, 0)
-    make_optimizer(run, weights).step()
+    StageOptimizer(run, weights).step()
     assert torch.equal(weights["0"].main, before - 0.5 * weights["0"].gradient)
 
 
@@ -54,7 +54,7 @@ def test_sgd_goes_down_the_gradient():
 def test_buffers_begin_anew_in_the_same_memory(optimizer):
     run = make_plan("plain", run={"optimizer": optimizer}).run
     weights = weights_of((2, 2), dtype=torch.float32)
-    made, memory = make_optimizer(run, weights), weights["0"].gradient.data_ptr()
+    made, memory = StageOptimizer(run, weights), weights["0"].gradient.data_ptr()
     give_gradients(weights, 0)
     made.step()
     made.zero_grad()
@@ -67,7 +67,7 @@ def test_buffers_begin_anew_in_the_same_memory(optimizer):
 
 
 def test_a_stage_without_weights_has_an_optimizer():
-    optimizer = make_optimizer(make_plan("plain").run, {})
+    optimizer = StageOptimizer(make_plan("plain").run, {})
     optimizer.zero_grad()
     optimizer.step()
 
@@ -81,7 +81,7 @@ def test_shares_together_are_the_whole_update(optimizer, num_shards, value):
     shapes = (3, 5), (2,), (17, 9)
     whole = weights_of(*shapes, dtype=torch.float32, value=value)
     ranks = [weights_of(*shapes, dtype=torch.float32, value=value) for _ in range(num_shards)]
-    update = make_optimizer(run, whole)
+    update = StageOptimizer(run, whole)
     shares = [ShardedOptimizer(run, weights, num_shards, place) for place, weights in enumerate(ranks)]
     for step in range(3):
         for one in (update, *shares):

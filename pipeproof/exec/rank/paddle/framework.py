@@ -16,7 +16,7 @@ from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.rank.paddle.stages import PaddleStages
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer, make_optimizer
+from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.paddle.runtime import num_math_threads
 
 
@@ -45,7 +45,7 @@ class PaddleFramework:
         return PaddleStages(plan, coords, collectives)
 
     def optimizer(self, run: RunSpec, weights: Mapping[str, paddle.Tensor]) -> StageOptimizer:
-        return make_optimizer(run, weights)
+        return StageOptimizer(run, weights)
 
     def sharded_optimizer(
         self, run: RunSpec, weights: Mapping[str, paddle.Tensor], num_shards: int, index: int

@@ -15,7 +15,7 @@ from pipeproof.exec.rank.torch.comm import TorchWorld, connect
 from pipeproof.exec.rank.torch.stages import TorchStages
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.torch.functional import wide_type
-from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer, make_optimizer
+from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.runtime import start_torch
 from pipeproof.stages.torch.weights import Weight
 
@@ -42,7 +42,7 @@ class TorchFramework:
         return TorchStages(plan, coords, collectives, self.device)
 
     def optimizer(self, run: RunSpec, weights: Mapping[str, Weight]) -> StageOptimizer:
-        return make_optimizer(run, weights)
+        return StageOptimizer(run, weights)
 
     def sharded_optimizer(
         self, run: RunSpec, weights: Mapping[str, Weight], num_shards: int, index: int

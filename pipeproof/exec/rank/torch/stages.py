@@ -10,9 +10,9 @@ import torch
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
+from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.torch.balance import Balance
 from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import Weight

@@ -1,0 +1,155 @@
+"""Mixture of experts in place of an MLP: each token goes to the experts with its highest scores, none is dropped.
+
+The experts of ``stages.paddle`` and ``stages.torch`` choose, and order rows, on the host and on the device. In both the
+rows of an expert's products are its tokens, by the expert-parallel rank that they come from, then by their position in
+that rank's micro-batch. Gradients move back as their tokens moved.
+
+Shape letters: S sequence, B rows, H hidden, N = S B tokens, E experts, k of them for a token, V visits, M inner size;
+R expert-parallel ranks, each with E / R experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
+from pipeproof.stages.common.balance import RouterBalance
+from pipeproof.stages.common.gathered_input import mark, source_of
+from pipeproof.stages.common.weights import SplitWeights
+
+Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Activation function of an MLP, of its gate and its other factor."""
+Indices: TypeAlias = Any
+"""Integers where the framework's experts count and order: an array on the host, or a tensor on the device."""
+
+
+class ExpertCollectives(Protocol):
+    """Collectives over the expert-parallel ranks of one stage, outside autograd. With Paddle they block."""
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
+        """Send ``send[m]`` rows, in order, to each member m; return ``receive[m]`` rows from each, joined in order."""
+        ...
+
+
+class ExpertRegion:
+    """One rank's view of its expert-parallel group. With one rank nothing is exchanged."""
+
+    def __init__(self, ops: BackendOps, rank: int, num_ranks: int, collectives: ExpertCollectives | None) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"expert-parallel rank {rank} of {num_ranks}: must be 0 to {num_ranks - 1}")
+        if num_ranks > 1 and collectives is None:
+            raise ValueError(f"{num_ranks} expert-parallel ranks need collectives, got None")
+        self.ops, self.rank, self.num_ranks = ops, rank, num_ranks
+        self._collectives = collectives
+
+    def counts(self, sent: Tensor, label: str) -> Tensor:
+        """Exchange visit counts: from this rank's visits [E] to all ranks' visits to its own experts [R, E / R]."""
+        sizes = [sent.shape[0] // self.num_ranks] * self.num_ranks
+        received = sent if self.num_ranks == 1 else self._all_to_all(sent, sizes, sizes, label)
+        return received.reshape([self.num_ranks, sizes[0]])
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
+        """Exchange rows: ``send[m]`` of them go to rank m. Their gradients come back under ``label.grad``."""
+        if self.num_ranks == 1:
+            return rows
+        (arrived,) = self.ops.autograd_node(
+            lambda own: (self._all_to_all(own.contiguous(), send, receive, label),),
+            lambda gradient: (self._all_to_all(gradient.contiguous(), receive, send, f"{label}.grad"),),
+            rows,
+        )
+        return arrived
+
+    def _all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
+        assert self._collectives is not None
+        return self._collectives.all_to_all(tensor, send, receive, label=label)
+
+
+class Experts(ABC):
+    """The experts of one block. ``weight_of`` returns this rank's weights by name, ``gated`` is the activation."""
+
+    def __init__(
+        self,
+        moe: MoeSpec,
+        name: str,
+        weights: SplitWeights,
+        weight_of: Callable[[str], Weight],
+        region: ExpertRegion,
+        gated: Gated,
+    ) -> None:
+        self._moe, self._name, self._region = moe, name, region
+        self._weights, self._weight_of, self._gated = weights, weight_of, gated
+
+    def forward(self, entered: Tensor, router: RouterBalance) -> Tensor:
+        """This tensor-parallel rank's addend of the output of all experts, shared ones included, from [S, B, H].
+
+        ``router`` counts the visits and may have a bias for the choice.
+        """
+        shared = self._moe.num_shared_experts > 0
+        to_router, to_experts, *to_shared = self._region.ops.fork(entered, 3 if shared else 2)
+        source = source_of(entered)
+        if source is not None:
+            mark(source, to_router, *to_shared)
+        logits = self._weights.product(to_router, self._weight("router"))
+        logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
+        chosen, gains = self._choose(logits, self._moe, router.bias)
+        counts = self._counts(chosen)
+        router.count(counts)
+        visited = self._visit(to_experts.reshape([-1, entered.shape[-1]]), chosen, counts)
+        routed = self._weighted(visited, gains).reshape(entered.shape)
+        return routed + self._shared(to_shared[0]) if shared else routed
+
+    def _swiglu(self, rows: Tensor, groups: Any) -> Tensor:
+        """Run rows through this rank's experts; ``groups`` has the number of rows of each."""
+        gate = self._weights.grouped(rows, self._weight("experts.gate"), groups)
+        up = self._weights.grouped(rows, self._weight("experts.up"), groups)
+        return self._weights.grouped(self._activation(gate, up, groups), self._weight("experts.down"), groups)
+
+    def _shared(self, activation: Tensor) -> Tensor:
+        gate = self._weights.product(activation, self._weight("shared.gate"))
+        up = self._weights.product(activation, self._weight("shared.up"))
+        return self._weights.product(self._gated(gate, up), self._weight("shared.down"))
+
+    def _weight(self, part: str) -> Weight:
+        return self._weight_of(f"{self._name}.{part}.weight")
+
+    # Each framework implements these.
+
+    @staticmethod
+    @abstractmethod
+    def _choose(logits: Tensor, moe: MoeSpec, bias: Indices | None = None) -> tuple[Indices, Tensor]:
+        """Choose the experts of each token, best first, and their weights: two of [N, k] from [N, E].
+
+        Ties go to the lower expert. A ``bias`` [E] is added to the scores for the choice only. No gradient flows
+        through the choice.
+        """
+
+    @abstractmethod
+    def _counts(self, chosen: Indices) -> Indices:
+        """Number of visits to each expert [E]."""
+
+    @abstractmethod
+    def _visit(self, tokens: Tensor, chosen: Indices, counts: Indices) -> Tensor:
+        """The outputs of each token's experts: tokens [N, H] and experts [N, k] to [N, k, H]."""
+
+    @staticmethod
+    @abstractmethod
+    def _weighted(results: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the visits of each token: [N, k, H] and [N, k] to [N, H]."""
+
+    @abstractmethod
+    def _activation(self, gate: Tensor, up: Tensor, groups: Any) -> Tensor:
+        """The activation function of grouped rows."""
+
+
+def reorder(ops: BackendOps, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Permute rows: row i of the result is row ``order[i]``; ``back`` is the inverse of ``order``.
+
+    A move without addition: backward is also a move, not a sum over indices.
+    """
+    (moved,) = ops.autograd_node(
+        lambda own: (ops.take_rows(own, order),), lambda gradient: (ops.take_rows(gradient, back),), rows
+    )
+    return moved
