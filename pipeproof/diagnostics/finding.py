@@ -6,8 +6,8 @@ in their code family only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -152,6 +152,17 @@ def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]
         else:
             shown.append(finding)
     return [(finding, following.pop(finding, [])) for finding in shown]
+
+
+def code_order(finding: Finding) -> str:
+    """Return the sort key for the order of the codes; a finding that follows from another stays behind that one."""
+    return finding.code if finding.cause is None else finding.cause.code
+
+
+def relinked(findings: Sequence[Finding], rewritten: Sequence[Finding]) -> list[Finding]:
+    """Return rewritten findings, one for each of ``findings``, with the rewritten ones as their causes."""
+    new = dict(zip(findings, rewritten, strict=True))
+    return [f if f.cause is None else replace(f, cause=new.get(f.cause, f.cause)) for f in rewritten]
 
 
 def file_order(finding: Finding) -> tuple[int, int, str]:

@@ -70,7 +70,7 @@ def render_text(
         if brevity.findings_of_a_code is None or shown[code] < brevity.findings_of_a_code:
             shown[code] += 1
             left[code] -= 1
-            if finding.severity is Severity.NOTE and not brevity.details:
+            if finding.severity is Severity.NOTE and "\n" not in finding.message and not brevity.details:
                 _render_note(finding, printer)
                 continue
             _render(finding, sources, printer, brevity)
@@ -89,10 +89,9 @@ def render_text(
 
 def _render_note(finding: Finding, printer: _Printer) -> None:
     place = "" if finding.location is None else f" {finding.location}"
-    message = " ".join(
-        [*finding.message.split("\n"), *([] if finding.help is None else ["help:", *finding.help.split("\n")])]
-    )
-    printer.line((f"{finding.severity}[{finding.code}]", _STYLES[finding.severity]), (f"{place}: {message}", ""))
+    fix = "" if finding.help is None else f"; help: {finding.help}"
+    style = _STYLES[finding.severity]
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f"{place}: {finding.message}{fix}", ""))
 
 
 def _render_count(finding: Finding, following: Sequence[Finding], printer: _Printer, brevity: Brevity) -> None:

@@ -1,4 +1,4 @@
-"""Which findings follow from others: one fault in a program is one finding, and the rest is shown behind it.
+"""Causes of findings: one fault in a program is one finding, and what follows from it is shown behind it.
 
 A rule sees one thing, so a send that is left out is seen by several: a receive
 without a counterpart, messages that meet others, a wait that never ends. The
@@ -23,7 +23,7 @@ from pipeproof.verify.fifo_matching import FaultsByChannel
 from pipeproof.verify.subject import Subject
 
 Keys = Callable[[Subject, Finding], Iterator[Hashable]]
-"""What a finding is about: two findings with a key in common are about the same rows."""
+"""Keys of the rows that a finding is about: two findings with a key in common are about the same rows."""
 
 
 def _witness_ops(finding: Finding) -> tuple[WitnessOp, ...]:

@@ -100,7 +100,7 @@ class ChannelFaults:
     """Faults of one channel by identity, as op ids.
 
     One missing message shifts all that follow in its FIFO. Without the ends that the other side lacks, both sides hold
-    the same messages, and where these differ in order they fall into blocks that can be judged apart.
+    the same messages, and where these differ in order they fall into blocks that are faults of their own.
     ``sends_alone`` and ``receives_alone`` are the ends without a counterpart in the programs, in program order.
     ``block_of`` gives for each operation of a block in another order the number of that block. ``run_of`` gives for
     each operation how many pairs before it meet as they should, where the channel has as many sends as receives:

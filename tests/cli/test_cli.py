@@ -77,7 +77,7 @@ def test_a_clean_plan_takes_two_lines_and_what_holds_elsewhere_one_more(write):
     assert unnamed.exit_code == 0
     note, verdict, digest = unnamed.stdout.splitlines()
     assert note.startswith("note[PP411] ")
-    assert "help: no change is needed for paddle-gloo; elsewhere, set `transport.recv_order` to send_order" in note
+    assert "; help: no change is needed for paddle-gloo; elsewhere, set `transport.recv_order` to send_order" in note
     assert verdict.endswith(", with 1 note")
     assert digest.startswith("digest ")
     assert "transport: {recv_order: send_order}" in invoke("explain", "PP411").stdout

@@ -284,6 +284,38 @@ def test_1f1b_is_conditional_and_gpipe_robust():
     assert {op.rank for op in finding.witness.ops} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("sections", "is_noted"),
+    [
+        ({}, True),
+        ({"run": {"backend": "paddle"}}, False),
+        ({"run": {"steps": 3}}, True),
+        ({"transport": {"queue": "directed_edge"}}, False),
+        ({"transport": {"recv_order": "send_order"}}, False),
+    ],
+)
+def test_a_plan_that_names_its_runtime_is_for_that_one(sections, is_noted):
+    assert found(subject(**sections)) == ({("PP411", "note")} if is_noted else set())
+
+
+def test_the_note_comes_for_transfers_of_a_schedule_file_on_whichever_backend(tmp_path):
+    """Pipeproof does not place them: whether a framework posts them as the file does is not known."""
+    path = tmp_path / "schedule.txt"
+    rank_0 = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 WAIT(0RECV_B0) 0B0 0RECV_B1 WAIT(0RECV_B1) 0B1 "
+    rank_1 = "1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0 1RECV_F1 WAIT(1RECV_F1) 1F1 1B1 1SEND_B1 "
+    ends = "WAIT(0SEND_F0) WAIT(0SEND_F1)", "WAIT(1SEND_B0) WAIT(1SEND_B1)"
+    path.write_text(f"rank 0: {rank_0}{ends[0]}\nrank 1: {rank_1}{ends[1]}\n")
+    schedule = {"kind": "file", "path": str(path), "num_micro_batches": 2, "micro_batch_size": 2}
+    assert found(subject(schedule=schedule, run={"backend": "paddle"})) == {("PP411", "note")}
+
+
+def test_a_plan_that_never_ends_on_its_own_backend_is_not_called_safe_there():
+    def forget(rows):
+        del rows[1][place(rows[1], "1RECV_F3")]
+
+    assert "PP411" not in {code for code, _ in found(mutated(subject(), forget))}
+
+
 def test_the_witness_of_a_condition_is_under_the_first_model_named():
     """Three ranks in a ring where all transfers share a FIFO; two that cross only if collectives are in it, too."""
     one = program(

@@ -216,7 +216,8 @@ CONDITIONAL = RuleDoc(
         "model. A schedule with transfers of its own issues those that cross as one batch instead. A plan that names "
         "its framework (`run.backend`), or the FIFO of another runtime that is to execute it (`transport.queue`), is "
         "for that one, which posts the transfers as the plan does: there is no note. Nor is there one where a rank "
-        "waits forever on every backend (PP402). The witness, with `--all`, is a shortest cycle under the first model named."
+        "waits forever on every backend (PP402). The witness, with `--all`, is a shortest cycle under the first model "
+        "named."
     ),
     wrong="schedule: {kind: 1f1b}",
     right="schedule: {kind: 1f1b}\ntransport: {recv_order: send_order}",
