@@ -69,7 +69,7 @@ def same_fault_of_a_channel(subject: Subject, finding: Finding) -> Iterator[Hash
         return
     blocks = {faults.block_of[op_id] for op_id in ids if op_id in faults.block_of}
     yield from ((channel, "block", block) for block in blocks)
-    if not blocks and not {*ids} <= {*faults.sends_alone, *faults.receives_alone}:
+    if not blocks and any(op_id in faults.counterpart for op_id in ids):
         yield channel, "shift", faults.run_of[ids[0]]
 
 

@@ -101,12 +101,14 @@ class ChannelFaults:
 
     One missing message shifts all that follow in its FIFO. Without the ends that the other side lacks, both sides hold
     the same messages, and where these differ in order they fall into blocks that are faults of their own.
-    ``sends_alone`` and ``receives_alone`` are the ends without a counterpart in the programs, in program order.
+    ``counterpart`` is the other end that each operation means to meet. ``sends_alone`` and ``receives_alone`` are the
+    ends without one in the programs, in program order.
     ``block_of`` gives for each operation of a block in another order the number of that block. ``run_of`` gives for
     each operation how many pairs before it meet as they should, where the channel has as many sends as receives:
     operations with one number are shifted by one fault. Elsewhere it is 0.
     """
 
+    counterpart: Mapping[int, int]
     sends_alone: tuple[int, ...]
     receives_alone: tuple[int, ...]
     block_of: Mapping[int, int]
@@ -148,7 +150,9 @@ def _faults(graph: OpGraph, channel: int) -> ChannelFaults:
     for sent_key, received_key in zip(sends, receives, strict=False):
         run_of[sends[sent_key]] = run_of[receives[received_key]] = num_right if len(sends) == len(receives) else 0
         num_right += sent_key == received_key
-    return ChannelFaults(sends_alone, receives_alone, block_of, run_of)
+    ends = [(sends[key], receives[key]) for key in sent]
+    counterpart = {**dict(ends), **{receive: send for send, receive in ends}}
+    return ChannelFaults(counterpart, sends_alone, receives_alone, block_of, run_of)
 
 
 def _by_identity(graph: OpGraph, ops: Sequence[int], *, named: bool) -> dict[tuple[str, str, int], int]:

@@ -25,7 +25,7 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
 )
 from pipeproof.verify.deadlock.suggested_fix import LARGEST, suggest_fix
 from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
-from pipeproof.verify.fifo_matching import partner_of
+from pipeproof.verify.fifo_matching import FaultsByChannel, partner_of
 from pipeproof.verify.subject import Rule, Subject, missing_op
 
 _NAMED = 6
@@ -139,14 +139,13 @@ def _endless(subject: Subject, wait: int) -> Finding:
             witness=subject.witness(wait),
         )
     peer, partner = graph.global_rank[int(graph.peer[target])], partner_of(op.target)
-    channel = np.flatnonzero(graph.channel == graph.channel[target])
-    issued = [op_id for op_id in channel.tolist() if graph.ops[op_id] == partner and graph.match[op_id] != NONE]
-    if issued:
-        taker = int(graph.match[issued[-1]])
+    counterpart = subject.once(FaultsByChannel)[int(graph.channel[target])].counterpart.get(target)
+    if counterpart is not None and graph.match[counterpart] != NONE:
+        taker = int(graph.match[counterpart])
         return NEVER.finding(
             f"rank {rank} waits for {op.target}, but its counterpart {partner} on rank {peer} meets {graph.ops[taker]}",
             help="make the sends and receives of the channel agree, from its first fault on",
-            witness=subject.witness(wait, issued[-1], taker),
+            witness=subject.witness(wait, counterpart, taker),
         )
     return NEVER.finding(
         f"rank {rank} waits for {op.target}, but rank {peer} never issues its counterpart {partner}",
