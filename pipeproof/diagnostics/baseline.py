@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from pipeproof.diagnostics.finding import Finding, Location
+from pipeproof.diagnostics.finding import Finding, Location, code_order
 from pipeproof.diagnostics.fingerprint import fingerprint
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
@@ -218,7 +218,7 @@ def compare_with_baseline(
     for mark, (index, entry) in entries.items():
         if left[mark] and picks(entry.code):
             new.append(_stale(baseline, index, entry, left[mark]))
-    return BaselineComparison(str(baseline.path), tuple(sorted(new, key=lambda finding: finding.code)), tuple(known))
+    return BaselineComparison(str(baseline.path), tuple(sorted(new, key=code_order)), tuple(known))
 
 
 def missing_file_notes(baseline: LoadedBaseline) -> tuple[Finding, ...]:

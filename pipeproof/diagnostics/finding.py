@@ -6,7 +6,8 @@ in their code family only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -122,7 +123,10 @@ Witness = RangesWitness | CycleWitness | OpsWitness
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One diagnostic: a stable code, a location, the fact with its numbers, and the suggested fix (``help``)."""
+    """One diagnostic: a stable code, a location, the fact with its numbers, and the suggested fix (``help``).
+
+    ``cause`` is the finding that this one follows from, which follows from no other.
+    """
 
     code: str
     severity: Severity
@@ -130,6 +134,35 @@ class Finding:
     location: Location | None = None
     help: str | None = None
     witness: Witness | None = None
+    cause: Finding | None = None
+
+
+def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]:
+    """Return the findings to show, in their order, each with those that follow from it.
+
+    A finding whose cause is not among them, such as one that a baseline has, is shown on its own.
+    """
+    findings = tuple(findings)
+    causes = {finding for finding in findings if finding.cause is None}
+    shown: list[Finding] = []
+    following: dict[Finding, list[Finding]] = {}
+    for finding in findings:
+        if finding.cause in causes:
+            following.setdefault(finding.cause, []).append(finding)
+        else:
+            shown.append(finding)
+    return [(finding, following.pop(finding, [])) for finding in shown]
+
+
+def code_order(finding: Finding) -> str:
+    """Return the sort key for the order of the codes; a finding that follows from another stays behind that one."""
+    return finding.code if finding.cause is None else finding.cause.code
+
+
+def relinked(findings: Sequence[Finding], rewritten: Sequence[Finding]) -> list[Finding]:
+    """Return rewritten findings, one for each of ``findings``, with the rewritten ones as their causes."""
+    new = dict(zip(findings, rewritten, strict=True))
+    return [f if f.cause is None else replace(f, cause=new.get(f.cause, f.cause)) for f in rewritten]
 
 
 def file_order(finding: Finding) -> tuple[int, int, str]:

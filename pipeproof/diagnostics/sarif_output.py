@@ -107,6 +107,7 @@ def _rule(doc: RuleDoc) -> dict[str, Any]:
 def _result(result: SarifResult, rule_index: int, file: str) -> dict[str, Any]:
     finding, file = result.finding, result.file or file
     fix = "" if finding.help is None else f"\nhelp: {finding.help}"
+    as_json = finding_to_json(finding)
     content: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": rule_index,
@@ -114,7 +115,7 @@ def _result(result: SarifResult, rule_index: int, file: str) -> dict[str, Any]:
         "message": {"text": f"{finding.message}{fix}"},
         "locations": [{"physicalLocation": _physical(finding.location, file)}],
         "partialFingerprints": {FINGERPRINT_NAME: fingerprint(finding)},
-        "properties": {"help": finding.help, "witness": finding_to_json(finding)["witness"]},
+        "properties": {name: as_json[name] for name in ("help", "witness", "cause") if name in as_json},
     }
     related = _related(finding)
     if related:

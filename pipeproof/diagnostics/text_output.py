@@ -6,7 +6,7 @@ rich is not imported here: the caller passes a console, and JSON needs none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -20,6 +20,7 @@ from pipeproof.diagnostics.finding import (
     RangesWitness,
     Severity,
     Witness,
+    by_cause,
 )
 from pipeproof.diagnostics.source import Sources
 
@@ -35,11 +36,16 @@ _FRAME = "blue"
 
 @dataclass(frozen=True, slots=True)
 class Brevity:
-    """Limits of similar output; ``None`` is no limit, and ``rest`` is the hint for the rest."""
+    """Limits of output; ``None`` is no limit, and ``rest`` is the hint for the rest.
+
+    With ``details``, findings that follow from others are shown too, and notes with their source lines, witness and
+    help below; without, the former are counted, and a note takes one line.
+    """
 
     findings_of_a_code: int | None
     witness_lines: int | None
     rest: str
+    details: bool = True
 
 
 BRIEF_WITNESSES = Brevity(None, 12, "`--format json` has them all")
@@ -56,21 +62,44 @@ def render_text(
     the characters that they mark.
     """
     printer, sources = _Printer(console), Sources(source)
-    findings = tuple(findings)
-    left = Counter(finding.code for finding in findings)
+    groups = by_cause(findings)
+    left = Counter(finding.code for finding, _ in groups)
     shown: Counter[str] = Counter()
-    for finding in findings:
+    for finding, following in groups:
         code = finding.code
         if brevity.findings_of_a_code is None or shown[code] < brevity.findings_of_a_code:
             shown[code] += 1
             left[code] -= 1
+            if finding.severity is Severity.NOTE and "\n" not in finding.message and not brevity.details:
+                _render_note(finding, printer)
+                continue
             _render(finding, sources, printer, brevity)
+            if following and not brevity.details:
+                _render_count(finding, following, printer, brevity)
             printer.line()
+            for consequence in following if brevity.details else ():
+                _render(consequence, sources, printer, brevity)
+                printer.line()
         elif left[code]:
             style = _STYLES[finding.severity]
             printer.line((f"{finding.severity}[{code}]", style), (f": and {left[code]} more; {brevity.rest}", "bold"))
             printer.line()
             left[code] = 0
+
+
+def _render_note(finding: Finding, printer: _Printer) -> None:
+    place = "" if finding.location is None else f" {finding.location}"
+    fix = "" if finding.help is None else f"; help: {finding.help}"
+    style = _STYLES[finding.severity]
+    printer.line((f"{finding.severity}[{finding.code}]", style), (f"{place}: {finding.message}{fix}", ""))
+
+
+def _render_count(finding: Finding, following: Sequence[Finding], printer: _Printer, brevity: Brevity) -> None:
+    codes = Counter(consequence.code for consequence in following)
+    named = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
+    verb = "follows" if len(following) == 1 else "follow"
+    text = f"and {len(following)} that {verb} from it: {named}; {brevity.rest}"
+    printer.line((f"{_margin(finding)} = ", _FRAME), (text, ""))
 
 
 class _Printer:
@@ -99,8 +128,7 @@ def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brev
     printer.line((f"{finding.severity}[{finding.code}]", style), (f": {first}", "bold"))
     for line in more:
         printer.line((f"  {line}", "bold"))
-    location = finding.location
-    margin = " " * (len(str(location.line)) if location is not None else 1)
+    location, margin = finding.location, _margin(finding)
     if location is not None:
         printer.line((f"{margin}--> ", _FRAME), (str(location), ""))
         _render_excerpt(location, sources, printer, margin, style)
@@ -109,11 +137,17 @@ def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brev
             printer.line((f"{margin} = ", _FRAME), (line, ""))
         for line in cycle_drawing(finding.witness):
             printer.line((f"{margin} = ", _FRAME), (line, ""))
+    if finding.cause is not None:
+        printer.line((f"{margin} = ", _FRAME), (f"follows from {finding.cause.code}: {finding.cause.message}", ""))
     if finding.help is not None:
         first, *more = finding.help.split("\n")
         printer.line((f"{margin} = ", _FRAME), ("help: ", "bold green"), (first, ""))
         for line in more:
             printer.line((f"{margin}         {line}", ""))
+
+
+def _margin(finding: Finding) -> str:
+    return " " * (len(str(finding.location.line)) if finding.location is not None else 1)
 
 
 def _render_excerpt(location: Location, sources: Sources, printer: _Printer, margin: str, style: str) -> None:
@@ -164,8 +198,12 @@ def printable(text: str) -> str:
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding as JSON data; ``witness`` is null or tagged by ``kind``: ranges, cycle or ops."""
-    location = finding.location
+    """Return a finding as JSON data.
+
+    ``witness`` is null or tagged by ``kind``: ranges, cycle or ops. Only a finding that follows from another has a
+    ``cause``: code and message of that one.
+    """
+    location, cause = finding.location, finding.cause
     return {
         "code": finding.code,
         "severity": str(finding.severity),
@@ -175,6 +213,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
         ),
         "help": finding.help,
         "witness": _witness_to_json(finding.witness) if finding.witness is not None else None,
+        **({} if cause is None else {"cause": {"code": cause.code, "message": cause.message}}),
     }
 
 

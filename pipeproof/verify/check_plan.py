@@ -10,6 +10,7 @@ from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.verify.causes import with_causes
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
 from pipeproof.verify.declared_facts import NO_FACTS, Facts
 from pipeproof.verify.memory_budget import InFlight, in_flight
@@ -87,8 +88,9 @@ def check(plan: LoadedPlan, selection: Selection = ALL_RULES) -> Report:
 
 
 def check_subject(subject: Subject, selection: Selection = ALL_RULES) -> Report:
-    """Check a subject by every selected rule that applies to it; findings are in the order of the codes.
+    """Check a subject by every selected rule that applies to it.
 
+    Findings are in the order of the codes, each followed by those that follow from it.
     Findings that the plan suppresses are listed apart, with the plan's reason.
     """
     run = [code for code in CHECK_CODES if selection.picks(code)]
@@ -97,7 +99,7 @@ def check_subject(subject: Subject, selection: Selection = ALL_RULES) -> Report:
     return Report(
         subject=subject,
         digest=graph_digest(subject),
-        findings=tuple(sorted(kept, key=lambda finding: finding.code)),
+        findings=with_causes(subject, sorted(kept, key=lambda finding: finding.code)),
         in_flight=in_flight(subject) if subject.lowered is not None else (),
         suppressed=suppressed,
         not_run=tuple(code for code in CHECK_CODES if not selection.picks(code)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeproof.diagnostics.finding import Finding, Severity, shown_path
+from pipeproof.diagnostics.finding import Finding, Severity, by_cause, shown_path
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.text_output import Brevity, render_text
 from pipeproof.verify.check_plan import CHECK_CODES, Report
@@ -16,7 +16,9 @@ from pipeproof.verify.check_plan import CHECK_CODES, Report
 if TYPE_CHECKING:
     from pipeproof.diagnostics.baseline import BaselineComparison
 
-BRIEF = Brevity(findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too")
+BRIEF = Brevity(
+    findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too", details=False
+)
 """Size of a screen: many equal findings have one cause more often than many."""
 
 WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
@@ -28,7 +30,7 @@ _MOST_CODES = 8
 def render_report(
     report: Report, console: Console, brevity: Brevity = BRIEF, compared: BaselineComparison | None = None
 ) -> None:
-    """Print the findings, what is held in flight, what was set aside, and the verdict with the digest.
+    """Print the findings, what was set aside, and the verdict with the digest; in detail, what is held in flight, too.
 
     ``compared`` are the findings compared with a baseline: a known finding takes one line.
     """
@@ -36,7 +38,7 @@ def render_report(
     render_text(findings, report.subject.source, console=console, brevity=brevity)
     if compared is not None:
         _render_known(compared, console)
-    if report.subject.lowered is not None:
+    if report.subject.lowered is not None and brevity.details:
         _render_in_flight(report, console)
     if report.suppressed:
         console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
@@ -88,9 +90,12 @@ def _verdict(report: Report, compared: BaselineComparison | None) -> str:
 
 
 def _all_counted(findings: Sequence[Finding]) -> str:
-    """``1 error and 2 notes``; nothing for none."""
-    found = Counter(finding.severity for finding in findings)
-    return listed([_counted(found[s], s) for s in Severity if found[s]], "and") if found else ""
+    """``1 error and 2 notes (and 4 that follow)``; nothing for none."""
+    groups = by_cause(findings)
+    found = Counter(finding.severity for finding, _ in groups)
+    following = len(findings) - len(groups)
+    tail = f" (and {following} that {'follows' if following == 1 else 'follow'})" if following else ""
+    return listed([_counted(found[s], s) for s in Severity if found[s]], "and") + tail if found else ""
 
 
 def _size(report: Report) -> str:

@@ -11,6 +11,7 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import OpKind
+from pipeproof.verify.exchanged_computes import exchanges
 from pipeproof.verify.subject import Rule, Subject, missing_op, of_small_plan
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
@@ -163,11 +164,13 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
 
 ORDER = RuleDoc(
     code="PP123",
-    title="a backward comes before what it needs",
+    title="a computation comes before what it needs",
     severity="error",
     explanation=(
         "The backward of a micro-batch reads the activations that its forward kept, and the weight-gradient "
-        "operation reads what the input-gradient operation left."
+        "operation reads what the input-gradient operation left. Two computations of a rank in each other's places, "
+        "while the transfers around them are in theirs, have the same fault: one reads an input that has not been "
+        "received, or makes an output that has already been sent."
     ),
     wrong="rank 0: 0B0 0F0",
     right="rank 0: 0F0 0B0",
@@ -178,6 +181,16 @@ _MUST_PRECEDE = ((_F, _B), (_F, _I), (_I, _W))
 
 def _check_order(subject: Subject) -> Iterator[Finding]:
     graph, table = subject.graph, subject.computes
+    home: dict[int, int] = {}
+    for exchange in exchanges(subject):
+        one, other = graph.ops[exchange.first], graph.ops[exchange.second]
+        home |= {exchange.first: exchange.second, exchange.second: exchange.first}
+        yield ORDER.finding(
+            f"{subject.coords_text(int(graph.rank[exchange.first]))} runs {one} in the place of {other}, and "
+            f"{other} in that of {one}: the transfers around them are those of the other",
+            help=f"exchange {one} and {other}",
+            witness=subject.witness(exchange.first, exchange.second, *exchange.transfers),
+        )
     late: list[tuple[int, int]] = []
     for place, (earlier, later) in enumerate(_MUST_PRECEDE):
         first, second = table.first[earlier], table.first[later]
@@ -185,6 +198,8 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
         late += [(entry, place) for entry in np.flatnonzero(wrong).tolist()]
     for entry, place in sorted(late):
         needed, needs = (int(table.first[kind][entry]) for kind in _MUST_PRECEDE[place])
+        if home.get(needed, needed) < home.get(needs, needs):  # exchanged back, they are in order
+            continue
         yield ORDER.finding(
             f"{subject.coords_text(int(table.rank[entry]))} runs {graph.ops[needs]} before {graph.ops[needed]}",
             help=f"move {graph.ops[needed]} before {graph.ops[needs]}",

@@ -8,17 +8,19 @@ with the definition on a networkx graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.finding import Finding, OpsWitness
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import KIND_CODE, KINDS, META_KINDS, SEND_KINDS, Op, OpKind
-from pipeproof.verify.subject import Rule, Subject
+from pipeproof.verify.subject import Rule, Subject, missing_op
 
 PARTNER: Mapping[OpKind, tuple[OpKind, int]] = MappingProxyType(
     {
@@ -38,7 +40,7 @@ PARTNER: Mapping[OpKind, tuple[OpKind, int]] = MappingProxyType(
 def partner_of(transfer: Op) -> Op:
     """The operation that a transfer means to meet: ``0SEND_F3`` means ``1RECV_F3``."""
     kind, step = PARTNER[transfer.kind]
-    return Op(kind, transfer.stage + step, transfer.micro_batch)
+    return transfer._replace(kind=kind, stage=transfer.stage + step)
 
 
 class Pairs:
@@ -93,6 +95,79 @@ class Pairs:
         return partly
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelFaults:
+    """Faults of one channel by identity, as op ids.
+
+    One missing message shifts all that follow in its FIFO. Without the ends that the other side lacks, both sides hold
+    the same messages, and where these differ in order they fall into blocks that are faults of their own.
+    ``counterpart`` is the other end that each operation means to meet. ``sends_alone`` and ``receives_alone`` are the
+    ends without one in the programs, in program order.
+    ``block_of`` gives for each operation of a block in another order the number of that block. ``run_of`` gives for
+    each operation how many pairs before it meet as they should, where the channel has as many sends as receives:
+    operations with one number are shifted by one fault. Elsewhere it is 0.
+    """
+
+    counterpart: Mapping[int, int]
+    sends_alone: tuple[int, ...]
+    receives_alone: tuple[int, ...]
+    block_of: Mapping[int, int]
+    run_of: Mapping[int, int]
+
+
+class FaultsByChannel:
+    """The faults of a graph's channels, each found when it is asked for."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._graph = subject.graph
+        self._found: dict[int, ChannelFaults] = {}
+
+    def __getitem__(self, channel: int) -> ChannelFaults:
+        if channel not in self._found:
+            self._found[channel] = _faults(self._graph, channel)
+        return self._found[channel]
+
+
+def _faults(graph: OpGraph, channel: int) -> ChannelFaults:
+    rows = np.flatnonzero(graph.channel == channel)
+    is_send = graph.is_kind(SEND_KINDS)[rows]
+    named = bool((graph.tensor[rows] != NONE).all())  # else a member of a tuple cannot be compared by its name
+    sends, receives = (_by_identity(graph, rows[is_send == side].tolist(), named=named) for side in (True, False))
+    sends_alone = tuple(op_id for key, op_id in sends.items() if key not in receives)
+    receives_alone = tuple(op_id for key, op_id in receives.items() if key not in sends)
+    place = {key: number for number, key in enumerate(key for key in receives if key in sends)}
+    sent = [key for key in sends if key in receives]
+    block_of: dict[int, int] = {}
+    begin, last = 0, NONE
+    for number, key in enumerate(sent):
+        last = max(last, place[key])
+        if last == number:  # both sides have had the same messages up to here
+            for moved in sent[begin : number + 1] if number > begin else ():
+                block_of[sends[moved]] = block_of[receives[moved]] = begin
+            begin = number + 1
+    run_of: dict[int, int] = {}
+    num_right = 0
+    for sent_key, received_key in zip(sends, receives, strict=False):
+        run_of[sends[sent_key]] = run_of[receives[received_key]] = num_right if len(sends) == len(receives) else 0
+        num_right += sent_key == received_key
+    ends = [(sends[key], receives[key]) for key in sent]
+    counterpart = {**dict(ends), **{receive: send for send, receive in ends}}
+    return ChannelFaults(counterpart, sends_alone, receives_alone, block_of, run_of)
+
+
+def _by_identity(graph: OpGraph, ops: Sequence[int], *, named: bool) -> dict[tuple[str, str, int], int]:
+    """The operations of one end by (text of the receive that is meant, tensor, how often it came before)."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str, int], int] = {}
+    for op_id in ops:
+        op = graph.ops[op_id]
+        member = graph.tensors[int(graph.tensor[op_id])].member if named else ""
+        key = str(partner_of(op) if op.kind in SEND_KINDS else op), member
+        found[*key, seen[key]] = op_id
+        seen[key] += 1
+    return found
+
+
 def rank_of(graph: OpGraph, op_id: int) -> int:
     """The global rank that issues an operation."""
     return graph.global_rank[int(graph.rank[op_id])]
@@ -132,15 +207,16 @@ def _check_unmatched(subject: Subject) -> Iterator[Finding]:
     for index in np.flatnonzero(counts[0] != counts[1]).tolist():
         channel, num_sends, num_receives = graph.channels[index], int(counts[0][index]), int(counts[1][index])
         more_sends = num_sends > num_receives
-        selected = transfers[(graph.channel[transfers] == index) & (is_send[transfers] == more_sends)]
-        surplus = selected[min(num_sends, num_receives) :].tolist()
+        faults = subject.once(FaultsByChannel)[index]
+        alone = (faults.sends_alone if more_sends else faults.receives_alone)[: abs(num_sends - num_receives)]
         missing_rank = graph.global_rank[channel.dst if more_sends else channel.src]
-        first = graph.ops[surplus[0]]
+        first = graph.ops[alone[0]]
+        partner = partner_of(first)
         yield UNMATCHED.finding(
-            f"channel {channel_text(graph, index)} has {num_sends} sends and {num_receives} receives; "
-            f"{first} on rank {rank_of(graph, surplus[0])} never meets a counterpart",
-            help=f"add {partner_of(first)} to rank {missing_rank}, or remove {first}",
-            witness=subject.witness(*surplus),
+            f"channel {channel_text(graph, index)} has {num_sends} sends and {num_receives} receives: "
+            f"{first} on rank {rank_of(graph, alone[0])} has no {partner} of its own on rank {missing_rank}",
+            help=f"add {partner} to rank {missing_rank}, or remove {first}",
+            witness=OpsWitness((*map(subject.witness_op, alone), missing_op(missing_rank, partner))),
         )
 
 

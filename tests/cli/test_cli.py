@@ -59,10 +59,28 @@ def test_check_as_json_of_a_good_plan(write):
 
 
 @pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict",), 1)])
-def test_warnings_fail_a_check_only_where_it_is_strict(good, strict, status):
-    result = invoke("check", good, *strict)
+def test_warnings_fail_a_check_only_where_it_is_strict(tmp_path, strict, status):
+    program = tmp_path / "program.txt"
+    program.write_text(next(doc.wrong for doc in all_docs() if doc.code == "PP413"))
+    result = invoke("check", "--program", program, *strict)
     assert result.exit_code == status
-    assert "warning[PP411]: " in result.stdout
+    assert "warning[PP413]: " in result.stdout
+
+
+def test_a_clean_plan_takes_two_lines_and_what_holds_elsewhere_one_more(write):
+    named = invoke("check", write(run={"backend": "paddle"}), "--strict")
+    assert named.exit_code == 0
+    verdict, digest = named.stdout.splitlines()
+    assert verdict.startswith("proved: ")
+    assert digest.startswith("digest ")
+    unnamed = invoke("check", write(), "--strict")
+    assert unnamed.exit_code == 0
+    note, verdict, digest = unnamed.stdout.splitlines()
+    assert note.startswith("note[PP411] ")
+    assert "; help: no change is needed for paddle-gloo; elsewhere, set `transport.recv_order` to send_order" in note
+    assert verdict.endswith(", with 1 note")
+    assert digest.startswith("digest ")
+    assert "transport: {recv_order: send_order}" in invoke("explain", "PP411").stdout
 
 
 def test_notes_do_not_fail_a_strict_check(write):

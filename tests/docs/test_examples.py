@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.diagnostics.finding import Severity
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import check
 from tests.default_signals import default_signals
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("known_notes")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 REFUSED = {"gpt_pp2_tp2_sp_partial", "gpt_pp2_tp2_sp_backward_partial"}
+SEED_BUGS = {"norm_after_partial", "norm_before_partial"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -30,6 +33,33 @@ def test_examples_load_and_are_judged_as_meant(example):
     assert errors == ({"PP201"} if example.stem in REFUSED else set())
     others = {finding.code for finding in report.findings} - errors
     assert others <= {"PP411"}, "an example brings no warning but that 1F1B needs more than one queue"
+
+
+RECOMMENDED = [
+    path
+    for path in sorted((ROOT / "examples").rglob("*.yaml"))
+    if "pipeproof: 1" in path.read_text() and path.stem not in REFUSED and path.stem not in SEED_BUGS
+]
+
+
+@pytest.mark.parametrize("example", RECOMMENDED, ids=lambda path: path.stem)
+def test_recommended_plans_pass_a_strict_check(example):
+    findings = check(load_plan(example)).findings
+    assert [finding for finding in findings if finding.severity is not Severity.NOTE] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("tutorial.md"))], ids=str)
+def test_plans_of_the_first_pages_pass_a_strict_check_unless_the_page_shows_what_is_wrong(page, tmp_path):
+    blocks = re.findall(r"```yaml.*?\n(.*?)```", page.read_text(), re.DOTALL)
+    wrong = []
+    for index, block in enumerate(blocks):
+        plan = tmp_path / f"{index}.yaml"
+        plan.write_text(block)
+        findings = check(load_plan(plan)).findings
+        assert all(finding.severity is not Severity.WARNING for finding in findings)
+        wrong += [(index, {finding.code for finding in findings if finding.severity is Severity.ERROR})]
+    shown = {0: {"PP401"}, 2: {"PP201"}}  # the plan that hangs, and the plan whose slices lose elements
+    assert wrong == [(index, shown.get(index, set())) for index in range(len(blocks))]
 
 
 def test_every_example_is_in_the_demo(demo):

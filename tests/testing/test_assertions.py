@@ -15,7 +15,7 @@ from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
 from pipeproof.testing.strategies import layouts, plans, schedules, topologies
-from pipeproof.verify.check_plan import check_subject
+from pipeproof.verify.check_plan import CHECK_CODES, check_subject
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 
@@ -52,13 +52,18 @@ def test_a_refused_plan_fails_with_what_check_prints(tmp_path):
 
 def test_what_is_allowed_does_not_fail_and_strict_means_warnings():
     assert {finding.code for finding in assert_plan_sound(LOSSY, allow={"PP201"}).errors} == {"PP201"}
-    warned = plan_dict()
-    assert [finding.code for finding in assert_plan_sound(warned).findings] == ["PP411"]
-    with pytest.raises(AssertionError, match=r"warning\[PP411\]"):
-        assert_plan_sound(warned, strict=True)
-    assert_plan_sound(warned, strict=True, allow=["PP411"])
+    noted = plan_dict()
+    assert [finding.code for finding in assert_plan_sound(noted, strict=True).findings] == ["PP411"]
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]  # a deadlock, so that memory is not known
+    schedule = {"kind": "custom", "num_micro_batches": 2, "programs": programs}
+    warned = plan_dict(schedule=schedule, memory={"budget_gib": 1})
+    errors = {finding.code for finding in assert_plan_sound(warned, allow=CHECK_CODES).errors}
+    assert_plan_sound(warned, allow=errors)
+    with pytest.raises(AssertionError, match=r"PP702"):
+        assert_plan_sound(warned, allow=errors, strict=True)
+    assert_plan_sound(warned, strict=True, allow=[*errors, "PP702"])
     with pytest.raises(ValueError, match="no code PP999"):
-        assert_plan_sound(warned, allow=["PP999"])
+        assert_plan_sound(noted, allow=["PP999"])
 
 
 def test_a_plan_that_cannot_be_loaded_fails_with_its_findings(tmp_path):

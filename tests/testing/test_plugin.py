@@ -80,9 +80,8 @@ def test_plans_are_distributed_and_named_once(run_pytest, project):
 @pytest.mark.slow
 def test_strict_plans(run_pytest, project):
     done = run_pytest(project, "--pipeproof-plans", str(project / "plans" / "sound.yaml"), "--pipeproof-strict")
-    assert done.returncode == 1
-    assert "1 failed, 1 passed" in done.stdout
-    assert "warning[PP411]" in done.stdout
+    assert done.returncode == 0  # 1F1B has a note, and notes never fail
+    assert "2 passed" in done.stdout
 
 
 def test_no_plans_are_collected_unless_asked_for_and_nothing_is_loaded(run_pytest, project):

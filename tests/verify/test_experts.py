@@ -177,9 +177,10 @@ def test_counts_that_are_sent_as_activations_are_found():
     everywhere = typed_otherwise(one, range(one.graph.num_ranks), tensor=NONE)
     assert codes(everywhere) == {"PP208"}
     (found,) = [finding for finding in check_subject(everywhere).findings if finding.code == "PP208"]
-    assert "ALL_TO_ALL of 4 over ep as its collective 0, and needs ALL_TO_ALL of 4 over ep (mlp.counts) in int64" in (
-        found.message
-    )
+    assert (
+        "ALL_TO_ALL of 4 over ep as its collective 0, and needs ALL_TO_ALL of 4 over ep (mlp.counts of `layer.1`, "
+        "stage 0) in int64"
+    ) in found.message
     assert codes(typed_otherwise(one, [0], tensor=NONE)) == {"PP208", "PP306"}
 
 

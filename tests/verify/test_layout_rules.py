@@ -420,7 +420,7 @@ def test_the_finding_says_what_is_issued_and_what_is_needed():
     (found,) = [f for f in check_subject(mutated(base, ISSUED["too short"])).findings if f.code == "PP208"]
     assert found.message == (
         "0F1 on rank 0 (pp 0, tp 0) issues ALL_REDUCE of 7 over tp as its collective 1, and needs ALL_REDUCE of 256 "
-        "over tp (attn.out)"
+        "over tp (attn.out of `layer.0`, stage 0)"
     )
     assert [op.op for op in found.witness.ops][:2] == ["0F1", "0F1/0.ALL_REDUCE:tp"]
 

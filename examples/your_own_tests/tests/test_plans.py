@@ -5,7 +5,7 @@ import pytest
 
 @pytest.mark.pipeproof_plan("../plans/pretrain.yaml")
 def test_what_we_pretrain_with_is_proved_and_keeps_to_our_memory(pipeproof_plan, plan_check):
-    report = plan_check(pipeproof_plan, strict=True, allow=["PP411"])  # 1F1B needs more than one queue; ours has them
+    report = plan_check(pipeproof_plan, strict=True)
     assert report.certificate is not None
     assert max(rank.peak_activations for rank in report.in_flight) <= 2
 

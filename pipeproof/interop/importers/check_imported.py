@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.finding import Finding, code_order, relinked
 from pipeproof.diagnostics.problems import dotted
 from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
 from pipeproof.interop.importers.imported import Assumption, Imported
@@ -30,11 +31,11 @@ def check_imported(imported: Imported, selection: Selection = ALL_RULES) -> Repo
     """
     report = check(load_imported(imported), selection)
     rephrase, spec = imported.rephrase, report.subject.plan.spec
-    rule_findings = report.findings if rephrase is None else rephrase(spec, report.findings)
+    rule_findings: Sequence[Finding] = report.findings
+    if rephrase is not None:
+        rule_findings = relinked(rule_findings, rephrase(spec, report.findings))
     importer_findings = [finding for finding in import_findings(imported) if selection.picks(finding.code)]
-    return replace(
-        report, findings=tuple(sorted([*rule_findings, *importer_findings], key=lambda finding: finding.code))
-    )
+    return replace(report, findings=tuple(sorted([*rule_findings, *importer_findings], key=code_order)))
 
 
 def import_findings(imported: Imported) -> tuple[Finding, ...]:

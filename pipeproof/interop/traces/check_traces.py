@@ -9,7 +9,7 @@ from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp, code_order, relinked
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, RAISED, SPLITS, UNFINISHED_LOG
@@ -61,9 +61,10 @@ def check_log(
     rules = (*_PAIR_RULES, *_WHOLE_LOG_RULES, *(_IN_ORDER_RULES if _in_order(logs) else ()))
     rules_run = tuple(code for code in (rules if whole else _PAIR_RULES) if selection.picks(code))
     report = check_subject(subject, Selection(select=rules_run or ("none",)))
-    findings = [_about_program(with_log_names(finding, recorded)) for finding in report.findings]
+    named = [_about_program(with_log_names(finding, recorded)) for finding in report.findings]
+    findings = relinked(report.findings, named)
     findings += [finding for finding in _log_findings(logs, plan, whole=whole) if selection.picks(finding.code)]
-    ordered = tuple(sorted(findings, key=lambda finding: finding.code))
+    ordered = tuple(sorted(findings, key=code_order))
     return replace(report, findings=ordered, not_run=tuple(sorted(set(rules) - set(rules_run))))
 
 
@@ -95,13 +96,9 @@ def _in_order(logs: Sequence[RankLog]) -> bool:
 
 def _about_program(finding: Finding) -> Finding:
     """Replace "plan" by "program" in the texts of the plan rules."""
-    message = finding.message.replace("the plan is safe", "the program is safe")
-    suggested_fix = finding.help
-    if suggested_fix is not None:
-        suggested_fix = suggested_fix.replace("the plan changed so", "the program changed so").partition(
-            ". `transport.queue`"
-        )[0]
-    return replace(finding, message=message, help=suggested_fix)
+    if finding.help is None:
+        return finding
+    return replace(finding, help=finding.help.replace("the plan changed so", "the program changed so"))
 
 
 def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
 )
 from pipeproof.verify.deadlock.suggested_fix import LARGEST, suggest_fix
 from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
-from pipeproof.verify.fifo_matching import partner_of
+from pipeproof.verify.fifo_matching import FaultsByChannel, partner_of
 from pipeproof.verify.subject import Rule, Subject, missing_op
 
 _NAMED = 6
@@ -139,6 +139,14 @@ def _endless(subject: Subject, wait: int) -> Finding:
             witness=subject.witness(wait),
         )
     peer, partner = graph.global_rank[int(graph.peer[target])], partner_of(op.target)
+    counterpart = subject.once(FaultsByChannel)[int(graph.channel[target])].counterpart.get(target)
+    if counterpart is not None and graph.match[counterpart] != NONE:
+        taker = int(graph.match[counterpart])
+        return NEVER.finding(
+            f"rank {rank} waits for {op.target}, but its counterpart {partner} on rank {peer} meets {graph.ops[taker]}",
+            help="make the sends and receives of the channel agree, from its first fault on",
+            witness=subject.witness(wait, counterpart, taker),
+        )
     return NEVER.finding(
         f"rank {rank} waits for {op.target}, but rank {peer} never issues its counterpart {partner}",
         help=f"add {partner} to rank {peer}",
@@ -197,16 +205,21 @@ CYCLE = RuleDoc(
 CONDITIONAL = RuleDoc(
     code="PP411",
     title="the order of transfers is safe on the declared backend, but not on every one",
-    severity="warning",
+    severity="note",
     explanation=(
         "Backends differ in which transfers of a rank wait for each other, and in when a send is done. Under the "
-        "declared backend the plan cannot deadlock. Under the named models it does: two ranks each have a transfer "
-        "in their FIFO before the one that the other waits for. 1F1B is such a schedule, since a forward send and "
-        "a backward receive cross; frameworks issue them as one batch. Nothing has to change while the declared "
-        "backend is used. The witness is a shortest cycle under the first model named."
+        "declared backend the plan cannot deadlock, and nothing has to change while that backend is used. Under the "
+        "named models it does: two ranks each have a transfer in their FIFO before the one that the other waits for. "
+        "1F1B is such a schedule, since a forward send and a backward receive cross; frameworks issue them as one "
+        "batch. `transport: {recv_order: send_order}` puts all transfers into one order, which is safe under every "
+        "model. A schedule with transfers of its own issues those that cross as one batch instead. A plan that names "
+        "its framework (`run.backend`), or the FIFO of another runtime that is to execute it (`transport.queue`), is "
+        "for that one, which posts the transfers as the plan does: there is no note. Nor is there one where a rank "
+        "waits forever on every backend (PP402). The witness, with `--all`, is a shortest cycle under the first model "
+        "named."
     ),
     wrong="schedule: {kind: 1f1b}",
-    right="schedule: {kind: gpipe}",
+    right="schedule: {kind: 1f1b}\ntransport: {recv_order: send_order}",
 )
 
 DEVICE = RuleDoc(
@@ -326,27 +339,41 @@ def _help(subject: Subject, model: ChannelModel, ops: Sequence[int]) -> str:
 
 def _check_conditional(subject: Subject) -> Iterator[Finding]:
     failing = conditions(subject)
-    if not any(model.queue != "device" for model in failing):
+    if not any(model.queue != "device" for model in failing) or _names_its_runtime(subject):
+        return
+    if next(check_never(subject), None) is not None:  # it is not safe on the declared backend either
         return
     ops = cycle_of(subject.graph, failing[0])
     yield CONDITIONAL.finding(
-        f"the plan is safe on {subject.backend.name}, but deadlocks under {len(failing)} of {len(MODELS)} channel "
-        f"models: {models_text(failing)}",
+        f"safe on {subject.backend.name}, but a deadlock under {len(failing)} of {len(MODELS)} channel models "
+        f"({models_text(failing)})",
         location=subject.locate("schedule"),
         help=(
-            f"no change is needed for {subject.backend.name}; elsewhere, {_in_one_order(subject)}. "
-            "`transport.queue` declares the FIFO of another runtime that is to execute the plan"
+            f"no change is needed for {subject.backend.name}; elsewhere, {_in_one_order(subject)}: "
+            "`pipeproof explain PP411`"
         ),
         witness=cycle_witness(subject, ops),
     )
 
 
+def _posts_are_ours(subject: Subject) -> bool:
+    """Return True if pipeproof places the transfers: not in a graph alone, nor in a schedule with its own transfers."""
+    plan = subject.lowered
+    return plan is not None and (plan.foreign is None or plan.foreign.computes_only)
+
+
+def _names_its_runtime(subject: Subject) -> bool:
+    """Return True if the plan names a framework or a FIFO, and its transfers are posted as that runtime posts them."""
+    if not _posts_are_ours(subject):
+        return False
+    spec = subject.plan.spec
+    return "backend" in spec.run.model_fields_set or spec.transport.queue is not None
+
+
 def _in_one_order(subject: Subject) -> str:
     """Change that makes a conditional plan safe under every model."""
-    plan = subject.lowered
-    is_ours = plan is not None and (plan.foreign is None or plan.foreign.computes_only)  # then we post its receives
-    if plan is not None and is_ours and plan.spec.transport.recv_order != "send_order":
-        return "set `transport.recv_order` to send_order, which puts all transfers into one order"
+    if _posts_are_ours(subject) and subject.plan.spec.transport.recv_order != "send_order":
+        return "set `transport.recv_order` to send_order"
     return "issue transfers that cross as one batch"
 
 

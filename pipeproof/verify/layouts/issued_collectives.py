@@ -77,11 +77,15 @@ class _Needed:
         self.of_activations = plan.spec.run.dtype
         self._dtypes = dtypes = {dtype: code for code, dtype in enumerate({t.dtype: None for t in graph.tensors})}
         self.calls: list[list[Collective]] = []
+        self.layers: list[list[str]] = []
         for size in sizes:
             typed = typed_layers(plan.spec, size)
             for stage_layers in plan.stages:
                 layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
-                self.calls += [list(_calls(kind, layers, plan.spec.memory)) for kind in _COMPUTES]
+                for kind in _COMPUTES:
+                    named = list(_calls(kind, layers, plan.spec.memory))
+                    self.layers.append([name for name, _ in named])
+                    self.calls.append([call for _, call in named])
         self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
         self.first = np.cumsum(self.count) - self.count
         rows = [
@@ -123,24 +127,26 @@ class _Needed:
         return np.where(known, slot, NONE)
 
 
-def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], memory: MemorySpec) -> Iterator[Collective]:
-    """The collectives of one computation.
+def _calls(
+    kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], memory: MemorySpec
+) -> Iterator[tuple[str, Collective]]:
+    """The collectives of one computation, each with the name of its layer.
 
     A block that is computed again issues those of its forward again, right before those of its backward. The weights'
     gradients issue none, unless what they read is gathered again; in a whole backward that comes last.
     """
     if kind in _FORWARDS:
-        for _, layer in layers:
-            yield from layer.forward
+        for name, layer in layers:
+            yield from ((name, call) for call in layer.forward)
         return
     if kind in _BACKWARDS:
         for name, layer in reversed(layers):
             if memory.recompute == "full" and is_block(name):
-                yield from layer.forward
-            yield from layer.backward
+                yield from ((name, call) for call in layer.forward)
+            yield from ((name, call) for call in layer.backward)
     if kind is not OpKind.BACKWARD_INPUT and memory.sequence_parallel_activations == "regather":
-        for _, layer in reversed(layers):
-            yield from layer.weights
+        for name, layer in reversed(layers):
+            yield from ((name, call) for call in layer.weights)
 
 
 def _check_issued(subject: Subject) -> Iterator[Finding]:
@@ -216,12 +222,16 @@ def _all_members(subject: Subject, parents: IntColumn, wrong: BoolColumn) -> Boo
 
 def _first(graph: OpGraph, needed: _Needed, parent: int, children: list[int]) -> str:
     """The first call that is not as needed."""
-    expected = needed.calls[int(needed.slots(graph, np.array([parent]))[0])]
+    slot = int(needed.slots(graph, np.array([parent]))[0])
+    expected, layers = needed.calls[slot], needed.layers[slot]
     names = graph.reduction_names
     for place in range(max(len(children), len(expected))):
         call = expected[place] if place < len(expected) else None
         child = children[place] if place < len(children) else None
-        needs = "none" if call is None else f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({call.label})"
+        needs = "none"
+        if call is not None:
+            where = f"{call.label} of `{layers[place]}`, stage {int(graph.stage[parent])}"
+            needs = f"{_KINDS[call.kind]} of {call.numel} over {call.axis} ({where})"
         if call is not None and call.dtype is not None:
             needs += f" in {call.dtype}"
         if child is None:

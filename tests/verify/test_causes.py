@@ -1,0 +1,300 @@
+"""One fault is one finding: causes, what follows from them, and that a second fault stays visible."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipeproof.cli.check_report import CheckResult, show_all
+from pipeproof.cli.main import main
+from pipeproof.diagnostics.finding import Severity, by_cause, relinked
+from pipeproof.diagnostics.text_output import finding_to_json
+from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
+from pipeproof.verify.causes import FOLLOWS
+from pipeproof.verify.check_plan import CHECK_CODES, check_subject
+from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
+from pipeproof.verify.subject import program_subject
+from tests.plans import subject
+from tests.verify.programs import double, mutated, remove, swap
+
+FOUR_STAGES = {"topology": {"pp": 4}}
+REPLICAS = {"topology": {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True}}
+CHUNKS = {"topology": {"pp": 2}, "schedule": {"kind": "interleaved", "num_chunks": 2}}
+
+
+def problems(one):
+    """The findings of a check but notes."""
+    return [finding for finding in check_subject(one).findings if finding.severity is not Severity.NOTE]
+
+
+def dropped(rank, *texts):
+    return lambda rows: remove(rows[rank], *texts)
+
+
+def doubled(rank, text):
+    return lambda rows: double(rows[rank], text)
+
+
+def swapped(rank, one, other):
+    return lambda rows: swap(rows[rank], one, other)
+
+
+SINGLE = {
+    "a send": (FOUR_STAGES, dropped(1, "1SEND_F2"), 4, "PP301", "2RECV_F2"),
+    "a send and its wait": (FOUR_STAGES, dropped(1, "1SEND_F2", "WAIT(1SEND_F2)"), 3, "PP301", "2RECV_F2"),
+    "a send of a gradient": (FOUR_STAGES, dropped(2, "2SEND_B1", "WAIT(2SEND_B1)"), 4, "PP301", "1RECV_B1"),
+    "a receive": (FOUR_STAGES, dropped(2, "2RECV_F1"), 5, "PP301", "1SEND_F1"),
+    "a receive and its wait": (FOUR_STAGES, dropped(2, "2RECV_F1", "WAIT(2RECV_F1)"), 4, "PP301", "1SEND_F1"),
+    "a wait for a receive": (FOUR_STAGES, dropped(2, "WAIT(2RECV_F1)"), 2, "PP505", "2RECV_F1"),
+    "a send twice": (FOUR_STAGES, doubled(1, "1SEND_F2"), 4, "PP301", "1SEND_F2"),
+    "a receive twice": (FOUR_STAGES, doubled(2, "2RECV_F1"), 6, "PP301", "2RECV_F1"),
+    "a wait twice": (FOUR_STAGES, doubled(2, "WAIT(2RECV_F1)"), 1, "PP402", "WAIT(2RECV_F1)"),
+    "a backward twice": (FOUR_STAGES, doubled(2, "2B1"), 2, "PP122", "2B1"),
+    "sends exchanged": (FOUR_STAGES, swapped(1, "1SEND_F1", "1SEND_F2"), 3, "PP302", "1SEND_F2"),
+    "receives exchanged": (FOUR_STAGES, swapped(2, "2RECV_F0", "2RECV_F1"), 4, "PP302", "1SEND_F0"),
+    "forwards exchanged": (FOUR_STAGES, swapped(2, "2F0", "2F1"), 3, "PP123", "2F1"),
+    "backwards exchanged": (FOUR_STAGES, swapped(2, "2B1", "2B2"), 3, "PP123", "2B2"),
+    "a forward and a backward exchanged": (FOUR_STAGES, swapped(2, "2F1", "2B0"), 3, "PP123", "2B0"),
+    "forwards of two chunks exchanged": (CHUNKS, swapped(0, "0F2", "2F0"), 2, "PP123", "0F2"),
+    "a collective of one rank": (REPLICAS, dropped(0, "0F1/1.ALL_GATHER:tp"), 2, "PP306", "0F1/2.REDUCE_SCATTER:tp"),
+    "a collective twice on one rank": (REPLICAS, doubled(0, "0F1/1.ALL_GATHER:tp"), 2, "PP306", "0F1/1.ALL_GATHER:tp"),
+    "a reduction of one rank": (
+        REPLICAS, dropped(0, "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp"), 3, "PP306", "0REDUCE_GRAD:dp/1.ALL_REDUCE:dp",
+    ),
+    "a send of one of many ranks": (REPLICAS, dropped(0, "0SEND_F1", "WAIT(0SEND_F1)"), 4, "PP301", "1RECV_F1"),
+}  # fmt: skip
+"""A plan, one change of its rows, how many findings it has, and the code and the first operation of the one shown."""
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_fault_is_one_finding(name):
+    sections, change, before, code, first = SINGLE[name]
+    found = problems(mutated(subject(**sections), change))
+    assert len(found) == before
+    ((cause, following),) = by_cause(found)
+    assert cause.code == code
+    assert cause.witness.ops[0].op == first
+    assert len(following) == before - 1
+    assert all(finding.cause == cause for finding in following)
+    assert found == [cause, *following]
+
+
+def test_right_plans_have_no_finding():
+    for sections in (FOUR_STAGES, REPLICAS, CHUNKS):
+        assert problems(subject(**sections)) == []
+
+
+# --- a second fault stays visible ---
+
+SIX_STAGES = subject(topology={"pp": 6}, model={"num_layers": 6})
+
+
+@st.composite
+def faults(draw, rank):
+    """A change of one rank's rows: a transfer, a wait or a computation is left out, doubled or exchanged."""
+    program = SIX_STAGES.graph.rows()[rank]
+    kinds = sorted(TRANSFER_KINDS | COMPUTE_KINDS)
+    row = draw(st.sampled_from([row for row in program if row.op.kind in kinds or row.op.target is not None]))
+    how = draw(st.sampled_from(["drop", "double", "swap"]))
+    text = str(row.op)
+    if how == "drop":
+        return dropped(rank, text)
+    if how == "double":
+        return doubled(rank, text)
+    alike = [str(other.op) for other in program if other.op.kind == row.op.kind and other.op != row.op]
+    return swapped(rank, text, draw(st.sampled_from(alike)))
+
+
+def shown(one):
+    """(code, message) of the findings that are shown."""
+    return {(cause.code, cause.message) for cause, _ in by_cause(problems(one))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(faults(1), faults(4))
+def test_faults_of_ranks_that_do_not_talk_to_each_other_are_both_shown(first, second):
+    def both(rows):
+        first(rows)
+        second(rows)
+
+    together = shown(mutated(SIX_STAGES, both))
+    for change in (first, second):
+        alone = shown(mutated(SIX_STAGES, change))
+        assert {(code, text) for code, text in alone if code not in ("PP401", "PP605", "PP606")} <= together
+        assert {code for code, _ in alone} <= {finding.code for finding in problems(mutated(SIX_STAGES, both))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_code_of_a_fault_is_lost_next_to_another_fault_anywhere(data):
+    """Also on the same rows: the second one is a finding of its own, or its code is in the list of what follows."""
+    first, second = (data.draw(faults(data.draw(st.integers(1, 4)))) for _ in range(2))
+
+    def both(rows):
+        first(rows)
+        try:
+            second(rows)
+        except StopIteration:  # the first one left out what this one changes
+            return
+
+    one = mutated(SIX_STAGES, both)
+    found = problems(one)
+    groups = by_cause(found)
+    assert sorted(map(str, found)) == sorted(str(f) for cause, following in groups for f in (cause, *following))
+    assert all(finding.cause is None or finding.cause in found for finding in found)
+    brief = text_of(one, BRIEF)
+    assert all(finding.code in brief for finding in found)
+
+
+def test_a_missing_send_and_an_exchange_behind_it_on_one_channel_are_two():
+    def both(rows):
+        remove(rows[1], "1SEND_F0")
+        swap(rows[1], "1SEND_F2", "1SEND_F3")
+
+    groups = by_cause(problems(mutated(subject(**FOUR_STAGES), both)))
+    assert [cause.code for cause, _ in groups] == ["PP301", "PP302"]
+    assert [op.op for op in groups[0][0].witness.ops] == ["2RECV_F0", "1SEND_F0"]
+    assert "1SEND_F3" in groups[1][0].message
+
+
+def test_two_pairs_that_mean_each_other_in_nothing_are_two():
+    """Position 0 and position 2 of a channel each hold two ends whose counterparts do not exist."""
+    one = program_subject(
+        "rank 0: 0SEND_F7 0SEND_F1 0SEND_F8 WAIT(0SEND_F7) WAIT(0SEND_F1) WAIT(0SEND_F8)\n"
+        "rank 1: 1RECV_F0 1RECV_F1 1RECV_F2 WAIT(1RECV_F0) WAIT(1RECV_F1) WAIT(1RECV_F2)"
+    )
+    assert [(cause.code, following) for cause, following in by_cause(problems(one))] == [("PP302", []), ("PP302", [])]
+
+
+# --- what is printed ---
+
+
+def text_of(one, brevity):
+    console = Console(width=200, no_color=True)
+    with console.capture() as captured:
+        render_report(check_subject(one), console, brevity)
+    return captured.get()
+
+
+def test_the_text_counts_what_follows_and_all_shows_it():
+    one = mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2"))
+    brief, whole = text_of(one, BRIEF), text_of(one, WHOLE)
+    assert "= and 3 that follow from it: PP302, PP402 (2); `--all` shows all" in brief
+    assert brief.count("error[") == 1
+    assert "refused: 1 error (and 3 that follow) in 131 operations" in brief
+    assert whole.count("error[") == 4
+    assert whole.count("follows from PP301: channel forward 1->2 has 3 sends and 4 receives") == 3
+    assert "in flight at most" in whole
+    assert "in flight at most" not in brief
+
+
+def test_json_and_sarif_have_all_findings_with_their_cause(capsys):
+    one = mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2"))
+    report = check_subject(one)
+    cause, *following = report.findings
+    assert "cause" not in finding_to_json(cause)
+    assert {finding_to_json(finding)["cause"]["code"] for finding in following} == {"PP301"}
+    assert finding_to_json(following[0])["cause"]["message"] == cause.message
+    assert show_all([CheckResult((), report)], "json", None, strict=False, everything=False) == 1
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == 4
+    assert show_all([CheckResult(("plan",), report)], "sarif", None, strict=False, everything=False) == 1
+    (log,) = json.loads(capsys.readouterr().out)["runs"]
+    causes = [result["properties"].get("cause", {}).get("code") for result in log["results"]]
+    assert causes == [None, "PP301", "PP301", "PP301"]
+
+
+def test_a_finding_whose_cause_is_not_shown_is_shown(tmp_path, monkeypatch):
+    """A baseline that has the cause alone does not hide what follows from it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
+        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1F1\n"
+    )
+    invoke = CliRunner().invoke
+    invoke(main, ["check", "--program", "p.txt", "--select", "PP301", "--write-baseline", "known.yaml"])
+    result = invoke(main, ["check", "--program", "p.txt", "--baseline", "known.yaml"])
+    assert result.exit_code == 1
+    assert "known error[PP301]" in result.stdout
+    assert "error[PP402]: rank 0 waits for 0SEND_F1" in result.stdout
+
+
+def test_causes_are_rewritten_with_the_findings():
+    found = check_subject(mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2"))).findings
+    renamed = [dataclasses.replace(finding, message=finding.message.upper()) for finding in found]
+    ((_, following),) = by_cause(relinked(found, renamed))
+    assert len(following) == 3
+
+
+# --- the table ---
+
+
+def test_the_table_names_rules_and_has_no_circle():
+    causes = {}
+    for row in FOLLOWS:
+        assert {row.code, *row.causes} <= {*CHECK_CODES}
+        causes.setdefault(row.code, set()).update(set(row.causes) - {row.code})
+    left = dict(causes)
+    while left:
+        ends = [code for code in left if not left[code] & left.keys()]
+        assert ends, f"these follow from each other: {sorted(left)}"
+        for code in ends:
+            del left[code]
+
+
+# --- computations in each other's places ---
+
+
+def orders(one):
+    return [finding for finding in problems(one) if finding.code == "PP123"]
+
+
+def test_exchanged_computations_are_named_with_the_transfers_that_show_it():
+    (found,) = orders(mutated(subject(**FOUR_STAGES), swapped(2, "2F0", "2F1")))
+    assert [op.op for op in found.witness.ops] == ["2F1", "2F0", "2SEND_F0", "2RECV_F1"]
+    assert "runs 2F1 in the place of 2F0, and 2F0 in that of 2F1" in found.message
+    assert found.help == "exchange 2F1 and 2F0"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (swapped(1, "1F1", "1SEND_F1"), "PP501"),  # one is late, and nothing is in its place
+        (swapped(2, "WAIT(2RECV_F1)", "2F1"), "PP502"),
+        (swapped(1, "1SEND_F1", "1SEND_F2"), "PP302"),  # the transfers are exchanged, and the peer's are not
+        (swapped(2, "2RECV_F0", "2RECV_F1"), "PP302"),
+    ],
+)
+def test_transfers_at_wrong_places_are_not_taken_for_exchanged_computations(change, code):
+    one = mutated(subject(**FOUR_STAGES), change)
+    assert orders(one) == []
+    assert code in {finding.code for finding in problems(one)}
+
+
+def test_a_backward_before_its_forward_is_found_next_to_an_exchange():
+    def change(rows):
+        swap(rows[2], "2F0", "2F1")
+        swap(rows[3], "3F2", "3B2")
+
+    messages = [finding.message for finding in orders(mutated(subject(**FOUR_STAGES), change))]
+    assert len(messages) == 2
+    assert "runs 3B2 before 3F2" in messages[1]
+
+
+# --- the places of a missing end ---
+
+
+def test_a_wait_whose_counterpart_went_to_another_says_so():
+    found = problems(mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2", "WAIT(1SEND_F2)")))
+    (endless,) = [finding for finding in found if finding.code == "PP402"]
+    assert endless.message == ("rank 2 waits for 2RECV_F3, but its counterpart 1SEND_F3 on rank 1 meets 2RECV_F2")
+
+
+def test_a_send_that_is_doubled_is_named_by_the_second_one():
+    one = mutated(subject(**FOUR_STAGES), doubled(1, "1SEND_F2"))
+    (found,) = [finding for finding in problems(one) if finding.code == "PP301"]
+    second = [i for i, op in enumerate(one.graph.ops) if str(op) == "1SEND_F2"][1]
+    assert found.witness.ops[0].op_id == second
