@@ -85,6 +85,15 @@ COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPU
 META_KINDS = frozenset(
     {OpKind.SEND_META_FORWARD, OpKind.RECV_META_FORWARD, OpKind.SEND_META_BACKWARD, OpKind.RECV_META_BACKWARD}
 )
+META_OF: Mapping[OpKind, OpKind] = MappingProxyType(
+    {
+        OpKind.SEND_FORWARD: OpKind.SEND_META_FORWARD,
+        OpKind.RECV_FORWARD: OpKind.RECV_META_FORWARD,
+        OpKind.SEND_BACKWARD: OpKind.SEND_META_BACKWARD,
+        OpKind.RECV_BACKWARD: OpKind.RECV_META_BACKWARD,
+    }
+)
+"""By kind of a transfer of a tensor: the kind of the transfer of its shape."""
 SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD, OpKind.SEND_META_FORWARD, OpKind.SEND_META_BACKWARD})
 RECV_KINDS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD, OpKind.RECV_META_FORWARD, OpKind.RECV_META_BACKWARD})
 TRANSFER_KINDS = SEND_KINDS | RECV_KINDS

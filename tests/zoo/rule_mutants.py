@@ -5,6 +5,7 @@ Each is listed under its rule's code.
 
 import dataclasses
 
+from pipeproof.comm.backends import table_named
 from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import build_graph
@@ -72,6 +73,20 @@ def with_crossed_replicas():
         return dataclasses.replace(row, peer=other_replica[row.peer], tensor=NONE, start=0, stop=0)
 
     return changed(subject(topology={"dp": 2}), cross)
+
+
+def exchanging_shapes():
+    """A plan that sends the shape of each tensor ahead of it."""
+    return subject(transport={"shape_exchange": "per_message"})
+
+
+def in_one_group_call(num_sends):
+    """A program that sends so many micro-batches in one batch, on NCCL."""
+    each = range(num_sends)
+    sender = [text for form in ("0F{}", "0SEND_F{}{{batch=0}}", "WAIT(0SEND_F{})") for text in map(form.format, each)]
+    receiver = [f"1RECV_F{i}! 1F{i}" for i in each]
+    text = f"rank 0: {' '.join(sender)}\nrank 1: {' '.join(receiver)}"
+    return lambda: dataclasses.replace(program(text), backend=table_named("torch-nccl"))
 
 
 def with_slots(receive_slots):
@@ -281,6 +296,30 @@ CASES = (
         (" 0SEND_META_F1!{tensor=1}", ""),
         (" 1RECV_META_F1!", ""),
         kills=("PP313",),
+    ),
+    Case(
+        "PP314",
+        "the shape of one micro-batch is neither sent nor received",
+        exchanging_shapes,
+        lambda: changed(exchanging_shapes(), lambda row: None if "META_F1" in str(row.op) else row),
+        kills=("PP314",),
+    ),
+    of_program(
+        "PP315",
+        "the second tensor's receive is posted while its shape is still under way",
+        ANNOUNCED,
+        (
+            "1RECV_META_F1! 1RECV_F1!{tensor=1 range=0..64}",
+            "1RECV_META_F1 1RECV_F1{tensor=1 range=0..64} WAIT(1RECV_META_F1) WAIT(1RECV_F1)",
+        ),
+        kills=("PP315",),
+    ),
+    Case(
+        "PP316",
+        "one send more than NCCL is known to take in a group call",
+        in_one_group_call(256),
+        in_one_group_call(257),
+        kills=("PP316",),
     ),
     Case(
         "PP504",
