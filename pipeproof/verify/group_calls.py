@@ -23,10 +23,10 @@ def _example(num_sends: int) -> str:
             "from pipeproof.verify.subject import program_subject",
             "",
             "def of_all(text):",
-            f"    return ' '.join(text.replace('N', str(i)) for i in range({num_sends}))",
+            f"    return ' '.join(text.replace('#', str(i)) for i in range({num_sends}))",
             "",
-            "sender = of_all('0FN') + ' ' + of_all('0SEND_FN{batch=0}') + ' ' + of_all('WAIT(0SEND_FN)')",
-            "receiver = of_all('1RECV_FN WAIT(1RECV_FN) 1FN')",
+            "sender = of_all('0F#') + ' ' + of_all('0SEND_F#{batch=0}') + ' ' + of_all('WAIT(0SEND_F#)')",
+            "receiver = of_all('1RECV_F# WAIT(1RECV_F#) 1F#')",
             "program = f'rank 0: {sender}\\nrank 1: {receiver}'",
             "subject = program_subject(program, backend=table_named('torch-nccl'))",
         ]

@@ -135,6 +135,11 @@ GATHER_ON_A_SIDE_STREAM = """
     rank 0: 0F0{writes=act} 0B0 WAIT(0F0){queue=side} 0ALL_GATHER:tp{queue=side reads=act group=0} WAIT(0ALL_GATHER:tp)
 """
 
+ROUND_TRIP = """
+    rank 0: 0F0 WAIT(0F0){queue=offload} 0OFFLOAD0{queue=offload} WAIT(0OFFLOAD0) FREE(0OFFLOAD0) \
+            0RELOAD0{queue=offload} WAIT(0RELOAD0) 0B0 0STEP
+"""
+
 TWO_SLOTS = """
     rank 0: 0F0 0SEND_F0! 0F1 0SEND_F1!
     rank 1: 1RECV_F0!{writes=recv0} 1RECV_F1!{writes=recv1} 1F0{reads=recv0} 1F1{reads=recv1}
@@ -337,6 +342,13 @@ CASES = (
     ),
     of_program(
         "PP509", "both messages go into one slot before either is read", TWO_SLOTS, ("recv1", "recv0"), kills=("PP509",)
+    ),
+    of_program(
+        "PP515",
+        "the activations are reloaded without having been offloaded",
+        ROUND_TRIP,
+        (" WAIT(0F0){queue=offload} 0OFFLOAD0{queue=offload} WAIT(0OFFLOAD0) FREE(0OFFLOAD0)", ""),
+        kills=("PP515",),
     ),
     of_program(
         "PP602",
