@@ -17,9 +17,9 @@ class Device:
     ``float8`` is None where a device has no such products, ``float32`` is
     without TF32. ``link`` is what a device sends to all others of its node
     together, ``peer`` what it sends to one of them, ``network`` its share of
-    the node's network cards, ``host`` what its PCIe link of 16 lanes copies to or
-    from host memory (generation 4 of A100, 5 of all others: the hosts of a DGX
-    B200 have no later one); each in one direction.
+    the node's network cards, ``host`` what its PCIe x16 link copies to or from
+    host memory (generation 4 of A100, 5 of all others: the hosts of a DGX B200
+    have no later one); each in one direction.
     """
 
     float8: float | None

@@ -18,7 +18,7 @@ from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.model_family import stored_activations
 
 COPIED = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
-"""What a forward stores for its backward."""
+"""Lifetimes of the activations that are copied: those that a forward stores for its backward."""
 
 _NO_TIMES: Mapping[int, Fraction] = MappingProxyType({})
 

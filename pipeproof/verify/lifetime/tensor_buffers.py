@@ -211,7 +211,7 @@ class StageTensors:
         yield self._at(self.place[sends[~sliced]], name), sends[~sliced], READS
 
     def _kept(self) -> Iterator[Part]:
-        """What a forward keeps, its copies, and the one that the backward reads: the reloaded one, where there is."""
+        """Uses of activations and their copies; a backward reads the reloaded copy, where there is one."""
         reloaded = self.first_at(self.of_kind(OpKind.RELOAD)) != NONE
         in_backward = np.where(reloaded, RELOADED, KEPT)
         for kind, name, bits in (
