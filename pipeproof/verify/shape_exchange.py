@@ -73,6 +73,9 @@ def exchange_of(subject: Subject) -> Exchange:
     rows = np.flatnonzero(graph.is_kind(RECV_KINDS) & (graph.match != NONE))
     rows = rows[is_meta[rows] == is_meta[graph.match[rows]]]  # of others the rules of matching speak
     meta = is_meta[rows]
+    if not meta.any():
+        none = np.full(len(rows), NONE, dtype=np.int64)
+        return Exchange(rows, none, none, none[:0])
     forward = graph.is_kind(FORWARD_KINDS)[rows].astype(np.int64)
     given = packed(graph.rank[rows], graph.stage[rows], forward, _members(graph, rows, meta))
     item = packed(given, graph.work_item[rows])
@@ -96,7 +99,7 @@ def _members(graph: OpGraph, rows: IntColumn, meta: BoolColumn) -> IntColumn:
 def _last_before(rows: IntColumn, meta: BoolColumn, key: IntColumn) -> IntColumn:
     """For each receive the last META receive before it with the same key; ``NONE`` without any."""
     order = np.lexsort((rows, key))
-    last = np.maximum.accumulate(np.where(meta[order], np.arange(len(order)), NONE)) if len(order) else order
+    last = np.maximum.accumulate(np.where(meta[order], np.arange(len(order)), NONE))
     same = (last != NONE) & (key[order][last] == key[order])
     result = np.full(len(rows), NONE, dtype=np.int64)
     result[order[same]] = rows[order[last[same]]]
@@ -196,6 +199,8 @@ def _check_known(subject: Subject) -> Iterator[Finding]:
     graph, exchange = subject.graph, subject.once(exchange_of)
     tensors = exchange.tensors
     meta = np.where(exchange.own == NONE, exchange.last, exchange.own)
+    if (meta == NONE).all():
+        return
     waits = np.flatnonzero(graph.waits_for != NONE)
     waited = np.full(graph.num_ops + 1, NONE, dtype=np.int64)  # by operation and for NONE: its first wait on the host
     waited[graph.waits_for[waits]] = graph.num_ops
