@@ -189,6 +189,15 @@ class BackendTable:
             probed=False,
         ),
     ]
+    max_batched_transfers: Annotated[
+        int,
+        Behaviour(
+            "the most sends and receives of one group call that are known to progress together; 0 is no limit",
+            "A plan is refused where a rank's batch is larger. A backend with a smaller limit can hang on a batch that "
+            "passed; runs post no batches of transfers.",
+            probed=False,
+        ),
+    ]
 
     sources: Mapping[str, str] = field(compare=False, repr=False)
     also: Mapping[str, frozenset[RowValue]] = field(

@@ -39,6 +39,7 @@ _PADDLE_GLOO = BackendTable(
     all_reduce_float16="wrong",
     serial_group_creation=True,
     max_group_size=2,
+    max_batched_transfers=0,
     sources=MappingProxyType(
         {
             "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED}",
@@ -66,6 +67,7 @@ _PADDLE_GLOO = BackendTable(
                 "made one by one, all came up in 4 runs"
             ),
             "max_group_size": f"{_MEASURED}: sends in groups of three or more ranks time out",
+            "max_batched_transfers": "gloo has no group calls: each transfer progresses by itself",
         }
     ),
 )
@@ -94,6 +96,7 @@ _TORCH_GLOO = BackendTable(
     all_reduce_float16="works",
     serial_group_creation=False,
     max_group_size=4,
+    max_batched_transfers=0,
     sources=MappingProxyType(
         {
             "send_completes": f"{_GLOO_SOURCE}: data moves once the receiver is ready; {_MEASURED_TORCH}",
@@ -116,10 +119,17 @@ _TORCH_GLOO = BackendTable(
             "all_reduce_float16": _MEASURED_TORCH,
             "serial_group_creation": "torch.distributed: groups meet at the store of rank 0",
             "max_group_size": "the largest that pipeproof's tests use; no limit is known",
+            "max_batched_transfers": "gloo has no group calls: each transfer progresses by itself",
         }
     ),
 )
 
+_NCCL_GROUP_CALL = (
+    "pytorch/pytorch issue 174288, pull request 174942 and NVIDIA/Megatron-LM pull request 7189: NCCL divides a large "
+    "group call into kernels by the list of each rank, a send and its receive may be in kernels that wait for each "
+    "other; hangs with about 2,000 operations on 4 H100 (PyTorch 2.9.1), and with 24,000 of them on NCCL 2.30; "
+    "256 is the pull request's limit"
+)
 _NCCL_DOCS = "NCCL's documentation, point-to-point communication"
 _TORCH_DOCS = "torch.distributed's documentation, its table of backends"
 _TRIED = "tried with torch 2.11 and NCCL 2.28.9 on two H200s"
@@ -156,6 +166,7 @@ _TORCH_NCCL = BackendTable(
     all_reduce_float16="works",
     serial_group_creation=False,
     max_group_size=4,
+    max_batched_transfers=256,
     sources=MappingProxyType(
         {
             "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
@@ -179,6 +190,7 @@ _TORCH_NCCL = BackendTable(
             "serial_group_creation": "torch.distributed: a communicator connects at its first use; the adapter uses "
             "each once before the first step, in one order",
             "max_group_size": "the largest that was tried; no limit is known",
+            "max_batched_transfers": _NCCL_GROUP_CALL,
         }
     ),
     also=_NCCL_ALSO,
@@ -209,6 +221,7 @@ _PADDLE_NCCL = BackendTable(
     all_reduce_float16="works",
     serial_group_creation=False,
     max_group_size=4,
+    max_batched_transfers=256,
     sources=MappingProxyType(
         {
             "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
@@ -233,6 +246,7 @@ _PADDLE_NCCL = BackendTable(
             "serial_group_creation": "a communicator connects at its first use; the adapter uses each once before the "
             "first step, in one order",
             "max_group_size": "the largest that was tried; no limit is known",
+            "max_batched_transfers": _NCCL_GROUP_CALL,
         }
     ),
     also=_NCCL_ALSO,

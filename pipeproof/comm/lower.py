@@ -14,6 +14,8 @@ the gradient reductions and the optimizer.
   send is waited for before the backward of its micro-batch, which frees the
   activation; backward sends, and all sends of a program without backwards,
   are waited for at the end of the step.
+- With ``transport.shape_exchange: per_message`` a message with its shape goes before each tensor. Its receive is
+  waited for before that of the tensor is posted, its send together with that of the tensor.
 - No transfer is made between two stages of one rank.
 
 ``op_graph`` lowers one replica of the ranks, and unfolds the graph of all.
@@ -54,6 +56,9 @@ MAX_OPERATIONS = 5_000_000
 _MOST_OPS_PER_STAGE = 15
 """Operations of one micro-batch on one stage without its collectives: two computes, two of each kind of transfer
 with its wait, slice and gather, and one to spare for the step's end."""
+
+_MOST_SHAPE_OPS_PER_STAGE = 8
+"""Two META messages each way, with their waits."""
 
 TOO_LARGE = RuleDoc(
     code="PP116",
@@ -126,7 +131,8 @@ def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:
 
 def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
     """Refuse a plan whose op table would not fit into memory, before it is built."""
-    per_micro_batch = _MOST_OPS_PER_STAGE * plan.num_stages
+    shapes = _MOST_SHAPE_OPS_PER_STAGE if plan.transport.shape_exchange == "per_message" else 0
+    per_micro_batch = (_MOST_OPS_PER_STAGE + shapes) * plan.num_stages
     per_micro_batch += sum(len(calls) for layer in layers for calls in _calls(plan, layer))
     most = plan.schedule.num_micro_batches * per_micro_batch
     if most > MAX_OPERATIONS:

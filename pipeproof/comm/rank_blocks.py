@@ -15,6 +15,7 @@ from pipeproof.schedule.columns import NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     META_KINDS,
+    META_OF,
     RECV_KINDS,
     SEND_KINDS,
     TRANSFER_KINDS,
@@ -147,7 +148,12 @@ class RankBlocks:
         receive = self._receive_of(work, batch)
         if receive is not None:
             source = work.before if receive.is_forward else work.after
-            for message in self._messages(receive, work.variant):
+            messages = self._messages(receive, work.variant)
+            for shape in (shapes := [*self._shapes(receive, messages, source)]):
+                yield shape
+            for shape in shapes:  # a receive needs a buffer, and the buffer its size
+                yield Row(wait_for(shape.op))
+            for message in messages:
                 yield self._row(receive, message, source)
 
     def ready(self, work: Work, batch: int) -> Iterator[Row]:
@@ -178,15 +184,20 @@ class RankBlocks:
         """Sending the output of a computation."""
         send = self.send_of(work, batch)
         if send is not None:
-            yield from self._slice(send, work.variant)
             receiver = work.after if send.is_forward else work.before
-            for message in self._messages(send, work.variant):
+            messages = self._messages(send, work.variant)
+            yield from self._shapes(send, messages, receiver)
+            yield from self._slice(send, work.variant)
+            for message in messages:
                 yield self._row(send, message, receiver)
             yield from self._release(send, work.variant, "after_send_posted")
 
     def wait(self, send: Op, variant: int) -> Iterator[Row]:
-        """Waiting until a send has been taken."""
-        for _ in self._messages(send, variant):
+        """Waiting until a send has been taken, and the messages with its shapes."""
+        messages = self._messages(send, variant)
+        for shape in self._shapes(send, messages, NONE):
+            yield Row(wait_for(shape.op))
+        for _ in messages:
             yield Row(wait_for(send))
         yield from self._release(send, variant, "after_send_done")
 
@@ -268,6 +279,13 @@ class RankBlocks:
     def _row(self, op: Op, message: _Message, pp: int) -> Row:
         peer = self._peer(pp, message.peer_tp)
         return Row(op, peer, message.tensor, message.start, message.stop, shift=self._shift(message))
+
+    def _shapes(self, transfer: Op, messages: Iterable[_Message], pp: int) -> Iterator[Row]:
+        """The messages with the shapes of a transfer, where the plan exchanges shapes; without ``pp`` to nobody."""
+        if self._plan.spec.transport.shape_exchange == "per_message":
+            op = transfer._replace(kind=META_OF[transfer.kind])
+            for message in messages:
+                yield Row(op, NONE if pp == NONE else self._peer(pp, message.peer_tp), message.tensor)
 
     def _peer(self, pp: int, tp: int) -> int:
         return self._graph_rank[self._plan.mesh.rank({**self._coords, "pp": pp, "tp": tp})]

@@ -37,14 +37,16 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     if plan.cost.profile is not None:
         from pipeproof.cost.measured_profile import ProfileTimes
 
-        return _slowed_down(ProfileTimes.of_plan(plan).resolved(plan), plan.cost.recv_slowdown)
+        profile = _slowed_down(ProfileTimes.of_plan(plan).resolved(plan), plan.cost.recv_slowdown)
+        return _with_host(profile, plan.cost.host_bandwidth)
     analytic = plan.cost.analytic
     if analytic is None:
         return plan.cost if plan.cost.network is None else _by_network(plan, plan.cost.network)
     from pipeproof.cost.analytic_times import AnalyticCosts
 
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
-    return _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
+    times = _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
+    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * analytic.link_efficiency)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:
@@ -82,6 +84,11 @@ def _by_network(plan: PlanSpec, network: NetworkSpec) -> CostSpec:
 
     slowest = max(Links(plan, Network.of_spec(network)).messages(), default=Fraction(0))
     return plan.cost.model_copy(update={"p2p_latency_us": rounded_up(slowest), "network": None})
+
+
+def _with_host(cost: CostSpec, bandwidth: float | None) -> CostSpec:
+    """With the bandwidth of copies to and from host memory, in GB/s."""
+    return cost if bandwidth is None else cost.model_copy(update={"host_bandwidth": bandwidth})
 
 
 def _slowed_down(cost: CostSpec, recv_slowdown: Fraction | None) -> CostSpec:

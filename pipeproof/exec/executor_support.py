@@ -53,7 +53,7 @@ def require_issuable(subject: Subject) -> None:
         PipeproofError: PP909, with the location in the plan.
     """
     spec = subject.plan.spec
-    _refuse(subject, (*_queue_refusals(spec), *_rehearsed_slot_refusals(spec), *_graph_refusals(subject)))
+    _refuse(subject, (*_transport_refusals(spec), *_rehearsed_slot_refusals(spec), *_graph_refusals(subject)))
 
 
 def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
@@ -77,7 +77,7 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
         yield ("buffers", "free_output"), f"the plan has custom layers and free_output {spec.buffers.free_output}"
     if spec.is_custom and spec.run.device == "gpu":
         yield ("run", "device"), "the plan has custom layers, which are tried and started on the CPU, and device gpu"
-    yield from _queue_refusals(spec)
+    yield from _transport_refusals(spec)
     if spec.topology.cp > 1:
         yield from _context_parallel_refusals(spec)
     for key in ("nodes_per_token", "dispatch_dtype"):
@@ -97,7 +97,9 @@ def _context_parallel_refusals(spec: PlanSpec) -> Iterator[Refusal]:
             yield ("topology", "cp"), f"{fact} and model.moe.{key}, which is computed over whole micro-batches"
 
 
-def _queue_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    if spec.transport.shape_exchange != "none":
+        yield ("transport", "shape_exchange"), f"the plan has shape_exchange {spec.transport.shape_exchange}"
     queue = spec.transport.queue
     if not _has_threads(spec) and queue not in (None, "directed_edge"):
         transfers = "PyTorch's transfers" if spec.run.backend == "torch" else "Paddle's transfers on GPUs"

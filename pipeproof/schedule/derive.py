@@ -265,6 +265,8 @@ READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.BACKWARD: ("output_grad", "kept"),
         OpKind.BACKWARD_INPUT: ("output_grad", "kept"),
         OpKind.BACKWARD_WEIGHT: ("kept",),
+        OpKind.OFFLOAD: ("kept",),
+        OpKind.RELOAD: ("host",),
         OpKind.SLICE_FORWARD: ("output",),
         OpKind.SEND_FORWARD: ("output",),
         OpKind.GATHER_FORWARD: ("input",),
@@ -273,13 +275,16 @@ READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.GATHER_BACKWARD: ("output_grad",),
     }
 )
-"""Tensors of its stage and micro-batch that each kind reads; ``kept`` is what a forward keeps for its backward."""
+"""Tensors of its stage and micro-batch that each kind reads; ``kept`` is what a forward keeps for its backward,
+``host`` its copy in host memory."""
 
 WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
     {
         OpKind.FORWARD: ("output", "kept"),
         OpKind.BACKWARD: ("input_grad",),
         OpKind.BACKWARD_INPUT: ("input_grad", "kept"),
+        OpKind.OFFLOAD: ("host",),
+        OpKind.RELOAD: ("kept",),
         OpKind.SLICE_FORWARD: ("output",),
         OpKind.RECV_FORWARD: ("input",),
         OpKind.GATHER_FORWARD: ("input",),
@@ -290,7 +295,7 @@ WRITES: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
 )
 """Tensors of its stage and micro-batch that each kind writes."""
 
-TENSOR_NAMES = ("input", "output", "input_grad", "output_grad", "kept")
+TENSOR_NAMES = ("input", "output", "input_grad", "output_grad", "kept", "host")
 
 
 def data_edges(kind: IntColumn, rank: IntColumn, stage: IntColumn, work_item: IntColumn) -> IntColumn:

@@ -6,8 +6,9 @@ overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 
 EBNF::
 
-    op         = compute | transfer | transport | collective | child | update | scale | stage_op | wait | free ;
+    op         = compute | copy | transfer | transport | collective | child | update | scale | stage_op | wait | free ;
     compute    = stage , ( "F" | "B" | "I" | "W" ) , work_item ;
+    copy       = stage , ( "OFFLOAD" | "RELOAD" ) , work_item ;
     transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , work_item ;
     transport  = stage , ( "SLICE" | "GATHER" ) , direction , work_item ;
     work_item  = micro_batch , [ ".s" , split ] ;
@@ -26,6 +27,7 @@ EBNF::
 
 A work item is a micro-batch or, where sequences are split, one
 split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shapes ahead of the tensor itself.
+``OFFLOAD`` copies what a forward keeps for its backward into host memory, ``RELOAD`` copies it back.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 ``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
 Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
@@ -73,6 +75,8 @@ class OpKind(StrEnum):
     BROADCAST = "BROADCAST"
     BARRIER = "BARRIER"
     GATHER_WEIGHT = "GATHER_WEIGHT"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
 
     __hash__ = str.__hash__  # the enum's own is Python code, and every operation of a graph is hashed
 
@@ -82,9 +86,20 @@ KINDS: tuple[OpKind, ...] = tuple(OpKind)
 KIND_CODE: Mapping[OpKind, int] = MappingProxyType({kind: code for code, kind in enumerate(KINDS)})
 
 COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+COPY_KINDS = frozenset({OpKind.OFFLOAD, OpKind.RELOAD})
+"""Copies of a work item's activations between device and host memory."""
 META_KINDS = frozenset(
     {OpKind.SEND_META_FORWARD, OpKind.RECV_META_FORWARD, OpKind.SEND_META_BACKWARD, OpKind.RECV_META_BACKWARD}
 )
+META_OF: Mapping[OpKind, OpKind] = MappingProxyType(
+    {
+        OpKind.SEND_FORWARD: OpKind.SEND_META_FORWARD,
+        OpKind.RECV_FORWARD: OpKind.RECV_META_FORWARD,
+        OpKind.SEND_BACKWARD: OpKind.SEND_META_BACKWARD,
+        OpKind.RECV_BACKWARD: OpKind.RECV_META_BACKWARD,
+    }
+)
+"""By kind of a transfer of a tensor: the kind of the transfer of its shape."""
 SEND_KINDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD, OpKind.SEND_META_FORWARD, OpKind.SEND_META_BACKWARD})
 RECV_KINDS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD, OpKind.RECV_META_FORWARD, OpKind.RECV_META_BACKWARD})
 TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
@@ -170,10 +185,8 @@ def _names(kinds: frozenset[OpKind]) -> str:
 
 _NUMBER = r"(0|[1-9]\d*)"
 _AXIS = rf"({'|'.join(AXES)})"
-_INDEXED = re.compile(
-    rf"{_NUMBER}({_names(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)}){_NUMBER}(?:\.s{_NUMBER})?",
-    re.ASCII,
-)
+_OF_WORK_ITEM = COMPUTE_KINDS | COPY_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS
+_INDEXED = re.compile(rf"{_NUMBER}({_names(_OF_WORK_ITEM)}){_NUMBER}(?:\.s{_NUMBER})?", re.ASCII)
 _COLLECTIVE = re.compile(rf"{_NUMBER}({_names(CHILD_KINDS)}){_NUMBER}?:{_AXIS}", re.ASCII)
 _UPDATE = re.compile(rf"{_NUMBER}({_names(UPDATE_KINDS)})(?::{_AXIS})?", re.ASCII)
 _SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)

@@ -18,7 +18,7 @@ walk, in Python or compiled, visits few *nodes*.
   the queue. Waits for sends are no stops.
 - With rendezvous each message is a node too: its time after both posts and
   after the message before it on its channel.
-- Reductions and gathers on a named queue form a *track* of their own
+- Reductions, gathers and copies on a named queue form a *track* of their own
   (``tracks``); a wait between two tracks is a stop.
 """
 
@@ -138,8 +138,12 @@ class _Run:
         if model.queue != "directed_edge" or model.completes == "slots" or model.eager_bytes is not None:
             raise NotTimedError(f"the engine has no channel model {model}")
         is_delayed = model.host_blocks and not self._tracks.have_no_named_queue
-        if is_delayed or not self._tracks.named_queues_only_reduce or (graph.queue != NONE)[self._is_transfer].any():
-            raise NotTimedError("operations are on named queues other than reductions")
+        if (
+            is_delayed
+            or not self._tracks.named_queues_only_reduce_or_copy
+            or (graph.queue != NONE)[self._is_transfer].any()
+        ):
+            raise NotTimedError("operations are on named queues other than reductions and copies")
         if (graph.batch != NONE)[~graph.is_kind(COMPUTE_KINDS)].any():
             raise NotTimedError("operations are called in batches")
         if self._durations.recv_slowdown and self._computes_during_receives():

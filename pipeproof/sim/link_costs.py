@@ -13,9 +13,12 @@ from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import Group
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, SEND_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, META_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, rounded_up
+
+_USUAL_DIMS = 3
+"""Dims of an activation, for META messages that name no tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,10 @@ def link_durations(lowered: LoweredPlan, links: LinkTimes) -> LinkDurations:
 
 
 def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
-    """Bytes by op id: those that a send sends, and those that a member contributes to a collective."""
+    """Bytes by op id: those that a send sends, and those that a member contributes to a collective.
+
+    A shape is an int64 for each dim.
+    """
     graph = lowered.graph
     declared = {entry.name for entry in lowered.spec.boundaries if entry.dtype is not None}
     run_dtype = lowered.spec.run.dtype
@@ -67,6 +73,9 @@ def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
     reduced = children[graph.kind[graph.parent[children]] == KIND_CODE[OpKind.REDUCE_GRAD]]
     item[reduced] = dtype_bytes(links.gradient_dtype)
     result: IntColumn = (graph.stop - graph.start) * item
+    shapes = np.flatnonzero(graph.is_kind(META_KINDS))
+    num_dims = np.array([*(len(tensor.shape) for tensor in graph.tensors), _USUAL_DIMS], dtype=np.int64)
+    result[shapes] = num_dims[graph.tensor[shapes]] * dtype_bytes("int64")
     return result
 
 

@@ -21,6 +21,7 @@ from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.sim.host_copies import copy_times
 from pipeproof.sim.link_costs import LinkDurations, link_durations
 from pipeproof.sim.sim_codes import NO_ROOM
 from pipeproof.specs.cost import CostSpec
@@ -68,7 +69,8 @@ def durations_of(lowered: LoweredPlan) -> Durations:
     """Durations of the operations of a plan's graph.
 
     F, B, I and W take the time that the plan gives for their stage, a sequence
-    split its share of that, and STEP the time of the optimizer. Messages and
+    split its share of that, and STEP the time of the optimizer. Copies to and from
+    host memory take the time of their bytes. Messages and
     collectives take the times of ``lowered.links``. The time of a stage
     includes its collectives: their time on the slowest rank, for the largest
     micro-batch, is subtracted.
@@ -80,11 +82,15 @@ def durations_of(lowered: LoweredPlan) -> Durations:
     timed = None if links is None else link_durations(lowered, links)
     overlapped = _overlapped(graph)
     works = _Works(lowered, timed, overlapped)
+    copies = copy_times(lowered)
     slowdown = cost.recv_slowdown or _ZERO
     times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else links.grid_us))
-    grid = (GRID_US,) if slowdown else ()  # a slowed computation ends on a tick, so ticks are at most this long
+    # a slowed computation ends on a tick, so ticks are at most this long
+    grid = (GRID_US,) if slowdown or copies else ()
     ticks_per_us = lcm(*(time.denominator for time in (*times, *grid)))
     ticks = works.ticks(ticks_per_us)
+    for op_id, copy_us in copies.items():
+        ticks[op_id] = int(copy_us * ticks_per_us)
     messages = None
     if timed is not None:
         per_ns = int(ticks_per_us * GRID_US)

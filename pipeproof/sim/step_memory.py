@@ -4,6 +4,7 @@
   of messages are held for the whole step.
 - Activations are held from the start of F for the lifetimes of
   ``stages.describe.activation_memory``.
+- What is offloaded is held until its FREE, and again from the start of its reload. Host memory is not counted.
 - A received input is held from its post. From the start of F it is the tensor
   that the first layer keeps, and is counted there. Other tensors of the same
   boundary, and received gradients, are held until I ends.
@@ -31,6 +32,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.sim.host_copies import COPIED
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
@@ -136,8 +138,22 @@ class _Step:
                 num_bytes = tables[part, life][entry]
                 if (part, life) == (Part.ACTIVATIONS, Lifetime.TO_WEIGHT):
                     num_bytes = num_bytes - self._in_slots(rows)
-                found.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
+                if life in COPIED:
+                    freed, reloaded = self._offloaded(rows, end)
+                    again = Holdings(part, graph.rank[rows], np.minimum(reloaded, end), end, num_bytes)
+                    found += [Holdings(part, graph.rank[rows], begin, freed, num_bytes), again]
+                else:
+                    found.append(Holdings(part, graph.rank[rows], begin, end, num_bytes))
         return found
+
+    def _offloaded(self, forwards: IntColumn, end: IntColumn) -> tuple[IntColumn, IntColumn]:
+        """Times at which activations leave the device and at which they are allocated again; ``end`` if they do not."""
+        clock, graph = self._clock, self._graph
+        frees = clock.rows(OpKind.FREE)
+        freed = clock.look_up(forwards, frees[graph.target_kind[frees] == KIND_CODE[OpKind.OFFLOAD]])
+        reload = clock.partner(forwards, OpKind.RELOAD)
+        freed_at, reloaded_at = (np.where(rows == NONE, end, clock.starts[rows]) for rows in (freed, reload))
+        return freed_at, reloaded_at
 
     def received(self) -> list[Holdings]:
         """Buffers of receives; none with receive slots."""

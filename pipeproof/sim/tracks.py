@@ -1,4 +1,4 @@
-"""Tracks: the operation orders of a rank, one for its host and one for each named queue of reductions."""
+"""Tracks: the operation orders of a rank, one for its host and one for each named queue of reductions or copies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, UPDATE_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COPY_KINDS, TRANSFER_KINDS, UPDATE_KINDS, OpKind
 
-_SUMS = UPDATE_KINDS | COLLECTIVE_KINDS | {OpKind.WAIT}
+_SIDE_KINDS = UPDATE_KINDS | COLLECTIVE_KINDS | COPY_KINDS | {OpKind.WAIT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +25,13 @@ class Tracks:
     graph: OpGraph
 
     @cached_property
-    def named_queues_only_reduce(self) -> bool:
-        """True if named queues hold only reductions, gathers and waits for these, and the host never delays them."""
+    def named_queues_only_reduce_or_copy(self) -> bool:
+        """True if named queues hold only reductions, gathers, copies and waits, and the host never delays them."""
         graph = self.graph
         named = np.flatnonzero(graph.queue > HOST_QUEUE)
         waits = named[graph.is_kind(frozenset({OpKind.WAIT}))[named]]
         awaited = graph.waits_for[waits]
-        known = graph.is_kind(_SUMS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
+        known = graph.is_kind(_SIDE_KINDS)[named].all() and not (len(named) and (graph.queue == HOST_QUEUE).any())
         return bool(known and not graph.is_kind(TRANSFER_KINDS)[awaited[awaited != NONE]].any())
 
     @property

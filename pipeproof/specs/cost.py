@@ -196,6 +196,13 @@ class CostSpec(Section):
         description="Share of its time, 0 to 1, by which a computation gets longer while a receive of its rank is in "
         "progress. Without it, the measured share of the device of `analytic`, else 0.",
     )
+    host_bandwidth: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="Reached bandwidth of copies between the memory of a device and its host (OFFLOAD, RELOAD), in "
+        "each direction, in GB/s (10^9 bytes). Without it, that of the device of `analytic`; else copies take no time.",
+    )
 
     analytic: AnalyticSpec | None = Field(
         default=None, description="The device whose data sheet gives all times, in place of the times here."

@@ -41,6 +41,12 @@ class TransportSpec(Section):
         description="Transfers of a rank that share one FIFO queue, for a runtime that is stricter than run.backend. "
         "pair is the queue of PyTorch's unbatched transfers on NCCL.",
     )
+    shape_exchange: Literal["none", "per_message"] = Field(
+        default="none",
+        description="Messages that carry shapes: none, all ranks know the shapes; per_message, before each tensor an "
+        "int64 message with its shape, as with Megatron's `variable_seq_lengths`: a receive is posted when its shape "
+        "has come.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -61,6 +67,14 @@ class TransportSpec(Section):
                 ]
             )
         return {"forward": value, "backward": value}
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if self.shape_exchange == "per_message" and self.recv_order != "just_in_time":
+            message = f"`recv_order: {self.recv_order}` posts receives before their shapes have come"
+            fix = "remove recv_order, or shape_exchange"
+            refuse([Problem("PP106", ("recv_order",), message, help=fix)])
+        return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

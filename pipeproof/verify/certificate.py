@@ -16,7 +16,7 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
 from pipeproof.schedule.op_table import OpGraph, TensorSpec
-from pipeproof.schedule.ops import KINDS
+from pipeproof.schedule.ops import COPY_KINDS, KINDS
 from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
@@ -96,7 +96,7 @@ def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
     """All but the columns: tables of the graph, and the plan around it; fields by position, so that names are free."""
     columns = graph.columns
     return {
-        "kinds": KINDS,
+        "kinds": KINDS if graph.is_kind(COPY_KINDS).any() else [kind for kind in KINDS if kind not in COPY_KINDS],
         "num_rows": columns.num_rows,
         "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],

@@ -42,7 +42,7 @@ class InFlight:
 
 
 def in_flight(subject: Subject) -> tuple[InFlight, ...]:
-    """Per rank: held from the start of F to the end of B (of W, where backward is split)."""
+    """Per rank: held from the start of F to the end of B (of W, where backward is split), offloaded ones included."""
     graph = subject.graph
     inputs = np.array(_input_bytes(subject.plan), dtype=np.int64)
     change = graph.is_kind(_TAKES).astype(np.int64) - graph.is_kind(_GIVES_BACK)

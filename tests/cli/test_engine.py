@@ -30,7 +30,7 @@ REFUSED = {
     ),
     "a queue of another name": (
         {"schedule": {"kind": "file", "path": "steps.txt", "num_micro_batches": 1}}, ON_A_QUEUE,
-        "operations are on named queues other than reductions",
+        "operations are on named queues other than reductions and copies",
     ),
     "transfers in one call": (
         {"schedule": {"kind": "file", "path": "steps.txt", "num_micro_batches": 1}}, IN_A_BATCH,

@@ -8,6 +8,7 @@ from pipeproof.schedule.ops import (
     AXES,
     CHILD_KINDS,
     COMPUTE_KINDS,
+    COPY_KINDS,
     GATHER_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
@@ -23,7 +24,7 @@ numbers = st.integers(0, 10**6)
 maybe = st.none() | numbers
 indexed = st.builds(
     lambda kind, stage, batch, split: Op(kind, stage, batch, split=split),
-    st.sampled_from(sorted(COMPUTE_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)),
+    st.sampled_from(sorted(COMPUTE_KINDS | COPY_KINDS | TRANSFER_KINDS | SLICE_KINDS | GATHER_KINDS)),
     numbers,
     numbers,
     maybe,

@@ -70,7 +70,7 @@ def finished(outcome):
 
 
 LEFT_TO_THE_MODEL = {
-    "operations are on named queues other than reductions",
+    "operations are on named queues other than reductions and copies",
     "operations are called in batches",
     "computations are slowed down by pending receives",
     "messages of one channel take different times",

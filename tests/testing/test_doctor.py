@@ -49,7 +49,11 @@ def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
     report = run_doctor(sizes=())
     assert (report.exit_status, report.problems, report.curve) == (0, [], None)
-    assert [row.key for row in report.not_measured] == ["serial_group_creation", "max_group_size"]
+    assert [row.key for row in report.not_measured] == [
+        "serial_group_creation",
+        "max_group_size",
+        "max_batched_transfers",
+    ]
     text = rendered(report)
     assert "paddle-gloo behaves as plans assume." in text
     assert text.count("ok ") == len(report.rows) == len(TABLE.values()) - 2

@@ -171,9 +171,10 @@ def test_an_empty_graph_has_no_buffers():
 
 def test_the_page_on_lifetimes_shows_what_check_finds():
     page = (Path(__file__).parents[2] / "docs" / "lifetimes.md").read_text()
-    program, shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)[:2]
+    program, shown, _, round_trip = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     (found,) = check_subject(program_subject(program)).errors
     assert shown.strip() == f"error[{found.code}]: {found.message}"
+    assert lifetime_findings(round_trip) == []
 
 
 def test_the_page_on_lifetimes_lists_every_rule():

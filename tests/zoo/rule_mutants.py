@@ -5,6 +5,7 @@ Each is listed under its rule's code.
 
 import dataclasses
 
+from pipeproof.comm.backends import table_named
 from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import build_graph
@@ -94,6 +95,20 @@ def repeated_sum():
     return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
 
 
+def exchanging_shapes():
+    """A plan that sends the shape of each tensor ahead of it."""
+    return subject(transport={"shape_exchange": "per_message"})
+
+
+def in_one_group_call(num_sends):
+    """A program that sends so many micro-batches in one batch, on NCCL."""
+    each = range(num_sends)
+    sender = [text for form in ("0F{}", "0SEND_F{}{{batch=0}}", "WAIT(0SEND_F{})") for text in map(form.format, each)]
+    receiver = [f"1RECV_F{i}! 1F{i}" for i in each]
+    text = f"rank 0: {' '.join(sender)}\nrank 1: {' '.join(receiver)}"
+    return lambda: dataclasses.replace(program(text), backend=table_named("torch-nccl"))
+
+
 def with_slots(receive_slots):
     """A plan of four stages with so many receive slots on each rank."""
     return lambda: subject(
@@ -138,6 +153,11 @@ ANNOUNCED = """
 GATHER_ON_A_SIDE_STREAM = """
     group tp: 0
     rank 0: 0F0{writes=act} 0B0 WAIT(0F0){queue=side} 0ALL_GATHER:tp{queue=side reads=act group=0} WAIT(0ALL_GATHER:tp)
+"""
+
+ROUND_TRIP = """
+    rank 0: 0F0 WAIT(0F0){queue=offload} 0OFFLOAD0{queue=offload} WAIT(0OFFLOAD0) FREE(0OFFLOAD0) \
+            0RELOAD0{queue=offload} WAIT(0RELOAD0) 0B0 0STEP
 """
 
 TWO_SLOTS = """
@@ -337,6 +357,30 @@ CASES = (
         kills=("PP313",),
     ),
     Case(
+        "PP314",
+        "the shape of one micro-batch is neither sent nor received",
+        exchanging_shapes,
+        lambda: changed(exchanging_shapes(), lambda row: None if "META_F1" in str(row.op) else row),
+        kills=("PP314",),
+    ),
+    of_program(
+        "PP315",
+        "the second tensor's receive is posted while its shape is still under way",
+        ANNOUNCED,
+        (
+            "1RECV_META_F1! 1RECV_F1!{tensor=1 range=0..64}",
+            "1RECV_META_F1 1RECV_F1{tensor=1 range=0..64} WAIT(1RECV_META_F1) WAIT(1RECV_F1)",
+        ),
+        kills=("PP315",),
+    ),
+    Case(
+        "PP316",
+        "one send more than NCCL is known to take in a group call",
+        in_one_group_call(256),
+        in_one_group_call(257),
+        kills=("PP316",),
+    ),
+    Case(
         "PP504",
         "one receive slot fewer than the smallest sufficient number",
         with_slots(3),
@@ -395,6 +439,13 @@ CASES = (
         BUCKET,
         ("0SCALE_GRAD{writes=g} 0F1", "0F1"),
         kills=("PP514",),
+    ),
+    of_program(
+        "PP515",
+        "the activations are reloaded without having been offloaded",
+        ROUND_TRIP,
+        (" WAIT(0F0){queue=offload} 0OFFLOAD0{queue=offload} WAIT(0OFFLOAD0) FREE(0OFFLOAD0)", ""),
+        kills=("PP515",),
     ),
     of_program(
         "PP602",

@@ -24,12 +24,19 @@ _GPT: Sections = {
 }  # fmt: skip
 _MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
 _MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8}
-_WITH_SENDS = {
+_WITH_SENDS: dict[str, Any] = {
     "kind": "custom",
     "num_micro_batches": 1,
     "programs": [
         ["0F0", "0SEND_F0", "0RECV_B0", "WAIT(0RECV_B0)", "0B0", "WAIT(0SEND_F0)"],
         ["1RECV_F0", "WAIT(1RECV_F0)", "1F0", "1B0", "1SEND_B0", "WAIT(1SEND_B0)"],
+    ],
+}
+_WITH_COPIES = {
+    **_WITH_SENDS,
+    "programs": [
+        ["0F0", "0OFFLOAD0", "FREE(0OFFLOAD0)", *_WITH_SENDS["programs"][0][1:4], "0RELOAD0", "0B0", "WAIT(0SEND_F0)"],
+        _WITH_SENDS["programs"][1],
     ],
 }
 
@@ -98,6 +105,8 @@ REFUSED: tuple[tuple[Part, ...], ...] = (
     (_CP, _part("`aux_loss`, `z_loss`", model={"moe": {**_MOE, "aux_loss": 0.1}})),
     (_part("`nodes_per_token`", model={"moe": {**_MOE, "nodes_per_token": 1}}),),
     (_part("`dispatch_dtype`", model={"moe": {**_MOE, "dispatch_dtype": "float8"}}),),
+    (_part("`shape_exchange: per_message`", transport={"shape_exchange": "per_message"}),),
+    (_part("a schedule with `OFFLOAD` and `RELOAD`", schedule=_WITH_COPIES),),
     (_TOKENS, _MTP),
     (_HIDDEN, _part("`activation_order: bsh`", model={"activation_order": "bsh"})),
 )

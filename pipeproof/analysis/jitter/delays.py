@@ -20,7 +20,7 @@ from pipeproof.analysis.jitter.disturbed_durations import on_finer_grid
 from pipeproof.analysis.jitter.noisy_runs import StepTimer, folded
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COPY_KINDS, SEND_KINDS, TRANSFER_KINDS
 from pipeproof.sim.contention import require_own_links
 from pipeproof.sim.op_durations import Durations, durations_of
 from pipeproof.sim.simulate import channel_model_of
@@ -76,7 +76,7 @@ def delays_of(lowered: LoweredPlan, *, backend: BackendTable | None = None) -> D
     base = on_finer_grid(durations_of(lowered), PERCENT)
     timer = StepTimer(graph, channel_model_of(lowered, backend), graph.num_ranks + len(graph.channels) + 1)
     undisturbed = timer.makespan(base)
-    computes = ~graph.is_kind(COLLECTIVE_KINDS | TRANSFER_KINDS)
+    computes = ~graph.is_kind(COLLECTIVE_KINDS | COPY_KINDS | TRANSFER_KINDS)
     second_of_pair = set(base.overlapped.values())  # it takes the time of the first
 
     def delay(where: str, durations: Durations, added: int) -> Delay:

@@ -17,7 +17,7 @@ from pipeproof.analysis.jitter.noise import FloatColumn, Noise, Stream
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COPY_KINDS, SEND_KINDS, TRANSFER_KINDS
 from pipeproof.sim.op_durations import Durations
 
 _TICKS_PER_US = 1000
@@ -55,7 +55,7 @@ class Disturbance:
         self._ns = self._nanoseconds(self.undisturbed.ticks)
         takes_time = self._ns > 0
         is_network = graph.is_kind(COLLECTIVE_KINDS)
-        self._computes = np.flatnonzero(takes_time & ~is_network & ~graph.is_kind(TRANSFER_KINDS))
+        self._computes = np.flatnonzero(takes_time & ~is_network & ~graph.is_kind(COPY_KINDS | TRANSFER_KINDS))
         self._calls = np.flatnonzero(takes_time & is_network)
         self._first_call = self._first_calls()
         self._sends = np.flatnonzero(graph.is_kind(SEND_KINDS))

@@ -117,6 +117,9 @@ RESULT: Mapping[OpKind, tuple[Role, int, bool]] = MappingProxyType(
         OpKind.SLICE_BACKWARD: (Role.INPUT_GRADIENT, 0, False),
         OpKind.RECV_BACKWARD: (Role.INPUT_GRADIENT, 1, True),
         OpKind.GATHER_BACKWARD: (Role.INPUT_GRADIENT, 1, True),
+        # What the forward saved, in memory of the host and back.
+        OpKind.OFFLOAD: (Role.ACTIVATION, 0, False),
+        OpKind.RELOAD: (Role.ACTIVATION, 0, False),
     }
 )
 """The result that an operation writes to the buffers that it names. Other kinds pass on what they read."""
@@ -125,7 +128,7 @@ ADDERS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIG
 UPDATES = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
 """Kinds that read the gradient of a stage as a whole."""
 _OUTGOING = frozenset({OpKind.SEND_FORWARD, OpKind.SLICE_FORWARD, OpKind.SEND_BACKWARD, OpKind.SLICE_BACKWARD})
-TENSOR_READERS = _OUTGOING | {OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD}
+TENSOR_READERS = _OUTGOING | {OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD, OpKind.OFFLOAD, OpKind.RELOAD}
 """Kinds that read one tensor and nothing else."""
 
 
@@ -155,6 +158,8 @@ _INPUT_STAGE: Mapping[OpKind, int] = MappingProxyType(
         OpKind.GATHER_FORWARD: -1,
         OpKind.SEND_FORWARD: 0,
         OpKind.SLICE_FORWARD: 0,
+        OpKind.OFFLOAD: 0,
+        OpKind.RELOAD: 0,
         OpKind.BACKWARD: 1,
         OpKind.BACKWARD_INPUT: 1,
         OpKind.GATHER_BACKWARD: 1,

@@ -14,7 +14,9 @@ micro-batch, which are fresh in every step:
   stage's gradient, which reductions and scalings change and the optimizer reads;
 - ``UNSHARD`` writes the stage's whole weights, ``RESHARD`` frees them, and
   ``GATHER_WEIGHT`` reads and writes them;
-- ``FREE(x)`` frees what x reads and writes.
+- ``OFFLOAD`` copies what was kept into host memory, and ``RELOAD`` copies that
+  into other memory of the device, where there is one, which backwards read then;
+- ``FREE(x)`` frees what x reads and writes; of a copy, only what it reads.
 
 An operation uses its buffers from its start to its done; a collective uses
 memory of another rank until that rank's member is done. Gradients, weights and
@@ -31,7 +33,7 @@ import numpy as np
 
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COPY_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.lifetime.tensor_buffers import (
     FREES,
     GRADIENT,
@@ -177,11 +179,13 @@ def _where(name: str, own_rank: int, num_ranks: int) -> tuple[int, str]:
 def _freed(
     graph: OpGraph, parts: Sequence[tuple[IntColumn, IntColumn, IntColumn]]
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Buffers that each FREE(x) frees: all that x uses."""
+    """Buffers that each FREE(x) frees: all that x uses, and of a copy the original alone."""
     frees = np.flatnonzero(graph.kind == KIND_CODE[OpKind.FREE])
     target = _targets(graph, frees)
     frees, target = frees[target != NONE], target[target != NONE]
-    buffer, op = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    buffer, op, mode = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    of_original = ~graph.is_kind(COPY_KINDS)[op] | ((mode & READS) != 0)
+    buffer, op = buffer[of_original], op[of_original]
     by_op = np.argsort(op, kind="stable")
     first, last = (np.searchsorted(op[by_op], target, side=side) for side in ("left", "right"))
     count = last - first

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+import numpy as np
+
 from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.columns import QUEUES
 from pipeproof.schedule.op_table import NONE, IntColumn
-from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Op, OpKind
 from pipeproof.verify.lifetime.buffer_uses import Uses
 from pipeproof.verify.lifetime.races import (
     FREED,
@@ -23,7 +25,7 @@ from pipeproof.verify.lifetime.races import (
     after_free,
     lifetimes,
 )
-from pipeproof.verify.lifetime.tensor_buffers import FREES, WRITES
+from pipeproof.verify.lifetime.tensor_buffers import FREES, HOST, KEPT, WRITES
 from pipeproof.verify.subject import Rule, Subject
 
 _STAGE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
@@ -68,12 +70,25 @@ class UseText:
         if self._uses.buffer[first] >= self._uses.first_lasting:
             return self._lasting(first, second)
         ids = [self.op(first), self.op(second)]
+        if any(self._is_copy(op) for op in ids):
+            return self._copied(int(self._uses.buffer[first]), self._graph.ops[ids[0]])
         for kinds, what in ((RECV_KINDS, "what {} receives"), (SEND_KINDS, "what {} sends")):
             for op in ids:
                 if self._graph.ops[op].kind in kinds:
                     return what.format(self._graph.ops[op])
         maker = next((op for op in ids if self._graph.ops[op].kind in COMPUTE_KINDS), ids[0])
         return f"what {self._graph.ops[maker]} makes"
+
+    def _is_copy(self, op_id: int) -> bool:
+        op = self._graph.ops[op_id]
+        return (op if op.target is None else op.target).kind in COPY_KINDS
+
+    def _copied(self, buffer: int, op: Op) -> str:
+        forward = Op(OpKind.FORWARD, op.stage, op.micro_batch, split=op.split)
+        if self._uses.tensors.is_named(np.array(buffer), KEPT):
+            return f"what {forward} keeps"
+        on_host = self._uses.tensors.is_named(np.array(buffer), HOST)
+        return f"the {'host' if on_host else 'reloaded'} copy of what {forward} keeps"
 
     def _lasting(self, first: int, second: int) -> str:
         kinds = {self._graph.ops[self.op(place)].kind for place in (first, second)}

@@ -171,15 +171,17 @@ class Lifetimes:
         """Mask of the entries of ``in_order`` that need no write before them, or whose write other rules check.
 
         A stage's gradient is zero when a step begins, and what the optimizer
-        alone writes was there before the first step. What a forward keeps for
-        its backward, and one stage for the next on the same rank, is a matter
-        of completeness (PP121 to PP127).
+        alone writes was there before the first step. What a backward reads of
+        its forward, and one stage of the one before on the same rank, is a
+        matter of completeness (PP121 to PP127).
         """
         graph, uses = self.subject.graph, self.in_order
-        local = graph.is_kind(COMPUTE_KINDS)[uses.op] & ~uses.changes & uses.is_made
+        computes = graph.is_kind(COMPUTE_KINDS)[uses.op]
+        kept = uses.is_kept & computes & (graph.kind[uses.op] != KIND_CODE[OpKind.FORWARD])
+        local = computes & ~uses.changes & uses.is_made
         update = [KIND_CODE[OpKind.STEP], KIND_CODE[OpKind.GATHER_WEIGHT]]
         by_optimizer = np.isin(graph.kind[uses.op], update) | np.isin(graph.target_kind[uses.op], update)
-        return np.asarray(uses.is_kept | uses.is_gradient | local | by_optimizer)
+        return np.asarray(kept | uses.is_gradient | local | by_optimizer)
 
     @cached_property
     def over_steps(self) -> tuple[Order, Uses, Races]:

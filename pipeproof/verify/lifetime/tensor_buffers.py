@@ -10,7 +10,7 @@ import numpy as np
 from pipeproof.schedule.columns import FREE, READ, WRITE
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
-from pipeproof.schedule.ops import COMPUTE_KINDS, GATHER_KINDS, KIND_CODE, SLICE_KINDS, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, GATHER_KINDS, KIND_CODE, SLICE_KINDS, OpKind
 
 READS, WRITES, FREES = 1 << READ, 1 << WRITE, 1 << FREE
 """Bits of what an operation does to a buffer."""
@@ -22,14 +22,17 @@ _RECVS = (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
 _SENDS = (OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD)
 _GATHERS = (OpKind.GATHER_FORWARD, OpKind.GATHER_BACKWARD)
 _SLICES = (OpKind.SLICE_FORWARD, OpKind.SLICE_BACKWARD)
-_FLOW_KINDS = COMPUTE_KINDS | GATHER_KINDS | SLICE_KINDS | {*_RECVS, *_SENDS}
+_FLOW_KINDS = COMPUTE_KINDS | COPY_KINDS | GATHER_KINDS | SLICE_KINDS | {*_RECVS, *_SENDS}
 _BACKWARDS = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 _ADDERS = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
 _REDUCERS = (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD)
 
-OUTPUT, INPUT_GRAD, KEPT, INPUT, OUTPUT_GRAD = range(5)
-"""Tensors of a stage and micro-batch; INPUT and OUTPUT_GRAD only where they are gathered of slices."""
-_PER_PLACE = 5
+OUTPUT, INPUT_GRAD, KEPT, INPUT, OUTPUT_GRAD, HOST, RELOADED = range(7)
+"""Tensors of a stage and micro-batch; INPUT and OUTPUT_GRAD only where they are gathered of slices.
+
+HOST is the copy of KEPT in host memory, RELOADED the copy of HOST on the device: other memory than KEPT.
+"""
+_PER_PLACE = 7
 GRADIENT, WEIGHTS = 0, 1
 """Tensors of a stage that last from step to step."""
 
@@ -144,7 +147,7 @@ class StageTensors:
         """Number of buffers of ``flow``."""
         return self.num_places * _PER_PLACE + (int(self._portal.max(initial=NONE)) + 1)
 
-    def _at(self, place: IntColumn, name: int) -> IntColumn:
+    def _at(self, place: IntColumn, name: int | IntColumn) -> IntColumn:
         return place * _PER_PLACE + name
 
     def _border(self, ops: IntColumn) -> IntColumn:
@@ -154,7 +157,7 @@ class StageTensors:
     def is_plain(self) -> bool:
         """True if all computation is in order on the compute queues and the program frees nothing."""
         graph = self._graph
-        special = graph.is_kind(frozenset({OpKind.FREE, OpKind.UNSHARD, OpKind.RESHARD}))
+        special = graph.is_kind(COPY_KINDS | {OpKind.FREE, OpKind.UNSHARD, OpKind.RESHARD})
         return not (special.any() or (graph.queue > 0).any() or (graph.batch != NONE).any())
 
     def flow(self) -> Iterator[Part]:
@@ -208,14 +211,22 @@ class StageTensors:
         yield self._at(self.place[sends[~sliced]], name), sends[~sliced], READS
 
     def _kept(self) -> Iterator[Part]:
-        for kind, bits in (
-            (OpKind.FORWARD, WRITES),
-            (OpKind.BACKWARD, READS),
-            (OpKind.BACKWARD_INPUT, READS | WRITES),
-            (OpKind.BACKWARD_WEIGHT, READS),
+        """Uses of activations and their copies; a backward reads the reloaded copy, where there is one."""
+        reloaded = self.first_at(self.of_kind(OpKind.RELOAD)) != NONE
+        in_backward = np.where(reloaded, RELOADED, KEPT)
+        for kind, name, bits in (
+            (OpKind.FORWARD, KEPT, WRITES),
+            (OpKind.OFFLOAD, KEPT, READS),
+            (OpKind.OFFLOAD, HOST, WRITES),
+            (OpKind.RELOAD, HOST, READS),
+            (OpKind.RELOAD, RELOADED, WRITES),
+            (OpKind.BACKWARD, in_backward, READS),
+            (OpKind.BACKWARD_INPUT, in_backward, READS | WRITES),
+            (OpKind.BACKWARD_WEIGHT, in_backward, READS),
         ):
             ops = self.of_kind(kind)
-            yield self._at(self.place[ops], KEPT), ops, bits
+            place = self.place[ops]
+            yield self._at(place, name if isinstance(name, int) else name[place]), ops, bits
 
     def is_named(self, buffer: IntColumn, *names: int) -> BoolColumn:
         """Mask of the numbers that are buffers of ``flow`` with one of these names (KEPT, ..)."""
