@@ -24,12 +24,13 @@ from pipeproof.schedule.formats.located_text import Findings, Placed
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
 from pipeproof.schedule.formats.text_form import looks_like_program, read_program
+from pipeproof.schedule.formats.text_tokens import ROW_KEYS, attribute_text
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
 from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_table import Group, TensorSpec
-from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
-from pipeproof.specs.schedule_file import BAD_OPERATION, WRONG_FORMAT, read_schedule_text
+from pipeproof.specs.schedule_file import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, read_schedule_text
 
 
 class ScheduleFormat(StrEnum):
@@ -209,7 +210,29 @@ def _as_given(
     rows = with_peers(raw.rows, raw.origins, findings)
     findings.raise_any()
     computes_only = all(row.op.kind in COMPUTE_KINDS for mine in rows for row in mine)
+    _refuse_lost(raw, computes_only, findings)
     return ForeignSchedule(rows, computes_only, tuple(raw.origins), tuple(raw.ends), tensors, groups)
+
+
+def _refuse_lost(raw: RawSchedule, computes_only: bool, findings: Findings) -> None:
+    """PP133 for attributes of rows that lowering replaces by its own.
+
+    Raises:
+        ScheduleFileError: there are any.
+    """
+    for row in (row for rows in raw.rows for row in rows):
+        attributes = {key for key in ROW_KEYS if attribute_text(row, key) is not None}
+        if computes_only:
+            lost, why = attributes - {"batch"}, "a plan adds the communication to a schedule of computations alone"
+        elif row.op.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
+            lost, why = attributes & {"range", "shift"}, "without `tensor` they follow from the plan"
+        elif row.op.kind is OpKind.REDUCE_GRAD and row.op.axis is None:
+            lost, why = attributes, "without an axis the sums follow from the plan"
+        else:
+            continue
+        for key in sorted(lost):
+            findings.add(BAD_LINE, raw.place(row), f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
+    findings.raise_any()
 
 
 def _from_csv(
