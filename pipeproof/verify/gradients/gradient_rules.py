@@ -179,8 +179,7 @@ def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
 
 def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Finding:
     first = problems[0]
-    forwards = [first.count.op] if first.count is not None and first.count.op is not None else []
-    witness = dict.fromkeys(forwards + [op for problem in problems[:_MOST_NAMED] for op in problem.ops])
+    witness = dict.fromkeys(op for problem in problems[:_MOST_NAMED] for op in problem.ops)
     return doc.finding(
         _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
         location=subject.locate("loss" if first.count is not None else "schedule"),
