@@ -41,8 +41,8 @@ def _check(subject: Subject) -> Iterator[Finding]:
     graph = subject.graph
     entry = _entries(graph)
     for attribute in ATTRIBUTES:
-        present = _present(graph, attribute)
-        rows = np.flatnonzero(present & ~_legal(graph, entry, attribute))
+        rows = np.flatnonzero(_present(graph, attribute))
+        rows = rows[~_is_legal(graph, rows, entry[rows], attribute)]
         value = graph.columns.values[attribute][rows] if attribute in _NAMED else np.zeros_like(rows)
         _, first, count = np.unique(packed(entry[rows], value), return_index=True, return_counts=True)
         for row, times in sorted(zip(rows[first].tolist(), count.tolist(), strict=True)):
@@ -82,12 +82,12 @@ def _present(graph: OpGraph, attribute: str) -> BoolColumn:
     return np.asarray(values[attribute] != (0 if attribute in ("shift", *_NAMED) else NONE))
 
 
-def _legal(graph: OpGraph, entry: IntColumn, attribute: str) -> BoolColumn:
-    """Mask of the rows that may have an attribute with the value that they have."""
+def _is_legal(graph: OpGraph, rows: IntColumn, entry: IntColumn, attribute: str) -> BoolColumn:
+    """Mask of ``rows`` that may have an attribute with the value that they have."""
     if attribute != "reduction":
         return np.array([attribute in legal.attributes.split() for legal in TABLE])[entry]
     allowed = [[name in legal.reductions.split() for name in graph.reduction_names] for legal in TABLE]
-    return np.array(allowed)[entry, graph.reduction]
+    return np.array(allowed)[entry, graph.reduction[rows]]
 
 
 def _finding(subject: Subject, legal: Legal, attribute: str, row: int, times: int) -> Finding:

@@ -56,7 +56,8 @@ class TravellingScales:
     def _products(self, forwards: IntColumn, top: int) -> Iterator[tuple[IntColumn, tuple[Coefficient, ...]]]:
         """The products at stage ``top``, which are 1, and at each stage before it."""
         rank, item = self.graph.rank[forwards], self.graph.work_item[forwards]
-        code, products = np.zeros(len(forwards), dtype=np.int64), (ONE,)
+        code = np.zeros(len(forwards), dtype=np.int64)
+        products: tuple[Coefficient, ...] = (ONE,)
         for stage in range(top, -1, -1):
             yield code, products
             steps = self._steps(rank, stage, item)
