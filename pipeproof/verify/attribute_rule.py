@@ -44,7 +44,7 @@ def _check(subject: Subject) -> Iterator[Finding]:
         rows = np.flatnonzero(_present(graph, attribute))
         rows = rows[~_is_legal(graph, rows, entry[rows], attribute)]
         value = graph.columns.values[attribute][rows] if attribute in _NAMED else np.zeros_like(rows)
-        _, first, count = np.unique(packed(entry[rows], value), return_index=True, return_counts=True)
+        _, first, count = np.unique(packed(graph.kind[rows], entry[rows], value), return_index=True, return_counts=True)
         for row, times in sorted(zip(rows[first].tolist(), count.tolist(), strict=True)):
             yield _finding(subject, TABLE[entry[row]], attribute, row, times)
 

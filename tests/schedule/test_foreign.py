@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from pipeproof.comm.lower import lower_loaded, own_schedule
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.schedule.formats.read_schedule import custom_schedule, load_schedule_file, read_schedule
+from pipeproof.schedule.formats.read_schedule import (
+    custom_schedule,
+    load_schedule_file,
+    read_schedule,
+    require_attributes_kept,
+)
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
@@ -69,10 +74,12 @@ def test_text_keeps_what_it_declares():
     ],
 )
 def test_an_attribute_that_lowering_would_lose_is_refused(text, column, attribute):
-    ((code, line, found, message, _),) = refusal(text)
-    assert (code, line, found) == ("PP133", 1, column)
-    assert f"`{attribute}`" in message
-    read_schedule(re.sub(r"\{.*?\}", "", text), "s", TWO)
+    with pytest.raises(ScheduleFileError) as caught:
+        require_attributes_kept(read_schedule(text, "s", TWO))
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.location.line, finding.location.column) == ("PP133", 1, column)
+    assert f"`{attribute}`" in finding.message
+    require_attributes_kept(read_schedule(re.sub(r"\{.*?\}", "", text), "s", TWO))
 
 
 def test_a_transfer_that_gets_its_tensor_from_the_plan_keeps_its_attributes(tmp_path):

@@ -151,6 +151,29 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
     return _from_csv(cells, file, form, expected, findings)
 
 
+def require_attributes_kept(schedule: ForeignSchedule) -> None:
+    """Refuse attributes of rows that lowering replaces by its own, so that none is ignored.
+
+    Raises:
+        ScheduleFileError: PP133, at their rows.
+    """
+    findings = Findings()
+    for row in (row for rows in schedule.rows for row in rows):
+        attributes = {key for key in ROW_KEYS if attribute_text(row, key) is not None}
+        if schedule.computes_only:
+            lost, why = attributes - {"batch"}, "a plan adds the communication to a schedule of computations alone"
+        elif row.op.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
+            lost, why = attributes & {"range", "shift"}, "without `tensor` they follow from the plan"
+        elif row.op.kind is OpKind.REDUCE_GRAD and row.op.axis is None:
+            lost, why = attributes, "without an axis the sums follow from the plan"
+        else:
+            continue
+        place = schedule.origins[row.origin] if row.origin != NONE else None
+        for key in sorted(lost):
+            findings.add(BAD_LINE, place, f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
+    findings.raise_any()
+
+
 def custom_schedule(
     programs: Sequence[Sequence[str]],
     expected: Expected,
@@ -210,29 +233,7 @@ def _as_given(
     rows = with_peers(raw.rows, raw.origins, findings)
     findings.raise_any()
     computes_only = all(row.op.kind in COMPUTE_KINDS for mine in rows for row in mine)
-    _refuse_lost(raw, computes_only, findings)
     return ForeignSchedule(rows, computes_only, tuple(raw.origins), tuple(raw.ends), tensors, groups)
-
-
-def _refuse_lost(raw: RawSchedule, computes_only: bool, findings: Findings) -> None:
-    """PP133 for attributes of rows that lowering replaces by its own.
-
-    Raises:
-        ScheduleFileError: there are any.
-    """
-    for row in (row for rows in raw.rows for row in rows):
-        attributes = {key for key in ROW_KEYS if attribute_text(row, key) is not None}
-        if computes_only:
-            lost, why = attributes - {"batch"}, "a plan adds the communication to a schedule of computations alone"
-        elif row.op.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
-            lost, why = attributes & {"range", "shift"}, "without `tensor` they follow from the plan"
-        elif row.op.kind is OpKind.REDUCE_GRAD and row.op.axis is None:
-            lost, why = attributes, "without an axis the sums follow from the plan"
-        else:
-            continue
-        for key in sorted(lost):
-            findings.add(BAD_LINE, raw.place(row), f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
-    findings.raise_any()
 
 
 def _from_csv(
