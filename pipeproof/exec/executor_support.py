@@ -121,7 +121,7 @@ def _has_threads(spec: PlanSpec) -> bool:
 def factors_not_executed(graph: OpGraph) -> Iterator[str]:
     """Facts about rows whose scale or reduction changes gradients, which stages compute without.
 
-    Stages apply the plan's loss normalization and sum gradients, whatever a schedule from a file states.
+    Stages apply the loss normalization of the plan, and they add and sum gradients.
     """
     other = [graph.reduction_names.index(name) for name in ("avg", "overwrite")]
     for op_id in np.flatnonzero((graph.scale != 0) | np.isin(graph.reduction, other)).tolist():
