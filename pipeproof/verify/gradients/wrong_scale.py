@@ -78,7 +78,7 @@ def rows_to_blame_for_both(
     found: Coefficient, scaled: Sequence[ScaledRow], like: Coefficient, like_scaled: Sequence[ScaledRow]
 ) -> tuple[int, ...]:
     """The rows of two unlike weights, of which neither is declared, that make them differ."""
-    if not found.terms or not like.terms or len(like.terms) > 1:
+    if any(len(factor.terms) != 1 for factor in (like, *(factor for _, factor in like_scaled))):  # zero, or a sum
         return rows_to_blame([*scaled, *like_scaled], None)
     own = [one for one in scaled if one not in like_scaled]
     others = [(row, factor.inverse) for row, factor in like_scaled if (row, factor) not in scaled]
