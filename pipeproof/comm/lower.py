@@ -39,7 +39,12 @@ from pipeproof.cost.plan_times import link_times, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.schedule.formats.read_schedule import ForeignSchedule, custom_schedule, load_schedule_file
+from pipeproof.schedule.formats.read_schedule import (
+    ForeignSchedule,
+    custom_schedule,
+    load_schedule_file,
+    require_attributes_kept,
+)
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
@@ -181,7 +186,7 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     """The schedule that a plan reads from a file or writes out; None where one is generated.
 
     Raises:
-        ScheduleFileError: it cannot be read, or is not for the sizes of the plan.
+        ScheduleFileError: it cannot be read, is not for the sizes of the plan, or has attributes that lowering loses.
     """
     spec, source = loaded.spec, loaded.source
     schedule = spec.schedule
@@ -200,7 +205,9 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
         return custom_schedule(schedule.programs, expected, places=places, ends=ends)
     if schedule.path is None:
         return None
-    return load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
+    foreign = load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
+    require_attributes_kept(foreign)
+    return foreign
 
 
 def schedule_path(loaded: LoadedPlan) -> Path:

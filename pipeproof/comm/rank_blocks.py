@@ -135,8 +135,9 @@ class RankBlocks:
             return
         yield from self._slice(transfer, variant)
         for message in messages:
-            yield replace(self._row(transfer, message, row.peer), communicator=row.communicator, queue=row.queue,
-                          batch=row.batch, origin=row.origin)  # fmt: skip
+            filled = self._row(transfer, message, row.peer)
+            yield replace(row, peer=filled.peer, tensor=filled.tensor, start=filled.start, stop=filled.stop,
+                          shift=filled.shift)  # fmt: skip
 
     def before(self, work: Work, batch: int) -> Iterator[Row]:
         """Receiving what a computation needs just in time."""

@@ -12,6 +12,7 @@ from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.exec.rank.boundary_members import unsupported_boundaries
 from pipeproof.exec.run_codes import NOT_EXECUTED
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
+from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
     COMPUTE_KINDS,
@@ -119,8 +120,22 @@ def _has_threads(spec: PlanSpec) -> bool:
     return spec.run.backend == "paddle" and spec.run.device == "cpu"
 
 
+def factors_not_executed(graph: OpGraph) -> Iterator[str]:
+    """Facts about rows whose scale or reduction changes gradients, which stages compute without.
+
+    Stages apply the loss normalization of the plan, and they add and sum gradients.
+    """
+    other = [graph.reduction_names.index(name) for name in ("avg", "overwrite")]
+    for op_id in np.flatnonzero((graph.scale != 0) | np.isin(graph.reduction, other)).tolist():
+        row = graph.row(op_id)
+        attribute = f"scale {row.scale}" if row.scale else f"reduction {row.reduction}"
+        yield f"{row.op} has {attribute}"
+
+
 def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
     graph, spec = subject.graph, subject.plan.spec
+    for fact in factors_not_executed(graph):
+        yield ("schedule",), fact
     transfers = graph.is_kind(TRANSFER_KINDS)
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:

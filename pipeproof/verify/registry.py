@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.verify import (
+    attribute_rule,
     boundary_transport,
     collectives,
     completeness,
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     *completeness.RULES,
     *p2p_data_flow.RULES,
     *optimizer_steps.RULES,
+    *attribute_rule.RULES,
     *boundary_transport.RULES,
     *layouts.RULES,
     *fifo_matching.RULES,

@@ -118,6 +118,25 @@ def test_a_batch_that_is_closed_after_a_later_message_of_its_channel_is_not_exec
     assert error.value.findings[0].code == "PP909"
 
 
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [
+        ("1SEND_B0", {"scale": "1/2"}),
+        ("0RECV_B0", {"scale": "2"}),
+        ("1F0", {"scale": "1/global_tokens"}),
+        ("0B0", {"reduction": "overwrite"}),
+    ],
+)
+def test_a_factor_that_stages_do_not_apply_is_not_executed(op, attributes):
+    one = subject(schedule={"num_micro_batches": 2})
+    require_executable(one)
+    rows = one.graph.rows()
+    change(rows[int(op[0])], op, **attributes)
+    with pytest.raises(PipeproofError, match=f"{op} has (scale|reduction) ") as error:
+        require_executable(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+    assert error.value.findings[0].code == "PP909"
+
+
 def test_an_end_of_a_channel_waits_for_what_it_comes_behind():
     seen, go = [], threading.Event()
 

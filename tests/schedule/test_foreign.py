@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from pipeproof.comm.lower import lower_loaded, own_schedule
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.schedule.formats.read_schedule import custom_schedule, load_schedule_file, read_schedule
+from pipeproof.schedule.formats.read_schedule import (
+    custom_schedule,
+    load_schedule_file,
+    read_schedule,
+    require_attributes_kept,
+)
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
@@ -49,11 +54,44 @@ def test_the_form_follows_from_the_content(text, computes_only):
 
 
 def test_text_keeps_what_it_declares():
-    text = "tensor t: shape=4 dtype=int8\ngroup tp: 0 1\nrank 0: 0F0{tensor=0 group=0}\nrank 1: 1F0"
+    text = (
+        "tensor t: shape=4 dtype=int8\ngroup tp: 0 1\nrank 0: 0F0 0SEND_F0{tensor=0 reads=x} WAIT(0SEND_F0)\n"
+        "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0"
+    )
     schedule = read_schedule(text, "s", TWO)
     assert [tensor.name for tensor in schedule.tensors] == ["t"]
     assert [group.ranks for group in schedule.groups] == [(0, 1)]
-    assert schedule.rows[0][0].tensor == 0
+    assert (schedule.rows[0][1].tensor, schedule.rows[0][1].reads) == (0, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "attribute"),
+    [
+        ("rank 0: 0F0 0B0{scale=1/2}\nrank 1: 1F0 1B0", 13, "scale"),
+        ("rank 0: 0F0{queue=side} 0B0\nrank 1: 1F0 1B0", 9, "queue"),
+        ("rank 0: 0F0 0SEND_F0{range=0..8} WAIT(0SEND_F0)\nrank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0", 13, "range"),
+        ("rank 0: 0F0 0B0 0REDUCE_GRAD{reduction=avg}\nrank 1: 1F0 1B0", 17, "reduction"),
+    ],
+)
+def test_an_attribute_that_lowering_would_lose_is_refused(text, column, attribute):
+    with pytest.raises(ScheduleFileError) as caught:
+        require_attributes_kept(read_schedule(text, "s", TWO))
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.location.line, finding.location.column) == ("PP133", 1, column)
+    assert f"`{attribute}`" in finding.message
+    require_attributes_kept(read_schedule(re.sub(r"\{.*?\}", "", text), "s", TWO))
+
+
+def test_a_transfer_that_gets_its_tensor_from_the_plan_keeps_its_attributes(tmp_path):
+    (tmp_path / "s.txt").write_text(
+        "rank 0: 0F0 0SEND_F0{reads=a queue=q} WAIT(0SEND_F0) 0RECV_B0 WAIT(0RECV_B0) 0B0\n"
+        "rank 1: 1RECV_F0{batch=3} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{scale=1/2} WAIT(1SEND_B0)\n"
+    )
+    schedule = {"kind": "file", "path": str(tmp_path / "s.txt"), "num_micro_batches": 1}
+    graph = lower_loaded(plan_from_dict(plan_dict(schedule=schedule))).graph
+    rows = {str(row.op): row for program in graph.rows() for row in program}
+    assert (rows["0SEND_F0"].reads, rows["0SEND_F0"].queue, rows["0SEND_F0"].tensor) == (("a",), "q", 0)
+    assert (rows["1RECV_F0"].batch, rows["1SEND_B0"].scale) == (3, "1/2")
 
 
 @pytest.mark.parametrize(

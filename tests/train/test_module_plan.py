@@ -1,11 +1,13 @@
 """The plan of a script's modules: what the script says becomes keys, and what contradicts it is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
     Request,
     StageFacts,
@@ -17,9 +19,12 @@ from pipeproof.exec.train.module_plan import (
     stages_of_rank,
 )
 from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.train.train_rank import checked_plan
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
+from tests.plans import plan_dict
+from tests.train.fake_store import FakeStore, on_ranks
 
 OUT = [{"shape": ["b", 8], "dtype": "float32", "gradient": True}]
 
@@ -150,3 +155,20 @@ def test_the_forward_plan_has_the_forwards_in_their_order():
 def test_a_written_schedule_is_named_by_its_file(schedule):
     section = schedule_section(schedule)
     assert section == {"kind": "file", "path": str(Path(schedule).resolve())}
+
+
+def test_a_schedule_with_scales_is_not_trained_without_them(tmp_path):
+    """The scales cancel out, so the plan is proved; the transfers of modules apply neither."""
+    text = (
+        "rank 0: 0F0 0SEND_F0 WAIT(0SEND_F0) 0RECV_B0{scale=2} WAIT(0RECV_B0) 0B0\n"
+        "rank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{scale=1/2} WAIT(1SEND_B0)\n"
+    )
+
+    def trained(schedule):
+        (tmp_path / "s.txt").write_text(schedule)
+        section = {"kind": "file", "path": str(tmp_path / "s.txt"), "num_micro_batches": 1}
+        store, content = FakeStore(), plan_dict(schedule=section)
+        return on_ranks(2, lambda rank: checked_plan(content, Agreement(store, rank, 2, 20.0), "plan", unsafe=False))
+
+    assert all(plan.findings == () for plan in trained(re.sub(r"\{.*?\}", "", text)))
+    assert {str(error)[:40] for error in trained(text)} == {"in the schedule 0RECV_B0 has scale 2, wh"}

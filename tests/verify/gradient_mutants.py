@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pipeproof.schedule.ops import COMPUTE_KINDS
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
 from tests.verify.programs import errors
@@ -42,11 +43,17 @@ def double(part):
 
 
 def changed(part, **values):
-    """Change the rows whose text has ``part`` (``=`` in front: the row of just that text)."""
+    """Change the rows whose text has ``part`` (``=`` in front: the row of just that text).
+
+    Collectives below a computation stay as they are.
+    """
+
+    def is_meant(op):
+        return part in f"={op}=" and (op.target is None or op.target.kind not in COMPUTE_KINDS)
 
     def change(rows):
         for program in rows:
-            program[:] = [dataclasses.replace(row, **values) if part in f"={row.op}=" else row for row in program]
+            program[:] = [dataclasses.replace(row, **values) if is_meant(row.op) else row for row in program]
 
     return change
 

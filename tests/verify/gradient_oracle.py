@@ -103,22 +103,41 @@ class Numbers:
             of_loss = loss and (loss.name, loss.stage)
             gradient = self.draw("gradient", parameter.name, stage, of_loss, key, ep, micro_batch)
             place = at["dp"], ep, at["cp"]
-            total += gradient * self.scale(loss, place, at["tp"], micro_batch, declared=declared)
+            total += gradient * self.scale(loss, stage, place, at["tp"], micro_batch, declared=declared)
         return total
 
-    def scale(self, loss, place, tp, micro_batch, *, declared):
-        """Factor of one token's loss: as declared, or as the forward at its coordinates does it."""
+    def scale(self, loss, stage, place, tp, micro_batch, *, declared):
+        """Factor of one token's loss on a stage: as declared, or as the rows at its coordinates do it."""
         if loss is None:
             return Fraction(1)
         wanted = (*place, tp)
+        result, way = None, Fraction(1)
         if not declared:
             for rank in self.owners.get((loss.stage, micro_batch), ()):
-                if tuple(self.at(rank).values()) == wanted:
+                if tuple(self.at(rank).values()) == wanted and result is None:
                     text = self.scales[rank, loss.stage, micro_batch]
-                    written = self.value(text, place, micro_batch, loss.name)
-                    if written is not None:
-                        return written
-        return self.value(loss.scale, place, micro_batch)
+                    result = self.value(text, place, micro_batch, loss.name)
+                    way = self.way(rank, loss.stage, stage, micro_batch, place)
+        return way * (self.value(loss.scale, place, micro_batch) if result is None else result)
+
+    def way(self, rank, top, stage, micro_batch, place):
+        """Product of the scales that a gradient meets from stage ``top``, computed by ``rank``, down to ``stage``."""
+        result = Fraction(1)
+        for here in range(top, stage, -1):
+            sent = self.transfer(rank, OpKind.SEND_BACKWARD, here, micro_batch)
+            rows = [self.transfer(rank, OpKind.BACKWARD_INPUT, here, micro_batch), sent]
+            if sent is not None:
+                rank = sent.peer
+                rows.append(self.transfer(rank, OpKind.RECV_BACKWARD, here - 1, micro_batch))
+            for row in rows:
+                if row is not None and row.scale:
+                    result *= self.value(row.scale, place, micro_batch)
+        return result
+
+    def transfer(self, rank, kind, stage, micro_batch):
+        """The row of a kind for a stage and micro-batch on a rank; None where there is none."""
+        wanted = (kind, stage, micro_batch)
+        return next((row for row in self.rows[rank] if row.op[:3] == wanted), None)
 
     def at(self, rank):
         return {axis: self.coords[rank].get(axis, 0) for axis in AXES}

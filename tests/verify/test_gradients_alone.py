@@ -106,10 +106,12 @@ def test_scales_are_read_strictly():
 STRANGE = (
     "7B0", "0B9", "3STEP", "0SCALE_GRAD5", "1REDUCE_GRAD", "0REDUCE_GRAD:pp", "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp",
     "0REDUCE_GRAD:dp/77.REDUCE_SCATTER:dp", "0ALL_REDUCE:dp", "5REDUCE_GRAD:dp/1.ALL_GATHER:dp", "0W0", "0F5", "0STEP",
+    "1I0", "1SEND_B0", "0RECV_B0",
 )  # fmt: skip
 ROWS = st.builds(
     lambda text, **values: Row(parse_op(text), **values),
     st.sampled_from(STRANGE),
+    peer=st.integers(0, 1),
     group=st.integers(-1, 3),
     reduction=st.sampled_from(["", "sum", "max", "avg", "overwrite"]),
     scale=st.sampled_from(["", "1/2", "x", "aux:3", "1/micro_batch_tokens", "0", "1/step_tokens"]),

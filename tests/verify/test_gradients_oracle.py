@@ -31,6 +31,11 @@ BASES = {
         schedule={"num_micro_batches": 3},
         loss={"normalization": "mean_of_micro_batches"},
     ),
+    "three stages": lambda: subject(
+        model={"num_layers": 3, "moe": {"num_experts": 2, "top_k": 1, "ffn_size": 8, "aux_loss": 0.01}},
+        topology={"pp": 3, "dp": 2},
+        schedule={"kind": "zb_h1", "num_micro_batches": 3},
+    ),
     "experts": moe,
     "tied": tied,
     "two ranks for each stage": two_way,
@@ -40,6 +45,7 @@ LOSS_SCALES = (
     "1/global_tokens", "1/micro_batch_tokens", "1/micro_batch_tokens/num_micro_batches/data_ranks",
     "2/global_tokens", "main:1/global_tokens,aux:1/global_tokens", "aux:0", "mtp:0.3/global_tokens", "mtp:0.3",
 )  # fmt: skip
+TRAVELLING = frozenset({OpKind.BACKWARD_INPUT, OpKind.SEND_BACKWARD, OpKind.RECV_BACKWARD})
 OF_GRADIENTS = frozenset({OpKind.REDUCE_GRAD, OpKind.ALL_REDUCE})
 
 
@@ -70,6 +76,9 @@ class Change(NamedTuple):
 
     def apply(self, rows):
         example = rows[self.rank % len(rows)]
+        if self.what == "way":
+            self._scale_between(rows)
+            return
         kind = {"loss": OpKind.FORWARD, "write": OpKind.BACKWARD, "move": OpKind.BACKWARD, "factor": OpKind.BACKWARD}
         names = [
             str(row.op)
@@ -84,6 +93,23 @@ class Change(NamedTuple):
                 place = next((i for i, row in enumerate(program) if str(row.op) == name), None)
                 if place is not None:
                     self._change(program, place)
+
+    def _scale_between(self, rows):
+        """Rows between stages get a scale: one, all of one stage, or a send and the inverse on its receive."""
+        example = rows[self.rank % len(rows)]
+        names = [str(row.op) for row in example if row.op.kind in TRAVELLING]
+        if not names:
+            return
+        name = names[self.target % len(names)]
+        self._set_scale(rows if self.everywhere else [example], name, SCALES[self.scale % len(SCALES)])
+        if self.at % 2 and "SEND_B" in name and not self.everywhere:
+            sent = next(row for row in example if str(row.op) == name)
+            back = name.replace(f"{sent.op.stage}SEND", f"{sent.op.stage - 1}RECV")
+            self._set_scale([rows[sent.peer]], back, SCALES[(self.scale ^ 1) % len(SCALES)])
+
+    def _set_scale(self, programs, name, scale):
+        for program in programs:
+            program[:] = [dataclasses.replace(row, scale=scale) if str(row.op) == name else row for row in program]
 
     def _regroup(self, program):
         """One reduction of one rank takes part in the group of another."""
@@ -114,7 +140,7 @@ class Change(NamedTuple):
                 program.insert(len(program) - 1 - self.at % 4, Row(op, scale=scale))
 
 
-WHATS = ("regroup", "drop", "double", "average", "scale sum", "scale", "loss", "write", "move", "factor")
+WHATS = ("regroup", "drop", "double", "average", "scale sum", "scale", "loss", "write", "move", "factor", "way")
 CHANGES = st.builds(
     Change,
     st.sampled_from(WHATS),

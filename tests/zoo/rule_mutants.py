@@ -281,6 +281,13 @@ CASES = (
         (" 1STEP", ""),
         kills=("PP128",),
     ),
+    of_program(
+        "PP144",
+        "the gradient is halved by an attribute of the optimizer's row, which nothing reads",
+        "rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/2} 0STEP",
+        (" 0SCALE_GRAD{scale=1/2} 0STEP", " 0STEP{scale=1/2}"),
+        kills=("PP144",),
+    ),
     Case(
         "PP207",
         "layers are described without the first collective of their backward",

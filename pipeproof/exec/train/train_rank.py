@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.executor_support import factors_not_executed
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
@@ -40,6 +41,8 @@ def checked_plan(
     def derive() -> list[Any]:
         subject = make_subject(plan_from_dict(content))
         lowered.append(subject.plan)
+        for fact in factors_not_executed(subject.graph):
+            raise PipelineError(f"in the schedule {fact}, which a script's modules do not apply: scale in the loss")
         if agreement.rank:
             certificate = certificate_of(subject, graph_digest(subject), Verdict.PROVED)
             return [certificate.graph_digest, certificate.rule_set_version, certificate.backend_table_version]

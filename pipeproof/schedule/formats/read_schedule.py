@@ -24,12 +24,13 @@ from pipeproof.schedule.formats.located_text import Findings, Placed
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
 from pipeproof.schedule.formats.text_form import looks_like_program, read_program
+from pipeproof.schedule.formats.text_tokens import ROW_KEYS, attribute_text
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
 from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_table import Group, TensorSpec
-from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
-from pipeproof.specs.schedule_file import BAD_OPERATION, WRONG_FORMAT, read_schedule_text
+from pipeproof.specs.schedule_file import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, read_schedule_text
 
 
 class ScheduleFormat(StrEnum):
@@ -148,6 +149,29 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
     cells = read_csv(text, file, findings)
     findings.raise_any()
     return _from_csv(cells, file, form, expected, findings)
+
+
+def require_attributes_kept(schedule: ForeignSchedule) -> None:
+    """Refuse attributes of rows that lowering replaces by its own, so that none is ignored.
+
+    Raises:
+        ScheduleFileError: PP133, at their rows.
+    """
+    findings = Findings()
+    for row in (row for rows in schedule.rows for row in rows):
+        attributes = {key for key in ROW_KEYS if attribute_text(row, key) is not None}
+        if schedule.computes_only:
+            lost, why = attributes - {"batch"}, "a plan adds the communication to a schedule of computations alone"
+        elif row.op.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
+            lost, why = attributes & {"range", "shift"}, "without `tensor` they follow from the plan"
+        elif row.op.kind is OpKind.REDUCE_GRAD and row.op.axis is None:
+            lost, why = attributes, "without an axis the sums follow from the plan"
+        else:
+            continue
+        place = schedule.origins[row.origin] if row.origin != NONE else None
+        for key in sorted(lost):
+            findings.add(BAD_LINE, place, f"`{key}` of {row.op} would be ignored: {why}", f"remove `{key}`")
+    findings.raise_any()
 
 
 def custom_schedule(

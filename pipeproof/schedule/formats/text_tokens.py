@@ -183,6 +183,11 @@ def row_attributes(row: Row) -> str:
     return f"{{{' '.join(texts)}}}" if texts else ""
 
 
+def attribute_text(row: Row, key: str) -> str | None:
+    """One attribute of a row as it is written; None if the row does not have it."""
+    return _ROW_FORMS[key].write(row)
+
+
 def to_shape(text: str) -> tuple[int, ...]:
     """``4x8``; ``()`` is the shape of a scalar.
 

@@ -134,6 +134,18 @@ def parse_scale(text: str) -> dict[str, Factors]:
     return result
 
 
+def single_product(text: str) -> Factors:
+    """Read the scale of a row that is no forward.
+
+    Raises:
+        ValueError: the text is no product, or names a loss.
+    """
+    parsed = parse_scale(text)
+    if set(parsed) != {""}:
+        raise ValueError("only forwards scale one loss apart from the others")
+    return parsed[""]
+
+
 def _product(product: str, text: str) -> Factors:
     factors: list[tuple[str | Fraction, int]] = []
     exponent = 1

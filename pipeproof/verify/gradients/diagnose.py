@@ -15,7 +15,7 @@ import numpy as np
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.gradients.coefficient import Coefficient
-from pipeproof.verify.gradients.expected_gradients import ADDS, Model, model_of, read_sites
+from pipeproof.verify.gradients.expected_gradients import ADDS, Model, changes_gradients, model_of, read_sites
 from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
 from pipeproof.verify.gradients.interpret import Partners, State, interpret
 from pipeproof.verify.gradients.kept_elements import KEPT, UNSUMMED, KeptElements
@@ -26,9 +26,6 @@ from pipeproof.verify.lifetime.races import lifetimes
 
 if TYPE_CHECKING:
     from pipeproof.verify.subject import Subject
-
-
-_UPDATES = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
 
 
 def diagnose(subject: Subject) -> tuple[Problem, ...]:
@@ -45,7 +42,7 @@ def diagnose(subject: Subject) -> tuple[Problem, ...]:
     if not graph.is_kind(ADDS).any():
         problems += [_of_evaluation(model, count) for count in checker.evaluation()]
         return tuple(problems)
-    if not graph.is_kind(_UPDATES).any():  # a program without operations on its gradients
+    if not changes_gradients(graph):  # a program without operations on its gradients
         return tuple(problems)
     strays: dict[int, str] = {}
     for kinds, made_by in ((ADDS, "backward"), (frozenset({OpKind.FORWARD}), "forward")):
@@ -82,8 +79,8 @@ def _stray(model: Model, op: int, why: str) -> Problem:
 
 def _of_evaluation(model: Model, count: Count) -> Problem:
     key = (count.loss, str(count.found))
-    rank = 0 if count.op is None else int(model.graph.rank[count.op])
-    return Problem(Cause.EVALUATION, key, rank, count.stage, "", "", count=count)
+    rank = int(model.graph.rank[count.ops[0]]) if count.ops else 0
+    return Problem(Cause.EVALUATION, key, rank, count.stage, "", "", ops=count.ops, count=count)
 
 
 @dataclass(frozen=True, eq=False)

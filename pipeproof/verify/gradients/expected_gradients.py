@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -26,8 +26,9 @@ from pipeproof.stages.describe.gradient_facts import (
     gpt_gradients,
 )
 from pipeproof.stages.describe.mtp_streams import with_mtp_losses
-from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale, single_product
 from pipeproof.verify.gradients.ledgers import Grid, guessed_grid, mesh_grid, micro_batch_places, named_parameters
+from pipeproof.verify.gradients.travelling_scales import TRAVELLING, TravellingScales
 
 if TYPE_CHECKING:
     from pipeproof.verify.subject import Subject
@@ -263,16 +264,21 @@ def _axes_reduced(graph: OpGraph) -> frozenset[str]:
     return frozenset("dp" if axis == NONE else AXES[axis] for axis in axes) & frozenset(TOKEN_AXES)
 
 
+def changes_gradients(graph: OpGraph) -> bool:
+    """Return True if any row reduces, scales, overwrites or uses gradients, or scales a loss."""
+    changes = graph.is_kind(frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP}))
+    changes |= graph.is_kind(frozenset({OpKind.FORWARD, *ADDS, *TRAVELLING})) & (
+        (graph.scale != 0) | (graph.reduction == REDUCTIONS.index("overwrite"))
+    )
+    return bool(changes.any())
+
+
 def _guess(graph: OpGraph, stages: Mapping[int, tuple[int, ...]], grid: Grid, needed: frozenset[str]) -> GradientFacts:
     """Facts read off a graph: gradients reduced everywhere over the axes over which any is, every micro-batch alike.
 
     A stage has the gradients that its rows name, one without a name where they name none.
     """
-    mentioned = graph.is_kind(frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP}))
-    mentioned |= graph.is_kind(frozenset({OpKind.FORWARD, *ADDS})) & (
-        (graph.scale != 0) | (graph.reduction == REDUCTIONS.index("overwrite"))
-    )
-    if not mentioned.any() or not stages:
+    if not changes_gradients(graph) or not stages:
         return GradientFacts((), (), guessed=True)
     others = tuple(axis for axis in grid.axes if axis not in needed and axis != "pp")
     names: dict[int, set[str]] = {}
@@ -305,7 +311,8 @@ class Site:
     ``rows`` are the forwards there, ``place`` their micro-batches' places and
     ``code`` what each multiplies a token's loss by, as an index into
     ``ratios``: over what is declared, or as it is written where nothing is.
-    A forward without a scale applies what is declared.
+    A forward without a scale applies what is declared. ``own`` are the ratios
+    without the scales that gradients meet on the way to an earlier stage.
     """
 
     loss: Loss
@@ -314,6 +321,7 @@ class Site:
     place: IntColumn
     code: IntColumn
     ratios: tuple[Coefficient, ...]
+    own: tuple[Coefficient, ...]
 
     def seen(self, model: Model, coords: Mapping[str, int]) -> list[tuple[int, BoolColumn]]:
         """(index of a ratio, micro-batches with it) of the tokens at some coordinates; any on an axis not given."""
@@ -329,11 +337,12 @@ class Site:
                 result.append((code, mask))
         return result
 
-    def row(self, model: Model, code: int, place: int, coords: Mapping[str, int]) -> int | None:
-        """The first forward of a micro-batch that names a scale of its own, of those that apply a ratio."""
-        named = (self.code == code) & (self.place == place) & (model.graph.scale[self.rows] != 0)
-        found = self.rows[named & self._at(model, coords)]
-        return int(found[0]) if len(found) else None
+    def forward(self, model: Model, code: int, place: int, coords: Mapping[str, int]) -> int | None:
+        """The first forward of a micro-batch that applies a ratio; of those, one that names a scale of its own."""
+        found = self.rows[(self.code == code) & (self.place == place) & self._at(model, coords)]
+        named = found[model.graph.scale[found] != 0]
+        first = named if len(named) else found
+        return int(first[0]) if len(first) else None
 
     def _at(self, model: Model, coords: Mapping[str, int]) -> BoolColumn:
         here = np.ones(len(self.rows), dtype=bool)
@@ -344,18 +353,44 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """All losses, in the order of the facts. ``unreadable`` has the forwards with an invalid scale, and the reason."""
+    """All losses, in the order of the facts. ``unreadable`` has the rows with an invalid scale, and the reason.
+
+    ``travelling`` are the scales between stages, None where no row has one.
+    """
 
     all: tuple[Site, ...]
     unreadable: Mapping[int, str] = field(default_factory=dict)
+    travelling: TravellingScales | None = None
+    _arrived: dict[tuple[int, int], Site] = field(default_factory=dict)
 
     def reaching(self, stage: int, name: str | None) -> list[Site]:
-        """The losses on a stage or after it, of one name or of any."""
-        return [site for site in self.all if site.loss.stage >= stage and name in (None, site.loss.name)]
+        """The losses on a stage or after it, of one name or of any, with the ratios that reach that stage."""
+        return [
+            self._at(i, stage)
+            for i, site in enumerate(self.all)
+            if site.loss.stage >= stage and name in (None, site.loss.name)
+        ]
+
+    def _at(self, index: int, stage: int) -> Site:
+        site = self.all[index]
+        if self.travelling is None or not len(site.rows):
+            return site
+        if (index, stage) not in self._arrived:
+            way, products = self.travelling.at(site.rows, stage)
+            self._arrived[index, stage] = site if set(products) == {ONE} else _scaled(site, way, products)
+        return self._arrived[index, stage]
+
+
+def _scaled(site: Site, way: IntColumn, products: Sequence[Coefficient]) -> Site:
+    """A site whose ratios are multiplied by a product for each forward."""
+    pairs, code = np.unique(np.stack([site.code, way], axis=1), axis=0, return_inverse=True)
+    own = tuple(site.ratios[first] for first, _ in pairs.tolist())
+    ratios = tuple(site.ratios[first] * products[second] for first, second in pairs.tolist())
+    return replace(site, code=code.ravel(), ratios=ratios, own=own)
 
 
 def read_sites(model: Model) -> Sites:
-    """The losses of the facts with what the graph's forwards make of them.
+    """The losses of the facts with what the graph's forwards, and the ways of their gradients, make of them.
 
     Raises:
         ValueError: the facts declare a scale that cannot be read, or zero.
@@ -379,8 +414,23 @@ def read_sites(model: Model) -> Sites:
         apply = ONE if declared is None else declared.inverse
         ratios = tuple(ONE if value is None else value * apply for value in written) or (ONE,)
         place = micro_batch_places(model.micro_batches, graph.work_item[rows])
-        sites.append(Site(loss, declared, rows, place, code, ratios))
-    return Sites(tuple(sites), unreadable)
+        sites.append(Site(loss, declared, rows, place, code, ratios, ratios))
+    return Sites(tuple(sites), unreadable, _travelling(model, unreadable))
+
+
+def _travelling(model: Model, unreadable: dict[int, str]) -> TravellingScales | None:
+    """The scales between stages; None where there is none."""
+    graph = model.graph
+    scaled = np.flatnonzero((graph.scale != 0) & graph.is_kind(TRAVELLING))
+    if not len(scaled):
+        return None
+    values = {}
+    for code, at in zip(*(one.tolist() for one in np.unique(graph.scale[scaled], return_index=True)), strict=True):
+        try:
+            values[code] = model.product(single_product(graph.scales[code]), model.block_sizes)
+        except ValueError as error:
+            unreadable[int(scaled[at])] = str(error)
+    return TravellingScales(graph, values)
 
 
 def _values(

@@ -12,7 +12,7 @@ import numpy as np
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradient
-from pipeproof.verify.gradients.coefficient import ONE, Coefficient
+from pipeproof.verify.gradients.coefficient import Coefficient
 from pipeproof.verify.gradients.covers import REDUCING
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.parameter_view import MoveKind, View
@@ -42,8 +42,7 @@ class Count:
 
     ``tokens`` names the tokens. ``found`` and ``declared`` are in the tokens' own
     terms; ``declared`` is None where nothing is declared and ``like`` names
-    the tokens that count otherwise. ``op`` is the forward that has a scale of
-    its own.
+    the tokens that count otherwise. ``ops`` are the rows with the wrong scales.
     """
 
     loss: str
@@ -53,7 +52,7 @@ class Count:
     declared: Coefficient | None
     declared_text: str
     like: str = ""
-    op: int | None = None
+    ops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +352,11 @@ class _Account:
 
     def scale(self, count: Count) -> Problem:
         """Problem of a sum in which only the weight of tokens is wrong."""
-        view = self._view
-        scaled = [i for i, move in enumerate(view.moves) if move.factor != ONE or move.average]
         cause = Cause.MAIN_SCALE if count.loss == MAIN_LOSS else Cause.OTHER_SCALE
         if self._held.parameter.losses == ():
             cause = Cause.MAIN_SCALE
-        ops = tuple(op for i in scaled for op in self._ops(i))
-        return self._problem(cause, (count.loss, str(count.found)), "", "", ops, count)
+        problem = self._problem(cause, (count.loss, str(count.found)), "", "", (), count)
+        return replace(problem, ops=count.ops)
 
 
 _REDUCTIONS = (MoveKind.REDUCE, MoveKind.TOUCH)

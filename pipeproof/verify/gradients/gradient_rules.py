@@ -92,9 +92,10 @@ MAIN_SCALE = RuleDoc(
         "In the update of every parameter each token's loss has an exact coefficient: what the forward multiplies the "
         "loss by, times every scale and average that its gradient meets on the way, summed over the ranks that add "
         "it. It must equal `loss.normalization` under every topology: one over the tokens of the whole step, "
-        "or the mean of the micro-batches' means. Scaling by 1/num_micro_batches twice, by the number of expert-data "
-        "ranks in place of data ranks, or the running sum at each micro-batch are the usual ways to miss it. In a "
-        "graph without a plan all micro-batches must count alike."
+        "or the mean of the micro-batches' means. A scale on I, SEND_B or RECV_B is a factor for all "
+        "earlier stages. Scaling by 1/num_micro_batches twice, by the number of expert-data ranks in place of data "
+        "ranks, or the running sum at each micro-batch are the usual ways to miss it. In a graph without a plan all "
+        "micro-batches must count alike."
     ),
     wrong="rank 0: 0F0 0F1 0B0 0SCALE_GRAD{scale=1/2} 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
     right="rank 0: 0F0 0F1 0B0 0B1 0SCALE_GRAD{scale=1/2} 0STEP",
@@ -214,8 +215,7 @@ def _check(doc: RuleDoc) -> Callable[[Subject], Iterator[Finding]]:
 
 def _finding(subject: Subject, doc: RuleDoc, problems: Sequence[Problem]) -> Finding:
     first = problems[0]
-    forwards = [first.count.op] if first.count is not None and first.count.op is not None else []
-    witness = dict.fromkeys(forwards + [op for problem in problems[:_MOST_NAMED] for op in problem.ops])
+    witness = dict.fromkeys(op for problem in problems[:_MOST_NAMED] for op in problem.ops)
     return doc.finding(
         _count_text(first.count, problems) if first.count is not None else f"{_where(subject, problems)}: {first.fact}",
         location=subject.locate("loss" if first.count is not None else "schedule"),

@@ -17,7 +17,7 @@ from pipeproof.schedule.columns import REDUCTIONS
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
-from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale
+from pipeproof.verify.gradients.coefficient import ONE, Coefficient, single_product
 from pipeproof.verify.gradients.covers import REDUCING, Covers
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.ledgers import OVERWRITE, Ledgers, micro_batch_places
@@ -174,10 +174,7 @@ class Reader:
         if not text:
             return ONE
         try:
-            parsed: dict[str, Factors] = parse_scale(text)
-            if set(parsed) != {""}:
-                raise ValueError("only forwards scale one loss apart from the others")  # noqa: TRY301
-            return self.model.product(parsed[""], sizes)
+            return self.model.product(single_product(text), sizes)
         except ValueError as error:
             self.unreadable[op] = str(error)
             return ONE

@@ -7,8 +7,9 @@ sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,6 +27,7 @@ from pipeproof.verify.gradients.coefficient import ONE, ZERO, Coefficient
 from pipeproof.verify.gradients.expected_gradients import Model, Site, Sites, of_micro_batch
 from pipeproof.verify.gradients.explain_sum import Count, HeldGradient, repeated
 from pipeproof.verify.gradients.interpret import State
+from pipeproof.verify.gradients.wrong_scale import ScaledRow, rows_to_blame, rows_to_blame_for_both, scales_of_sum
 
 _ALL = -2
 """Coordinate that means the whole line of ranks."""
@@ -52,13 +54,32 @@ class Verdict:
     counts: tuple[Count, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum that an optimizer reads: its stage, the parameter's name, and the scaled rows that a micro-batch meets."""
+
+    stage: int
+    name: str
+    scaled: Callable[[int], list[ScaledRow]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """Weight of tokens in the sum of a parameter, and the scaled rows that it comes from."""
+
+    ratio: Coefficient
+    tokens: str
+    name: str
+    scaled: Callable[[], list[ScaledRow]]
+
+
 @dataclass(eq=False)
 class UpdateChecker:
     """Check of the gradients of one model; remembers by loss the weight of tokens that have no declared one."""
 
     model: Model
     sites: Sites
-    _likes: dict[tuple[str, int], tuple[Coefficient, str]] = field(default_factory=dict)
+    _likes: dict[tuple[str, int], _Weight] = field(default_factory=dict)
 
     def verdict(self, held: HeldGradient, rank: int, state: State) -> Verdict:
         """Verdict on the update of a parameter that ``rank`` makes from ``state``."""
@@ -74,7 +95,7 @@ class UpdateChecker:
                 gaps["stray"] = None
                 continue
             gaps |= dict.fromkeys(self._gaps(held, path, rank, parts))
-            counts += self._counts(parameter, path, parts)
+            counts += self._counts(held, path, rank, parts)
         return Verdict(bool(gaps or counts), tuple(gaps), tuple(counts))
 
     def _parts(
@@ -142,17 +163,23 @@ class UpdateChecker:
         return [_ALL] if axis in folded or number is None else range(int(number))
 
     def _counts(
-        self, parameter: ParameterGradient, path: LossPath | None, parts: Mapping[Part, Sequence[Addend]]
+        self, held: HeldGradient, path: LossPath | None, rank: int, parts: Mapping[Part, Sequence[Addend]]
     ) -> Iterator[Count]:
         """Weights of tokens that differ from the declared ones."""
-        partial = self._partial(parameter, path)
+        parameter = held.parameter
+        axes = self._partial(parameter, path)
         for (stage, place), addends in parts.items():
-            coords = {axis: p for axis, p in zip(partial, place, strict=True) if p != _ALL}
+            coords = {axis: p for axis, p in zip(axes, place, strict=True) if p != _ALL}
+            read = _Sum(stage, parameter.name, partial(self._scales_of_sum, held, rank, addends))
             for site in self._sites_of(parameter, path, stage):
                 for factor, micro_batches in _columns(addends):
                     for code, also in site.seen(self.model, coords):
                         both = np.flatnonzero(micro_batches & also)
-                        yield from self._differing(site, code, factor, both, coords)
+                        yield from self._differing(site, code, factor, both, coords, read)
+
+    def _scales_of_sum(self, held: HeldGradient, rank: int, addends: Sequence[Addend], place: int) -> list[ScaledRow]:
+        sources = {addend.rank for addend in addends if addend.counts[place]}
+        return scales_of_sum(self.model, held, rank, sources, place)
 
     def _sites_of(self, parameter: ParameterGradient, path: LossPath | None, stage: int) -> list[Site]:
         if parameter.losses == ():
@@ -163,31 +190,61 @@ class UpdateChecker:
         """Weights of tokens in the losses themselves that differ from the declared ones."""
         for site in self.sites.all:
             for code, micro_batches in site.seen(self.model, {}):
-                yield from self._differing(site, code, ONE, np.flatnonzero(micro_batches), {})
+                read = _Sum(site.loss.stage, "", lambda _: [])
+                yield from self._differing(site, code, ONE, np.flatnonzero(micro_batches), {}, read)
 
     def _differing(
-        self, site: Site, code: int, factor: Coefficient, places: IntColumn, coords: Mapping[str, int]
+        self, site: Site, code: int, factor: Coefficient, places: IntColumn, coords: Mapping[str, int], read: _Sum
     ) -> Iterator[Count]:
         """The first micro-batch of ``places`` whose tokens count something else than they should."""
         ratio = site.ratios[code] * factor
         loss = site.loss
         if site.declared is None:
             for place in places[:1].tolist():
-                row = site.row(self.model, code, place, coords)
-                tokens = self._tokens(place, coords, row)
-                like, others = self._likes.setdefault((loss.name, loss.stage), (ratio, tokens))
-                if like != ratio:
-                    yield Count(loss.name, loss.stage, tokens, ratio, None, str(like), others, row)
+                yield from self._unlike(site, ratio, code, place, coords, read)
         elif ratio != ONE:
             for place, data_rank in self._blocks(ratio, places, coords):
-                if self._seen_from(ratio, place, data_rank) != ONE:
-                    row = site.row(self.model, code, place, coords)
+                error = self._seen_from(ratio, place, data_rank)
+                if error != ONE:
+                    row = site.forward(self.model, code, place, coords)
                     found = self.model.in_numbers(ratio * site.declared, data_rank, place)
                     declared = self.model.in_numbers(site.declared, data_rank, place)
                     text = f"{declared} ({loss.scale})" if str(declared) != loss.scale else str(declared)
-                    tokens = self._tokens(place, coords, row)
-                    yield Count(loss.name, loss.stage, tokens, found, declared, text, op=row)
+                    seen_from = partial(self._seen_from, place=place, data_rank=data_rank)
+                    ops = rows_to_blame(self._scaled(site, code, place, row, read), error, seen_from)
+                    tokens = self._tokens(place, coords, self._named(site, code, row))
+                    yield Count(loss.name, loss.stage, tokens, found, declared, text, ops=ops)
                     return
+
+    def _unlike(
+        self, site: Site, ratio: Coefficient, code: int, place: int, coords: Mapping[str, int], read: _Sum
+    ) -> Iterator[Count]:
+        """The tokens of a micro-batch, if those that were seen first have another weight."""
+        loss = site.loss
+        row = site.forward(self.model, code, place, coords)
+        tokens = self._tokens(place, coords, self._named(site, code, row))
+        here = _Weight(ratio, tokens, read.name, partial(self._scaled, site, code, place, row, read))
+        like = self._likes.setdefault((loss.name, loss.stage), here)
+        if like.ratio != ratio:
+            others = f"{like.tokens} in that of `{like.name}`" if like.tokens == tokens else like.tokens
+            ops = rows_to_blame_for_both(ratio, here.scaled(), like.ratio, like.scaled())
+            yield Count(loss.name, loss.stage, tokens, ratio, None, str(like.ratio), others, ops)
+
+    def _scaled(self, site: Site, code: int, place: int, forward: int | None, read: _Sum) -> list[ScaledRow]:
+        """The scaled rows that the tokens of a micro-batch meet: between stages, on their gradients, on their loss."""
+        result = read.scaled(place)
+        if forward is not None:
+            travelling = self.sites.travelling
+            between = [] if travelling is None else list(travelling.rows(forward, read.stage))
+            result = [*between, *result]
+            if site.own[code] != ONE and self.model.graph.scale[forward]:
+                result.append((forward, site.own[code]))
+        return result
+
+    def _named(self, site: Site, code: int, forward: int | None) -> int | None:
+        """The forward, if it or the way of its gradient has a scale of its own."""
+        has_own = forward is not None and (self.model.graph.scale[forward] or site.own[code] != site.ratios[code])
+        return forward if has_own else None
 
     def _blocks(self, ratio: Coefficient, places: IntColumn, coords: Mapping[str, int]) -> Iterator[tuple[int, int]]:
         """(micro-batch's place, data rank) of tokens that a ratio may mean different things for."""
@@ -225,7 +282,7 @@ class UpdateChecker:
 def unscaled(parameter: ParameterGradient, stage: int) -> Site:
     """The site of a sum that no loss scales: what is added counts once."""
     nothing = np.empty(0, dtype=np.int64)
-    return Site(Loss(parameter.name, stage, "1"), ONE, nothing, nothing, nothing, (ONE,))
+    return Site(Loss(parameter.name, stage, "1"), ONE, nothing, nothing, nothing, (ONE,), (ONE,))
 
 
 def _added(held: HeldGradient, ranks: set[int], stage: int) -> BoolColumn:
