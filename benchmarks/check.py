@@ -9,7 +9,9 @@
    ``_simulate_comms_compute``, and the ratios;
 2. the same with a half and a quarter of the micro-batches: cost per operation;
 3. a plan the size of Llama 3 405B: PP 16, 8 chunks, TP 8 with sequence
-   parallelism, DP 64, 128 micro-batches.
+   parallelism, DP 64, 128 micro-batches;
+4. a plan of 10,240 ranks (PP 16, TP 8, DP 80) in which one rank lacks one
+   collective: every rank is a program of its own.
 
 Each part runs in a process of its own, which reports its peak memory. PyTorch
 is measured where it is installed (``pip install torch==2.13.0``); nothing is
@@ -56,6 +58,8 @@ def main() -> None:
         print(f"  {num_micro_batches:>4} micro-batches: {rows:>8,} operations, {total:.2f} s, {each}")
     print("\nlike Llama 3 405B: PP 16 x 8 chunks, TP 8 with SP, DP 64, 128 micro-batches, seconds")
     print_parts("pipeproof", part("llama", 128))
+    print("\n10,240 ranks, PP 16 x TP 8 x DP 80, one of which lacks a collective, 8 micro-batches, seconds")
+    print_parts("pipeproof", part("broken", 8))
 
 
 def print_ratio(ours: dict[str, Any], name: str, seconds: float) -> None:
@@ -121,6 +125,42 @@ def measure_llama(num_micro_batches: int) -> dict[str, Any]:
             "stages": [["embed"], *layers, ["norm", "head"]],
         }
     )  # fmt: skip
+
+
+def measure_broken(num_micro_batches: int) -> dict[str, Any]:
+    """A plan of replicas in which one rank has a program of its own: nothing is folded."""
+    import numpy as np
+
+    from pipeproof.schedule.op_table import OpGraph
+    from pipeproof.specs.load_plan import plan_from_dict
+    from pipeproof.verify.registry import RULES
+    from pipeproof.verify.subject import make_subject
+
+    parts = Parts()
+    gc.disable()
+    plan = {
+        "pipeproof": 1,
+        "model": model(num_layers=32),
+        "topology": {"pp": 16, "tp": 8, "dp": 80, "sequence_parallel": True},
+        "schedule": {"kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": 1},
+    }
+    with parts.timed("lower"):
+        subject = make_subject(plan_from_dict(plan)).unfolded()
+    graph = subject.graph
+    with parts.timed("build the changed graph"):
+        rank = graph.num_ranks // 2
+        first = int(graph.offsets[rank])
+        lost = first + int(np.flatnonzero(graph.group[first:] >= 0)[0])
+        offsets = graph.offsets - (np.arange(len(graph.offsets)) > rank)
+        rows = np.delete(np.arange(graph.num_ops), lost)
+        changed = OpGraph(graph.columns.take(rows, offsets), graph.tensors, graph.groups, graph.global_rank)
+        subject = subject.with_graph(changed)
+    errors = set()
+    for rule in RULES:
+        with parts.timed(f"rules {rule.doc.code[:3]}xx"):
+            errors |= {finding.code for finding in rule.check(subject) if finding.severity == "error"}
+    assert errors, "the missing collective is found"
+    return {"parts": parts.seconds, "num_ops": changed.num_ops}
 
 
 def model(num_layers: int) -> dict[str, Any]:
@@ -201,6 +241,7 @@ def measure_torch(num_micro_batches: int) -> dict[str, Any]:
 MEASURES: dict[str, Callable[[int], dict[str, Any]]] = {
     "ours": measure_ours,
     "llama": measure_llama,
+    "broken": measure_broken,
     "torch": measure_torch,
 }
 

@@ -147,6 +147,9 @@ FOLLOWS: tuple[Follows, ...] = (
     Follows("PP507", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
     Follows("PP508", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
     Follows("PP509", ("PP122", "PP123", *_MATCHING), same_operation),
+    # So is its result, and what it adds to a sum.
+    Follows("PP510", ("PP122", "PP123", *_MATCHING), same_operation),
+    Follows("PP514", ("PP122",), same_operation),
     # What comes before its writer is also sent, or received into, too early.
     Follows("PP501", ("PP506",), same_operation),
     Follows("PP502", ("PP506",), same_operation),

@@ -112,7 +112,7 @@ CASES = {
         program(f"0F0 0B0{{writes=main_grad}} 0F1 {B1} 0STEP{{reads=main_grad}}"),
     ),
     "a micro-batch adds to a buffer that the optimizer does not read": (
-        [("PP511", ["0STEP"])],
+        [("PP511", ["0B1", "0STEP"])],
         program(f"{RESET} 0SCALE_GRAD{{writes=g}} 0F0 {B0} 0F1 0B1{{reads=g writes=g}} 0STEP{{reads=main_grad}}"),
         program(f"{RESET} 0SCALE_GRAD{{writes=g}} 0F0 {B0} 0F1 0B1{{reads=g writes=g}} 0STEP{{reads=main_grad+g}}"),
     ),
@@ -135,7 +135,7 @@ CASES = {
         program(*[f"{REDUCED} 0STEP{{reads=h}}"] * 2, groups=["dp: 0 1"]),
     ),
     "a bucket is added again with more in it": (
-        [("PP514", ["0STEP"])],
+        [("PP514", ["0B0", "0STEP"])],
         program(BUCKET.format(between="", read="h")),
         program(BUCKET.format(between="0SCALE_GRAD{writes=g} ", read="h")),
     ),
@@ -152,6 +152,29 @@ def test_a_wrong_content_is_found_at_its_reader(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_correct_program_near_it_passes(name):
     assert summary(CASES[name][2]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "followers"),
+    [
+        (program(f"{RESET} 0F0 {B0} {B0} 0STEP{{reads=main_grad}}"), "PP122", ["PP514"]),
+        (
+            program(
+                "0F1{writes=o0} 0SEND_F0{peer=1 reads=o0} WAIT(0SEND_F0) "
+                "0F0{writes=o1} 0SEND_F1{peer=1 reads=o1} WAIT(0SEND_F1)",
+                TAKER,
+            ),
+            "PP123",
+            ["PP506", "PP510"],
+        ),
+    ],
+    ids=["a backward runs twice", "two forwards are exchanged"],
+)
+def test_wrong_contents_follow_from_a_computation_at_the_wrong_place(text, cause, followers):
+    first, *others = findings(text)
+    assert (first.code, first.cause) == (cause, None)
+    assert [finding.code for finding in others] == followers
+    assert {finding.cause.code for finding in others} == {cause}
 
 
 def test_the_page_on_lifetimes_shows_what_is_found():

@@ -253,7 +253,7 @@ def _sums(subject: Subject, doc: RuleDoc, wrong: list[WrongSum]) -> Iterator[Fin
 
 def _sum(subject: Subject, found: Contents, doc: RuleDoc, wrong: WrongSum) -> Finding:
     graph = subject.graph
-    term, reader, cause = _term_text(graph, wrong.term), graph.ops[wrong.reader], [wrong.reader]
+    term, reader, cause = _term_text(graph, wrong.term), graph.ops[wrong.reader], [wrong.adder, wrong.reader]
     fix = f"let it be added to a buffer that {reader} reads"
     if wrong.count:
         fact = f"has {term} {wrong.count} times"
@@ -266,7 +266,7 @@ def _sum(subject: Subject, found: Contents, doc: RuleDoc, wrong: WrongSum) -> Fi
     else:
         fact = f"lacks {term}, which was never added to it"
     message = f"{_rank(subject, wrong.reader)}: {reader} reads {_buffer(found, wrong.buffer)}, which {fact}"
-    return about(subject, doc, message, cause, fix)
+    return about(subject, doc, message, [op for op in cause if op != NONE], fix)
 
 
 def _check_never_wrote(subject: Subject) -> Iterator[Finding]:

@@ -65,12 +65,13 @@ class WrongRead:
 class WrongSum:
     """A result that ``reader`` finds ``count`` times in a gradient, not once.
 
-    ``overwriter`` is the operation that removed it before anything read it,
-    ``NONE`` if none did.
+    ``adder`` is the operation that computes it. ``overwriter`` is the one that
+    removed it before anything read it, ``NONE`` if none did.
     """
 
     term: Term
     count: int
+    adder: int
     overwriter: int
     reader: int
     buffer: int
@@ -206,7 +207,7 @@ class _Walk:
             self._unknown.add(buffer)
         if kind in UPDATES and (content.is_gradient or content.state is State.ZERO):
             for term, overwriter in content.lost.items():
-                self._note_sum(WrongSum(term, 0, overwriter, op, buffer))
+                self._note_sum(WrongSum(term, 0, NONE, overwriter, op, buffer))
         if step == 0 and content is UNSET and kind in CHILD_KINDS and op not in self._never_set:
             self._found.unset.append((op, buffer))
         if not (adds and kind in (*ADDERS, *UPDATES)):
@@ -250,10 +251,10 @@ class _Walk:
         there = {term.work_item for _, term, _ in shares}
         for work_item in sorted(added.keys() - there):
             term = Term(Role.ADDEND, stage, work_item)
-            self._note_sum(WrongSum(term, 0, NONE, op, next(iter(held))))
+            self._note_sum(WrongSum(term, 0, added[work_item], NONE, op, next(iter(held))))
         for buffer, term, share in shares:
             if share.times > 1:
-                self._note_sum(WrongSum(term, share.times, NONE, op, buffer))
+                self._note_sum(WrongSum(term, share.times, added.get(term.work_item, NONE), NONE, op, buffer))
         passed = {change for _, _, share in shares for change in share.changes}
         for update in updates:
             if self._change(update) not in passed and (update, NONE) not in self._reported:
