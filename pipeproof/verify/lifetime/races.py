@@ -171,7 +171,8 @@ class Lifetimes:
         """Mask of the entries of ``in_order`` that need no write before them, or whose write other rules check.
 
         A stage's gradient is zero when a step begins, and what the optimizer
-        alone writes was there before the first step. What a backward reads of
+        alone writes was there before the first step; so was a sum that the
+        end of the step leaves ready for the next. What a backward reads of
         its forward, and one stage of the one before on the same rank, is a
         matter of completeness (PP121 to PP127).
         """
@@ -181,7 +182,20 @@ class Lifetimes:
         local = computes & ~uses.changes & uses.is_made
         update = [KIND_CODE[OpKind.STEP], KIND_CODE[OpKind.GATHER_WEIGHT]]
         by_optimizer = np.isin(graph.kind[uses.op], update) | np.isin(graph.target_kind[uses.op], update)
-        return np.asarray(kept | uses.is_gradient | local | by_optimizer)
+        return np.asarray(kept | uses.is_gradient | local | by_optimizer | self._left_ready)
+
+    @property
+    def _left_ready(self) -> BoolColumn:
+        """Mask of the first reads of buffers that the step leaves at zero, or as its optimizer sets them."""
+        graph, uses = self.subject.graph, self.in_order
+        kind = graph.kind[uses.op]
+        writes = (uses.mode & WRITES) != 0
+        resets = writes & ~uses.reads & (kind == KIND_CODE[OpKind.SCALE_GRAD]) & (graph.scale[uses.op] == 0)
+        sets = (resets | (writes & (kind == KIND_CODE[OpKind.STEP]))) & (uses.buffer >= uses.first_named)
+        changed = np.flatnonzero(uses.changes)
+        last = changed[np.diff(uses.buffer[changed], append=NONE) != 0]  # of each buffer
+        ready = np.isin(uses.buffer, uses.buffer[last[sets[last]]])
+        return np.asarray(ready & uses.reads & (uses.last_change[1] == NONE))
 
     @cached_property
     def over_steps(self) -> tuple[Order, Uses, Races]:

@@ -34,7 +34,8 @@ UNWRITTEN = RuleDoc(
         "The operation comes before the write of its buffer: a send before the computation whose result it "
         "sends, a computation before its receive is even posted. It reads the old contents of the memory: zeros in "
         "a test, NaN in a long run. Adding to a gradient buffer that was never set is the same mistake. A buffer that "
-        "the program never writes, or that only the optimizer writes, is taken to be there from the start."
+        "the program never writes, or that only the optimizer writes, is taken to be there from the start; so is a sum "
+        "that is set to zero after the optimizer, for the next step."
     ),
     wrong="rank 0: 0F0 0B0{reads=main_grad writes=main_grad} 0STEP{reads=main_grad}",
     right="rank 0: 0SCALE_GRAD{writes=main_grad} 0F0 0B0{reads=main_grad writes=main_grad} 0STEP{reads=main_grad}",

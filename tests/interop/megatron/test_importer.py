@@ -223,6 +223,13 @@ def test_the_transport_of_older_versions(tmp_path, flags, transport):
     assert errors(made) == []
 
 
+@pytest.mark.parametrize("chunks", ["", "--num-layers-per-virtual-pipeline-stage 1 "])
+def test_variable_lengths_send_the_shape_of_each_tensor_ahead_of_it(tmp_path, chunks):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}{chunks}--variable-seq-lengths")
+    assert made.plan["transport"]["shape_exchange"] == "per_message"
+    assert errors(made) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [

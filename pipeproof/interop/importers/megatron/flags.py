@@ -68,6 +68,7 @@ FLAGS: Final = frozenset(
         "--account-for-loss-in-pipeline-split",
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "--no-overlap-p2p-communication",
+        "--variable-seq-lengths",
         "--scatter-gather-tensors-in-pipeline",
         "--no-scatter-gather-tensors-in-pipeline",
         "--micro-batch-size",

@@ -195,7 +195,8 @@ def _import_rest(reader: FlagReader) -> None:
 def _import_transport(reader: FlagReader) -> None:
     """Set ``transport``: older versions split messages over tp, unless sequence parallelism already has.
 
-    NCCL opens a connection at its first message, and Megatron-LM sends none before the first step.
+    NCCL opens a connection at its first message, and Megatron-LM sends none before the first step. With variable
+    lengths it sends the shape of each tensor ahead of it.
     """
     directions = ("transport", "forward"), ("transport", "backward")
     flag, off = "--scatter-gather-tensors-in-pipeline", "--no-scatter-gather-tensors-in-pipeline"
@@ -209,6 +210,8 @@ def _import_transport(reader: FlagReader) -> None:
             reader.take(flag, key, "partial")
     if count(reader.draft, "topology", "pp") > 1:
         reader.draft.set(("transport", "connections"), "lazy", "a training of Megatron-LM")
+        if reader.has("--variable-seq-lengths"):
+            reader.take("--variable-seq-lengths", ("transport", "shape_exchange"), "per_message")
 
 
 def _refuse_misspelt(reader: FlagReader) -> None:
