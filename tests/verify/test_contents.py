@@ -139,6 +139,13 @@ CASES = {
         program(*[f"{REDUCED} 0STEP{{reads=g}}"] * 2, groups=["dp: 0 1"]),
         program(*[f"{REDUCED} 0STEP{{reads=h}}"] * 2, groups=["dp: 0 1"]),
     ),
+    "each micro-batch reduces the sum so far, that of another stage": (
+        [("PP510", ["0ALL_REDUCE0:dp", "1B0"])],
+        program(f"{RESET} 0SCALE_GRAD{{writes=g}} 0F0 1F0 1B0{{reads=g writes=g}} {B0} "
+                "0ALL_REDUCE0:dp{group=0 reads=g writes=g} 0STEP{reads=main_grad} 1STEP{reads=g}", groups=["dp: 0"]),
+        program(f"{RESET} 0F0 {B0} 0ALL_REDUCE0:dp{{group=0 reads=main_grad writes=main_grad}} 0F1 {B1} "
+                "0ALL_REDUCE1:dp{group=0 reads=main_grad writes=main_grad} 0STEP{reads=main_grad}", groups=["dp: 0"]),
+    ),
     "a bucket is added again with more in it": (
         [("PP514", ["0B0", "0STEP"])],
         program(BUCKET.format(between="", read="h")),

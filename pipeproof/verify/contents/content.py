@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeproof.schedule.op_table import NONE, OpGraph
-from pipeproof.schedule.ops import KINDS, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, KINDS, OpKind
 
 
 class Role(Enum):
@@ -196,7 +196,7 @@ def suits(graph: OpGraph, op: int, content: Content, step: int, *, adds: bool) -
         if content.state is State.OTHER:
             return not (adds and kind in ADDERS)
         return content.state is State.UNSET or kind not in _OUTGOING
-    if kind in UPDATES:
+    if kind in UPDATES or (kind in CHILD_KINDS and content.is_gradient):
         return not content.is_gradient or any(term.stage == graph.stage[op] for term in content.terms)
     if graph.work_item[op] == NONE or (adds and kind in ADDERS and content.is_gradient):
         return True

@@ -2,8 +2,8 @@
 
 Only buffers without a race are looked at, in the order in which their uses
 happen; races are a matter of the rules of lifetimes. Tensors that rows do not
-name are where their kinds put them. The walk is linear in named uses, and plans
-that are lowered name none.
+name are where their kinds put them. The walk is linear in named uses and in the
+terms of sums at each addition; plans that are lowered name no buffers.
 """
 
 from __future__ import annotations
@@ -303,9 +303,9 @@ class _Walk:
             self._sums[int(self._graph.rank[op]), result.stage] = buffer
         elif sums and result.role is Role.EITHER:
             result = result._replace(role=Role.INPUT_GRADIENT)
-        self._stored.add(
-            (int(self._graph.rank[op]), step, result.role is Role.ACTIVATION, result.stage, result.work_item)
-        )
+        if result.role not in ADDENDS:
+            tensor = result.role is Role.ACTIVATION, result.stage, result.work_item
+            self._stored.add((int(self._graph.rank[op]), step, *tensor))
         alone = Content(State.OTHER, {result: Share()}, op, step, frozenset({result}))
         if added is None or not (buffer in sums or (kind is OpKind.FORWARD and is_number(self._graph, op, added))):
             return alone
