@@ -12,10 +12,9 @@ from pipeproof.schedule.ops import OpKind
 STEPS = 2
 
 
-def is_right(rows_by_rank):
-    """True if the values with names are those without, in two steps in a row."""
-    named = values_of(rows_by_rank, use_names=True)
-    return named == values_of(rows_by_rank, use_names=False)
+def is_right(rows_by_rank, intended):
+    """True if the values with names are those that the intended program has without, in two steps in a row."""
+    return values_of(rows_by_rank, use_names=True) == values_of(intended, use_names=False)
 
 
 def values_of(rows_by_rank, *, use_names):
@@ -73,14 +72,16 @@ class _Rank:
             case OpKind.BACKWARD:
                 # reads: what was kept, the sum, then the gradient; writes: the sum, the gradient of the input
                 kept = self.get(row.reads[:1], ("kept", stage, item))
-                data = kept[2] if kept[:2] == ("F", stage) else kept  # the input serves as well
+                data = (
+                    kept[2] if isinstance(kept, tuple) and kept[:2] == ("F", stage) else kept
+                )  # the input serves as well
                 grad = self.get(row.reads[2:], (OpKind.RECV_BACKWARD, stage, item))
                 self.seen.append((data, grad, self._foreign(row, (kept, data, grad))))
                 made = ("B", stage, data, grad)
                 self.put(row.writes[:1], ("sum", stage), sorted([*self._earlier(row, kept), made], key=repr))
                 self.put(row.writes[1:], ("gin", stage, item), made)
             case OpKind.SCALE_GRAD:
-                self.put(row.writes, ("sum", stage), self._reset(row))
+                self.put(row.writes, ("sum", stage), 0)
             case OpKind.STEP:
                 total = self.get(row.reads, ("sum", stage))
                 self.seen.append(total)
@@ -99,9 +100,3 @@ class _Rank:
         """The values that a backward reads where it adds, if it does not write there and they are not its own."""
         names = row.reads[1:2] if self.use_names and row.reads[1:2] != row.writes[:1] else ()
         return [value for name in names if (value := self.memory.get(name, "nothing")) not in own]
-
-    def _reset(self, row):
-        """Zeros; without names only a reset that comes first in the step means anything."""
-        if self.use_names or not getattr(row, "again", False):
-            return 0
-        return self.memory[("sum", row.op.stage)]

@@ -89,7 +89,12 @@ CASES = {
         program("0F0{writes=k0} 0F1{writes=k1} 0B0{reads=k1} 0B1{reads=k1}"),
         program("0F0{writes=k0} 0F1{writes=k1} 0B0{reads=k0} 0B1{reads=k1}"),
     ),
-    "a forward computes from zeros": (
+    "what a forward saved is set to zero before its backward": (
+        [("PP509", ["0F0", "0SCALE_GRAD", "0B0"])],
+        program("0F0{writes=k} 0SCALE_GRAD{writes=k} 0B0{reads=k}"),
+        program("0SCALE_GRAD{writes=k} 0F0{writes=k} 0B0{reads=k}"),
+    ),
+    "zeros are sent": (
         [("PP510", ["0SEND_F0", "0SCALE_GRAD"])],
         program("0F0{writes=o} 0SCALE_GRAD{writes=z} 0SEND_F0{peer=1 reads=z} WAIT(0SEND_F0)",
                 "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0"),

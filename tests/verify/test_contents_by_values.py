@@ -73,30 +73,54 @@ orders = st.sampled_from([all_forwards_first, one_forward_one_backward])
 
 def findings(rows):
     report = check_subject(graph_subject(build_graph(rows, [], [])))
-    return [finding for finding in report.findings if finding.code.startswith("PP5")]
+    return {finding.code for finding in report.findings if finding.code.startswith("PP5")}
 
 
 @given(sizes=sizes, order=orders)
 def test_slots_that_are_read_at_once_need_no_number(sizes, order):
     rows = pipeline(*sizes, order)
-    assert is_right(rows)
-    assert findings(rows) == []
+    assert is_right(rows, rows)
+    assert findings(rows) == set()
 
 
-@given(data=st.data(), sizes=sizes, order=orders)
-def test_a_wrong_name_is_found_if_and_only_if_a_value_changes(data, sizes, order):
-    rows = pipeline(*sizes, order)
-    rank = data.draw(st.integers(0, len(rows) - 1))
-    place = data.draw(st.sampled_from([i for i, row in enumerate(rows[rank]) if row.reads or row.writes]))
-    row = rows[rank][place]
-    field = data.draw(st.sampled_from([name for name in ("reads", "writes") if getattr(row, name)]))
-    names = list(getattr(row, field))
-    known = sorted({name for other in rows[rank] for name in (*other.reads, *other.writes)})
-    names[data.draw(st.integers(0, len(names) - 1))] = data.draw(st.sampled_from(known))
-    if len(set(names)) < len(names):
-        return  # one buffer for two tensors of one operation: which of them it holds, no name says
-    rows[rank][place] = replace(row, **{field: tuple(names)})
-    written = {name for other in rows[rank] for name in other.writes}
-    if any(name not in written for other in rows[rank] for name in other.reads):
+def renamed(draw, rows):
+    """One name of one row becomes another name of the rank."""
+    place = draw(st.sampled_from([i for i, row in enumerate(rows) if row.reads or row.writes]))
+    field = draw(st.sampled_from([name for name in ("reads", "writes") if getattr(rows[place], name)]))
+    names = list(getattr(rows[place], field))
+    known = sorted({name for row in rows for name in (*row.reads, *row.writes)})
+    names[draw(st.integers(0, len(names) - 1))] = draw(st.sampled_from(known))
+    rows[place] = replace(rows[place], **{field: tuple(names)})
+
+
+def exchanged(draw, rows):
+    """Two rows of one kind get the names of each other."""
+    places = [i for i, row in enumerate(rows) if row.reads or row.writes]
+    one = draw(st.sampled_from(places))
+    other = draw(st.sampled_from([i for i in places if rows[i].op.kind is rows[one].op.kind]))
+    names = [(rows[i].reads, rows[i].writes) for i in (one, other)]
+    for place, (reads, writes) in zip((other, one), names, strict=True):
+        rows[place] = replace(rows[place], reads=reads, writes=writes)
+
+
+def set_to_zero(draw, rows):
+    """A buffer is set to zero once more, somewhere."""
+    name = draw(st.sampled_from(sorted({name for row in rows for name in row.writes})))
+    rows.insert(draw(st.integers(0, len(rows))), replace(rows[0], writes=(name,)))
+
+
+@given(data=st.data(), sizes=sizes, order=orders, change=st.sampled_from([renamed, exchanged, set_to_zero]))
+def test_a_wrong_name_is_found_if_and_only_if_a_value_changes(data, sizes, order, change):
+    intended = pipeline(*sizes, order)
+    rows = [list(of_rank) for of_rank in intended]
+    own = rows[data.draw(st.integers(0, len(rows) - 1))]
+    change(data.draw, own)
+    if any(len(set(names)) < len(names) for row in own for names in (row.reads, row.writes)):
+        return  # one buffer for two tensors of one operation: which of them it holds, no name states
+    written = {name for row in own for name in row.writes}
+    if any(name not in written for row in own for name in row.reads):
         return  # what the program never writes is taken to be there from the start
-    assert bool(findings(rows)) == (not is_right(rows))
+    found = findings(rows)
+    if found & {"PP501", "PP502"}:
+        return  # a race: which value is read is a matter of time
+    assert bool(found) == (not is_right(rows, intended))

@@ -178,7 +178,12 @@ class _Walk:
     def _suitable(self, op: int, before: Mapping[int, Content], writes: list[int], step: int) -> set[int]:
         """The buffers whose content an operation may read: its input, and numbers next to it."""
         graph = self._graph
-        right = {b for b, content in before.items() if suits(graph, op, content, step, adds=b in writes)}
+        right = {
+            b
+            for b, content in before.items()
+            if suits(graph, op, content, step, adds=b in writes)
+            and (content.state is not State.ZERO or b in writes or self._own(op, b, step) == NONE)
+        }
         has_input = any(before[b].terms for b in right) or (
             graph.stage[op] == 0 or graph.work_item[op] == NONE or KINDS[graph.kind[op]] is not OpKind.FORWARD
         )
@@ -202,8 +207,7 @@ class _Walk:
         """Note what is wrong with one read, and that it was read."""
         if not right and (op, buffer) not in self._reported and op not in self._never_set:
             self._reported.add((op, buffer))
-            own = next((past.writer for past in reversed(self._past[buffer]) if self._was_own(op, past, step)), NONE)
-            self._found.wrong.append(WrongRead(op, buffer, content, step, own))
+            self._found.wrong.append(WrongRead(op, buffer, content, step, self._own(op, buffer, step)))
             self._unknown.add(buffer)
         if kind in UPDATES and (content.is_gradient or content.state is State.ZERO):
             for term, overwriter in content.lost.items():
@@ -219,8 +223,14 @@ class _Walk:
             self._missed.add(key)
             self._found.sums.append(wrong)
 
-    def _was_own(self, op: int, past: Content, step: int) -> bool:
-        return bool(past.terms) and past.step == step and suits(self._graph, op, past, step, adds=False)
+    def _own(self, op: int, buffer: int, step: int) -> int:
+        """The operation that wrote what ``op`` computes with, where that was in the buffer in this step; else NONE."""
+        if result_of(self._graph, op) is None:
+            return NONE
+        for past in reversed(self._past[buffer]):
+            if past.step == step and past.terms and suits(self._graph, op, past, step, adds=False):
+                return past.writer
+        return NONE
 
     def _note_update(self, op: int, kind: OpKind, reads: list[int], writes: list[int]) -> None:
         """Keep the updates of a stage until its optimizer step; apply one that names no buffer to all that it means."""
