@@ -131,7 +131,7 @@ def mutants():
                 yield pytest.param(part, place, mutant, id=f"{part}-{place}-{number}", marks=marks)
 
 
-@pytest.mark.parametrize(("part", "place", "mutant"), mutants())
+@pytest.mark.parametrize(("part", "place", "mutant"), [*mutants()])
 def test_a_part_that_is_left_out_at_a_place_is_missed_there(part, place, mutant, monkeypatch, tmp_path):
     mutant.leave_out(monkeypatch, part)
     subject = (tmp_path,) if "path" in signature(mutant.check).parameters else (mutant.subject,)

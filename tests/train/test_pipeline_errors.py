@@ -12,6 +12,7 @@ import time
 import pytest
 
 from pipeproof.exec.launch.rendezvous import reserved_ports
+from tests.default_signals import default_signals
 from tests.train.launch import PROGRAMS, ROOT, run
 
 pytestmark = pytest.mark.needs_torch
@@ -189,7 +190,7 @@ class Ended:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-u", PROGRAMS / "pipeline_ends.py", failure], stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, env={**env, "RANK": str(rank)},
+                stderr=subprocess.STDOUT, text=True, env={**env, "RANK": str(rank)}, preexec_fn=default_signals,
             )
             for rank in range(num_ranks)
         ]  # fmt: skip
