@@ -360,6 +360,7 @@ def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_pa
             "TMPDIR": str(tmp_path),
             "PADDLE_TRAINER_ID": "1",
             "PADDLE_TRAINERS_NUM": "4",
+            "PADDLE_MASTER": "127.0.0.1:1",
         },
         capture_output=True,
         text=True,
