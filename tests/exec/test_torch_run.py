@@ -85,23 +85,20 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path):
     assert len(re.findall("matches: every loss and every gradient, bit for bit", ended.output)) == 1
 
 
-@pytest.mark.parametrize("launcher", ["open_mpi", "slurm"])
-def test_under_each_launcher_the_verdict_is_that_of_torchrun(tmp_path, launcher):
+@pytest.mark.slow
+def test_under_each_launcher_the_verdict_is_that_of_torchrun(tmp_path):
     """Two processes started by hand, with the variables of a launcher that knows no framework."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")
-    reports = []
+    commands = {"torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")}
+    reports = {}
     with reserved_ports(1) as (port,):
-        by_hand = (str(Path(__file__).with_name("start_by_hand.py")), launcher, str(port))
-        for number, command in enumerate((torchrun, by_hand)):
-            ended = Run(tmp_path / str(number), torch_plan(), command=command).end()
+        for launcher in ("open_mpi", "slurm"):
+            commands[launcher] = (str(Path(__file__).with_name("start_by_hand.py")), launcher, str(port))
+        for launcher, command in commands.items():
+            ended = Run(tmp_path / launcher, torch_plan(), command=command).end()
             assert ended.status == 0, ended.output
             assert ended.output.count("matches: every loss and every gradient, bit for bit") == 1
-            reports.append(without_times(ended.report))
-    assert reports[0] == reports[1]
-
-
-def without_times(report):
-    return {key: value for key, value in report.items() if key not in {"timeline"}}
+            reports[launcher] = {key: value for key, value in ended.report.items() if key != "timeline"}
+    assert reports["torchrun"] == reports["open_mpi"] == reports["slurm"]
 
 
 def test_a_launcher_of_another_size_is_refused(tmp_path):
