@@ -20,7 +20,7 @@ from pipeproof.exec.compare.step_losses import NotFiniteError, main_loss, module
 from pipeproof.exec.launch.external_launcher import join_launcher, run_launched
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
 from pipeproof.exec.launch.job_files import RecordOptions, RunOptions
-from pipeproof.exec.launch.launcher_table import LaunchedRank
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.supervisor import WorkerFailedError
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.run_plan import NotVerifiedError, Progress, run

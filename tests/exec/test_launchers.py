@@ -7,7 +7,8 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.launcher_table import KUBERNETES, LAUNCHERS, OPEN_MPI, PADDLE, SLURM, TORCHRUN, launched_rank
+from pipeproof.exec.launch.launched_rank import launched_rank
+from pipeproof.exec.launch.launcher_table import KUBERNETES, LAUNCHERS, OPEN_MPI, PADDLE, SLURM, TORCHRUN
 from tests.plans import plan_dict
 
 MASTER = {"MASTER_ADDR": "host-a", "MASTER_PORT": "29400"}

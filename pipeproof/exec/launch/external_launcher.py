@@ -22,7 +22,8 @@ from pipeproof.exec.compare.compare_gradients import StepResult
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.job_files import Job, RunOptions
-from pipeproof.exec.launch.launcher_table import OF_BACKEND, LaunchedRank, launched_rank
+from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
+from pipeproof.exec.launch.launcher_table import OF_BACKEND
 from pipeproof.exec.launch.rendezvous import framework_variables
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.launch.watchdog import JobState

@@ -24,14 +24,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.exec.launch.slurm_variables import first_host, port_of_step, tasks_on_node
-from pipeproof.exec.run_codes import WORLD_SIZE
 
 _T = TypeVar("_T")
 _Environment = Mapping[str, str]
-Address = tuple[str, int]
-"""Host and port."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,8 @@ class LauncherRow:
     """If none is set, the number is unknown."""
     host: tuple[Source[int], ...]
     """Index of the host. If none is set, it is unknown, or 0 where one host has all ranks."""
-    master: tuple[Source[Address], ...]
+    master_host: tuple[Source[str], ...]
+    master_port: tuple[Source[int], ...]
     """Where rank 0's store listens."""
     run_id: tuple[Source[str], ...]
     attempt: tuple[Source[int], ...]
@@ -86,23 +83,23 @@ def _texts(*names: str) -> tuple[Source[str], ...]:
     return tuple(Source((name,), str) for name in names)
 
 
-def _address(host: str, port: str) -> Address:
-    number = _count(port)
+def _port(text: str) -> int:
+    number = _count(text)
     if not 0 < number < 65_536:
-        raise ValueError(f"there is no port {port}")
-    return host, number
+        raise ValueError(f"there is no port {text}")
+    return number
 
 
-def _endpoint(text: str) -> Address:
-    """First address of a list ``host:port,...``."""
+def _endpoint(text: str) -> tuple[str, int]:
+    """First host and port of a list ``host:port,...``."""
     host, colon, port = text.partition(",")[0].rpartition(":")
     if not colon or not host:
         raise ValueError(f"{text!r} is not host:port")
-    return _address(host, port)
+    return host, _port(port)
 
 
-_MASTER: Source[Address] = Source(("MASTER_ADDR", "MASTER_PORT"), _address)
-"""PyTorch's pair, which a user may export for every launcher; Paddle reads it, too."""
+_MASTER_HOST, _MASTER_PORT = Source(("MASTER_ADDR",), str), Source(("MASTER_PORT",), _port)
+"""PyTorch's pair, which a user may export for every launcher."""
 
 _INTERNAL_STEPS = 0xFFFF_FFF0
 """Step ids from here on are Slurm's own: 0xfffffffa is the shell of an allocation (slurm.h, SLURM_INTERACTIVE_STEP)."""
@@ -138,7 +135,8 @@ TORCHRUN = LauncherRow(
     local_rank=_numbers("LOCAL_RANK"),
     local_world_size=_numbers("LOCAL_WORLD_SIZE"),
     host=_numbers("GROUP_RANK"),
-    master=(_MASTER,),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT,),
     run_id=_texts("TORCHELASTIC_RUN_ID"),
     attempt=_numbers("TORCHELASTIC_RESTART_COUNT"),
 )
@@ -157,7 +155,14 @@ PADDLE = LauncherRow(
     local_rank=_numbers("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "PADDLE_TRAINER_ID"),
     local_world_size=_numbers("PADDLE_LOCAL_SIZE"),
     host=(),
-    master=(_MASTER, Source(("PADDLE_MASTER",), _endpoint), Source(("PADDLE_TRAINER_ENDPOINTS",), _endpoint)),
+    master_host=(
+        Source(("MASTER_ADDR", "MASTER_PORT"), lambda host, _: host),  # init_parallel_env takes both or none
+        *(Source((name,), lambda text: _endpoint(text)[0]) for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")),
+    ),
+    master_port=(
+        Source(("MASTER_ADDR", "MASTER_PORT"), lambda _, port: _port(port)),
+        *(Source((name,), lambda text: _endpoint(text)[1]) for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")),
+    ),
     run_id=_texts("PADDLE_JOB_ID"),
     attempt=(),
 )
@@ -175,7 +180,8 @@ OPEN_MPI = LauncherRow(
     local_rank=_numbers("OMPI_COMM_WORLD_LOCAL_RANK"),
     local_world_size=_numbers("OMPI_COMM_WORLD_LOCAL_SIZE"),
     host=(),
-    master=(_MASTER,),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT,),
     run_id=_texts("PMIX_NAMESPACE"),
     attempt=(),
 )
@@ -194,14 +200,12 @@ SLURM = LauncherRow(
     local_rank=_numbers("SLURM_LOCALID"),
     local_world_size=(Source(("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"), tasks_on_node),),
     host=_numbers("SLURM_NODEID"),
-    master=tuple(
-        source
-        for hosts in ("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-        for source in (
-            Source((hosts, "MASTER_PORT"), lambda text, port: _address(first_host(text), port)),
-            Source((hosts, "SLURM_JOB_ID", "SLURM_STEP_ID"), lambda text, *ids: (first_host(text), port_of_step(*ids))),
-        )
+    master_host=(
+        _MASTER_HOST,
+        Source(("SLURM_STEP_NODELIST",), first_host),
+        Source(("SLURM_JOB_NODELIST",), first_host),
     ),
+    master_port=(_MASTER_PORT, Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), port_of_step)),
     run_id=(Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), "{}.{}".format),),
     attempt=_numbers("SLURM_RESTART_COUNT"),
     starts_one=_is_alone_in_slurm,
@@ -220,7 +224,8 @@ KUBERNETES = LauncherRow(
     local_rank=(Source((), lambda: 0),),
     local_world_size=(Source((), lambda: 1),),
     host=_numbers("JOB_COMPLETION_INDEX"),
-    master=(_MASTER, Source(("MASTER_ADDR",), lambda host: (host, 29_500))),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT, Source((), lambda: 29_500)),
     run_id=_texts("PIPEPROOF_RUN_ID"),
     attempt=_numbers("PIPEPROOF_ATTEMPT"),
 )
@@ -230,21 +235,6 @@ LAUNCHERS = (TORCHRUN, PADDLE, OPEN_MPI, SLURM, KUBERNETES)
 
 OF_BACKEND = {"torch": TORCHRUN, "paddle": PADDLE}
 """LauncherRow of each framework."""
-
-
-@dataclass(frozen=True)
-class LaunchedRank:
-    """Identity of this process among those that a launcher started; see ``LauncherRow`` for the fields."""
-
-    launcher: LauncherRow
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int | None
-    host: int | None
-    master: Address
-    run_id: str
-    attempt: int
 
 
 def value_of(sources: tuple[Source[_T], ...], environment: _Environment) -> _T | None:
@@ -262,86 +252,3 @@ def value_of(sources: tuple[Source[_T], ...], environment: _Environment) -> _T |
                 given = " and ".join(f"{name}={text}" for name, text in zip(source.names, texts, strict=True))
                 raise ValueError(f"{given}: {error}") from error
     return None
-
-
-def launcher_of(environment: _Environment, backend: str) -> LauncherRow | None:
-    """Innermost launcher that started this process as one of several, or None.
-
-    Raises:
-        ValueError: Slurm's variables are those of a batch script that was to be a task.
-    """
-    for row in sorted(LAUNCHERS, key=lambda row: row.backend != backend if row.backend else 2):
-        if any(all(environment.get(name) for name in group) for group in row.marks):
-            return None if row.starts_one(environment) else row
-    return None
-
-
-def launched_rank(environment: _Environment, backend: str) -> LaunchedRank | None:
-    """Rank of this process if a launcher started it as one of several, else None.
-
-    ``backend`` is the framework of the plan.
-
-    Raises:
-        PipeproofError: PP907, the variables are incomplete or contradict each other.
-    """
-    row: LauncherRow | None = SLURM  # the only row that may refuse before it is chosen
-    try:
-        row = launcher_of(environment, backend)
-        return None if row is None else _read(row, environment)
-    except ValueError as error:
-        assert row is not None
-        raise _refusal(row, str(error)) from error
-
-
-def _read(row: LauncherRow, environment: _Environment) -> LaunchedRank:
-    def required(sources: tuple[Source[_T], ...], about: str) -> _T:
-        value = value_of(sources, environment)
-        if value is None:
-            lacks = [[name for name in source.names if not environment.get(name)] for source in sources]
-            fewest = min(map(len, lacks))
-            missing = " or ".join(dict.fromkeys(" and ".join(names) for names in lacks if len(names) == fewest))
-            raise ValueError(f"the variables of {row.name} are set, but {missing} is missing: {about}")
-        return value
-
-    rank = required(row.rank, "the rank")
-    world_size = required(row.world_size, "the number of ranks")
-    local_rank = required(row.local_rank, "the rank among those of this host")
-    local_world_size = value_of(row.local_world_size, environment)
-    master = required(row.master, "the host and port at which rank 0 listens")
-    limits = [(row.rank, rank, "below", row.world_size, world_size)]
-    if local_world_size is not None:
-        limits += [
-            (row.local_rank, local_rank, "below", row.local_world_size, local_world_size),
-            (row.local_world_size, local_world_size, "at most", row.world_size, world_size),
-        ]
-    for sources, value, relation, limiting, limit in limits:
-        if value > limit or (value == limit and relation == "below"):
-            names = (*_names(sources, environment), *_names(limiting, environment))
-            given = " and ".join(f"{name}={environment[name]}" for name in names)
-            raise ValueError(f"{given} contradict each other: {value} is not {relation} {limit}")
-    host = value_of(row.host, environment)
-    return LaunchedRank(
-        row,
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        0 if host is None and local_world_size == world_size else host,
-        master,
-        run_id=value_of(row.run_id, environment) or "",
-        attempt=value_of(row.attempt, environment) or 0,
-    )
-
-
-def _names(sources: tuple[Source[int], ...], environment: _Environment) -> tuple[str, ...]:
-    """Variables of the first source that is set."""
-    return next(source.names for source in sources if all(environment.get(name) for name in source.names))
-
-
-def _refusal(row: LauncherRow, fact: str) -> PipeproofError:
-    variables = " ".join(f"-u {name}" for name in dict.fromkeys(name for group in row.marks for name in group))
-    fix = (
-        f"start it with `{row.command.format(ranks='RANKS')} ...`, which sets these variables; or without a launcher, "
-        f"on this host: `env {variables} pipeproof ...`"
-    )
-    return PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, help=fix))

@@ -12,7 +12,7 @@ from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import join_launcher
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
 from pipeproof.exec.launch.job_files import RunOptions
-from pipeproof.exec.launch.launcher_table import LaunchedRank
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
 from pipeproof.exec.rehearse.rehearse_plan import rehearse, rehearse_launched
 from pipeproof.exec.run_console import result_or_status

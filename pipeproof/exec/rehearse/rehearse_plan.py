@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.external_launcher import execute_launched
 from pipeproof.exec.launch.job_files import RunOptions
-from pipeproof.exec.launch.launcher_table import LaunchedRank
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal, read_rehearsal

@@ -152,12 +152,12 @@ def store_address() -> tuple[str, int]:
         PipelineError: the environment does not have them, or has no valid ones.
     """
     try:
-        address = value_of(PADDLE.master, os.environ)
+        host, port = value_of(PADDLE.master_host, os.environ), value_of(PADDLE.master_port, os.environ)
     except ValueError as error:
         raise PipelineError(str(error)) from error
-    if address is None:
+    if host is None or port is None:
         raise PipelineError("there is no PADDLE_MASTER: start the script with `python -m paddle.distributed.launch`")
-    return address
+    return host, port
 
 
 def address_near() -> str:
