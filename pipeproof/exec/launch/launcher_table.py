@@ -61,7 +61,7 @@ class LauncherRow:
     """Index of the host. If none is set, it is unknown, or 0 where one host has all ranks."""
     master_host: tuple[Source[str], ...]
     master_port: tuple[Source[int], ...]
-    """Where rank 0's store listens."""
+    """Port of the host at which rank 0's store listens."""
     run_id: tuple[Source[str], ...]
     attempt: tuple[Source[int], ...]
     """Number of earlier starts of this run; 0 if none is set."""
