@@ -1,14 +1,18 @@
 """Environments of launchers, as each sets them: what is read from them, and what is refused."""
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.launch import external_launcher
+from pipeproof.exec.launch.external_launcher import join_launcher
 from pipeproof.exec.launch.launched_rank import launched_rank
-from pipeproof.exec.launch.launcher_table import KUBERNETES, LAUNCHERS, OPEN_MPI, PADDLE, SLURM, TORCHRUN
+from pipeproof.exec.launch.launcher_table import KUBERNETES, LAUNCHERS, OF_BACKEND, OPEN_MPI, PADDLE, SLURM, TORCHRUN
+from pipeproof.specs.plan_sections import RunSpec
 from tests.plans import plan_dict
 
 MASTER = {"MASTER_ADDR": "host-a", "MASTER_PORT": "29400"}
@@ -168,8 +172,29 @@ def test_paddles_addresses_are_taken_in_the_order_of_init_parallel_env():
     assert read(PADDLES | {"PADDLE_MASTER": ""}, "paddle")["master"] == ("host-a", 6170)
 
 
-@pytest.mark.parametrize("row", LAUNCHERS, ids=lambda row: row.name)
-@pytest.mark.parametrize("verb", ["run", "rehearse"])
+@pytest.mark.parametrize("backend", ["torch", "paddle"])
+@pytest.mark.parametrize("row", [OPEN_MPI, SLURM, KUBERNETES], ids=lambda row: row.name)
+def test_the_framework_learns_its_rank_from_its_own_variables(row, backend, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(OF[row.name]))
+    launched = join_launcher(RunSpec(backend=backend))
+    assert launched.launcher is row
+    again = launched_rank(os.environ, backend)
+    assert again.launcher is OF_BACKEND[backend]
+    for field in ("rank", "world_size", "local_rank", "local_world_size", "master"):
+        assert getattr(again, field) == getattr(launched, field)
+    assert join_launcher(RunSpec(backend=backend)) == again
+
+
+def test_the_first_process_of_a_container_has_a_directory(monkeypatch):
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    assert external_launcher._shared_directory().name.startswith("pipeproof-launched-")
+
+
+@pytest.mark.parametrize(
+    ("row", "verb"),
+    [*((row, "run") for row in LAUNCHERS), (SLURM, "rehearse")],
+    ids=lambda value: getattr(value, "name", value),
+)
 @pytest.mark.parametrize("fault", ["several hosts", "another number", "a contradiction"])
 def test_the_commands_refuse_with_status_2(row, verb, fault, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
