@@ -159,6 +159,11 @@ def test_a_batch_script_outside_of_srun_is_refused():
     assert "env -u SLURM_PROCID pipeproof" in finding.help
 
 
+@pytest.mark.parametrize(("local", "host"), [("8", 0), ("4", None), ("", None)])
+def test_the_index_of_a_host_is_known_where_one_host_has_all_ranks(local, host):
+    assert read(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": local})["host"] == host
+
+
 def test_an_address_that_a_user_exports_is_taken_before_slurms():
     assert read(TASK | MASTER)["master"] == ("host-a", 29_400)
     assert read({**TASK, "MASTER_ADDR": "host-a"})["master"] == ("host-a", 26_483)
