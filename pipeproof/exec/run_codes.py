@@ -81,9 +81,10 @@ WORLD_SIZE = RuleDoc(
     title="the launcher does not fit the plan",
     severity="error",
     explanation=(
-        "Under a launcher such as `paddle.distributed.launch` each process is one rank of the plan. The number of "
-        "processes must be the product of the topology's sizes, and the launcher must be that of the plan's backend: "
-        "`torchrun` for torch."
+        "Under a launcher such as `paddle.distributed.launch` or `srun` each process is one rank of the plan. The "
+        "number of processes must be the product of the topology's sizes, all on one host. `torchrun` starts plans of "
+        "the backend torch only, and Paddle's launcher those of paddle. The launcher's variables must name a rank "
+        "below the number of ranks, the rank on its host, and the address of rank 0 (docs/running.md lists them)."
     ),
     wrong="python -m paddle.distributed.launch --nproc_per_node 2 ..   # topology: {pp: 2, tp: 2}",
     right="python -m paddle.distributed.launch --nproc_per_node 4 ..   # topology: {pp: 2, tp: 2}",

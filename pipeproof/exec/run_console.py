@@ -17,9 +17,10 @@ from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.exec.compare.step_losses import NotFiniteError, main_loss, module_losses
-from pipeproof.exec.launch.external_launcher import launched_rank, run_launched
+from pipeproof.exec.launch.external_launcher import join_launcher, run_launched
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
 from pipeproof.exec.launch.job_files import RecordOptions, RunOptions
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.supervisor import WorkerFailedError
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.run_plan import NotVerifiedError, Progress, run
@@ -49,10 +50,12 @@ def run_command(
     ``write_timeline`` writes the measured timeline and returns the line to print about it.
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
-    rank = launched_rank()
 
     def execute() -> RunReport | None:
-        return _run(report, options, console) if rank is None else _run_launched(rank, report, options, console)
+        launched = join_launcher(report.subject.plan.spec.run)
+        if launched is None:
+            return _run(report, options, console)
+        return _run_launched(launched, report, options, console)
 
     refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
@@ -141,9 +144,9 @@ def _bound(report: Report) -> float | None:
     return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
 
 
-def _run_launched(rank: int, report: Report, options: RunOptions, console: Console) -> RunReport | None:
+def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> RunReport | None:
     return run_launched(
-        rank,
+        launched,
         report,
         options,
         on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from pipeproof.cli.main import main
+from pipeproof.exec.launch.launcher_table import LAUNCHERS
 from pipeproof.specs.load_plan import load_plan
 
 ROOT = Path(__file__).parents[2]
@@ -145,9 +146,19 @@ def test_torchrun_starts_what_exists(command):
     assert program == "-m" or (ROOT / program).exists()
 
 
+@pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] in {"mpirun", "srun"}], ids=" ".join)
+def test_other_launchers_start_ranks_as_messages_suggest(command):
+    (row,) = (row for row in LAUNCHERS if row.command.startswith(f"{command[0]} "))
+    start = command.index("pipeproof")
+    assert list(command[:start]) == row.command.format(ranks=4).replace("HOST_OF_RANK_0", "127.0.0.1").split()
+    assert command[start + 1] in main.commands
+
+
 def test_no_other_kind_of_command_is_shown():
     """So that a new kind cannot go unlooked at."""
-    assert {name for name, *_ in ALL_COMMANDS} <= {"make", "pipeproof", "python", "pre-commit", "torchrun"}
+    assert {name for name, *_ in ALL_COMMANDS} <= {
+        "make", "mpirun", "pipeproof", "pre-commit", "python", "srun", "torchrun",
+    }  # fmt: skip
 
 
 PYTHON = "\n".join(re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "testing-your-plans.md"], re.DOTALL))

@@ -17,7 +17,10 @@ from tests.plans import plan_dict, subject
 
 TORCH = RunSpec(backend="torch", device="gpu")
 PADDLE = RunSpec(backend="paddle", device="gpu")
-LAUNCHERS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "PADDLE_LOCAL_RANK", "PADDLE_TRAINER_ID", "FLAGS_selected_gpus")
+LAUNCHERS = (
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "PADDLE_LOCAL_SIZE",
+    "PADDLE_TRAINER_ID", "FLAGS_selected_gpus",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -98,10 +101,12 @@ def test_fewer_gpus_than_ranks_are_named_with_the_option_that_shares_them(monkey
     assert "--share-gpus" not in missing.help
 
 
-def test_a_launcher_of_several_machines_states_the_number_of_local_processes(monkeypatch):
-    plan = subject(topology={"pp": 4}, run={"backend": "torch", "device": "gpu"})
+@pytest.mark.parametrize(("backend", "variable"), [("torch", "LOCAL_WORLD_SIZE"), ("paddle", "PADDLE_LOCAL_SIZE")])
+def test_a_launcher_of_several_machines_states_the_number_of_local_processes(monkeypatch, backend, variable):
+    plan = subject(topology={"pp": 4}, run={"backend": backend, "device": "gpu"})
     sees(monkeypatch, 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert gpus.missing_gpus(plan, share_gpus=False) is not None
+    monkeypatch.setenv(variable, "2")
     assert gpus.missing_gpus(plan, share_gpus=False) is None
 
 

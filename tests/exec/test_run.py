@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from pipeproof.exec.launch.rendezvous import reserved_ports
 from pipeproof.exec.run_plan import RunOptions, run
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
@@ -342,6 +343,17 @@ def test_under_paddles_launcher(tmp_path):
     assert "Traceback" not in logs_of(tmp_path)
 
 
+@pytest.mark.slow
+def test_under_slurm_paddle_finds_its_ranks(tmp_path):
+    """Two processes started by hand with the variables of srun, which knows no framework."""
+    with reserved_ports(1) as (port,):
+        by_hand = (str(REPOSITORY / "tests" / "exec" / "start_by_hand.py"), "slurm", str(port))
+        ended = Run(tmp_path, plan_dict(topology={"pp": 2}), command=by_hand).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["passed"]
+    assert ended.output.count("matches: every loss and every gradient, bit for bit") == 1
+
+
 def test_under_paddles_launcher_with_another_number_of_processes(tmp_path):
     ended = launched(tmp_path, plan_dict(topology={"pp": 4}), 2).end()
     assert ended.status != 0
@@ -360,6 +372,7 @@ def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_pa
             "TMPDIR": str(tmp_path),
             "PADDLE_TRAINER_ID": "1",
             "PADDLE_TRAINERS_NUM": "4",
+            "PADDLE_MASTER": "127.0.0.1:1",
         },
         capture_output=True,
         text=True,

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeproof.exec.launch.rendezvous import reserved_ports
 from tests.exec.processes import REPOSITORY, Run
 from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
@@ -81,6 +83,22 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path):
     ).end()
     assert ended.status == 0, ended.output
     assert len(re.findall("matches: every loss and every gradient, bit for bit", ended.output)) == 1
+
+
+@pytest.mark.slow
+def test_under_each_launcher_the_verdict_is_that_of_torchrun(tmp_path):
+    """Two processes started by hand, with the variables of a launcher that knows no framework."""
+    commands = {"torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")}
+    reports = {}
+    with reserved_ports(1) as (port,):
+        for launcher in ("open_mpi", "slurm"):
+            commands[launcher] = (str(Path(__file__).with_name("start_by_hand.py")), launcher, str(port))
+        for launcher, command in commands.items():
+            ended = Run(tmp_path / launcher, torch_plan(), command=command).end()
+            assert ended.status == 0, ended.output
+            assert ended.output.count("matches: every loss and every gradient, bit for bit") == 1
+            reports[launcher] = {key: value for key, value in ended.report.items() if key != "timeline"}
+    assert reports["torchrun"] == reports["open_mpi"] == reports["slurm"]
 
 
 def test_a_launcher_of_another_size_is_refused(tmp_path):

@@ -218,3 +218,25 @@ def test_ties_of_all_ranks_are_merged_by_their_key():
     ties = merged_ties(reports)
     assert ties == [{0: "a", 5: "b"}, {1: "x", 3: "y"}]
     assert names_in_plan(5, ["b", "d"], ties) == {"b": "stage.0.a", "d": "stage.5.d"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({"PADDLE_MASTER": "a:1", "PADDLE_TRAINER_ENDPOINTS": "b:2,c:3"}, ("a", 1)),
+        ({"PADDLE_TRAINER_ENDPOINTS": "b:2,c:3"}, ("b", 2)),
+        ({"PADDLE_MASTER": "a:1", "MASTER_ADDR": "d", "MASTER_PORT": "4"}, ("d", 4)),
+        ({"PADDLE_MASTER": "a:1", "MASTER_ADDR": "d"}, ("a", 1)),
+        ({"MASTER_ADDR": "d"}, "there is no PADDLE_MASTER"),
+        ({"PADDLE_MASTER": "a"}, "PADDLE_MASTER=a: 'a' is not host:port"),
+    ],
+)
+def test_the_store_is_where_init_parallel_env_finds_it(paddle, environment, address, monkeypatch):
+    from pipeproof.exec.train.paddle.store import store_address
+
+    monkeypatch.setattr("os.environ", environment)
+    if isinstance(address, tuple):
+        assert store_address() == address
+    else:
+        with pytest.raises(PipelineError, match=address):
+            store_address()

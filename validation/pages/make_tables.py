@@ -2,7 +2,8 @@
 
 ``python validation/pages/make_tables.py`` writes, ``--check`` exits 1 if a part is stale.
 The tables come from where the facts are: the typed plan, the list of keys
-that come later, the backend tables, the docstring that holds the grammar.
+that come later, the backend tables, the launcher table, the docstring that
+holds the grammar.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pages import DOCS, fill, main, table
 
 from pipeproof.comm.backends import TABLES
 from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
+from pipeproof.exec.launch.launcher_table import LAUNCHERS, Source
 from pipeproof.schedule import ops
 from pipeproof.specs.load_plan import LATER
 from pipeproof.specs.plan import plan_json_schema
@@ -31,6 +33,7 @@ def pages() -> dict[Path, str]:
         DOCS / "plan-cost.md": fill(DOCS / "plan-cost.md", {"keys": keys_part("plan-cost.md")}),
         DOCS / "backends.md": fill(DOCS / "backends.md", {"behaviours": behaviours_part()}),
         DOCS / "backend-tables.md": fill(DOCS / "backend-tables.md", {"tables": tables_part()}),
+        DOCS / "running.md": fill(DOCS / "running.md", {"launchers": launchers_part()}),
         DOCS / "deadlock.md": fill(DOCS / "deadlock.md", {"models": models_part()}),
         DOCS / "design.md": fill(DOCS / "design.md", {"grammar": grammar_part(), "digest": digest_part()}),
     }
@@ -215,6 +218,33 @@ def models_part() -> str:
     queues = [(queue_text(queue), shared) for queue, shared in QUEUES.items()]
     completions = dict.fromkeys(model.completion_text for model in MODELS)
     return table(("one FIFO per", "shared by"), queues) + f"\nEach {', '.join(completions)}."
+
+
+def launchers_part() -> str:
+    """Return a table of the variables that identify a rank, with a column for each launcher."""
+    columns = {
+        "recognized by": lambda row: " or ".join(" and ".join(map(_code, group)) for group in row.marks),
+        "rank": lambda row: _sources(row.rank),
+        "number of ranks": lambda row: _sources(row.world_size),
+        "rank on its host": lambda row: _sources(row.local_rank),
+        "ranks on its host": lambda row: _sources(row.local_world_size),
+        "index of its host": lambda row: _sources(row.host),
+        "host of rank 0": lambda row: _sources(row.master_host),
+        "port of rank 0": lambda row: _sources(row.master_port),
+        "run id": lambda row: _sources(row.run_id),
+        "attempt": lambda row: _sources(row.attempt),
+    }
+    header = ("", *(row.name for row in LAUNCHERS))
+    return table(header, [(about, *map(cell, LAUNCHERS)) for about, cell in columns.items()])
+
+
+def _sources(sources: tuple[Source[Any], ...]) -> str:
+    """Return the variables of a launcher for one value, or the value itself where no variable is needed."""
+    return ", or ".join(" and ".join(map(_code, source.names)) or str(source.read()) for source in sources)
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Runs under an external launcher (``python -m paddle.distributed.launch``, ``torchrun``) on one machine.
+"""Runs under an external launcher (see ``exec.launch.launcher_table``) on one host.
 
 Each process is one rank, identified by its environment. The ranks share a directory named after the launcher's process.
 Rank 0 makes it, runs the reference when all ranks are done, compares, reports, and removes it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -21,6 +22,9 @@ from pipeproof.exec.compare.compare_gradients import StepResult
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.job_files import Job, RunOptions
+from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
+from pipeproof.exec.launch.launcher_table import OF_BACKEND
+from pipeproof.exec.launch.rendezvous import framework_variables
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, WorkerFailedError
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.checkpointing import remove_unfinished
@@ -29,27 +33,40 @@ from pipeproof.exec.run_codes import WORLD_SIZE
 from pipeproof.exec.run_plan import StepCollector, finish_report, prepare_job, require_runnable
 from pipeproof.exec.run_report import RunReport
 from pipeproof.exit_status import ExitStatus
+from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.check_plan import Report
 
 _Result = TypeVar("_Result")
 
 _POLL_S = 0.02
-_ENVIRONMENT = {
-    "paddle": ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
-    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-}
-"""Variables that each backend's launcher sets: the rank, the number of ranks, the rendezvous."""
-_COMMAND = {"paddle": "python -m paddle.distributed.launch --nproc_per_node", "torch": "torchrun --nproc-per-node"}
+_LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
+"""Variables of each framework for the rank among those of this host, and for their number."""
 
 
-def launched_rank() -> int | None:
-    """Rank of this process if a launcher started it as one of several, else None."""
-    names = next((names for names in _ENVIRONMENT.values() if all(name in os.environ for name in names)), None)
-    return None if names is None else int(os.environ[names[0]])
+def join_launcher(run: RunSpec) -> LaunchedRank | None:
+    """Rank of this process if a launcher started it as one of several, else None.
+
+    A launcher that knows no framework sets none of the variables from which the plan's framework learns its rank; they
+    are set here.
+
+    Raises:
+        PipeproofError: PP907, the launcher's variables are incomplete or contradict each other.
+    """
+    launched = launched_rank(os.environ, run.backend)
+    if launched is not None and launched.launcher.backend is None:
+        variables = framework_variables(run.backend, launched.rank, launched.world_size, launched.master, run.device)
+        if run.backend == "paddle":  # init_parallel_env requires an address of this process, but nobody connects to it
+            variables["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{launched.master[1]}"
+        local_rank, local_world_size = _LOCAL[run.backend]
+        variables[local_rank] = str(launched.local_rank)
+        if launched.local_world_size is not None:
+            variables[local_world_size] = str(launched.local_world_size)
+        os.environ.update(variables)
+    return launched
 
 
 def run_launched(
-    rank: int,
+    launched: LaunchedRank,
     report: Report,
     options: RunOptions,
     on_step: Callable[[StepResult], None],
@@ -73,14 +90,14 @@ def run_launched(
         return finish_report(report, job, collector.results, threads)
 
     try:
-        return execute_launched(rank, report, options, on_hang, conclude, on_note)
+        return execute_launched(launched, report, options, on_hang, conclude, on_note)
     finally:
-        if rank == 0:
+        if launched.rank == 0:
             remove_unfinished(options.checkpoint, _shared_directory().name)
 
 
 def execute_launched(
-    rank: int,
+    launched: LaunchedRank,
     report: Report,
     options: RunOptions,
     on_hang: Callable[[Finding], None],
@@ -92,12 +109,13 @@ def execute_launched(
     ``conclude`` is given the job, the emitter and the largest number of compute threads that a worker measured.
 
     Raises:
-        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan: other processes than ranks, or
-            another backend.
+        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan: other processes than ranks,
+            another backend, or ranks on several hosts.
         WorkerFailedError: this rank failed, or another rank did not reach the end.
     """
     require_runnable(report, options)
-    _require_world_size(report)
+    _require_fit(launched, report)
+    rank = launched.rank
     state = JobState(report.subject)
     directory = _shared_directory()
     watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
@@ -121,16 +139,25 @@ def execute_launched(
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _require_world_size(report: Report) -> None:
+def _require_fit(launched: LaunchedRank, report: Report) -> None:
+    launcher, local = launched.launcher, launched.local_world_size
     backend, needed = report.subject.plan.spec.run.backend, report.subject.graph.num_ranks
+    row = launcher if launcher.backend in (None, backend) else OF_BACKEND[backend]
     path: tuple[str, ...]
-    names, fix = _ENVIRONMENT[backend], f"start it with {_COMMAND[backend]} {needed}"
-    if not all(name in os.environ for name in names):
+    fix = f"start it with {row.command.format(ranks=needed)}"
+    if row is not launcher:
         fact = f"the launcher is not that of {backend}, which run.backend names"
         path = ("run", "backend")
-    elif (started := int(os.environ[names[1]])) != needed:
-        fact = f"the launcher started {started} processes, but the plan's topology has {needed} ranks"
+    elif launched.world_size != needed:
+        fact = f"the launcher started {launched.world_size} processes, but the plan's topology has {needed} ranks"
         path = ("topology",)
+    elif local is not None and local < needed:
+        fact = (
+            f"the launcher started {local} of {needed} ranks on this host, but ranks share start signals, logs and "
+            "results in a directory of one host's temporary files, which the other hosts lack"
+        )
+        path = ("topology",)
+        fix += ", all on one host"
     else:
         return
     location = report.subject.locate(*path)
@@ -140,7 +167,10 @@ def _require_world_size(report: Report) -> None:
 def _shared_directory() -> Path:
     """Directory that all ranks of this launcher share."""
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    stat = Path(f"/proc/{parent}/stat")
+    started = (
+        stat.read_text().rpartition(")")[2].split()[19] if parent else ""
+    )  # the first process of a container has 0
     key = hashlib.sha256(f"{parent} {started} {os.getuid()}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
 

@@ -10,6 +10,7 @@ import os
 
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exec.launch.gpu_sharing import set_own_host_id
+from pipeproof.exec.launch.launcher_table import PADDLE, TORCHRUN, value_of
 from pipeproof.exec.run_codes import DEVICE_MISSING
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.paddle.runtime import SELECTED_GPUS, start_paddle
@@ -20,10 +21,7 @@ _NAMES = {"paddle": "Paddle", "torch": "PyTorch"}
 
 def local_rank() -> int:
     """Rank of this process among those of its machine, 0 if no launcher started it."""
-    for name in ("LOCAL_RANK", "PADDLE_LOCAL_RANK", "PADDLE_TRAINER_ID"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
+    return value_of(TORCHRUN.local_rank + PADDLE.local_rank, os.environ) or 0
 
 
 def num_gpus(backend: str) -> int:
@@ -73,7 +71,8 @@ def missing_gpus(subject: Subject, *, share_gpus: bool) -> Finding | None:
             location=subject.locate("run", "device"),
             help="leave the option out, or use `device: gpu`",
         )
-    needed, count = int(os.environ.get("LOCAL_WORLD_SIZE", subject.graph.num_ranks)), num_gpus(run.backend)
+    local_ranks = value_of(TORCHRUN.local_world_size + PADDLE.local_world_size, os.environ)
+    needed, count = local_ranks or subject.graph.num_ranks, num_gpus(run.backend)
     if count >= needed or (share_gpus and count):
         return None
     name = _NAMES[run.backend]

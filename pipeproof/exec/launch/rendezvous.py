@@ -53,23 +53,29 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
     ``ports[0]`` is the port of rank 0's store; the others are the ranks' endpoints, which Paddle needs. The process
     finds its modules where this one does, and with ``python -P`` only there.
     """
+    variables = framework_variables(backend, rank, num_ranks, (_HERE, ports[0]), device)
     if backend == "torch":
-        return {
-            **process_environment(),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": _HERE,
-            "MASTER_PORT": str(ports[0]),
-        }
+        return {**process_environment(), **variables, "LOCAL_RANK": str(rank)}
     endpoints = [f"{_HERE}:{port}" for port in ports[1:]]
     return {
         **process_environment(),
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(num_ranks),
-        "PADDLE_MASTER": f"{_HERE}:{ports[0]}",
+        **variables,
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+    }
+
+
+def framework_variables(
+    backend: str, rank: int, num_ranks: int, master: tuple[str, int], device: str = "cpu"
+) -> dict[str, str]:
+    """Variables from which a framework learns its rank, the number of ranks, and where rank 0's store listens."""
+    host, port = master
+    if backend == "torch":
+        return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(num_ranks),
+        "PADDLE_MASTER": f"{host}:{port}",
         "PADDLE_DISTRI_BACKEND": "nccl" if device == "gpu" else "gloo",
     }
 

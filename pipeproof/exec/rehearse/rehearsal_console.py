@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeproof.diagnostics.text_output import render_text
-from pipeproof.exec.launch.external_launcher import launched_rank
+from pipeproof.exec.launch.external_launcher import join_launcher
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
 from pipeproof.exec.launch.job_files import RunOptions
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
 from pipeproof.exec.rehearse.rehearse_plan import rehearse, rehearse_launched
 from pipeproof.exec.run_console import result_or_status
@@ -32,10 +33,12 @@ def rehearse_command(
 ) -> int:
     """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
-    rank = launched_rank()
 
     def execute() -> Rehearsal | None:
-        return _rehearse(report, options, console) if rank is None else _run_launched(rank, report, options, console)
+        launched = join_launcher(report.subject.plan.spec.run)
+        if launched is None:
+            return _rehearse(report, options, console)
+        return _run_launched(launched, report, options, console)
 
     refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
@@ -69,10 +72,10 @@ def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsa
         return rehearse(report, options, status.update)
 
 
-def _run_launched(rank: int, report: Report, options: RunOptions, console: Console) -> Rehearsal | None:
+def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> Rehearsal | None:
     source = report.subject.source
     return rehearse_launched(
-        rank, report, options, on_hang=lambda finding: render_text([finding], source, console=console)
+        launched, report, options, on_hang=lambda finding: render_text([finding], source, console=console)
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.external_launcher import execute_launched
 from pipeproof.exec.launch.job_files import RunOptions
+from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal, read_rehearsal
@@ -31,7 +32,7 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
 
 
 def rehearse_launched(
-    rank: int, report: Report, options: RunOptions, on_hang: Callable[[Finding], None]
+    launched: LaunchedRank, report: Report, options: RunOptions, on_hang: Callable[[Finding], None]
 ) -> Rehearsal | None:
     """Rehearse one rank under an external launcher; rank 0 returns the report of all ranks, the others return None.
 
@@ -39,4 +40,4 @@ def rehearse_launched(
         PipeproofError: see ``execute_launched``.
         WorkerFailedError: this rank failed, or another rank did not reach the end.
     """
-    return execute_launched(rank, report, options, on_hang, lambda job, _, __: read_rehearsal(report, job))
+    return execute_launched(launched, report, options, on_hang, lambda job, _, __: read_rehearsal(report, job))

@@ -20,6 +20,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
+from pipeproof.exec.launch.launcher_table import PADDLE, value_of
 from pipeproof.exec.train.train_errors import PipelineError
 
 _COUNTS: Counter[str] = Counter()
@@ -148,15 +149,15 @@ def store_address() -> tuple[str, int]:
     """Host and port at which rank 0's store listens, as ``init_parallel_env`` finds them.
 
     Raises:
-        PipelineError: the environment does not have them.
+        PipelineError: the environment does not have them, or has no valid ones.
     """
-    host, port = os.getenv("MASTER_ADDR"), os.getenv("MASTER_PORT")
-    if not host or not port:
-        address = os.getenv("PADDLE_MASTER") or os.getenv("PADDLE_TRAINER_ENDPOINTS", "").partition(",")[0]
-        host, _, port = address.rpartition(":")
-    if not host or not port:
+    try:
+        host, port = value_of(PADDLE.master_host, os.environ), value_of(PADDLE.master_port, os.environ)
+    except ValueError as error:
+        raise PipelineError(str(error)) from error
+    if host is None or port is None:
         raise PipelineError("there is no PADDLE_MASTER: start the script with `python -m paddle.distributed.launch`")
-    return host, int(port)
+    return host, port
 
 
 def address_near() -> str:

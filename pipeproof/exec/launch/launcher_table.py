@@ -1,0 +1,254 @@
+"""Environments of launchers: one row for each launcher that starts a process per rank.
+
+Theory of operation
+-------------------
+A launcher identifies each process that it starts by variables of its environment. A process inherits the variables of
+every launcher above it: under ``torchrun`` in a Slurm job it has both. The outer ones describe the process that started
+the inner launcher, so only the innermost launcher describes this process. ``LAUNCHERS`` is ordered from the inside out:
+
+1. torchrun and Paddle's launcher start one process per rank and are started by anything below. They cannot be ordered
+   by nesting, as nobody starts one from the other; a platform may set the variables of either for a whole container.
+   The one of the plan's framework is taken.
+2. ``mpirun`` is called in a Slurm job, never the other way round. On hosts other than the first Slurm's variables are
+   those of Open MPI's daemon.
+3. ``srun`` inside a container of Kubernetes (Slinky, Soperator) starts the process; the pod's variables are older.
+4. Kubernetes starts the container, and is never called from inside.
+
+A variable with an empty value counts as missing. Each column of a row lists sources in the order in which they are
+taken: a source is one or more variables that must all be set, and a function of their texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pipeproof.exec.launch.slurm_variables import first_host, port_of_step, tasks_on_node
+
+_T = TypeVar("_T")
+_Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source(Generic[_T]):
+    """Variables that give one value together; ``read`` raises ValueError for texts that no launcher sets."""
+
+    names: tuple[str, ...]
+    read: Callable[..., _T]
+
+    def __str__(self) -> str:
+        return " and ".join(self.names)
+
+
+@dataclass(frozen=True)
+class LauncherRow:
+    """One row. ``local`` is about the ranks of this process's host."""
+
+    name: str
+    command: str
+    """Command that starts ``{ranks}`` ranks, without the command of a rank."""
+    backend: str | None
+    """Framework that this launcher is for, None for any."""
+    marks: tuple[tuple[str, ...], ...]
+    """Variables of which one group is set in every process that this launcher starts."""
+    rank: tuple[Source[int], ...]
+    world_size: tuple[Source[int], ...]
+    local_rank: tuple[Source[int], ...]
+    local_world_size: tuple[Source[int], ...]
+    """If none is set, the number is unknown."""
+    host: tuple[Source[int], ...]
+    """Index of the host. If none is set, it is unknown, or 0 where one host has all ranks."""
+    master_host: tuple[Source[str], ...]
+    master_port: tuple[Source[int], ...]
+    """Port of the host at which rank 0's store listens."""
+    run_id: tuple[Source[str], ...]
+    attempt: tuple[Source[int], ...]
+    """Number of earlier starts of this run; 0 if none is set."""
+    starts_one: Callable[[_Environment], bool] = lambda _: False
+    """Decides that the marked environment is of a program alone, which may start the ranks itself."""
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{text!r} is not a number")
+    return int(text)
+
+
+def _numbers(*names: str) -> tuple[Source[int], ...]:
+    return tuple(Source((name,), _count) for name in names)
+
+
+def _texts(*names: str) -> tuple[Source[str], ...]:
+    return tuple(Source((name,), str) for name in names)
+
+
+def _port(text: str) -> int:
+    number = _count(text)
+    if not 0 < number < 65_536:
+        raise ValueError(f"there is no port {text}")
+    return number
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """First host and port of a list ``host:port,...``."""
+    host, colon, port = text.partition(",")[0].rpartition(":")
+    if not colon or not host:
+        raise ValueError(f"{text!r} is not host:port")
+    return host, _port(port)
+
+
+_MASTER_HOST, _MASTER_PORT = Source(("MASTER_ADDR",), str), Source(("MASTER_PORT",), _port)
+"""PyTorch's pair, which a user may export for every launcher."""
+
+_INTERNAL_STEPS = 0xFFFF_FFF0
+"""Step ids from here on are Slurm's own: 0xfffffffa is the shell of an allocation (slurm.h, SLURM_INTERACTIVE_STEP)."""
+
+
+def _is_alone_in_slurm(environment: _Environment) -> bool:
+    """Return True in an allocation's shell, and in a step of one task, as of ``srun --pty bash``.
+
+    Raises:
+        ValueError: the batch script itself was to run as a task.
+    """
+    num_tasks = value_of(SLURM.world_size, environment)
+    if step := environment.get("SLURM_STEP_ID"):
+        return _count(step) >= _INTERNAL_STEPS or num_tasks == 1
+    if num_tasks is not None and num_tasks > 1:
+        raise ValueError(
+            f"SLURM_PROCID is {environment['SLURM_PROCID']} and SLURM_NTASKS is {num_tasks}, but SLURM_STEP_ID is "
+            "missing: this is the batch script, which runs once, and not a task of srun"
+        )
+    return True
+
+
+# Sources: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers. ft_launcher (NVIDIA Resiliency
+# Extension) is derived from it. torchrun sets all of them. GROUP_RANK is the index of the agent, which is one per host.
+# Where the variables are set by hand, as by pipeproof itself, only RANK to LOCAL_RANK and the address are required.
+TORCHRUN = LauncherRow(
+    name="torchrun, ft_launcher",
+    command="torchrun --nproc-per-node {ranks}",
+    backend="torch",
+    marks=(("RANK", "WORLD_SIZE"),),  # either alone is too common a name
+    rank=_numbers("RANK"),
+    world_size=_numbers("WORLD_SIZE"),
+    local_rank=_numbers("LOCAL_RANK"),
+    local_world_size=_numbers("LOCAL_WORLD_SIZE"),
+    host=_numbers("GROUP_RANK"),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT,),
+    run_id=_texts("TORCHELASTIC_RUN_ID"),
+    attempt=_numbers("TORCHELASTIC_RESTART_COUNT"),
+)
+
+# Sources: paddle/distributed/launch/controllers/collective.py, _build_pod_with_args and _build_pod_with_master, for the
+# rank, the sizes and the addresses; paddle/distributed/parallel.py, init_parallel_env, for the order of the addresses.
+# The launcher counts neither hosts nor restarts for its processes. paddle/distributed/launch/context/args_envs.py reads
+# PADDLE_JOB_ID, which processes inherit. paddle.distributed.spawn, for one host, sets no local rank: it is the rank.
+PADDLE = LauncherRow(
+    name="paddle.distributed.launch",
+    command="python -m paddle.distributed.launch --nproc_per_node {ranks}",
+    backend="paddle",
+    marks=(("PADDLE_TRAINER_ID",),),
+    rank=_numbers("PADDLE_TRAINER_ID"),
+    world_size=_numbers("PADDLE_TRAINERS_NUM"),
+    local_rank=_numbers("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "PADDLE_TRAINER_ID"),
+    local_world_size=_numbers("PADDLE_LOCAL_SIZE"),
+    host=(),
+    master_host=(
+        Source(("MASTER_ADDR", "MASTER_PORT"), lambda host, _: host),  # init_parallel_env takes both or none
+        *(Source((name,), lambda text: _endpoint(text)[0]) for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")),
+    ),
+    master_port=(
+        Source(("MASTER_ADDR", "MASTER_PORT"), lambda _, port: _port(port)),
+        *(Source((name,), lambda text: _endpoint(text)[1]) for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")),
+    ),
+    run_id=_texts("PADDLE_JOB_ID"),
+    attempt=(),
+)
+
+# Sources: docs.open-mpi.org, "Environment variables set for MPI applications". They name no address: that of
+# OMPI_MCA_orte_hnp_uri is mpirun's, whose host need not have rank 0. OMPI_COMM_WORLD_NODE_RANK is a rank in a host, not
+# a host. PMIX_NAMESPACE is the job's name in PMIx (pmix_client.c).
+OPEN_MPI = LauncherRow(
+    name="Open MPI",
+    command="mpirun -n {ranks} -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500",
+    backend=None,
+    marks=(("OMPI_COMM_WORLD_RANK",),),
+    rank=_numbers("OMPI_COMM_WORLD_RANK"),
+    world_size=_numbers("OMPI_COMM_WORLD_SIZE"),
+    local_rank=_numbers("OMPI_COMM_WORLD_LOCAL_RANK"),
+    local_world_size=_numbers("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    host=(),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT,),
+    run_id=_texts("PMIX_NAMESPACE"),
+    attempt=(),
+)
+
+# Sources: man srun, "OUTPUT ENVIRONMENT VARIABLES". The STEP variables are of the step; SLURM_NTASKS and
+# SLURM_JOB_NODELIST may be the allocation's, which can be larger. Task 0 is on the step's first host. sbatch sets
+# SLURM_PROCID and SLURM_NTASKS for its script, too, but no SLURM_STEP_ID; salloc sets no SLURM_PROCID.
+# SLURM_RESTART_COUNT is set only in a job that was requeued.
+SLURM = LauncherRow(
+    name="Slurm (srun)",
+    command="srun --nodes 1 --ntasks {ranks}",
+    backend=None,
+    marks=(("SLURM_PROCID",),),
+    rank=_numbers("SLURM_PROCID"),
+    world_size=_numbers("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_rank=_numbers("SLURM_LOCALID"),
+    local_world_size=(Source(("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"), tasks_on_node),),
+    host=_numbers("SLURM_NODEID"),
+    master_host=(
+        _MASTER_HOST,
+        Source(("SLURM_STEP_NODELIST",), first_host),
+        Source(("SLURM_JOB_NODELIST",), first_host),
+    ),
+    master_port=(_MASTER_PORT, Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), port_of_step)),
+    run_id=(Source(("SLURM_JOB_ID", "SLURM_STEP_ID"), "{}.{}".format),),
+    attempt=_numbers("SLURM_RESTART_COUNT"),
+    starts_one=_is_alone_in_slurm,
+)
+
+# Sources: kubernetes.io, "Indexed Job": JOB_COMPLETION_INDEX is the only variable that Kubernetes sets. The job file
+# sets ours, and in MASTER_ADDR the name of pod 0 in the headless service. Each pod is one rank on its own network, so
+# PyTorch's usual port is free. Without PIPEPROOF_WORLD_SIZE and MASTER_ADDR the pods are independent, as in a sweep.
+KUBERNETES = LauncherRow(
+    name="Kubernetes (Indexed Job)",
+    command="kubectl create -f JOB.yaml  # completionMode: Indexed, completions and PIPEPROOF_WORLD_SIZE: {ranks}",
+    backend=None,
+    marks=(("PIPEPROOF_WORLD_SIZE",), ("JOB_COMPLETION_INDEX", "MASTER_ADDR")),
+    rank=_numbers("JOB_COMPLETION_INDEX"),
+    world_size=_numbers("PIPEPROOF_WORLD_SIZE"),
+    local_rank=(Source((), lambda: 0),),
+    local_world_size=(Source((), lambda: 1),),
+    host=_numbers("JOB_COMPLETION_INDEX"),
+    master_host=(_MASTER_HOST,),
+    master_port=(_MASTER_PORT, Source((), lambda: 29_500)),
+    run_id=_texts("PIPEPROOF_RUN_ID"),
+    attempt=_numbers("PIPEPROOF_ATTEMPT"),
+)
+
+LAUNCHERS = (TORCHRUN, PADDLE, OPEN_MPI, SLURM, KUBERNETES)
+"""From the inside out. Of the first two the one of the plan's framework is taken."""
+
+OF_BACKEND = {"torch": TORCHRUN, "paddle": PADDLE}
+"""LauncherRow of each framework."""
+
+
+def value_of(sources: tuple[Source[_T], ...], environment: _Environment) -> _T | None:
+    """Value of the first source that is set, or None.
+
+    Raises:
+        ValueError: the text of a variable is wrong; the message names it.
+    """
+    for source in sources:
+        texts = [environment.get(name, "") for name in source.names]
+        if all(texts):
+            try:
+                return source.read(*texts)
+            except ValueError as error:
+                given = " and ".join(f"{name}={text}" for name, text in zip(source.names, texts, strict=True))
+                raise ValueError(f"{given}: {error}") from error
+    return None
