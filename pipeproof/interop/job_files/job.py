@@ -86,7 +86,7 @@ def job_of_plan(loaded: LoadedPlan, plan: str, ranks_per_host: int | None, scrip
     """Return the job of a plan file; without ``ranks_per_host``, the default or one host.
 
     Raises:
-        ValueError: the hosts would not have the same number of ranks; the message has the position in the plan and a remedy.
+        ValueError: the hosts would not have the same number of ranks; the message has the position and a remedy.
     """
     num_ranks, run = loaded.spec.topology.num_ranks, loaded.spec.run
     chosen = min(DEFAULT_RANKS_PER_HOST, num_ranks) if ranks_per_host is None else ranks_per_host
