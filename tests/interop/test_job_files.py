@@ -274,8 +274,8 @@ def test_slurm_sets_the_variables_of_torchrun(shell):
         assert environment["LOCAL_RANK"] == str(rank % 8)
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("16", "8")
         assert environment["MASTER_ADDR"] == "host0"
-    assert {environment["MASTER_PORT"] for environment in rehearsal.values()} == {"20041"}
-    assert {environment["MASTER_PORT"] for environment in training.values()} == {"20050"}
+    assert {environment["MASTER_PORT"] for environment in rehearsal.values()} == {"20738"}
+    assert {environment["MASTER_PORT"] for environment in training.values()} == {"20747"}
 
 
 def test_slurm_sets_the_variables_of_paddles_launcher(shell):
@@ -284,7 +284,7 @@ def test_slurm_sets_the_variables_of_paddles_launcher(shell):
     assert "gpus" not in text
     _, calls = shell(text, **slurm_environment(job))
     endpoints = {}
-    for step, port in (("rehearse", 20041), ("run", 20044)):
+    for step, port in (("rehearse", 20246), ("run", 20249)):
         for rank, environment in by_rank(calls, step, "PADDLE_TRAINER_ID").items():
             assert environment["PADDLE_TRAINERS_NUM"] == "4"
             assert environment["PADDLE_LOCAL_RANK"] == str(rank % 2)
@@ -292,8 +292,21 @@ def test_slurm_sets_the_variables_of_paddles_launcher(shell):
             assert environment["PADDLE_DISTRI_BACKEND"] == "gloo"
             endpoints.setdefault(step, environment["PADDLE_TRAINER_ENDPOINTS"].split(","))
             assert environment["PADDLE_CURRENT_ENDPOINT"] == endpoints[step][rank]
-    assert endpoints["rehearse"] == ["host0:20042", "host0:20043", "host1:20042", "host1:20043"]
-    assert not {*endpoints["rehearse"], "host0:20041"} & {*endpoints["run"], "host0:20044"}
+    assert endpoints["rehearse"] == ["host0:20247", "host0:20248", "host1:20247", "host1:20248"]
+    assert not {*endpoints["rehearse"], "host0:20246"} & {*endpoints["run"], "host0:20249"}
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 8])
+def test_ports_of_successive_slurm_jobs_differ(ranks_per_host, shell):
+    """Both steps of a job have ports below those of the system, and the next job has others."""
+    job = make_job(ranks_per_host, topology={"dp": 8})
+    (line,) = [line for line in write_job_file("slurm", job).text.splitlines() if line.startswith("export MASTER_PORT")]
+    ports = []
+    for number in (12_000_000, 12_000_001):
+        script = f'SLURM_JOB_ID={number}; {line.partition("#")[0]}; python "$MASTER_PORT"'
+        ports.append(int(shell(script)[1][0][0][0]))
+    assert all(20000 <= port <= 32000 - 2 * (ranks_per_host + 1) for port in ports)
+    assert abs(ports[0] - ports[1]) >= 2 * (ranks_per_host + 1)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "paddle", "slurm", "jobset", "trainjob"])

@@ -75,7 +75,7 @@ def nemo_run_script(job: Job) -> JobFile:
         num_hosts=job.num_hosts,
         ranks_per_host=job.ranks_per_host,
         gpus_per_host=job.ranks_per_host if job.on_gpus else None,
-        allocation=_literal(allocation_lines()),
+        allocation=_literal(allocation_lines(job)),
         task=_literal(["set -eu", *task_lines(job), 'cd "$WORK_DIR"']),
         rehearsal=f"exec {task_command(job.rehearsal)}\n",
         training=f"exec {task_command(job.training)}\n",

@@ -12,12 +12,23 @@ PARTITION = Placeholder("PARTITION", "partition of the hosts")
 TIME_LIMIT = Placeholder("TIME_LIMIT", "time limit of the job, such as 01:00:00")
 
 
-def allocation_lines() -> list[str]:
+_PORTS = range(20000, 32000)
+"""Ports of jobs: below those that Linux gives to processes that ask for any."""
+
+
+def _ports_per_step(job: Job) -> int:
+    """Ports that a step may use on a host: of rank 0's store, and of each rank for Paddle."""
+    return 1 + job.ranks_per_host
+
+
+def allocation_lines(job: Job) -> list[str]:
     """Shell lines, run once in an allocation, after which every task finds rank 0."""
+    ports = 2 * _ports_per_step(job)
+    first = f"{_PORTS.start} + SLURM_JOB_ID % {max(1, len(_PORTS) // ports)} * {ports}"
     return [
         'mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export HOST_NAMES="${HOSTS[*]}" MASTER_ADDR="${HOSTS[0]}"',
-        'export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"  # jobs that share a host have different ports',
+        f'export MASTER_PORT="$(({first}))"  # jobs with numbers near each other may share a host',
     ]
 
 
@@ -62,7 +73,7 @@ def slurm_script(job: Job) -> JobFile:
         "distribution=block",
     ]
     srun = 'srun --kill-on-bad-exit=1 bash -c "$TASK" task'
-    ports = f'MASTER_PORT="$((MASTER_PORT + {job.ranks_per_host + 1}))"'
+    ports = f'MASTER_PORT="$((MASTER_PORT + {_ports_per_step(job)}))"'
     lines = [
         "#!/usr/bin/env bash",
         header(job, "sbatch FILE", placeholders),
@@ -70,7 +81,7 @@ def slurm_script(job: Job) -> JobFile:
         "# Blocks put ranks that are neighbours in the plan's `topology.order` on one host.",
         "",
         "set -euo pipefail",
-        *allocation_lines(),
+        *allocation_lines(job),
         "TASK=" + shlex.quote("\n".join(["", *task_lines(job), 'exec "$@"'])),
         f"{srun} {task_command(job.rehearsal)}",
         f"{ports} {srun} {task_command(job.training)}",
