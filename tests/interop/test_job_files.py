@@ -685,7 +685,7 @@ def test_real_ranks_rehearse_and_train(launcher, backend, tmp_path):
         timeout=300,
     )
     logs = "".join(log.read_text() for log in sorted(tmp_path.glob("log/*/workerlog.*")))
-    output = done.stdout + logs
+    output = logs or done.stdout  # Paddle's launcher repeats the log of rank 0
     assert done.returncode == 0, output + done.stderr
-    assert "every element arrived as sent" in output or "correct" in output
+    assert output.count("every element arrived where the plan needs it") == 1
     assert output.count("matches: every loss and every gradient") == 1
