@@ -214,7 +214,7 @@ def paddle_options(monkeypatch, words):
 @pytest.mark.needs_torch
 def test_torchrun_on_two_hosts(shell):
     job = make_job(name=ODD_NAME, topology={"pp": 4, "dp": 4}, run=TORCH)
-    status, calls = shell(write_job_file("torchrun", job).text.replace("FILL_IN_MASTER_ADDR", "10.0.0.1"), "1")
+    status, calls = shell(write_job_file("torchrun", job).text.replace("FILL_IN_HOST_0", "10.0.0.1"), "1")
     assert status == 0
     rehearsal, training = [torchrun_options(words) for words, _ in calls]
     for options in (rehearsal, training):
@@ -239,7 +239,7 @@ def test_torchrun_on_one_host_with_a_script(shell):
 @pytest.mark.needs_paddle
 def test_paddle_on_two_hosts(shell, monkeypatch):
     job = make_job(2, name=ODD_NAME, topology={"pp": 4})
-    _, calls = shell(write_job_file("paddle", job).text.replace("FILL_IN_MASTER_ADDR", "10.0.0.1"), "1")
+    _, calls = shell(write_job_file("paddle", job).text.replace("FILL_IN_HOST_0", "10.0.0.1"), "1")
     rehearsal, training = [paddle_options(monkeypatch, words) for words, _ in calls]
     for options in (rehearsal, training):
         assert (options.nnodes, options.nproc_per_node, options.rank) == ("2", 2, 1)
@@ -288,6 +288,7 @@ def test_slurm_sets_the_variables_of_paddles_launcher(shell):
         for rank, environment in by_rank(calls, step, "PADDLE_TRAINER_ID").items():
             assert environment["PADDLE_TRAINERS_NUM"] == "4"
             assert environment["PADDLE_LOCAL_RANK"] == str(rank % 2)
+            assert environment["PADDLE_LOCAL_SIZE"] == "2"
             assert environment["PADDLE_MASTER"] == f"host0:{port}"
             assert environment["PADDLE_DISTRI_BACKEND"] == "gloo"
             endpoints.setdefault(step, environment["PADDLE_TRAINER_ENDPOINTS"].split(","))

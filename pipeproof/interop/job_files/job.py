@@ -13,8 +13,8 @@ from pipeproof.specs.load_plan import LoadedPlan
 DEFAULT_RANKS_PER_HOST = 8
 """For a plan with more ranks than this; a smaller plan is on one host."""
 
-MASTER_PORT = 29500
-"""Port of rank 0's store in the rehearsal; the training uses the next one, so that no late rank meets the old store."""
+HOST_0_PORT = 29500
+"""Port where hosts meet for the rehearsal; the training uses the next one, so that no rank meets the old store."""
 
 
 class Placeholder(str):

@@ -7,16 +7,16 @@ from typing import Any
 import yaml
 
 from pipeproof.interop.job_files.host_launchers import host_commands
-from pipeproof.interop.job_files.job import IMAGE, MASTER_PORT, WORK_DIR, Job, JobFile, Placeholder, header
+from pipeproof.interop.job_files.job import HOST_0_PORT, IMAGE, WORK_DIR, Job, JobFile, Placeholder, header
 
 _PLACEHOLDERS = (IMAGE, WORK_DIR)
 _GPU = "nvidia.com/gpu"
 _RESOLVE = """\
 # Paddle's launcher needs the address of host 0, which has a name as soon as its pod exists.
-until MASTER_ADDR="$(getent ahostsv4 "$MASTER_ADDR_NAME" | awk 'NR == 1 {print $1}')" && [ -n "$MASTER_ADDR" ]; do
+HOST_0_NAME="$HOST_0"
+until HOST_0="$(getent ahostsv4 "$HOST_0_NAME" | awk 'NR == 1 {print $1}')" && [ -n "$HOST_0" ]; do
     sleep 1
-done
-"""
+done"""
 
 
 class _ManifestDumper(yaml.SafeDumper):
@@ -48,16 +48,12 @@ def _metadata(job: Job) -> dict[str, Any]:
     return {"name": job.name, "annotations": {"fill-in-image": IMAGE, "fill-in-work-dir": WORK_DIR}}
 
 
-def _script(job: Job, host: str, address: str, port: str) -> str:
-    """Shell script of a pod; ``host``, ``address`` and ``port`` are names of its variables."""
-    lines = ["set -euo pipefail", 'cd "$WORK_DIR"']
+def _script(job: Job, host: str, *lines: str) -> str:
+    """Shell script of a pod, whose variable ``host`` is the number of its host; ``lines`` set ``HOST_0``."""
+    parts = ["set -euo pipefail", 'cd "$WORK_DIR"']
     if job.num_hosts > 1:
-        lines.append(f'MASTER_PORT="${port}"')
-        if job.backend == "torch":
-            lines.append(f'MASTER_ADDR="${address}"')
-        else:
-            lines += [f'MASTER_ADDR_NAME="${address}"', _RESOLVE.rstrip("\n")]
-    return "\n".join([*lines, host_commands(job, f'"${host}"')])
+        parts += [*lines, *([_RESOLVE] if job.backend == "paddle" else [])]
+    return "\n".join([*parts, host_commands(job, f'"${host}"')])
 
 
 def jobset(job: Job) -> JobFile:
@@ -66,13 +62,13 @@ def jobset(job: Job) -> JobFile:
     if job.num_hosts > 1:
         environment += [
             {"name": "HOST_0", "value": f"{job.name}-hosts-0-0.{job.name}"},
-            {"name": "HOST_0_PORT", "value": str(MASTER_PORT)},
+            {"name": "HOST_0_PORT", "value": str(HOST_0_PORT)},
         ]
     container: dict[str, Any] = {
         "name": "ranks",
         "image": IMAGE,
         "env": environment,
-        "command": ["bash", "-c", _script(job, "JOB_COMPLETION_INDEX", "HOST_0", "HOST_0_PORT")],
+        "command": ["bash", "-c", _script(job, "JOB_COMPLETION_INDEX")],
     }
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
     if job.on_gpus:
@@ -98,10 +94,11 @@ def jobset(job: Job) -> JobFile:
 
 def trainjob(job: Job) -> JobFile:
     """TrainJob on the runtime that Kubeflow installs for torchrun; its variables serve Paddle's launcher, too."""
+    host_0 = 'HOST_0="$PET_MASTER_ADDR" HOST_0_PORT="$PET_MASTER_PORT"'
     trainer: dict[str, Any] = {
         "image": IMAGE,
         "env": [{"name": "WORK_DIR", "value": WORK_DIR}],
-        "command": ["bash", "-c", _script(job, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")],
+        "command": ["bash", "-c", _script(job, "PET_NODE_RANK", host_0)],
         "numNodes": job.num_hosts,
         "numProcPerNode": job.ranks_per_host,
     }

@@ -82,6 +82,7 @@ def environment(rank, described):
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(len(described)),
         "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(RANKS_PER_HOST),
         "PADDLE_MASTER": f"{address}:{port}",
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),

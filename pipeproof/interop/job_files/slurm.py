@@ -47,7 +47,8 @@ def task_lines(job: Job) -> list[str]:
         'PADDLE_TRAINER_ENDPOINTS="$(IFS=,; echo "${endpoints[*]}")"',
         'export PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT="${endpoints[SLURM_PROCID]}"',
         'export PADDLE_TRAINER_ID="$SLURM_PROCID" PADDLE_TRAINERS_NUM="$SLURM_NTASKS"',
-        'export PADDLE_LOCAL_RANK="$SLURM_LOCALID" PADDLE_MASTER="$MASTER_ADDR:$MASTER_PORT"',
+        f'export PADDLE_LOCAL_RANK="$SLURM_LOCALID" PADDLE_LOCAL_SIZE={job.ranks_per_host}',
+        'export PADDLE_MASTER="$MASTER_ADDR:$MASTER_PORT"',
         f"export PADDLE_DISTRI_BACKEND={'nccl' if job.on_gpus else 'gloo'}",
     ]
     return [*lines, 'export FLAGS_selected_gpus="$SLURM_LOCALID"'] if job.on_gpus else lines
