@@ -22,6 +22,7 @@ OTHERS = {
     "hangs.md": {},
     "importing.md": {},
     "jitter.md": {},
+    "job-files.md": {},
     "memory.md": {},
     "pictures.md": {},
     "schedules-from-files.md": {},
