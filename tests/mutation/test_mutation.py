@@ -1,6 +1,7 @@
 """The tool on a module of a few lines, with a test that notices some changes and not others."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,24 @@ def test_a_run_that_was_stopped_is_resumed_after_the_last_verdict(tmp_path):
     assert results["package/module.py"]["num_mutants"] == 12
     assert len(results["package/module.py"]["survivors"]) == 5
     assert len(run(tmp_path, "--fresh")[1]["package/module.py"]["survivors"]) == 5
+
+
+@pytest.mark.slow
+def test_changes_of_this_package_are_noticed(tmp_path):
+    """The package has a pytest plugin, so pytest imports it in its own way."""
+    target = "pipeproof/verify/layouts/expert_routing.py"
+    command = [sys.executable, "-m", "tests.mutation", target, "--sample", "4", "--fresh"]
+    done = subprocess.run(
+        [*command, "--tests", "tests/verify/test_layout_rules.py"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    killed = re.search(rf"{target}: (\d+) of 4 killed", done.stdout)
+    assert killed is not None, done.stdout
+    assert int(killed[1]) >= 2
 
 
 FOLDER = Path(__file__).parent
