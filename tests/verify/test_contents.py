@@ -51,6 +51,52 @@ def chunks(third, second="1F0{reads=r1 writes=o1}"):
     )
 
 
+BOTH_STAGES = (
+    "0SCALE_GRAD{{writes=g}} 0SCALE_GRAD{{writes=h}} 0F0 1F0 1B0{{reads=g writes=g}} 0B0{{reads=g writes=g}} "
+    "0F1 1F1 1B1{{reads=g writes=g}} 0B1{{reads={last} writes={last}}} 0STEP{{reads=g}} 1STEP{{reads=g}}"
+)
+SPLIT = (
+    (
+        "0F0 0SEND_F0{{peer=1}} WAIT(0SEND_F0) 0F1 0SEND_F1{{peer=1}} WAIT(0SEND_F1) 0RECV_B0{{peer=1 writes=g0}} "
+        "WAIT(0RECV_B0) 0RECV_B1{{peer=1 writes=g1}} WAIT(0RECV_B1) 0I0{{reads={first}}} 0W0 0I1{{reads=g1}} 0W1"
+    ),
+    (
+        "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1 1I0 1SEND_B0{peer=0} WAIT(1SEND_B0) "
+        "1W0 1I1 1SEND_B1{peer=0} WAIT(1SEND_B1) 1W1"
+    ),
+)
+
+
+def sliced(first, second, gathered_first="q0", gathered_second="q1"):
+    """Two micro-batches of which slices are sent; the names of what is sent, and of what is gathered."""
+    return program(
+        "0F0 0SLICE_F0{writes=p0} 0F1 0SLICE_F1{writes=p1} "
+        f"0SEND_F0{{peer=1 reads={first}}} 0SEND_F1{{peer=1 reads={second}}} WAIT(0SEND_F0) WAIT(0SEND_F1)",
+        "1RECV_F0{peer=0 writes=q0} 1RECV_F1{peer=0 writes=q1} WAIT(1RECV_F0) WAIT(1RECV_F1) "
+        f"1GATHER_F0{{group=0 reads={gathered_first} writes=r0}} 1F0{{reads=r0}} "
+        f"1GATHER_F1{{group=0 reads={gathered_second} writes=r1}} 1F1{{reads=r1}}",
+        groups=["tp: 1"],
+    )
+
+
+def members(passed, *, with_members=True):
+    """A stage that sends on what it received; of several tensors that cross together it may."""
+    name = " member={}" if with_members else ""
+    tensors = "\n".join(
+        f"tensor {tensor}: shape=4 dtype=float32{name.format('mask')}" for tensor in ("mask", "mask_out")
+    )
+    return (
+        tensors
+        + "\n"
+        + program(
+            "0F0 0SEND_F0{peer=1 tensor=0 range=0..4} WAIT(0SEND_F0)",
+            f"1RECV_F0{{peer=0 tensor=0 range=0..4 writes={passed}}} WAIT(1RECV_F0) 1F0{{reads={passed} writes=o}} "
+            f"1SEND_F0{{peer=2 tensor=1 range=0..4 reads={passed}}} WAIT(1SEND_F0)",
+            "2RECV_F0{peer=1 tensor=1 range=0..4} WAIT(2RECV_F0) 2F0",
+        )
+    )
+
+
 REDUCED = "0F0 0B0{writes=g} 0REDUCE_GRAD:dp{group=0 reads=g writes=h}"
 BUCKET = (
     "0SCALE_GRAD{{writes=g}} 0SCALE_GRAD{{writes=h}} 0F0 0B0{{reads=g writes=g}} 0SCALE_GRAD{{reads=g+h writes=h}} "
@@ -129,6 +175,9 @@ CASES = {
     "the root of a broadcast never wrote the value": (
         [("PP512", ["3BROADCAST0:pp", "3F0"])], tokens(1, "writes", "reads"), tokens(0, "reads", "writes"),
     ),
+    "the root of a broadcast never wrote the value that another member names, too": (
+        [("PP512", ["3BROADCAST0:pp", "3F0"])], tokens(1, "reads", "reads"), tokens(0, "reads", "reads"),
+    ),
     "a member of a sum never wrote its part": (
         [("PP512", ["0ALL_REDUCE:pp", "1F0"])],
         program("0F0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0ALL_REDUCE:pp{group=0 reads=loss writes=total}",
@@ -150,6 +199,40 @@ CASES = {
                 "0ALL_REDUCE0:dp{group=0 reads=g writes=g} 0STEP{reads=main_grad} 1STEP{reads=g}", groups=["dp: 0"]),
         program(f"{RESET} 0F0 {B0} 0ALL_REDUCE0:dp{{group=0 reads=main_grad writes=main_grad}} 0F1 {B1} "
                 "0ALL_REDUCE1:dp{group=0 reads=main_grad writes=main_grad} 0STEP{reads=main_grad}", groups=["dp: 0"]),
+    ),
+    "the optimizer reads zeros": (
+        [("PP511", ["0B0", "0STEP"])],
+        program("0SCALE_GRAD{writes=z} 0F0 0B0{writes=g} 0STEP{reads=z}"),
+        program("0F0{writes=norm} 0B0 0STEP{reads=norm}"),  # a number, and the gradient is where its kind puts it
+    ),
+    "the optimizer reads a number and no gradient": (
+        [("PP511", ["0B0", "0STEP"])],
+        program(f"{RESET} 0F0{{writes=norm}} {B0} 0STEP{{reads=norm}}"),
+        program(f"{RESET} 0F0{{writes=norm}} {B0} 0STEP{{reads=norm+main_grad}}"),
+    ),
+    "a micro-batch of one of two stages is missing in their common buffer": (
+        [("PP511", ["0B1", "0STEP"])],
+        program(BOTH_STAGES.format(last="h")), program(BOTH_STAGES.format(last="g")),
+    ),
+    "the optimizer sets the sum for the next step, of another name": (
+        [("PP506", ["0B0", "0B1"])],
+        program(f"0F0 {B0} 0F1 {B1} 0STEP{{reads=main_grad writes=w}}"),
+        program(f"0F0 {B0} 0F1 {B1} 0STEP{{reads=main_grad writes=main_grad}}"),
+    ),
+    "slices are exchanged between cut and send": (
+        [("PP510", ["0SEND_F0", "0SLICE_F1"]), ("PP510", ["0SEND_F1", "0SLICE_F0"])],
+        sliced("p1", "p0"), sliced("p0", "p1"),
+    ),
+    "slices are exchanged between receive and gather": (
+        [("PP510", ["1GATHER_F0", "1RECV_F1"]), ("PP510", ["1GATHER_F1", "1RECV_F0"])],
+        sliced("p0", "p1", "q1", "q0"), sliced("p0", "p1"),
+    ),
+    "an input gradient is computed from that of another micro-batch": (
+        [("PP510", ["0I0", "0RECV_B1"])],
+        program(SPLIT[0].format(first="g1"), SPLIT[1]), program(SPLIT[0].format(first="g0"), SPLIT[1]),
+    ),
+    "of two tensors the one that is computed is passed on as it came": (
+        [("PP510", ["1SEND_F0", "1RECV_F0"])], members("hidden_in", with_members=False), members("mask_in"),
     ),
     "a bucket is added again with more in it": (
         [("PP514", ["0B0", "0STEP"])],

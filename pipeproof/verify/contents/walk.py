@@ -137,9 +137,6 @@ class _Walk:
     def __init__(self, graph: OpGraph, found: Contents, never_set: frozenset[int]) -> None:
         self._graph, self._found, self._never_set = graph, found, never_set
         self._contents: dict[int, Content] = defaultdict(lambda: UNSET)
-        self._buffers_of: dict[int, list[int]] = defaultdict(list)
-        for buffer, (rank, _) in enumerate(found.uses.names, found.uses.first_named):
-            self._buffers_of[rank].append(buffer)
         self._past: dict[int, list[Content]] = defaultdict(list)
         self._updates: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._added: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -233,7 +230,7 @@ class _Walk:
         return NONE
 
     def _note_update(self, op: int, kind: OpKind, reads: list[int], writes: list[int]) -> None:
-        """Keep the updates of a stage until its optimizer step; apply one that names no buffer to all that it means."""
+        """Keep the updates of a stage until its optimizer step; one that names no gradient is of wherever that is."""
         graph = self._graph
         rank, stage = int(graph.rank[op]), int(graph.stage[op])
         if kind is OpKind.STEP:
@@ -241,12 +238,7 @@ class _Walk:
             updates, added = self._updates.pop((rank, stage), []), self._added.pop((rank, stage), {})
             if held or (reads and self._sums.pop((rank, stage), None) is not None):
                 self._check_sum(op, stage, held or {reads[0]: UNSET}, updates, added)
-        elif not writes and not any(self._contents[b].is_gradient for b in reads):
-            for buffer in self._buffers_of[rank]:
-                content = self._contents[buffer]
-                if content.is_gradient:
-                    self._contents[buffer] = replace(content, terms=_changed(content.terms, self._change(op), stage))
-        elif not self._is_reset(op, kind, reads):
+        elif (writes or any(self._contents[b].is_gradient for b in reads)) and not self._is_reset(op, kind, reads):
             self._updates[rank, stage].append(op)
 
     def _check_sum(
