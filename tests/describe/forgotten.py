@@ -246,7 +246,7 @@ SHARED = {
     frozenset(STAGES): "stages/common/ (stage.py, positions.py)",
     frozenset(ON_PADDLE): "stages/reference/layer_math.py",
 }
-"""What places share that are wrong together."""
+"""The file that is wrong, where all these places are wrong together."""
 
 
 def check_gradients(place, name):

@@ -18,7 +18,7 @@ def is_right(rows_by_rank, intended):
 
 
 def values_of(rows_by_rank, *, use_names):
-    """What each rank's sends, computations and optimizer steps read, in order."""
+    """The values that each rank's sends, computations and optimizer steps read, in order."""
     machines = [_Rank(number, use_names) for number in range(len(rows_by_rank))]
     channels = defaultdict(list)
     for step in range(STEPS):
@@ -88,7 +88,7 @@ class _Rank:
         return True
 
     def _earlier(self, row, kept):
-        """What a backward adds to: nothing, if it only writes the buffer or computes in place over the activation."""
+        """The sum that a backward adds to: empty if it only writes the buffer, or writes over the activation."""
         if self.use_names and row.writes and row.writes[0] not in row.reads:
             return []
         total = self.get(row.writes[:1], ("sum", row.op.stage))

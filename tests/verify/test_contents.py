@@ -1,4 +1,4 @@
-"""What buffers hold: programs with a wrong, lost, repeated or missing content, and the right ones next to them."""
+"""Contents of buffers: programs with a wrong, lost, repeated or missing content, and the right ones next to them."""
 
 import re
 from pathlib import Path

@@ -52,6 +52,12 @@ class Rank:
         except subprocess.TimeoutExpired:
             self.process.kill()
 
+
+def gpus_of_host(host, described):
+    """Return the GPUs of all ranks of a host."""
+    neighbours = described[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]
+    return ",".join(gpu for _, _, gpus in neighbours for gpu in gpus)
+
 '''
 _ENVIRONMENTS = {
     "torch": '''
@@ -68,8 +74,7 @@ def environment(rank, described):
         "MASTER_PORT": str(port),
     }
     if GPUS_PER_RANK:
-        neighbours = described[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for _, _, gpus in neighbours for gpu in gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = gpus_of_host(host, described)
     return variables
 ''',
     "paddle": '''
@@ -89,8 +94,7 @@ def environment(rank, described):
         "PADDLE_DISTRI_BACKEND": "nccl" if GPUS_PER_RANK else "gloo",
     }
     if GPUS_PER_RANK:
-        neighbours = described[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for _, _, gpus in neighbours for gpu in gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = gpus_of_host(host, described)
         variables["FLAGS_selected_gpus"] = str(local_rank)
     return variables
 ''',

@@ -39,7 +39,7 @@ from pipeproof.verify.contents.content import (
 from pipeproof.verify.gradients.ledgers import names_parameter
 from pipeproof.verify.lifetime.buffer_uses import Uses
 from pipeproof.verify.lifetime.happens_before import Order, event_edges
-from pipeproof.verify.lifetime.races import lifetimes, unwritten
+from pipeproof.verify.lifetime.races import lifetimes
 from pipeproof.verify.lifetime.tensor_buffers import FREES, READS, WRITES
 from pipeproof.verify.subject import Subject
 
@@ -105,7 +105,7 @@ def contents(subject: Subject) -> Contents:
     if not len(named):
         return found
     parameters = {b for b, (_, name) in enumerate(uses.names, uses.first_named) if names_parameter(name)}
-    walk = _Walk(subject.graph, found, frozenset(uses.op[unwritten(uses, analysis.covered_elsewhere)].tolist()))
+    walk = _Walk(subject.graph, found, frozenset(uses.op[analysis.unwritten].tolist()))
     accesses: dict[int, dict[int, int]] = {}
     for op, buffer, mode in zip(*(column[named].tolist() for column in (uses.op, uses.buffer, uses.mode)), strict=True):
         if buffer not in parameters:
@@ -143,7 +143,7 @@ class _Walk:
         self._reported: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int, int]] = set()
         self._stored: set[tuple[int, int, bool, int, int]] = set()
-        self._sums: dict[tuple[int, int], int] = {}
+        self._sums: set[tuple[int, int]] = set()
         self._unknown: set[int] = set()  # buffers of sums with a wrong read, of which nothing more is reported
 
     def execute(self, op: int, accesses: Mapping[int, int], step: int) -> None:
@@ -236,7 +236,7 @@ class _Walk:
         if kind is OpKind.STEP:
             held = {b: c for b in reads if (c := self._contents[b]).is_gradient or c.state is State.ZERO}
             updates, added = self._updates.pop((rank, stage), []), self._added.pop((rank, stage), {})
-            if held or (reads and self._sums.pop((rank, stage), None) is not None):
+            if held or (reads and (rank, stage) in self._sums):
                 self._check_sum(op, stage, held or {reads[0]: UNSET}, updates, added)
         elif (writes or any(self._contents[b].is_gradient for b in reads)) and not self._is_reset(op, kind, reads):
             self._updates[rank, stage].append(op)
@@ -302,7 +302,7 @@ class _Walk:
         assert result is not None
         if buffer in sums:
             result = result._replace(role=Role.ADDEND)
-            self._sums[int(self._graph.rank[op]), result.stage] = buffer
+            self._sums.add((int(self._graph.rank[op]), result.stage))
         elif sums and result.role is Role.EITHER:
             result = result._replace(role=Role.INPUT_GRADIENT)
         if result.role not in ADDENDS:

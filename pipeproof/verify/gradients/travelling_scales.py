@@ -95,7 +95,7 @@ class TravellingScales:
 
     @cached_property
     def _sends(self) -> _Table:
-        """Of several messages for one stage and micro-batch, one that changes the gradient."""
+        """One of several messages for one stage and micro-batch: one that changes the gradient."""
         graph = self.graph
         rows = np.flatnonzero(graph.is_kind(frozenset({OpKind.SEND_BACKWARD})))
         received = self._received(rows)

@@ -117,16 +117,6 @@ def settled(order: Order, uses: Uses, races: Races) -> Uses:
     return uses.at(places)
 
 
-def unwritten(uses: Uses, ignored: BoolColumn) -> IntColumn:
-    """Reads (places) that come before every write of a buffer that the program does write or free.
-
-    ``ignored`` uses count neither as such reads nor as writes.
-    """
-    _, last = uses.last_change
-    written_at_all = np.isin(uses.buffer, uses.buffer[uses.changes & ~ignored])
-    return np.flatnonzero(uses.reads & (last == NONE) & written_at_all & ~ignored)
-
-
 def after_free(uses: Uses) -> IntColumn:
     """Uses (places) of a buffer that was freed and not written since; writes alone bring it back."""
     _, last = uses.last_change
@@ -183,6 +173,17 @@ class Lifetimes:
         update = [KIND_CODE[OpKind.STEP], KIND_CODE[OpKind.GATHER_WEIGHT]]
         by_optimizer = np.isin(graph.kind[uses.op], update) | np.isin(graph.target_kind[uses.op], update)
         return np.asarray(kept | uses.is_gradient | local | by_optimizer | self._left_ready)
+
+    @cached_property
+    def unwritten(self) -> IntColumn:
+        """Reads (places in ``in_order``) that come before every write of a buffer that the program does write or free.
+
+        Uses that are covered elsewhere count neither as such reads nor as writes.
+        """
+        uses, ignored = self.in_order, self.covered_elsewhere
+        _, last = uses.last_change
+        written_at_all = np.isin(uses.buffer, uses.buffer[uses.changes & ~ignored])
+        return np.flatnonzero(uses.reads & (last == NONE) & written_at_all & ~ignored)
 
     @property
     def _left_ready(self) -> BoolColumn:

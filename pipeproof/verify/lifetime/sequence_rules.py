@@ -10,7 +10,7 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.verify.lifetime.race_rules import UseText, about, capped
-from pipeproof.verify.lifetime.races import Lifetimes, lifetimes, unwritten
+from pipeproof.verify.lifetime.races import Lifetimes, lifetimes
 from pipeproof.verify.subject import Rule, Subject
 
 NEVER_WAITED = RuleDoc(
@@ -63,7 +63,7 @@ def _unwaited(subject: Subject, ops: list[int]) -> Iterator[Finding]:
 
 def _check_unwritten(subject: Subject) -> Iterator[Finding]:
     analysis = subject.once(lifetimes)
-    places = unwritten(analysis.in_order, analysis.covered_elsewhere)
+    places = analysis.unwritten
     yield from capped(subject, UNWRITTEN, _unwritten(analysis, places.tolist()), len(places))
 
 
