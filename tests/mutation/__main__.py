@@ -35,6 +35,8 @@ def main():
     root = arguments.root.resolve()
     sys.path.insert(0, str(root))
     targets = arguments.files or [str(path.relative_to(root)) for path in _files(root)]
+    if arguments.resume:
+        targets = [target for target in targets if not _is_complete(root, target)]
     preload()
     _print(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
     profile = profile_of(root, targets, arguments.tests)
@@ -71,6 +73,14 @@ def _keep(path, target, source, verdicts):
     path.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
 
 
+def _is_complete(root, target):
+    """Return True if the stored results have all mutants of a file as it is."""
+    source, path = (root / target).read_text(encoding="utf-8"), root / RESULTS
+    stored = json.loads(path.read_text(encoding="utf-8")).get(target, {}) if path.exists() else {}
+    is_of_source = stored.get("source_sha256") == hashlib.sha256(source.encode()).hexdigest()
+    return is_of_source and stored["num_mutants"] == len(mutants_of(target, source))
+
+
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="sources to change, from the root of the repository")
@@ -78,6 +88,7 @@ def _arguments():
     parser.add_argument("--sample", type=int, help="at most so many mutants of each file, always the same ones")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants that are run at once")
     parser.add_argument("--fresh", action="store_true", help="run mutants again whose verdicts are in the journal")
+    parser.add_argument("--resume", action="store_true", help="leave out files of which the results have all mutants")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS}")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="the repository, if it is another")
     return parser.parse_args()

@@ -116,7 +116,9 @@ class _Seen:
 
 
 class _Chosen(_Repeatable):
-    """Runs only the chosen tests, in the order given."""
+    """Runs only the chosen tests, in the order given; notes the one that fails."""
+
+    failed = ""
 
     def __init__(self, tests):
         self._order = {test: place for place, test in enumerate(tests)}
@@ -124,6 +126,14 @@ class _Chosen(_Repeatable):
     def pytest_collection_modifyitems(self, items):
         super().pytest_collection_modifyitems(items)
         items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda i: self._order[i.nodeid])
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.failed = report.nodeid
 
 
 def record(root, targets, tests):
@@ -133,20 +143,28 @@ def record(root, targets, tests):
     return recorder.profile
 
 
-def kills(root, mutant, tests):
-    """Return True if one of ``tests`` (node ids), or the import of its file, fails with the mutant.
+def killer_of(root, mutant, rounds):
+    """The file of a test that fails with the mutant, or whose import fails; empty if none does.
+
+    ``rounds`` are lists of tests (node ids): pytest imports the files of one list before it runs its first test.
 
     Raises:
         RuntimeError: pytest could not run them.
     """
     _replace(root, mutant)
-    files = sorted({test.partition("::")[0] for test in tests})
-    status = _pytest(root, files, _Chosen(tests), "-x")
-    if status in {pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED}:
-        return True
-    if status == pytest.ExitCode.OK:
-        return False
-    raise RuntimeError(f"pytest ended with {status!r}")
+    for tests in rounds:
+        chosen = _Chosen(tests)
+        status = _pytest(root, sorted({file_of(test) for test in tests}), chosen, "-x")
+        if status in {pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED}:
+            return file_of(chosen.failed or tests[0])
+        if status != pytest.ExitCode.OK:
+            raise RuntimeError(f"pytest ended with {status!r}")
+    return ""
+
+
+def file_of(test):
+    """The file of a node id."""
+    return test.partition("::")[0]
 
 
 def _pytest(root, paths, plugin, *options):

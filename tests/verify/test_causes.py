@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import combinations
 
 import pytest
 from click.testing import CliRunner
@@ -14,12 +15,14 @@ from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import Severity, by_cause, relinked
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
+from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.causes import FOLLOWS
 from pipeproof.verify.check_plan import CHECK_CODES, check_subject
 from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
-from pipeproof.verify.subject import program_subject
-from tests.plans import subject
-from tests.verify.programs import double, mutated, remove, swap
+from pipeproof.verify.exchanged_computes import exchanges
+from pipeproof.verify.subject import make_subject, program_subject
+from tests.plans import plan_dict, subject
+from tests.verify.programs import double, mutated, place, remove, swap
 
 FOUR_STAGES = {"topology": {"pp": 4}}
 REPLICAS = {"topology": {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True}}
@@ -161,6 +164,40 @@ def test_a_missing_send_and_an_exchange_behind_it_on_one_channel_are_two():
     assert "1SEND_F3" in groups[1][0].message
 
 
+def test_a_computation_on_another_rank_is_missing_on_its_own():
+    def change(rows):
+        rows[1].append(rows[2].pop(place(rows[2], "2F1")))
+
+    ((cause, following),) = by_cause(problems(mutated(subject(**FOUR_STAGES), change)))
+    assert (cause.code, [op.op for op in cause.witness.ops]) == ("PP124", ["2F1"])
+    assert {"PP121"} <= {finding.code for finding in following}
+
+
+def test_too_few_slots_are_one_finding_for_each_key_of_the_plan(tmp_path):
+    plan = plan_dict(topology={"pp": 4}, buffers={"receive_slots": 1, "send_slots": 1})
+    (tmp_path / "plan.json").write_text(json.dumps(plan, indent=1))
+    groups = by_cause(problems(make_subject(load_plan(tmp_path / "plan.json"))))
+    assert [(cause.code, len(following)) for cause, following in groups] == [("PP504", 1), ("PP504", 3)]
+    assert ["RECV_F" in cause.message for cause, _ in groups] == [True, False]
+
+
+def test_the_memory_of_a_step_that_never_ends_follows_from_what_holds_it_up():
+    one = mutated(subject(**FOUR_STAGES, memory={"budget_gib": 1}), dropped(1, "1SEND_F2"))
+    assert {f.cause.code for f in problems(one) if f.code == "PP702"} == {"PP301"}
+
+
+def test_the_last_end_of_an_unbalanced_channel_follows_from_the_missing_one():
+    """Also where the pair that it should have been in has a fault of its own."""
+
+    def both(rows):
+        remove(rows[1], "1SEND_F0")
+        swap(rows[2], "2RECV_F1", "2RECV_F2")
+
+    found = problems(mutated(subject(**FOUR_STAGES), both))
+    causes = {finding.witness.ops[0].op: finding.cause.code for finding in found if finding.code == "PP402"}
+    assert causes == {"WAIT(1SEND_F0)": "PP301", "WAIT(2RECV_F3)": "PP301", "WAIT(2RECV_F1)": "PP302"}
+
+
 def test_two_pairs_that_mean_each_other_in_nothing_are_two():
     """Position 0 and position 2 of a channel each hold two ends whose counterparts do not exist."""
     one = program_subject(
@@ -257,6 +294,57 @@ def test_exchanged_computations_are_named_with_the_transfers_that_show_it():
     assert [op.op for op in found.witness.ops] == ["2F1", "2F0", "2SEND_F0", "2RECV_F1"]
     assert "runs 2F1 in the place of 2F0, and 2F0 in that of 2F1" in found.message
     assert found.help == "exchange 2F1 and 2F0"
+
+
+THREE_STAGES = subject(topology={"pp": 3}, model={"num_layers": 3}, schedule={"num_micro_batches": 3})
+TRANSFERS = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B")}
+
+
+def found_exchanges(changes):
+    """(first, second, transfers that show it) of each exchange, by text."""
+    one = mutated(THREE_STAGES, changes)
+    ops = one.graph.ops
+    return [(str(ops[e.first]), str(ops[e.second]), [str(ops[end]) for end in e.transfers]) for e in exchanges(one)]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_computations_are_exchanged_exactly_if_a_transfer_is_on_the_wrong_side(rank):
+    """The send of the earlier one and the receive of the later one show it; the last stage has some without either."""
+    texts = [str(row.op) for row in THREE_STAGES.graph.rows()[rank]]
+    computes = [text for text in texts if text[1] in TRANSFERS]
+    for first, second in combinations(computes, 2):
+        ends = f"{rank}{TRANSFERS[first[1]][1]}{first[2]}", f"{rank}{TRANSFERS[second[1]][0]}{second[2]}"
+        shown = [end for end in ends if end in texts]
+        assert found_exchanges(swapped(rank, first, second)) == ([(second, first, shown)] if shown else [])
+    for compute in computes:
+        for other in texts:
+            if other not in computes:
+                assert found_exchanges(swapped(rank, compute, other)) == []
+
+
+def test_three_computations_in_a_circle_are_no_exchange_of_two():
+    def change(rows):
+        swap(rows[1], "1F0", "1B0")
+        swap(rows[1], "1B0", "1F2")
+
+    assert [found[:2] for found in found_exchanges(change)] == []
+
+
+def test_transfers_that_the_peer_has_in_the_other_order_are_not_taken_for_exchanged_computations():
+    """All of rank 1 is consistent with rank 2, and its receives are not consistent with the sends of rank 0."""
+
+    def change(rows):
+        swap(rows[1], "1RECV_F0", "1RECV_F1")
+        swap(rows[1], "WAIT(1RECV_F0)", "WAIT(1RECV_F1)")
+        swap(rows[1], "1SEND_F0", "1SEND_F1")
+        swap(rows[2], "2RECV_F0", "2RECV_F1")
+        swap(rows[2], "WAIT(2RECV_F0)", "WAIT(2RECV_F1)")
+        swap(rows[2], "2F0", "2F1")
+
+    gpipe = {"kind": "gpipe", "num_micro_batches": 3}
+    one = mutated(subject(topology={"pp": 3}, model={"num_layers": 3}, schedule=gpipe), change)
+    assert orders(one) == []
+    assert "PP302" in {finding.code for finding in problems(one)}
 
 
 @pytest.mark.parametrize(

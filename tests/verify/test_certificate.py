@@ -3,9 +3,13 @@
 import pytest
 
 from pipeproof.comm.mesh import Mesh
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.index_map import IndexMap
-from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.certificate import Verdict, graph_digest
+from pipeproof.verify.check_plan import check_program
 from pipeproof.verify.declared_facts import Facts, HeldTensor, RngFacts, RngRegion
+from pipeproof.verify.subject import make_subject
+from tests.plans import subject
 from tests.verify.programs import program
 
 
@@ -44,3 +48,45 @@ def test_the_order_in_which_a_table_or_set_is_written_makes_no_difference():
 def test_each_attribute_of_a_row_is_in_the_digest():
     rows = ["0F0", "0F0{scale=1/2}", "0F0{queue=side}", "0F0{reads=a}", "0F0{writes=a}", "0F0{reads=b}", "0F0{batch=0}"]
     assert len({digest(Facts(), row) for row in rows}) == len(rows)
+
+
+def custom(build="nowhere.py:build", **of_stem):
+    """The digest of a plan of custom layers, with further keys of the first layer."""
+    stem = {"name": "stem", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [3, 4]}]}
+    plan = {
+        "pipeproof": 1,
+        "model": {"kind": "layers", "build": build, "layers": [{**stem, **of_stem}, {"name": "head"}]},
+        "topology": {"pp": 2},
+        "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2},
+        "loss": {"normalization": "mean_of_micro_batches"},
+    }
+    return graph_digest(make_subject(plan_from_dict(plan)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"build": "elsewhere.py:build"},
+        {"kind": "Linear"},
+        {"buffers": [{"name": "seen", "shape": [3]}]},
+        {"activation_bytes": 64},
+    ],
+    ids=str,
+)
+def test_what_no_operation_of_custom_layers_reads_is_in_no_digest(other):
+    assert custom(**other) == custom()
+    assert custom(**other, parameters=[{"name": "weight", "shape": [4, 4]}]) != custom()
+
+
+def test_the_padding_of_the_vocabulary_is_in_no_digest():
+    padded, whole = subject(model={"unpadded_vocab_size": 30}), subject()
+    assert graph_digest(padded) == graph_digest(whole) != graph_digest(subject(model={"vocab_size": 30}))
+
+
+def test_a_refused_program_has_a_verdict_and_no_certificate():
+    report = check_program("rank 0: 0B0 0F0", file="order.txt")
+    assert [(finding.code, finding.location.file) for finding in report.errors] == [("PP123", "order.txt")]
+    assert (report.verdict, report.conclusion.verdict, report.certificate) == (Verdict.REFUSED, Verdict.REFUSED, None)
+    right = check_program("rank 0: 0F0 0B0")
+    assert right.certificate == right.conclusion
+    assert right.verdict is Verdict.PROVED

@@ -90,6 +90,7 @@ WRONG = {
     "a maximum": ((changed("0ALL_REDUCE:tp=", reduction="max"), changed("1ALL_REDUCE:tp=", reduction="max")),
                   "is no sum over tp"),
     "one number short": ((changed("ALL_REDUCE:pp=", stop=30),), "has 30 entries over pp, and the model 31 weights"),
+    "the first number left out": ((changed("ALL_REDUCE:pp=", start=1),), "has 30 entries over pp, and the model 31"),
     "before gradients are summed": (
         (moved("0ALL_REDUCE:pp", "0REDUCE_GRAD:dp"), moved("1ALL_REDUCE:pp", "1REDUCE_GRAD:dp")),
         "is summed over pp before gradients are whole",
@@ -123,6 +124,26 @@ def test_a_norm_over_a_part_of_the_stages_is_found():
     found = errors(seen.with_graph(build_graph(rows, seen.graph.tensors, groups)))
     assert [one.code for one in found] == ["PP611"]
     assert "and 3 more: the norm of the gradients is summed over 2 of 4 pp ranks" in found[0].message
+
+
+def test_a_norm_between_two_optimizer_steps_of_a_rank_is_found():
+    one = edited(clipped(schedule=V), moved("0STEP", "0ALL_REDUCE:pp"))
+    (found,) = [finding for finding in errors(one) if finding.code == "PP611"]
+    assert "is summed over pp after 0STEP has used it" in found.message
+
+
+@pytest.mark.parametrize(("ranks", "more"), [([0], ""), ([0, 1], " and 1 more")])
+def test_ranks_with_one_mistake_are_one_finding(ranks, more):
+    def without_group(rows):
+        for rank in ranks:
+            rows[rank][:] = [
+                replace(row, group=-1) if str(row.op) == f"{rank}ALL_REDUCE:pp" else row for row in rows[rank]
+            ]
+
+    (found,) = [finding for finding in errors(edited(clipped({"pp": 2}), without_group)) if finding.code == "PP611"]
+    assert found.message.endswith(f"{more}: the norm of the gradients is summed over 0 of 2 pp ranks")
+    assert (" more" in found.message) == bool(more)
+    assert [op.op for op in found.witness.ops] == ["0ALL_REDUCE:pp"]
 
 
 def test_a_file_with_its_own_communication_is_not_clipped():

@@ -11,8 +11,11 @@ from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.describe.gradient_facts import ParameterGradient
+from pipeproof.stages.describe.index_map import NOWHERE
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.declared_facts import Facts, UpdatedElements
+from pipeproof.verify.gradients.gathered_elements import RULES
+from pipeproof.verify.gradients.kept_elements import compare
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify.gradient_models import facts, moe
@@ -84,6 +87,43 @@ def test_two_buckets_are_cut_each():
     assert errors(flat(*ranks, buckets=buckets)) == []  # nothing states what is updated
 
 
+def test_stated_updates_of_other_elements_than_are_kept():
+    halves = [UpdatedElements(0, 0, ((8, 16),)), UpdatedElements(1, 0, ((0, 8),))]
+    found = only(flat((None, []), (None, []), updates=halves, parameters=(A, B)), "PP614")
+    assert "0STEP updates elements 8..10 of `a`" in found.message
+    assert errors(flat((None, []), (None, []), updates=halves[::-1])) != []
+    right = [dataclasses.replace(one, rank=1 - one.rank) for one in halves]
+    assert errors(flat((None, []), (None, []), updates=right, parameters=(A, B))) == []
+
+
+def test_what_is_updated_and_not_summed_is_named_before_what_is_only_summed():
+    found = compare([(0, 8)], [(4, 12)])
+    assert (found.first, found.local, found.length) == (NOWHERE, 8, 4)
+    found = compare([(0, 8)], [(4, 8)])
+    assert (found.first, found.local, found.length) == (0, 0, 4)
+    assert compare([(4, 8), (0, 4)], [(0, 4), (4, 8)]) is None
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "0REDUCE_GRAD:tp{group=1}",
+        "0REDUCE_GRAD:tp 0REDUCE_GRAD:tp/0.ALL_REDUCE:tp{group=1 range=0..16}",
+    ],
+)
+def test_a_sum_over_other_ranks_comes_first(first):
+    def text(*shards):
+        lines = [
+            f"rank {rank}: 0F0 0B0 {first.replace('group=1', f'group={2 + rank // 2}')} 0REDUCE_GRAD:dp "
+            f"0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{{group={rank % 2} range=0..16}} 0STEP{{range={shards[rank // 2]}}}"
+            for rank in range(4)
+        ]
+        return "\n".join(["group dp: 0 2", "group dp: 1 3", "group tp: 0 1", "group tp: 2 3", *lines])
+
+    assert "PP614" not in {one.code for one in errors(program_subject(text("0..8", "8..16")))}
+    assert "PP614" in {one.code for one in errors(program_subject(text("0..10", "10..16")))}
+
+
 def test_a_buffer_that_the_ranks_cannot_share_equally():
     found = only(flat(("0..7", []), ("7..15", []), buckets=((0, 15),)), "PP614")
     assert "cuts 15 elements into 2 equal parts" in found.message
@@ -96,6 +136,22 @@ def test_weights_of_one_size_are_checked_each():
     assert "elements 8..10 of `layer.0.mlp_norm.weight` from" in only(one, "PP614").message
     assert only(one, "PP614").message.startswith("rank 1 (pp 0, dp 1), gradient")
     assert [found.rank for found in only(one, "PP614").witness.ops] == [1, 1]
+
+
+SUMMED_OVER_TP_FIRST = subject(topology={"dp": 2, "tp": 2, "sequence_parallel": True}, **SHARDED)
+
+
+@pytest.mark.parametrize("base", [ZERO, ZERO.unfolded(), SUMMED_OVER_TP_FIRST], ids=["folded", "unfolded", "tp first"])
+def test_equal_weights_with_one_mistake_are_all_found(base):
+    norms = [i for i, weight in enumerate(base.plan.weights_of(0, 0)) if weight.shape == (16,)]
+
+    def padded(rows):
+        for i in norms[1:3]:
+            changed(f"0REDUCE_GRAD:dp/{i}.", stop=20)(rows)
+
+    found = [one.message for one in errors(mutated(base, padded)) if one.code == "PP614"]
+    names = [base.plan.weights_of(0, 0)[i].name for i in norms]
+    assert [any(f"`{name}`" in message for message in found) for name in names[:4]] == [False, True, True, False]
 
 
 def test_elements_that_are_kept_and_updated_by_no_rank():
@@ -123,6 +179,40 @@ def test_a_group_in_another_order_exchanges_shards():
     groups = [dataclasses.replace(one.graph.groups[0], ranks=(1, 0))]
     other = one.with_graph(build_graph(one.graph.rows(), one.graph.tensors, groups))
     assert {"PP614", "PP615"} == {found.code for found in errors(other)}
+
+
+def exchanges(*lines):
+    """(message, ranks of the witness) of each finding on the elements that members put into gathers."""
+    text = "\n".join(["group dp: 0 1", *(f"rank {rank}: 0F0 0B0 {line}" for rank, line in enumerate(lines))])
+    return [(one.message, [op.rank for op in one.witness.ops]) for one in RULES[0].check(program_subject(text))]
+
+
+GATHER = "0STEP{range=%s} 0GATHER_WEIGHT:dp 0GATHER_WEIGHT:dp/0.%s:dp{group=0 range=%s}"
+
+
+def test_a_finding_on_a_gather_counts_the_ranks_and_shows_the_first_member():
+    found = exchanges(GATHER % ("0..8", "ALL_GATHER", "0..8"), GATHER % ("8..16", "ALL_GATHER", "8..12"))
+    assert [ranks for _, ranks in found] == [[1]]
+    assert found[0][0].startswith("rank 1: 0GATHER_WEIGHT:dp/0.ALL_GATHER:dp puts in elements 8..12")
+    found = exchanges(GATHER % ("0..8", "ALL_GATHER", "0..8"), GATHER % ("12..20", "ALL_GATHER", "12..20"))
+    assert [ranks for _, ranks in found] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # One member does not call: that is PP306.
+        (GATHER % ("0..8", "ALL_GATHER", "0..8"), "0STEP{range=8..16}"),
+        ("0STEP{range=0..8}", GATHER % ("8..16", "ALL_GATHER", "8..16")),
+        # No gather: every member gets what the root has.
+        [GATHER % ("8..16", "BROADCAST", "8..16")] * 2,
+        # The second gather states sizes alone.
+        [GATHER % (own, "ALL_GATHER", own) + " 0GATHER_WEIGHT:dp/1.ALL_GATHER:dp{group=0 range=0..4}"
+         for own in ("0..8", "8..16")],
+    ],
+)  # fmt: skip
+def test_what_exchanges_no_elements_is_let_pass(lines):
+    assert exchanges(*lines) == []
 
 
 @pytest.mark.parametrize(
@@ -159,6 +249,14 @@ def test_a_reduce_scatter_that_is_gathered_again_is_an_all_reduce():
     assert errors(program_subject(f"group dp: 0 1\nrank 0: {text}\nrank 1: {text}")) == []
     without = text.replace(" 0REDUCE_GRAD:dp/1.ALL_GATHER:dp{group=0 range=0..8}", "")
     only(program_subject(f"group dp: 0 1\nrank 0: {without}\nrank 1: {without}"), "PP614")
+
+
+def test_a_rank_outside_of_the_group_of_its_sum_keeps_no_share_of_it():
+    scatter = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..16} 0STEP{range=%s}"
+    lines = [f"rank {rank}: {scatter % own}" for rank, own in enumerate(("0..8", "8..16", "0..8"))]
+    found = errors(program_subject("\n".join(["group dp: 0 1", *lines])))
+    assert {one.code for one in found} == {"PP308", "PP603"}
+    assert {one.witness.ops[0].rank for one in found} == {2}
 
 
 def test_facts_that_state_no_elements_keep_their_digest():

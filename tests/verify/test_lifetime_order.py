@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
+from pipeproof.comm.entry_order import calls_of
 from pipeproof.schedule.op_table import NONE, Group, Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind, parse_op, wait_for
 from pipeproof.verify.lifetime.buffer_uses import uses_of
@@ -168,3 +169,14 @@ def test_only_transfers_of_one_end_of_a_channel_follow_each_other():
 
 def _must_not_be_asked(pair):
     raise AssertionError(f"the pair {pair} was left open")
+
+
+def test_a_batch_is_one_call_unless_it_holds_computations_alone():
+    """On each rank: both ranks have a batch 0."""
+    calls = calls_of(
+        program_subject(
+            "rank 0: 0F0{batch=0} 0F1{batch=0} 0SEND_F0{peer=1 batch=1} 0SEND_F1{peer=1} 0B0{batch=1}\n"
+            "rank 1: 1RECV_F0{peer=0 batch=0} 1F0{batch=0} 1RECV_F1{peer=0 batch=1} 1F1"
+        ).graph
+    )
+    assert calls.tolist() == [NONE, NONE, 1, NONE, 1, 0, 0, 1, NONE]

@@ -14,6 +14,7 @@ from pipeproof.verify import collectives
 from pipeproof.verify import fifo_matching as matching
 from pipeproof.verify.fifo_matching import partner_of
 from pipeproof.verify.memory_order import has_holes, memory_order
+from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify import matching_definition
 from tests.verify.programs import codes, errors, group, mutated, place, program, remove, replace_row, tensor
@@ -443,3 +444,21 @@ def test_stages_without_experts_next_to_stages_with_them():
     permuted = experts.replace("/0.", "/?.").replace("/1.", "/0.").replace("/?.", "/1.")
     one = program("0F0", "0F0", experts, permuted, groups=(group("ep", 0, 1), group("ep", 2, 3)))
     assert codes(one) == {"PP306"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reported"),
+    [
+        ("0ALL_REDUCE0:tp{group=0 range=8..16 reduction=sum}", "",
+         "collective 0 of tp group [0, 1] is 0ALL_REDUCE0:tp of 8 elements (sum) on rank 0 but missing on rank 1"),
+        ("0BARRIER:tp{group=0}", "0BARRIER:tp{group=0} 0BARRIER:tp{group=0}",
+         "collective 1 of tp group [0, 1] is missing on rank 0 but 0BARRIER:tp of 0 elements on rank 1"),
+        ("0BROADCAST0:tp{group=0 peer=0 range=0..4}", "0BROADCAST0:tp{group=0 peer=1 range=0..4}",
+         "0BROADCAST0:tp of 4 elements from rank 0 on rank 0 but 0BROADCAST0:tp of 4 elements from rank 1"),
+    ],
+    ids=["the last member has none", "the last member has one more", "two roots"],
+)  # fmt: skip
+def test_a_collective_that_members_do_not_share_is_described(first, second, reported):
+    one = program_subject(f"group tp: 0 1\nrank 0: 0F0 {first}\nrank 1: 0F0 {second}")
+    (found,) = [finding for finding in errors(one) if finding.code == "PP306"]
+    assert reported in found.message

@@ -1,5 +1,6 @@
 """The end of a step in programs: the place of sums, gathers, and findings on other programs."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -188,6 +189,52 @@ def test_a_share_of_a_sum_for_a_whole_update_is_found():
     assert "leaves a share of a sum, and the plan's optimizer updates whole weights" in only(wrong, "PP612").message
 
 
+@pytest.mark.parametrize(("num", "more"), [(1, ""), (2, " and 1 more")])
+def test_sums_that_leave_shares_are_counted_and_the_first_is_shown(num, more):
+    def scattered(rows):
+        for place, row in enumerate(rows[0]):
+            if str(row.op).startswith(tuple(f"0REDUCE_GRAD:dp/{i}." for i in range(num))):
+                rows[0][place] = replace(row, op=row.op._replace(kind=OpKind.REDUCE_SCATTER))
+
+    wrong = edited(subject(topology={"pp": 1, "dp": 2}), scattered)
+    (found,) = [one for one in errors(wrong) if one.code == "PP612"]
+    assert f": 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{more} leaves a share" in found.message
+    assert [op.op for op in found.witness.ops] == ["0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_that_nothing_gathers_are_named_and_ranks_counted(tp):
+    seen = sharded({"pp": 1, "dp": 2, "tp": tp, "sequence_parallel": tp > 1})
+    names = [weight.name for weight in seen.plan.weights_of(0, 0)]
+    for left_out in ((1,), (1, 2, 3), (1, 2, 3, 4)):
+        changes = [drop(f"0GATHER_WEIGHT:dp/{i}.") for i in left_out]
+        for one in (edited(seen, *changes), edited(seen.unfolded(), *changes)):
+            (found,) = [finding for finding in errors(one) if finding.code == "PP612"]
+            more = re.findall(r" and (\d) more: 0STEP", found.message)
+            assert more == ([] if one.graph.num_ranks == 1 else [str(one.graph.num_ranks - 1)])
+            shown = ", ".join(f"`{names[i]}`" for i in left_out[:3]) + " and 1 more" * (len(left_out) > 3)
+            assert f"0STEP updates a share of {shown}, and nothing gathers the others" in found.message
+            assert [(op.rank, op.op) for op in found.witness.ops] == [(0, "0STEP")]
+
+
+def test_a_weight_that_one_rank_alone_does_not_gather():
+    def change(rows):
+        rows[1][:] = [row for row in rows[1] if not str(row.op).startswith("0GATHER_WEIGHT:dp/1.")]
+
+    (found,) = [one for one in errors(edited(sharded({"pp": 1, "dp": 2}), change)) if one.code == "PP612"]
+    assert found.message.startswith("rank 1 (dp 1): 0STEP updates a share of")
+
+
+def test_of_two_gathers_of_a_weight_the_last_one_counts():
+    def twice(rows):
+        place = next(i for i, row in enumerate(rows[0]) if str(row.op).startswith("0GATHER_WEIGHT:dp/2."))
+        rows[0].insert(place + 1, replace(rows[0][place], stop=3))
+
+    (found,) = [one for one in errors(edited(sharded({"pp": 1, "dp": 2}), twice)) if one.code == "PP612"]
+    assert "puts in 3 elements of a share of" in found.message
+    assert [op.op for op in found.witness.ops] == ["0STEP", "0GATHER_WEIGHT:dp/2.ALL_GATHER:dp"]
+
+
 OWN = [
     ["0F0", "0SEND_F0", "0RECV_B0", "WAIT(0RECV_B0)", "0B0", "WAIT(0SEND_F0)"],
     ["1RECV_F0", "WAIT(1RECV_F0)", "1F0", "1B0", "1SEND_B0", "WAIT(1SEND_B0)"],
@@ -201,6 +248,12 @@ def test_a_program_with_its_own_communication_gathers():
     assert errors(left_open) == []
     steps = [[*program, f"{stage}REDUCE_GRAD", f"{stage}STEP"] for stage, program in enumerate(OWN)]
     assert {one.code for one in errors(sharded(schedule={**schedule, "programs": steps}))} == {"PP612"}
+    early = [[*program[:-1], f"{stage}GATHER_WEIGHT:dp", program[-1]] for stage, program in enumerate(steps)]
+    found = [one for one in errors(sharded(schedule={**schedule, "programs": early})) if one.code == "PP612"]
+    assert [[op.op for op in one.witness.ops] for one in found] == [
+        [f"{stage}STEP", f"{stage}GATHER_WEIGHT:dp"] for stage in range(2)
+    ]
+    assert all("comes before" in one.message for one in found)
     gathers = [[*program, f"{stage}GATHER_WEIGHT:dp"] for stage, program in enumerate(steps)]
     assert errors(sharded(schedule={**schedule, "programs": gathers})) == []
 

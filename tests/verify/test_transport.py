@@ -1,6 +1,7 @@
 """Transport soundness: goldens of the historic Fleet bug, and provenance against real numbers."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -193,6 +194,25 @@ def test_partial_without_tensor_parallelism_is_reported_too():
     assert "topology.tp is 1" in notes[0].message
 
 
+@pytest.mark.parametrize(
+    ("tp", "transport", "reported"),
+    [
+        (1, {"forward": "full", "backward": "partial"}, ["backward: `partial` is declared, but topology.tp is 1"]),
+        (1, {"forward": "partial"}, ["forward: `partial` is declared, but topology.tp is 1"]),
+        (2, {"forward": "partial"}, [
+            f"forward: `partial` is declared, but the {numel} local elements of `{name}` do not divide by topology.tp 2"
+            for name, numel in (("mask", 15), ("places", 13))
+        ]),
+    ],
+)  # fmt: skip
+def test_full_sends_are_reported_for_each_tensor_but_only_once_without_tensor_parallelism(tp, transport, reported):
+    small = [{"name": n, "dims": "m", "shape": [num], "dtype": "int64"} for n, num in (("mask", 15), ("places", 13))]
+    hidden = {"name": "hidden", "dims": "sbh"}
+    one = subject(topology={"pp": 2, "tp": tp}, boundaries=[hidden, *small], transport=transport)
+    notes = [f for f in check_subject(one).findings if f.code == "PP202"]
+    assert [f.message.partition(", so")[0] for f in notes] == reported
+
+
 def test_a_tensor_without_a_gradient_is_a_full_send_on_its_way_forward_only():
     mask = {"name": "mask", "dims": "m", "shape": [15], "dtype": "int64"}
     one = subject(
@@ -271,5 +291,25 @@ def test_a_gather_that_a_member_received_nothing_for_lacks_its_part():
     for rank, texts in ((1, ("0SEND_F0",)), (3, ("1RECV_F0", "WAIT(1RECV_F0)"))):
         rows[rank] = [row for row in rows[rank] if str(row.op) not in texts]
     (found,) = RULES[0].check(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))
+    assert found.message.startswith("boundary 0->1, forward: ")
     assert [(r.rank, r.source_rank, r.start, r.stop) for r in found.witness.lost] == [(2, 0, 128, 256)]
     assert found.witness.foreign == ()
+
+
+def test_one_damaged_receiver_of_a_gather_is_found_next_to_a_right_one():
+    """The first slice is all of a tensor and the second one nothing: both receivers get the first one's tensor."""
+    graph = one_boundary(2, 8, "partial")
+    rows = [
+        [dataclasses.replace(row, start=8 * (row.start > 0), stop=8) if row.stop else row for row in program]
+        for program in graph.rows()
+    ]
+    assert losses(build_graph(rows, graph.tensors, graph.groups), 2) == ([(1, 3, 0, 8)], [(1, 2, 0, 8)])
+
+
+def test_each_boundary_and_direction_is_counted_by_itself():
+    found = check_subject(subject(topology={"pp": 4, "tp": 2, "sequence_parallel": True}, transport="partial")).errors
+    assert [re.match(r"boundary (\d)->(\d), (\w+)", finding.message).groups() for finding in found] == [
+        *((str(stage), str(stage + 1), "forward") for stage in range(3)),
+        *((str(stage + 1), str(stage), "backward") for stage in range(3)),
+    ]
+    assert len({re.search(r"\d+ of \d+ elements", finding.message)[0] for finding in found}) == 1

@@ -173,8 +173,11 @@ class _Walk:
                 self._contents[buffer] = UNSET
 
     def _suitable(self, op: int, before: Mapping[int, Content], writes: list[int], step: int) -> set[int]:
-        """The buffers whose content an operation may read: its input, and numbers next to it."""
-        graph = self._graph
+        """The buffers whose content an operation may read: its input, and numbers next to it.
+
+        A send, a slice or a gather moves its tensor alone: a number that forwards add up is no part of it.
+        """
+        graph, kind = self._graph, KINDS[self._graph.kind[op]]
         right = {
             b
             for b, content in before.items()
@@ -182,8 +185,10 @@ class _Walk:
             and (content.state is not State.ZERO or b in writes or self._own(op, b, step) == NONE)
         }
         has_input = any(before[b].terms for b in right) or (
-            graph.stage[op] == 0 or graph.work_item[op] == NONE or KINDS[graph.kind[op]] is not OpKind.FORWARD
+            graph.stage[op] == 0 or graph.work_item[op] == NONE or kind is not OpKind.FORWARD
         )
+        if kind in TENSOR_READERS:
+            return right
         return right | {
             b for b, content in before.items() if (has_input or b in writes) and is_number(graph, op, content)
         }
