@@ -26,7 +26,7 @@ QUICK_EXAMPLES = 10
 """The most examples of a property test in ``make test``: its profile is ``quick``."""
 
 OPTIONAL = {
-    "distributed": "the extra `cluster`",
+    "distributed": "the extra `dask`",
     "grimp": "the extra `dev`",
     "hatchling": "the extra `dev`",
     "hypothesis": "the extra `testing`",
@@ -36,6 +36,8 @@ OPTIONAL = {
     "ortools": "the extra `solve`",
     "paddle": "the extra `cpu`",
     "perfetto": "the extra `trace`",
+    "ray": "the extra `ray`",
+    "submitit": "the extra `slurm`",
     "torch": "the extra `torch`",
     "torchtitan": "`make test-rest`",
     "transformers": "the extra `transformers`",

@@ -21,8 +21,10 @@ timeout = click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True, callback=not_nan,
     help="Seconds without progress after which a run counts as hung.",
 )  # fmt: skip
-logs = click.option("--logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
-                    help="Keep the output of each worker here.")  # fmt: skip
+logs = click.option(
+    "--logs", "--keep-logs", "logs", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+    help="Keep the output of each worker here. (torchrun takes --logs for an option of its own.)",
+)  # fmt: skip
 
 
 def rank_options(verb: str) -> Callable[[Command], Command]:

@@ -5,7 +5,6 @@ It imports what it needs when it runs.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +20,22 @@ from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.analysis.sweep.evaluate_point import PointResult
+    from pipeproof.analysis.sweep.executor_choice import ExecutorChoice
     from pipeproof.analysis.sweep.sweep_file import Sweep
 
 
-def _scheduler(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuse a cluster without its package before any work is done."""
-    if value is not None and importlib.util.find_spec("distributed") is None:
-        raise click.BadParameter("a Dask cluster needs distributed: pip install 'pipeproof[cluster]'")
-    return value
+def _executor(context: click.Context, parameter: click.Parameter, value: str | None) -> ExecutorChoice | None:
+    """Refuse an executor that does not exist, or without its package, before any work is done."""
+    if value is None:
+        return None
+    from pipeproof.analysis.sweep.executor_choice import parse_executor
+
+    try:
+        choice = parse_executor(value)
+        choice.require_package()
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return choice
 
 
 @click.command()
@@ -37,8 +44,9 @@ def _scheduler(context: click.Context, parameter: click.Parameter, value: str | 
               help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
-@click.option("--scheduler", metavar="ADDRESS", callback=_scheduler,
-              help="Evaluate on the Dask cluster of this scheduler: tcp://HOST:8786 (extra cluster).")  # fmt: skip
+@click.option("--executor", metavar="KIND[:...]", callback=_executor,
+              help="Evaluate on a cluster: dask:ADDRESS, ray[:ADDRESS] or slurm[:KEY=VALUE,...] (extras dask, ray, "
+                   "slurm).")  # fmt: skip
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
@@ -50,7 +58,7 @@ def sweep(
     sweep: Path,
     output: Path | None,
     workers: int | None,
-    scheduler: str | None,
+    executor: ExecutorChoice | None,
     sort: str,
     columns: str | None,
     top: int,
@@ -61,14 +69,14 @@ def sweep(
 
     A refused point is a result with its code. Ctrl-C keeps the results so far; the same command resumes.
     """
-    if workers is not None and scheduler is not None:
-        raise click.UsageError("give one of --workers and --scheduler: a cluster has workers of its own")
+    if workers is not None and executor is not None:
+        raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans("text", sweep):
         from pipeproof.analysis.sweep.sweep_file import load_sweep
 
         loaded = load_sweep(sweep)
     shown = _columns(loaded, columns, sort)
-    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, scheduler)
+    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, executor)
     with refusing_bad_plans("text", sweep):
         _show(loaded, results, form, shown, sort, top)
         if plot is not None:
@@ -100,11 +108,13 @@ def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
     return names
 
 
-def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | None) -> tuple[PointResult, ...]:
+def _results(
+    sweep: Sweep, output: Path, workers: int | None, executor: ExecutorChoice | None
+) -> tuple[PointResult, ...]:
     """Return the results of all points: those of the results file, and the others, which are appended to it."""
     from concurrent.futures import BrokenExecutor
 
-    from pipeproof.analysis.sweep.dask_cluster import ClusterError
+    from pipeproof.analysis.sweep.cluster import ClusterError
     from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
     from pipeproof.analysis.sweep.run_sweep import run_sweep
 
@@ -115,7 +125,7 @@ def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | N
                 click.echo(f"note: {file.note}", err=True)
             if file.done:
                 click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
-            with _executor(scheduler) as cluster, _showing_progress(len(file.done), len(sweep.points)) as advance:
+            with _cluster(executor, output) as cluster, _showing_progress(len(file.done), len(sweep.points)) as advance:
 
                 def keep(result: PointResult) -> None:
                     file.append(result)
@@ -125,7 +135,7 @@ def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | N
     except ResultsFileError as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
     except ClusterError as error:
-        raise click.BadParameter(str(error), param_hint="--scheduler") from error
+        raise click.BadParameter(str(error), param_hint="--executor") from error
     except BrokenExecutor:
         click.echo(f"error: the cluster broke off; {so_far}", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)
@@ -138,15 +148,13 @@ def _results(sweep: Sweep, output: Path, workers: int | None, scheduler: str | N
 
 
 @contextmanager
-def _executor(scheduler: str | None) -> Iterator[Mapping[str, Any]]:
+def _cluster(choice: ExecutorChoice | None, output: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the arguments of ``run_sweep`` for a cluster; none without one."""
-    if scheduler is None:
+    if choice is None:
         yield {}
         return
-    from pipeproof.analysis.sweep.dask_cluster import cluster_executor
-
-    with cluster_executor(scheduler) as (executor, num_in_flight):
-        yield {"executor": executor, "num_in_flight": num_in_flight}
+    with choice.open(output.parent) as cluster:
+        yield vars(cluster)
 
 
 @contextmanager

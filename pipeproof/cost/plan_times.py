@@ -67,7 +67,7 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
     from pipeproof.cost.network_times import Network
     from pipeproof.cost.transfer_times import NetworkTimes
 
-    gradients = "float64" if run.dtype == "float64" else plan.gradient_dtype
+    gradients = reduced_dtype(plan)
     if cost.analytic is None:
         assert cost.network is not None
         return NetworkTimes(Network.of_spec(cost.network).routed(plan.model.moe), run.dtype, gradients)
@@ -75,6 +75,11 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
 
     network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network)
     return NetworkTimes(network.routed(plan.model.moe), cost.analytic.dtype or run.dtype, gradients)
+
+
+def reduced_dtype(plan: PlanSpec) -> str:
+    """The type in which gradients of weights are reduced, except in a measured run."""
+    return "float64" if plan.run.dtype == "float64" else plan.gradient_dtype
 
 
 def _by_network(plan: PlanSpec, network: NetworkSpec) -> CostSpec:

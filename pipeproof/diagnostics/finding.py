@@ -118,7 +118,7 @@ class OpsWitness:
     ops: tuple[WitnessOp, ...]
 
 
-Witness = RangesWitness | CycleWitness | OpsWitness
+Witness = RangesWitness | OpsWitness | CycleWitness  # in this order JSON without `programs` is read as an OpsWitness
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ LOG_DIFFERS = RuleDoc(
     severity="error",
     explanation=(
         "After a run the log of each rank (operations, communicators, element counts, dtypes) is compared with the "
-        "verified graph, queue by queue. Rows that go to experts are compared with the counts that ranks exchanged. A "
+        "verified graph, queue by queue. Rows that go to experts are compared with the counts that ranks exchanged. "
+        "Between hosts, a "
+        "receive must not end before its send is posted by more than the error of the clocks (docs/clocks.md). A "
         "difference means that the proof does not describe the execution: a bug of pipeproof's executor, or of a "
         "backend that reorders."
     ),
@@ -82,7 +84,7 @@ WORLD_SIZE = RuleDoc(
     severity="error",
     explanation=(
         "Under a launcher such as `paddle.distributed.launch` or `srun` each process is one rank of the plan. The "
-        "number of processes must be the product of the topology's sizes, all on one host. `torchrun` starts plans of "
+        "number of processes must be the product of the topology's sizes. `torchrun` starts plans of "
         "the backend torch only, and Paddle's launcher those of paddle. The launcher's variables must name a rank "
         "below the number of ranks, the rank on its host, and the address of rank 0 (docs/running.md lists them)."
     ),
@@ -176,9 +178,53 @@ NEVER_RECEIVED = RuleDoc(
     kind=ExampleKind.OUTCOME,
 )
 
+NOT_TOGETHER = RuleDoc(
+    code="PP947",
+    title="the processes of a run do not belong together",
+    severity="error",
+    explanation=(
+        "Under a launcher all ranks meet at the store of rank 0 before the first step. Each rank comes once, within "
+        "the start-up time, with the same plan, options and version of pipeproof. A rank did not come, two processes "
+        "came as one rank (two runs at one address), or a host was started with another plan. Every rank that came "
+        "ends with the same message."
+    ),
+    wrong="torchrun --nnodes 2 ..   # the plan files of the two hosts differ",
+    right="torchrun --nnodes 2 ..   # one plan file",
+    kind=ExampleKind.COMMAND,
+)
+
+REFERENCES_DIFFER = RuleDoc(
+    code="PP938",
+    title="the references of two hosts differ",
+    severity="error",
+    explanation=(
+        "On several hosts each host computes the whole single-process reference and compares its own ranks with it, so "
+        "that no tensor crosses hosts. The reference is deterministic: hosts with the same processors, framework and "
+        "libraries have the same bits. Here they do not, so gradients cannot have the bits of both references. In a "
+        "plan that a bound decides this is a warning."
+    ),
+    wrong="step 0: the references of hosts node-1 and node-2 differ",
+    right="every host has the same processor type, framework and libraries",
+    kind=ExampleKind.OUTCOME,
+)
+
+PARTS_DO_NOT_FIT = RuleDoc(
+    code="PP939",
+    title="the directories of hosts are not one run",
+    severity="error",
+    explanation=(
+        "`pipeproof merge` joins the directories that the hosts of one run kept. All must have the same run and the "
+        "same certificate, and each rank of the plan must be in one of them. The finding names the directories, and "
+        "the ranks that are missing or double."
+    ),
+    wrong="pipeproof merge node-1/ node-1/      # the ranks of node-2 are missing",
+    right="pipeproof merge node-1/ node-2/",
+    kind=ExampleKind.OUTCOME,
+)
+
 RUN_CODES = (
     LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_EXECUTED,
-    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NEVER_RECEIVED,
+    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NEVER_RECEIVED, NOT_TOGETHER, REFERENCES_DIFFER, PARTS_DO_NOT_FIT,
 )  # fmt: skip
 
 
@@ -271,3 +317,35 @@ NOT_AS_TRAINED = RuleDoc(
     kind=ExampleKind.OUTCOME,
 )
 FLEET_CODES = (NOT_FOR_FLEET, NOT_AS_PLANNED, NOT_AS_TRAINED)
+
+
+SPLIT_NODE = RuleDoc(
+    code="PP950",
+    title="ranks that the plan puts on one node are on several",
+    severity="warning",
+    explanation=(
+        "The plan puts consecutive ranks on one node, as many as `ranks_per_node` of its network or as each host has. "
+        "The launcher placed them otherwise, so more bytes of an axis go between nodes than planned. All values are "
+        "correct, and the step is slower than predicted. The finding names the axis, two ranks, their hosts, the bytes "
+        "per step, and the simulated times of the step where the plan has a network. The rehearsal proposes a map of "
+        "ranks, or another `topology.order` where that is as good. A node is an NVLink domain if the GPUs report one, "
+        "else a host."
+    ),
+    wrong="srun --nodes 2 --ntasks-per-node 8 --distribution=cyclic ..   # topology: {tp: 8, pp: 2}",
+    right="srun --nodes 2 --ntasks-per-node 8 --distribution=block ..    # topology: {tp: 8, pp: 2}",
+    kind=ExampleKind.COMMAND,
+)
+OTHER_NODE_SIZE = RuleDoc(
+    code="PP951",
+    title="a host has another number of ranks than the plan assumes",
+    severity="warning",
+    explanation=(
+        "`ranks_per_node` of the plan's network is not the number of ranks that the launcher started on a host. "
+        "Predicted times are then of another machine. If hosts differ, no order of axes fits all of them. Ranks that "
+        "are all on one host are not compared."
+    ),
+    wrong="srun --nodes 4 --ntasks-per-node 4 ..   # cost: {network: {ranks_per_node: 8, ..}}",
+    right="srun --nodes 2 --ntasks-per-node 8 ..   # cost: {network: {ranks_per_node: 8, ..}}",
+    kind=ExampleKind.COMMAND,
+)
+PLACEMENT_CODES = (SPLIT_NODE, OTHER_NODE_SIZE)

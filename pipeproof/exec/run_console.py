@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,16 @@ from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
-from pipeproof.exec.compare.step_losses import NotFiniteError, main_loss, module_losses
-from pipeproof.exec.launch.external_launcher import join_launcher, run_launched
+from pipeproof.exec.compare.step_losses import main_loss, module_losses
+from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
-from pipeproof.exec.launch.job_files import RecordOptions, RunOptions
+from pipeproof.exec.launch.hosts import ranks_text
+from pipeproof.exec.launch.job_files import RecordOptions, RunOptions, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.supervisor import WorkerFailedError
+from pipeproof.exec.launch.run_conclusion import RunConclusion
+from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
-from pipeproof.exec.run_plan import NotVerifiedError, Progress, run
+from pipeproof.exec.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.run_report import LogClock, RunReport
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph
@@ -51,23 +54,38 @@ def run_command(
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
 
-    def execute() -> RunReport | None:
+    launched: LaunchedRank | None = None
+
+    def execute() -> RunReport | ExitStatus:
+        nonlocal launched
         launched = join_launcher(report.subject.plan.spec.run)
         if launched is None:
             return _run(report, options, console)
-        return _run_launched(launched, report, options, console)
+        result = _run_launched(launched, report, options, console)
+        return end_process(result) if isinstance(result, ExitStatus) else result
 
     refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
     if isinstance(result, int):
         return result
-    if result is None:  # a rank other than 0 under an external launcher
-        return ExitStatus.OK
     if options.share_gpus:
         console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
     checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
+    status = show_run(result, console, report_file, profile_file, write_timeline, options.record)
+    return status if launched is None else end_process(status)
+
+
+def show_run(
+    result: RunReport,
+    console: Console,
+    report_file: Path | None,
+    profile_file: Path | None,
+    write_timeline: Callable[[Timeline, OpGraph], str] | None,
+    record: RecordOptions | None = None,
+) -> int:
+    """Print the report of a run, write the requested files; return the exit status."""
     render_run(result, console)
     if report_file is not None:
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
@@ -75,9 +93,10 @@ def run_command(
         profile_file.write_text(json.dumps(result.profile.to_json(), indent=2) + "\n")
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:
-        console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)
-    if options.record is not None:
-        console.print(_record_line(options.record), soft_wrap=True)
+        reason = "logs of ranks are missing" if result.ranks_without_log else "the executed log differs from the graph"
+        console.print(f"no profile was written: {reason}", soft_wrap=True)
+    if record is not None:
+        console.print(_record_line(record), soft_wrap=True)
     if write_timeline is not None:
         console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
@@ -101,13 +120,18 @@ def result_or_status(execute: Callable[[], _Result], report: Report, console: Co
         render_text(error.findings, report.subject.source, console=console)
         if isinstance(error, NotVerifiedError):
             console.print(refusal)
-        return _status(error)
+        if isinstance(error, JobEndedError):
+            end_process(error.status)
+        return status_of(error)
 
 
 def _profile_line(profile: Profile, file: Path) -> str:
     steps = f"{profile.steps.counted} of {profile.steps.run} steps"
     idle = "" if profile.messages or not profile.bare_messages else ", messages only from before the first step"
-    return f"profile of {steps}{idle} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
+    undecided = profile.clock.undecided
+    between = f", without {undecided} uncertain times between hosts" if undecided else ""
+    details = f"{steps}{idle}{between}"
+    return f"profile of {details} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
 
 
 def _record_line(record: RecordOptions) -> str:
@@ -144,14 +168,16 @@ def _bound(report: Report) -> float | None:
     return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
 
 
-def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> RunReport | None:
-    return run_launched(
+def _run_launched(
+    launched: LaunchedRank, report: Report, options: RunOptions, console: Console
+) -> RunReport | ExitStatus:
+    return execute_launched(
         launched,
         report,
         options,
-        on_step=lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True),
-        on_hang=_printed(report, console),
-        on_note=_printed(report, console),
+        RunConclusion(report, lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True)),
+        on_finding=_printed(report, console),
+        on_wait=lambda line: console.print(line, soft_wrap=True),
     )
 
 
@@ -159,19 +185,15 @@ def _printed(report: Report, console: Console) -> Callable[[Finding], None]:
     return lambda finding: render_text([finding], report.subject.source, console=console)
 
 
-def _status(error: PipeproofError) -> int:
-    if isinstance(error, WorkerFailedError):
-        return ExitStatus.WORKER_FAILED
-    if isinstance(error, NotVerifiedError | NotFiniteError):
-        return ExitStatus.FAILED
-    return ExitStatus.BAD_INPUT
-
-
 def step_line(step: StepResult, bound: float | None = None) -> str:
     """Return the line of one step: its loss, the reference's loss, the number of bitwise equal gradients, other losses.
 
     With a ``bound`` the line has distances to the reference in place of bitwise comparisons.
     """
+    if not step.is_compared:
+        agrees = all(gradient.replicas_agree for gradient in step.gradients)
+        equal_shards = "agree" if agrees else "[red]differ[/]"
+        return f"step {step.step}  loss {float(main_loss(step.loss)):.9f}  no reference  equal shards {equal_shards}"
     if bound is not None:
         farthest = max((gradient.unpartitioned_max_rel_diff for gradient in step.gradients), default=0.0)
         colour = "green" if step.agrees(bound) and farthest <= bound else "red"
@@ -195,6 +217,12 @@ def step_line(step: StepResult, bound: float | None = None) -> str:
     return f"{line}{losses}  routers {'bitwise equal' if step.routers.bitwise else '[red]differ[/]'}"
 
 
+def step_lines(report: RunReport) -> list[str]:
+    """Return the lines of all steps of a report."""
+    bound = report.parallel_bound if report.is_checked_by_bound else None
+    return [step_line(step, bound) for step in report.steps]
+
+
 _MOST_ROWS = 80
 """Most parameters that the table shows; where there are more, only those that differ. The JSON report has all."""
 
@@ -205,15 +233,15 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console) ->
     if len(shown) > _MOST_ROWS:
         shown = tuple(g for g in shown if not _is_accepted(g, bound))[:_MOST_ROWS]
         title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"
-    criterion, accepted, refused = ("bits", "equal", "differ") if bound is None else ("bound", "within", "beyond")
+    criterion = "bits" if bound is None else "bound"
     rows = [
         (
             str(gradient.stage),
             gradient.name,
-            gradient.md5[:8],
-            accepted if _is_accepted(gradient, bound) else Text(refused, style="red"),
-            f"{gradient.max_rel_diff:.2g}",
-            f"{gradient.unpartitioned_max_rel_diff:.2g}",
+            "on several hosts" if gradient.md5 is None else gradient.md5[:8],
+            _verdict(gradient, bound),
+            _distance(gradient.max_rel_diff),
+            _distance(gradient.unpartitioned_max_rel_diff),
         )
         for gradient in shown
     ]
@@ -221,7 +249,22 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console) ->
     print_table((">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console)
 
 
+def _verdict(gradient: GradientResult, bound: float | None) -> Text:
+    """Return a gradient's cell under ``bits`` or ``bound``; without a reference it is about equal shards."""
+    if gradient.reference_md5 is None:
+        accepted, refused = "shards agree", "shards differ"
+    else:
+        accepted, refused = ("equal", "differ") if bound is None else ("within", "beyond")
+    return Text(accepted) if _is_accepted(gradient, bound) else Text(refused, style="red")
+
+
+def _distance(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2g}"
+
+
 def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
+    if gradient.reference_md5 is None:
+        return gradient.replicas_agree
     return gradient.bitwise if bound is None else gradient.unpartitioned_max_rel_diff <= bound
 
 
@@ -230,7 +273,14 @@ def render_run(report: RunReport, console: Console) -> None:
     render_text(report.findings, report.subject.source, console=console)
     _print_gradients(report.steps[-1], report.parallel_bound if report.is_checked_by_bound else None, console)
     spec = report.subject.plan.spec
-    if report.is_checked_by_bound:
+    if report.uncompared_steps:
+        console.print(
+            f"reference: one process, unpartitioned model, only of step {report.steps[0].step}: no host has "
+            "the weights of all ranks. Of later steps only equal shards were compared with each other",
+            soft_wrap=True,
+        )
+        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
+    elif report.is_checked_by_bound:
         console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")
         console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
     elif report.parallel_bound:
@@ -244,7 +294,21 @@ def render_run(report: RunReport, console: Console) -> None:
     console.print(f"{spec.run.dtype}{main}, {device}, accumulation {report.accumulation}")
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
     console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
-    if report.passed and report.is_checked_by_bound:
+    if report.ranks_without_log:
+        ranks = ranks_text(report.ranks_without_log)
+        console.print(
+            f"the timeline lacks the logs of {ranks}, which their hosts have; `pipeproof merge` joins them",
+            soft_wrap=True,
+        )
+    if report.clock_error_ns:
+        console.print(f"times of different hosts are comparable within {report.clock_error_ns / 1000:.3g} us")
+    if report.passed and report.uncompared_steps:
+        console.print(
+            f"[bold green]matches[/]: the loss and every gradient of step {report.steps[0].step}, within the bound; "
+            "equal shards of later steps, bit for bit",
+            soft_wrap=True,
+        )
+    elif report.passed and report.is_checked_by_bound:
         gradients = " and every gradient of the first step" if report.starts_from_initial_weights else ""
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
     elif report.passed:

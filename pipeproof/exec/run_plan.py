@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
-from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
-from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
-from pipeproof.exec.compare.compare_routers import compare_routers
-from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.compare.compare_gradients import (
+    StepResult,
+    gather_sharded_gradients,
+    merged_step,
+    require_finite_step,
+)
+from pipeproof.exec.compare.reference_kind import holds_all_weights, is_checked_by_bound, needs_ordered_reference
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
-from pipeproof.exec.compare.step_losses import require_finite
+from pipeproof.exec.compare.step_losses import NotFiniteError
+from pipeproof.exec.compare.step_part import StepPart, compare_part
 from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.host_part import build_report, log_findings, read_records
 from pipeproof.exec.installed_backends import INSTALLED_BY
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
@@ -27,20 +31,16 @@ from pipeproof.exec.launch.job_files import (
     StepOutcome,
     dump_plan,
     load_arrays,
-    load_json,
 )
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, WorkerFailedError, job_directory
+from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd
-from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, remove_unfinished
-from pipeproof.exec.rank.op_log import LogEntry, Timing
-from pipeproof.exec.rank.step_replay import num_logged_steps
 from pipeproof.exec.run_codes import BACKEND_MISSING, NOT_EXECUTED
-from pipeproof.exec.run_report import RunReport, clock_of, measured_timeline
+from pipeproof.exec.run_report import RunReport
+from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
 
@@ -60,6 +60,17 @@ class NotVerifiedError(PipeproofError):
 
 class BackendMissingError(PipeproofError):
     """The plan's backend is not installed, or its device is missing."""
+
+
+def status_of(error: PipeproofError) -> ExitStatus:
+    """Exit status of a command that an error ends."""
+    if isinstance(error, JobEndedError):
+        return error.status
+    if isinstance(error, WorkerFailedError):
+        return ExitStatus.WORKER_FAILED
+    if isinstance(error, NotVerifiedError | NotFiniteError):
+        return ExitStatus.FAILED
+    return ExitStatus.BAD_INPUT
 
 
 def run(
@@ -101,7 +112,7 @@ def run(
         try:
             launcher.run(progressed)
         finally:
-            remove_unfinished(job.checkpoint, job.directory.name)
+            remove_unfinished(job.checkpoint, job.name)
         progressed()
         return finish_report(report, job, collector.results, state.threads)
 
@@ -216,106 +227,96 @@ def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
 class StepCollector:
     """Comparison of steps in order, as soon as all files of a step exist; it records them and removes the files.
 
-    With ``requires_finite`` a loss or gradient that is not finite raises ``NotFiniteError``.
+    ``ranks`` are those whose files are in the job's directory, all by default. With ``requires_finite`` a loss or
+    gradient of all ranks that is not finite raises ``NotFiniteError``; for some ranks the caller of
+    ``host_part.merged_report`` finds out.
+
+    Raises:
+        ValueError: a record is requested of some ranks; it has the tensors of all.
     """
 
     def __init__(
-        self, job: Job, subject: Subject, record: RecordOptions | None = None, *, requires_finite: bool = True
+        self,
+        job: Job,
+        subject: Subject,
+        record: RecordOptions | None = None,
+        *,
+        requires_finite: bool = True,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        all_ranks = tuple(range(subject.plan.mesh.num_ranks))
+        self.ranks = all_ranks if ranks is None else tuple(sorted(ranks))
+        self._has_all = self.ranks == all_ranks
+        if record is not None and not self._has_all:
+            raise ValueError(f"a record needs the tensors of all ranks, and here are ranks {list(self.ranks)}")
         self._job, self._subject = job, subject
         self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
         self._requires_finite = requires_finite
+        self._has_all_weights = not is_checked_by_bound(subject.plan) or holds_all_weights(subject.plan, self.ranks)
         self.results: list[StepResult] = []
+        self.parts: list[StepPart] = []
 
     def collect(self, num_steps: int) -> list[StepResult]:
-        """Return the results of the steps before ``num_steps`` that were not collected yet."""
-        new = [self._compare(step) for step in range(self._job.checkpoint.first_step + len(self.results), num_steps)]
-        self.results += new
-        return new
+        """Return the results of the steps before ``num_steps`` that were not collected yet; needs all ranks."""
+        known = len(self.results)
+        self.collect_parts(num_steps)
+        assert len(self.results) == len(self.parts), "some ranks have no results of their own"
+        return self.results[known:]
 
-    def _compare(self, step: int) -> StepResult:
+    def collect_parts(self, num_steps: int) -> list[StepPart]:
+        """Return the parts of the steps before ``num_steps`` that were not collected yet, of the collector's ranks."""
+        known = len(self.parts)
+        for step in range(self._job.checkpoint.first_step + known, num_steps):
+            self.parts.append(self._compare(step))
+        return self.parts[known:]
+
+    def _compare(self, step: int) -> StepPart:
         plan = self._subject.plan
+        rank_files = [self._job.step_file(f"rank{rank}", step) for rank in self.ranks]
+        own = [StepOutcome.load(file) for file in rank_files]
         unpartitioned_file = self._job.step_file("unpartitioned", step)
         has_ordered = needs_ordered_reference(plan) and not is_checked_by_bound(plan)
         ordered_file = self._job.step_file("ordered", step) if has_ordered else unpartitioned_file
-        rank_files = [self._job.step_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
-        unpartitioned, ordered = StepOutcome.load(unpartitioned_file), StepOutcome.load(ordered_file)
-        assert unpartitioned.loss is not None
-        assert ordered.loss is not None
-        own = [StepOutcome.load(file) for file in rank_files]
-        shares = [(each.loss, each.gradients) for each in own]
-        plain, reference = (unpartitioned.loss, unpartitioned.gradients), (ordered.loss, ordered.gradients)
-        if self._requires_finite:
-            require_finite(self._subject.graph, step, shares, [each.not_finite for each in own], plain)
-        ranks = gather_sharded_gradients(plan, shares)
-        result = compare_step(plan, step, ranks, reference, plain)
-        routers = compare_routers(plan, [each.routers for each in own], ordered.routers, unpartitioned.routers)
-        result = replace(result, routers=routers, without_gradient=tuple(unpartitioned.without_gradient))
-        used = {unpartitioned_file, ordered_file, *rank_files}
-        if self._recorder is not None:
-            files = [self._job.layers_file(f"rank{rank}", step) for rank in range(plan.mesh.num_ranks)]
-            files.append(self._job.layers_file("reference", step))
-            *rank_layers, whole_layers = (
-                [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
-            )
-            self._recorder.put(
-                step,
-                result.loss,
-                [RankStep(gradients, layers) for (_, gradients), layers in zip(ranks, rank_layers, strict=True)],
-                ReferenceStep(*reference, whole_layers),
-                routers,
-            )
-            used.update(files if self._job.layers else ())
+        models = {}
+        if self._has_all_weights or step == self._job.checkpoint.first_step:
+            models = {file: StepOutcome.load(file) for file in {unpartitioned_file, ordered_file}}
+        by_rank = dict(zip(self.ranks, own, strict=True))
+        part = compare_part(plan, step, by_rank, models.get(ordered_file), models.get(unpartitioned_file))
+        used = {*rank_files, *models, *(() if models else (self._job.weights_file(rank, step) for rank in self.ranks))}
+        if self._has_all:
+            if self._requires_finite:
+                require_finite_step(self._subject, [part])
+            result = merged_step(plan, [part])
+            self.results.append(result)
+            used |= self._record(result, own, models[ordered_file])
         for file in used:
             file.unlink()
-        return result
+        return part
 
-
-def _log_findings(subject: Subject, rank: int, entries: Sequence[LogEntry], job: Job) -> tuple[Finding, ...]:
-    """Differences between a rank's log and the graph; if there are none, between exchanged rows and their counts."""
-    run = subject.plan.spec.run
-    differences = tuple(
-        compare_log(
-            subject.graph,
-            rank,
-            entries,
-            num_steps=num_logged_steps(run, layers=job.layers, first_step=job.checkpoint.first_step),
-            first_step=job.checkpoint.first_step,
-            dtype=run.dtype,
-            weight_dtype=run.weight_dtype,
+    def _record(self, result: StepResult, own: Sequence[StepOutcome], reference: StepOutcome) -> set[Path]:
+        """Record a step of all ranks, if a record is requested; return the files that only the record needs."""
+        if self._recorder is None:
+            return set()
+        assert reference.loss is not None
+        files = [
+            self._job.layers_file(who, result.step) for who in (*(f"rank{rank}" for rank in self.ranks), "reference")
+        ]
+        *rank_layers, whole_layers = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
+        gradients = gather_sharded_gradients(self._subject.plan, [outcome.gradients for outcome in own])
+        self._recorder.put(
+            result.step,
+            result.loss,
+            [RankStep(*values) for values in zip(gradients, rank_layers, strict=True)],
+            ReferenceStep(reference.loss, reference.gradients, whole_layers),
+            result.routers,
         )
-    )
-    return differences or tuple(compare_exchanges(subject.graph, rank, entries))
+        return set(files) if self._job.layers else set()
 
 
-def finish_report(report: Report, job: Job, steps: list[StepResult], threads: int) -> RunReport:
+def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads: int) -> RunReport:
     """Read the op logs of all ranks, compare them with the graph, and build the report.
 
     ``threads`` is the largest number of compute threads that a worker measured.
     """
-    subject, spec = report.subject, report.subject.plan.spec
-    logs = job.logs(subject.graph.num_ranks)
-    findings = tuple(
-        finding for rank, entries in logs.items() for finding in _log_findings(subject, rank, entries, job)
-    )
-    profile = None
-    if job.options.profile and not findings:
-        idle_messages = {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in logs}
-        timings = {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in logs}
-        profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
-    return RunReport(
-        subject=subject,
-        digest=report.digest,
-        verified=report.certificate is not None,
-        steps=tuple(steps),
-        log_findings=findings,
-        timeline=measured_timeline(subject, logs),
-        parallel_bound=parallel_bound(spec) if needs_ordered_reference(subject.plan) else 0.0,
-        is_checked_by_bound=is_checked_by_bound(subject.plan),
-        num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.checkpoint.first_step),
-        reference_from_state=job.checkpoint.reference_from_state,
-        threads=threads,
-        accumulation=accumulation_of(subject.plan),
-        profile=profile,
-        clock=clock_of(spec.run, is_timed=job.options.profile),
-    )
+    records = read_records(job, range(report.subject.graph.num_ranks))
+    return build_report(report, job, steps, log_findings(report.subject, job, records.logs), records, threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -60,6 +60,14 @@ class RunReport:
     """Number of steps with a log; later steps were replays."""
     reference_from_state: bool = False
     """True if the reference started from the resumed state instead of training up to it."""
+    hosts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of each host, if there are several."""
+    host_findings: tuple[Finding, ...] = ()
+    """Findings about several hosts together."""
+    ranks_without_log: tuple[int, ...] = ()
+    """Ranks whose logs are on another host, so that the timeline lacks them."""
+    clock_error_ns: int = 0
+    """Largest error of the times of a rank in comparison with rank 0, by the clocks of different hosts."""
 
     @property
     def gradients(self) -> tuple[GradientResult, ...]:
@@ -69,7 +77,11 @@ class RunReport:
     @property
     def beyond_bound(self) -> tuple[GradientResult, ...]:
         """Gradients farther from the plain unpartitioned model than the stated bound, in order."""
-        return tuple(g for g in self.gradients if not g.unpartitioned_max_rel_diff <= self.parallel_bound)
+        return tuple(
+            gradient
+            for gradient in self.gradients
+            if gradient.reference_md5 is not None and not gradient.unpartitioned_max_rel_diff <= self.parallel_bound
+        )
 
     @property
     def within_bound(self) -> bool:
@@ -88,7 +100,13 @@ class RunReport:
     @property
     def matches(self) -> bool:
         """True if losses, gradients and op log are correct."""
-        return all(map(self._matches_reference, self.steps)) and self.within_bound and not self.log_findings
+        is_wrong = self.log_findings or any(finding.severity is Severity.ERROR for finding in self.host_findings)
+        return all(map(self._matches_reference, self.steps)) and self.within_bound and not is_wrong
+
+    @property
+    def uncompared_steps(self) -> tuple[int, ...]:
+        """Steps without a reference, because no host has the weights of all ranks."""
+        return tuple(step.step for step in self.steps if not step.is_compared)
 
     def _matches_reference(self, step: StepResult) -> bool:
         """Return True if a step matches the reference, without the distance to the unpartitioned model."""
@@ -109,7 +127,7 @@ class RunReport:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Findings about the run."""
-        findings = list(self.log_findings)
+        findings = [*self.log_findings, *self.host_findings]
         if not self.verified:
             findings.append(Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it ran unsafe"))
         findings += [self._mismatch(step) for step in self.steps if not self._matches_reference(step)]
@@ -139,12 +157,13 @@ class RunReport:
         if self.is_checked_by_bound:
             different = [gradient.name for gradient in step.gradients if not gradient.replicas_agree]
             replicas = f"; ranks with the same shard differ in {', '.join(different)}" if different else ""
-            return Finding(
-                MISMATCH.code,
-                Severity.ERROR,
-                f"step {step.step}: the loss is {step.loss_distance:.3g} from the unpartitioned model's, and the "
-                f"stated bound is {self.parallel_bound:.3g}{replicas}",
+            loss = (
+                f"the loss is {step.loss_distance:.3g} from the unpartitioned model's, and the stated bound is "
+                f"{self.parallel_bound:.3g}"
+                if step.is_compared
+                else "no host has the weights of all ranks, so there is no reference"
             )
+            return Finding(MISMATCH.code, Severity.ERROR, f"step {step.step}: {loss}{replicas}")
         wrong = [g for g in step.gradients if not g.bitwise]
         loss = "the loss has the reference's bits" if step.loss_is_bitwise else "the loss differs"
         by_stage = ", ".join(
@@ -155,7 +174,9 @@ class RunReport:
         example = ""
         if wrong:
             first = wrong[0]
-            example = f" (first: {first.name}, md5 {first.md5}, reference {first.reference_md5})"
+            shard = "" if first.md5 is not None else f" on rank {first.differing[0].rank}"
+            source = first if first.md5 is not None else first.differing[0]
+            example = f" (first: {first.name}{shard}, md5 {source.md5}, reference {source.reference_md5})"
         return Finding(
             MISMATCH.code,
             Severity.ERROR,
@@ -187,6 +208,7 @@ class RunReport:
                         **module_losses_to_json(step.loss, step.reference_loss, step.unpartitioned_loss),
                         "loss_is_bitwise": step.loss_is_bitwise,
                         "bitwise": step.bitwise,
+                        **({} if step.is_compared else {"compared": False}),
                         **({} if step.routers is None else {"routers": step.routers.to_json()}),
                     }
                 )
@@ -194,6 +216,9 @@ class RunReport:
             ],
             "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
             "findings": [finding_to_json(finding) for finding in self.findings],
+            **({"hosts": {host: list(ranks) for host, ranks in self.hosts.items()}} if self.hosts else {}),
+            **({"ranks_without_log": list(self.ranks_without_log)} if self.ranks_without_log else {}),
+            **({"clock_error_us": self.clock_error_ns / 1000} if self.clock_error_ns else {}),
             "timeline": [
                 {
                     "step": span.step,

@@ -1,7 +1,7 @@
 """The file of measured times that ``pipeproof run PLAN --profile FILE`` writes and ``cost.profile`` reads.
 
-Times are microseconds of one machine's monotonic clock, as medians and
-quartiles over all ranks and counted steps.
+Times are microseconds of a monotonic clock, to which those of several hosts
+are corrected, as medians and quartiles over all ranks and counted steps.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class ClockOfTimes(_Part):
         description="host: processes that wait for each operation; device: GPUs that run asynchronously."
     )
     accuracy_us: _Time = Field(description="Largest clock difference between two ranks.")
+    undecided: int = Field(
+        default=0,
+        ge=0,
+        description="Messages and collectives between hosts that are left out: the clocks are not accurate enough.",
+    )
 
 
 HOST_CLOCK = ClockOfTimes(name="host", accuracy_us=0.0)

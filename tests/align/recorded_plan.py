@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
-from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.launch.job_files import RecordOptions
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders
-from tests.exec.in_memory import run_all
+from tests.exec.in_memory import outcome_of, run_all
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,14 @@ def record(plan: LoweredPlan, reference: ReferenceRun, directory, *, values: boo
     results = []
     for step, of_step in enumerate(outcomes):
         theirs = reference.steps[step]
-        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
-        routers = compare_routers(plan, [one.routers for one in of_step], theirs.routers, theirs.routers)
-        result = compare_step(plan, step, ranks, *[(theirs.loss, theirs.gradients)] * 2)
+        ranks = gather_sharded_gradients(plan, [one.gradients for one in of_step])
+        result = compare_step(plan, step, of_step, *[outcome_of(theirs)] * 2)
         recorder.put(
             step,
             result.loss,
-            [RankStep(gradients, seen[step, rank]) for rank, (_, gradients) in enumerate(ranks)],
+            [RankStep(gradients, seen[step, rank]) for rank, gradients in enumerate(ranks)],
             ReferenceStep(theirs.loss, theirs.gradients, reference.layers[step]),
-            routers,
+            result.routers,
         )
         results.append(result)
     return results

@@ -2,11 +2,13 @@
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
 
+from pipeproof.analysis.sweep.executor_choice import PACKAGES
 from pipeproof.cli.main import main
 from pipeproof.exec.launch.launcher_table import LAUNCHERS
 from pipeproof.specs.load_plan import load_plan
@@ -90,13 +92,14 @@ NEEDED = {
     ".png": "matplotlib",
     ".svg": "matplotlib",
     ".pdf": "matplotlib",
-    "--scheduler": "distributed",
 }
 """Packages without which a command refuses an option, by the end of an argument."""
 
 
 def with_needs(command):
     packages = {package for end, package in NEEDED.items() if any(word.endswith(end) for word in command)}
+    kinds = [word.partition(":")[0] for option, word in pairwise(command) if option == "--executor"]
+    packages.update(PACKAGES[kind] for kind in kinds)
     return pytest.param(command, marks=[pytest.mark.needs(package) for package in packages], id=" ".join(command))
 
 
@@ -140,17 +143,28 @@ def test_python_commands_name_what_exists(command):
 
 @pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] == "torchrun"], ids=" ".join)
 def test_torchrun_starts_what_exists(command):
-    """After the number of processes: the package, or a script."""
-    _, option, number, program, *_ = command
-    assert (option, number.isdigit()) == ("--nproc-per-node", True)
-    assert program == "-m" or (ROOT / program).exists()
+    """After the numbers of hosts and processes and the rendezvous: the package, or a script."""
+    options, words = {}, list(command[1:])
+    while words[0] != "-m" and words[0].startswith("--"):
+        option, value, *words = words
+        options[option] = value
+    assert options.keys() <= {"--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-backend"}
+    assert options["--nproc-per-node"].isdigit()
+    assert words[0] == "-m" or (ROOT / words[0]).exists()
 
 
 @pytest.mark.parametrize("command", [c for c in ALL_COMMANDS if c[0] in {"mpirun", "srun"}], ids=" ".join)
 def test_other_launchers_start_ranks_as_messages_suggest(command):
     (row,) = (row for row in LAUNCHERS if row.command.startswith(f"{command[0]} "))
     start = command.index("pipeproof")
-    assert list(command[:start]) == row.command.format(ranks=4).replace("HOST_OF_RANK_0", "127.0.0.1").split()
+    words = list(command[:start])
+    if "--nodes" in words:
+        assert words[words.index("--nodes") + 1].isdigit()
+        del words[words.index("--nodes") : words.index("--nodes") + 2]
+    pattern = (
+        re.escape(row.command.format(ranks="RANKS")).replace("RANKS", r"\d+").replace("HOST_OF_RANK_0", r"[\w.-]+")
+    )
+    assert re.fullmatch(pattern, " ".join(words))
     assert command[start + 1] in main.commands
 
 

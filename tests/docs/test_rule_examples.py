@@ -37,6 +37,9 @@ NOT_RUN = {
     "PP186": ("layers that are really built", "custom/test_backward_check.py"),
     "PP912": ("layers that are really built", "custom/test_files.py"),
     "PP913": ("a machine without GPUs", "exec/test_rehearse_command.py"),
+    "PP938": ("a run on several hosts", "exec/test_merge.py"),
+    "PP947": ("ranks of a launcher", "exec/test_meeting.py"),
+    "PP939": ("directories that hosts kept", "exec/test_merge.py"),
     "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),
     "PP915": ("elements that really arrived", "exec/test_rehearsal.py"),
     "PP916": ("a scale that is asked for", "exec/test_rehearsal_parts.py"),
@@ -66,6 +69,8 @@ NOT_RUN = {
     "PP944": ("logs of a program", "interop/record/test_check_log.py"),
     "PP945": ("logs of a program", "interop/record/test_check_log.py"),
     "PP946": ("logs of a program", "interop/record/test_check_log.py"),
+    "PP950": ("a launcher that places ranks", "exec/placement/test_placement_report.py"),
+    "PP951": ("a launcher that places ranks", "exec/placement/test_placement_report.py"),
     "PP923": ("files that are there already", "state/reshard/test_work_directory.py"),
     "PP924": ("a checkpoint that is moved", "state/reshard/test_names.py"),
 }

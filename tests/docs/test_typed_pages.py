@@ -44,6 +44,7 @@ EXEMPT = {
     "fleet.md": "runs of Fleet's pipeline beside ours; tests/interop",
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
+    "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",
     "mutation.md": "hours",
     "reshard-matrix.md": "a quarter of an hour of runs; tests/docs/test_reshard_matrix.py",
     "names.md": "states, and files of other tools; tests/state/names",

@@ -10,12 +10,12 @@ import importlib
 import itertools
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
-from pipeproof.exec.compare.compare_gradients import compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_gradients import compare_step
 from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
-from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.launch.job_files import StepOutcome
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.rank_program import RankProgram
@@ -176,11 +176,7 @@ def compared(plan):
     results = []
     for step, (of_step, reference) in enumerate(zip(outcomes, references, strict=True)):
         unpartitioned = unpartitioned_step(plan.spec, reference.weights, step)
-        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
-        ours = reference.loss, reference.gradients
-        result = compare_step(plan, step, ranks, ours, (unpartitioned.loss, unpartitioned.gradients))
-        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, unpartitioned.routers)
-        results.append(replace(result, routers=routers))
+        results.append(compare_step(plan, step, of_step, outcome_of(reference), outcome_of(unpartitioned)))
     require_logged(plan, adapters)
     return results
 
@@ -193,12 +189,13 @@ def compared_with_torch(plan):
     require_logged(plan, adapters)
     results = []
     for step, (of_step, reference) in enumerate(zip(outcomes, run_unpartitioned(plan.spec), strict=True)):
-        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
-        ours = reference.loss, reference.gradients
-        result = compare_step(plan, step, ranks, ours, ours)
-        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, reference.routers)
-        results.append(replace(result, routers=routers))
+        results.append(compare_step(plan, step, of_step, *[outcome_of(reference)] * 2))
     return results
+
+
+def outcome_of(reference):
+    """The outcome of a reference's step."""
+    return StepOutcome(reference.loss, reference.gradients, reference.routers)
 
 
 def require_logged(plan, adapters):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeproof.comm.accumulation_order import accumulation_of
-from pipeproof.exec.compare.compare_gradients import compare_step, max_rel_diff
+from pipeproof.exec.compare.array_differences import max_rel_diff
+from pipeproof.exec.compare.compare_gradients import compare_step
 from pipeproof.exec.launch.job_files import Job, StepOutcome, dump_plan
 from pipeproof.exec.run_console import render_run, step_line
 from pipeproof.exec.run_report import RunReport, measured_timeline
@@ -56,7 +57,13 @@ def cut(plan, whole):
 
 def compared(plan, ranks, *, reference=None, unpartitioned=None, loss=LOSS):
     whole = whole_gradients(plan)
-    return compare_step(plan, 0, ranks, (loss, reference or whole), (loss, unpartitioned or whole))
+    return compare_step(
+        plan, 0, outcomes(ranks), *outcomes([(loss, reference or whole), (loss, unpartitioned or whole)])
+    )
+
+
+def outcomes(pairs):
+    return [StepOutcome(*pair) for pair in pairs]
 
 
 def by_name(step):
@@ -244,9 +251,8 @@ def test_losses_of_copies_are_added_before_those_of_data_parallel_ranks():
 def test_loss_bits(loss, reference, bitwise):
     plan = subject(topology={"pp": 1}).plan
     whole = whole_gradients(plan)
-    step = compare_step(
-        plan, 0, [(np.float32(loss), whole)], (np.float32(reference), whole), (np.float32(reference), whole)
-    )
+    ours, theirs = StepOutcome(np.float32(loss), whole), StepOutcome(np.float32(reference), whole)
+    step = compare_step(plan, 0, [ours], theirs, theirs)
     assert step.loss_is_bitwise is bitwise
     assert step.bitwise is bitwise
 
@@ -315,7 +321,8 @@ def test_a_saved_job_is_read_back(tmp_path):
 
 def report_of(ours, reference, *, verified=True, loss=LOSS, reference_loss=LOSS):
     one = subject(topology={"pp": 1})
-    step = compare_step(one.plan, 0, [(loss, ours)], (reference_loss, reference), (reference_loss, reference))
+    theirs = StepOutcome(reference_loss, reference)
+    step = compare_step(one.plan, 0, [StepOutcome(loss, ours)], theirs, theirs)
     logs = {0: faithful_log(one.graph, 0, num_steps=1)}
     timeline = measured_timeline(one, logs)
     return RunReport(one, graph_digest(one), verified, (step,), (), timeline, 0.0, 1, accumulation_of(one.plan))

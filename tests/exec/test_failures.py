@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
+from pipeproof.exec.compare.step_losses import NotFiniteError, finite_facts, require_finite
 from pipeproof.exec.launch.failures import event_of, failure_from, is_out_of_memory, received_before
+from pipeproof.exec.launch.job_files import StepOutcome
 from tests.plans import subject
 
 PP2 = subject()
@@ -91,13 +92,21 @@ GOOD = {"w": np.ones(3, np.float32)}
 BAD = {"w": np.array([1, np.nan, 2], np.float32)}
 
 
+def require(step, ranks, first_ops, reference):
+    """The check of all ranks as one part."""
+    outcomes = [StepOutcome(loss, own, not_finite=op) for (loss, own), op in zip(ranks, first_ops, strict=True)]
+    facts = finite_facts(dict(enumerate(outcomes)), StepOutcome(*reference))
+    num_gradients = len({name for _, own in ranks for name in own})
+    require_finite(PP2.graph, step, [facts], lambda rank: ranks[rank][0], num_gradients)
+
+
 def test_numbers_that_are_finite_are_not_spoken_of():
-    require_finite(PP2.graph, 0, [(None, GOOD), (ONE, {"v": GOOD["w"]})], ["", ""], (ONE, GOOD))
+    require(0, [(None, GOOD), (ONE, {"v": GOOD["w"]})], ["", ""], (ONE, GOOD))
 
 
 def test_the_first_micro_batch_with_a_loss_that_is_not_finite_is_named_with_its_input():
     with pytest.raises(NotFiniteError) as caught:
-        require_finite(PP2.graph, 3, [(None, BAD), (np.float32(np.nan), {"v": GOOD["w"]})], ["", "1F2"], (ONE, GOOD))
+        require(3, [(None, BAD), (np.float32(np.nan), {"v": GOOD["w"]})], ["", "1F2"], (ONE, GOOD))
     (finding,) = caught.value.findings
     assert finding.code == "PP921"
     parts = finding.message.split("; ")
@@ -112,7 +121,7 @@ def test_the_first_micro_batch_with_a_loss_that_is_not_finite_is_named_with_its_
 
 def test_gradients_alone_and_a_reference_that_has_them_too():
     with pytest.raises(NotFiniteError) as caught:
-        require_finite(PP2.graph, 0, [(None, BAD), (ONE, GOOD)], ["", ""], (ONE, {"w": np.array([np.inf])}))
+        require(0, [(None, BAD), (ONE, GOOD)], ["", ""], (ONE, {"w": np.array([np.inf])}))
     (finding,) = caught.value.findings
     loss, gradients, reference = finding.message.split("; ")
     assert loss == "step 0: every loss is finite"
@@ -123,4 +132,4 @@ def test_gradients_alone_and_a_reference_that_has_them_too():
 
 def test_an_infinite_loss_is_called_that():
     with pytest.raises(NotFiniteError, match="the loss is infinite, on rank 1 first at 1F0"):
-        require_finite(PP2.graph, 0, [(None, GOOD), (np.float32(np.inf), GOOD)], ["", "1F0"], (ONE, GOOD))
+        require(0, [(None, GOOD), (np.float32(np.inf), GOOD)], ["", "1F0"], (ONE, GOOD))

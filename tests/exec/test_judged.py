@@ -112,6 +112,6 @@ def test_weights_of_all_ranks_are_put_together(topology):
                 place = tuple(slice(*one) for one in index_of(plan, parameter, rank))
                 ranks[rank][parameter.name] = whole[parameter.name][place]
     ranks[-1]["bias/layer.3.mlp"] = np.ones(4, np.float32)
-    found = assembled_weights(plan, ranks)
+    found = assembled_weights(plan, dict(enumerate(ranks)))
     assert found.keys() == {*whole, "bias/layer.3.mlp"}
     assert all(np.array_equal(found[name], array) for name, array in whole.items())

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch import external_launcher
 from pipeproof.exec.launch.external_launcher import join_launcher
 from pipeproof.exec.launch.launched_rank import launched_rank
 from pipeproof.exec.launch.launcher_table import KUBERNETES, LAUNCHERS, OF_BACKEND, OPEN_MPI, PADDLE, SLURM, TORCHRUN
@@ -190,25 +189,18 @@ def test_the_framework_learns_its_rank_from_its_own_variables(row, backend, monk
     assert join_launcher(RunSpec(backend=backend)) == again
 
 
-def test_the_first_process_of_a_container_has_a_directory(monkeypatch):
-    monkeypatch.setattr("os.getppid", lambda: 0)
-    assert external_launcher._shared_directory().name.startswith("pipeproof-launched-")
-
-
 @pytest.mark.parametrize(
     ("row", "verb"),
     [*((row, "run") for row in LAUNCHERS), (SLURM, "rehearse")],
     ids=lambda value: getattr(value, "name", value),
 )
-@pytest.mark.parametrize("fault", ["several hosts", "another number", "a contradiction"])
+@pytest.mark.parametrize("fault", ["another number", "a contradiction"])
 def test_the_commands_refuse_with_status_2(row, verb, fault, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setenv("COLUMNS", "400")
     environment = dict(OF[row.name])
-    text = f"the launcher started {EXPECTED[row.name].get('local_world_size', 4)} of 8 ranks on this host"
-    if fault == "another number":
-        text = "the launcher started 8 processes, but the plan's topology has 2 ranks"
-    elif fault == "a contradiction":
+    text = "the launcher started 8 processes, but the plan's topology has 2 ranks"
+    if fault == "a contradiction":
         environment[row.rank[0].names[0]] = "8"
         text = "8 is not below 8"
     monkeypatch.setattr("os.environ", environment | {"COLUMNS": "400", "PATH": "/usr/bin"})

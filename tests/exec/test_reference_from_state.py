@@ -1,14 +1,12 @@
 """References that start from a state: runs on another topology than the saved one are compared with them."""
 
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
-from pipeproof.exec.compare.compare_gradients import compare_step, gather_sharded_gradients
-from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.compare.compare_gradients import compare_step
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.exec.compare.reference_start import reference_start
 from pipeproof.exec.launch.job_files import CheckpointOptions
@@ -18,7 +16,7 @@ from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.state.array_files import write_file
 from pipeproof.state.read_state import find_state, read_whole
 from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile
-from tests.exec.in_memory import run_all
+from tests.exec.in_memory import outcome_of, run_all
 from tests.state.runs import plan_of, save
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -70,11 +68,7 @@ def resumed(state, plan, spoilt=None, first_step=2):
     outcomes, _ = run_all(plan, first_step=first_step, prepare=prepare)
     results = []
     for of_step, reference in zip(outcomes[first_step:], references(plan, start(state, plan)), strict=True):
-        ranks = gather_sharded_gradients(plan, [(one.loss, one.gradients) for one in of_step])
-        ours = reference.loss, reference.gradients
-        result = compare_step(plan, reference.step, ranks, ours, ours)
-        routers = compare_routers(plan, [one.routers for one in of_step], reference.routers, reference.routers)
-        results.append(replace(result, routers=routers))
+        results.append(compare_step(plan, reference.step, of_step, *[outcome_of(reference)] * 2))
     assert [result.step for result in results] == [first_step, first_step + 1]
     return results
 

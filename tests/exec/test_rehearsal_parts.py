@@ -1,14 +1,18 @@
 """Parts of a rehearsal: elements with an identity, arrivals, smaller plans, edges."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.launch.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rehearse.element_identity import (
     FoundRange,
     Source,
@@ -18,11 +22,20 @@ from pipeproof.exec.rehearse.element_identity import (
     encoded,
     found_ranges,
 )
-from pipeproof.exec.rehearse.rehearsal_edges import edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, ArrivalFault
+from pipeproof.exec.rehearse.rehearsal_report import (
+    RehearsalPart,
+    merged_rehearsal,
+    read_rehearsal,
+    rehearsal_part,
+)
 from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.check_plan import check
 from pipeproof.verify.subject import make_subject
+from tests.exec.logs import faithful_log
 from tests.plans import plan_dict, subject
 
 OURS, THEIRS = (Source((0, batch, 1, 0), 0, 200, f"message {batch}") for batch in (0, 1))
@@ -142,7 +155,7 @@ def test_the_simulator_takes_what_was_measured_of_each_edge():
     sections = {"schedule": {"kind": "gpipe", "num_micro_batches": 1}}
     graph = subject(**sections).graph
     times = times_of(graph, lambda size, channel: (900 if channel.src == 1 else 20) + size / 4000)
-    network = network_of(2, edges_of(graph, times), times)
+    network = network_of(["a", "a"], edges_of(graph, times), times)
     assert network["ranks_per_node"] == 2
     assert network["edges"] == [
         {"source": 0, "destination": 1, "latency_us": 20.0, "bandwidth": 4.0},
@@ -152,14 +165,100 @@ def test_the_simulator_takes_what_was_measured_of_each_edge():
     step = simulate(subject(**sections, cost=cost).plan).timeline.makespan_us
     num_bytes = 8 * 2 * 16 * 4  # sequence, micro-batch, hidden, float32
     assert float(step) == pytest.approx(2 * 300 + 20 + 900 + 2 * num_bytes / 4000, abs=0.01)
-    assert network_of(1, (), {}) is None
+    assert network_of(["a"], (), {}) is None
+
+
+FOUR = {"topology": {"pp": 4}, "schedule": {"kind": "gpipe", "num_micro_batches": 1}}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_node", "node_us", "between_us"),
+    [
+        ("aaaa", 4, 100, None),
+        ("aabb", 2, 10, 100),
+        ("abcd", 1, 100, 100),
+        ("abab", 1, 100, 100),
+        ("abba", 1, 100, 10),
+        ("aaab", 1, 10, 100),
+    ],
+)
+def test_links_within_hosts_and_between_them_are_two_lines(hosts, per_node, node_us, between_us):
+    """The edges 1-2 are slow, 100 us; the median of all edges is that of most."""
+    graph = subject(**FOUR).graph
+    slow = {(a, b) for a in range(4) for b in range(4) if hosts[a] != hosts[b]}
+    if hosts in ("aaaa", "abba"):
+        slow = {(a, b) for a in range(4) for b in range(4)} if hosts == "aaaa" else {(1, 2), (2, 1)}
+    times = times_of(graph, lambda size, channel: (100 if (channel.src, channel.dst) in slow else 10) + size / 1000)
+    network = network_of(list(hosts), edges_of(graph, times), times)
+    found = network.get("between")
+    assert (network["ranks_per_node"], network["node"]["latency_us"]) == (per_node, node_us)
+    assert (None if found is None else found["latency_us"]) == between_us
+    assert len(network["edges"]) == 6
+    plan = plan_from_dict(plan_dict(**FOUR, cost={"forward_us": 100, "backward_us": 200, "network": network}))
+    assert plan.spec.cost.network.ranks_per_node == per_node
+
+
+def test_without_an_edge_between_hosts_there_is_no_line_for_them():
+    graph = subject(**FOUR).graph
+    times = times_of(graph, lambda size, channel: 10 + size / 1000)
+    inside = {str(c): times[str(c)] for c in graph.channels if c.src // 2 == c.dst // 2}
+    network = network_of(list("aabb"), edges_of(graph, inside), inside)
+    assert "between" not in network
+    assert {(edge["source"], edge["destination"]) for edge in network["edges"]} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def rehearsed(directory, one, ranks, faulty):
+    """The job of a host after its ranks have rehearsed."""
+    directory.mkdir()
+    report = check(plan_from_dict(plan_dict(**FOUR)))
+    job = Job(directory, dump_plan(one.loaded), report.conclusion, RunOptions(scale=Fraction(1)))
+    times = times_of(one.graph, lambda size, channel: 10 + size / 1000)
+    for rank in ranks:
+        log = [
+            replace(entry, start_ns=entry.start_ns + rank, end_ns=entry.end_ns + rank)
+            for entry in faithful_log(one.graph, rank, num_steps=one.plan.spec.run.steps)
+        ]
+        checks = ArrivalChecks(10 + rank, 2, 100)
+        if rank == faulty:
+            checks.add_fault(ArrivalFault(rank, 0, "1F0", 3, "forward 0->1", "elements 0..8 are zeros"))
+            log[0] = replace(log[0], op="0F9")
+        save_json(job.rank_file(rank, "log"), log, list[LogEntry])
+        save_json(job.rank_file(rank, "checks"), checks, ArrivalChecks)
+        own = {str(c): times[str(c)] for c in one.graph.channels if c.src == rank}
+        save_json(job.rank_file(rank, "edges"), RankEdges(own, {}), RankEdges)
+    return job
+
+
+@pytest.mark.parametrize("faulty", [None, 1, 3])
+def test_parts_of_two_hosts_make_the_report_of_a_rehearsal(tmp_path, faulty):
+    report = check(plan_from_dict(plan_dict(**FOUR)))
+    report = replace(report, subject=report.subject.unfolded())
+    whole = read_rehearsal(report, rehearsed(tmp_path / "whole", report.subject, range(4), faulty))
+    parts = []
+    for name, ranks in (("b", (2, 3)), ("a", (0, 1))):
+        job = rehearsed(tmp_path / name, report.subject, ranks, faulty)
+        part = rehearsal_part(report, job, ranks, run="token", host=name)
+        adapter = TypeAdapter(RehearsalPart)
+        assert adapter.validate_json(adapter.dump_json(part)) == part
+        parts.append(part)
+    merged = merged_rehearsal(report, job, parts)
+    assert merged.findings == whole.findings
+    assert [finding.code for finding in merged.findings] == ([] if faulty is None else ["PP901", "PP914"])
+    assert (merged.edges, merged.checked) == (whole.edges, whole.checked)
+    assert merged.seconds == max(part.seconds for part in parts)
+    of_merged, of_whole = merged.to_json(), whole.to_json()
+    assert of_merged.pop("seconds_by_host") == {part.host: part.seconds for part in parts}
+    assert {**of_merged, "seconds": 0} == {**of_whole, "seconds": 0}
+    assert merged.network["ranks_per_node"] == 2
+    with pytest.raises(ValueError, match=r"the parts have the ranks \[0, 1\]"):
+        merged_rehearsal(report, job, parts[1:])
 
 
 def test_of_several_channels_between_two_ranks_the_slowest_is_their_edge():
     graph = subject(schedule={"kind": "interleaved", "num_chunks": 2}).graph
     assert [(c.src, c.dst) for c in graph.channels].count((0, 1)) == 2
     times = times_of(graph, lambda size, channel: (50 if channel.communicator == "backward" else 10) + size / 1000)
-    edges = network_of(2, edges_of(graph, times), times)["edges"]
+    edges = network_of(["a", "a"], edges_of(graph, times), times)["edges"]
     assert [(edge["source"], edge["destination"], edge["latency_us"]) for edge in edges] == [(0, 1, 50), (1, 0, 50)]
 
 

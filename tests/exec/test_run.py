@@ -362,8 +362,9 @@ def test_under_paddles_launcher_with_another_number_of_processes(tmp_path):
     assert "--nproc_per_node 4" in logs_of(tmp_path)
 
 
-def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_path):
-    """Rank 1 alone: rank 0 never makes the directory in which they meet."""
+@pytest.mark.slow
+def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_failed_worker(tmp_path):
+    """Rank 1 alone: rank 0 never serves the store at which they meet."""
     started = subprocess.run(
         [sys.executable, "-m", "pipeproof", "run", "--timeout", "1", str(REPOSITORY / "examples" / "gpt_pp4.yaml")],
         env={
@@ -380,7 +381,7 @@ def test_a_launched_rank_that_has_no_peers_ends_with_the_status_of_a_hang(tmp_pa
         check=False,
     )
     assert started.returncode == 3
-    assert "error[PP902]: rank 1 (pp 1) raised: TimeoutError: no ready within 1 s" in started.stdout
-    assert "nothing is known here about the other ranks" in started.stdout
+    assert "error[PP947]: rank 1 of 4 cannot meet the others at the store 127.0.0.1:1: no store at" in started.stdout
+    assert "is the launcher's process of rank 0 alive" in started.stdout
     assert "Traceback" not in started.stderr
     assert list(tmp_path.iterdir()) == []

@@ -333,17 +333,6 @@ POD = {
     "PET_MASTER_ADDR": "127.0.0.1",
     "PET_MASTER_PORT": "29500",
 }
-LABEL = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
-TEXT = {"type": "string", "minLength": 1}
-ENVIRONMENT = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name", "value"],
-        "properties": {"name": TEXT, "value": TEXT},
-        "additionalProperties": False,
-    },
-}
 
 
 def closed(required, optional=None):
@@ -355,6 +344,20 @@ def closed(required, optional=None):
         "additionalProperties": False,
     }
 
+
+LABEL = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+TEXT = {"type": "string", "minLength": 1}
+ENVIRONMENT = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            closed({"name": TEXT, "value": TEXT}),
+            closed(
+                {"name": TEXT, "valueFrom": closed({"fieldRef": closed({"fieldPath": {"const": "spec.nodeName"}})})}
+            ),
+        ]
+    },
+}
 
 METADATA = closed({"name": LABEL}, {"annotations": {"type": "object", "additionalProperties": TEXT}})
 RESOURCES = closed({"limits": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}}})
@@ -446,6 +449,13 @@ def test_a_jobset_has_one_pod_per_host_and_the_address_of_the_first():
     name, subdomain = manifest["metadata"]["name"], manifest["spec"]["network"]["subdomain"]
     address = f"{name}-{replicated['name']}-0-0.{subdomain}"
     assert {"name": "HOST_0", "value": address} in container("jobset", text)["env"]
+
+
+@pytest.mark.parametrize("launcher", YAML)
+def test_pods_of_several_hosts_know_the_name_of_their_node(launcher):
+    field = {"name": "PIPEPROOF_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    assert field in container(launcher, write_job_file(launcher, TORCH_JOB).text)["env"]
+    assert field not in container(launcher, write_job_file(launcher, PADDLE_JOB).text)["env"]
 
 
 def test_a_trainjob_has_a_node_per_host():

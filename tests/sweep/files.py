@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 from pipeproof.analysis.sweep.evaluate_point import evaluate
 from pipeproof.analysis.sweep.sweep_file import load_sweep
@@ -42,4 +43,11 @@ def dies_once(point, plan_file):
 def raises_at_four(point, plan_file):
     if point.settings.get("schedule.num_micro_batches") == 4:
         raise RuntimeError("four")
+    return evaluate(point, plan_file)
+
+
+def sleeps(point, plan_file):
+    """Evaluate a point, except that more than three micro-batches take minutes."""
+    if point.settings["schedule.num_micro_batches"] > 3:
+        time.sleep(600)
     return evaluate(point, plan_file)

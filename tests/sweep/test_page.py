@@ -1,9 +1,12 @@
 """The sweep file and the code of the page on sweeps do what the page says."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
+from pipeproof.analysis.sweep.cluster import Cluster
 from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import EXAMPLES, REPOSITORY
 
@@ -30,9 +33,24 @@ def test_the_sweep_of_the_page(folder, capsys):
     assert points[-1].plan["schedule"] == {
         "kind": "zb_v", "num_chunks": 2, "num_micro_batches": 8, "micro_batch_size": 2,
     }  # fmt: skip
-    (code,) = blocks("sweep.md", "python")
+    code, _ = blocks("sweep.md", "python")
     exec(compile(code, "sweep.md", "exec"), {})
     *results, best = capsys.readouterr().out.splitlines()
     assert len(results) == len(points)
     assert all("Status.OK" in line for line in results)
     assert float(best) > 0
+
+
+def test_the_cluster_of_the_page(folder, monkeypatch):
+    @contextmanager
+    def in_threads(options, where):
+        assert (options.partition, where.resolve()) == ("cpu", folder)
+        with ThreadPoolExecutor(2) as executor:
+            yield Cluster(executor, 64, options.chunk)
+
+    monkeypatch.setattr("pipeproof.analysis.sweep.slurm_arrays.open_slurm", in_threads)
+    (text,) = blocks("sweep.md", "yaml")
+    (folder / "sweep.yaml").write_text(text)
+    names = {}
+    exec(compile(blocks("sweep.md", "python")[1], "sweep.md", "exec"), names)
+    assert [result.id for result in names["results"]] == [point.id for point in load_sweep("sweep.yaml").points]

@@ -1,11 +1,14 @@
 """Points are evaluated as the commands would, on any executor, and what breaks is recorded."""
 
 import json
+import re
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
 
+from pipeproof import __version__
+from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDiedError
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
 from pipeproof.analysis.sweep.run_sweep import run_sweep
 from pipeproof.analysis.sweep.sweep_file import load_sweep
@@ -99,13 +102,14 @@ RESULTS = [
         "0" * 16, {"a.b": 1}, Status.OK, Fraction(1, 3), Fraction(7), Fraction(1, 7), Fraction(1, 2), 4, ("PP411",)
     ),
     PointResult("1" * 16, {"a": {"b": None}}, Status.REFUSED, code="PP140", message="no"),
-    PointResult("2" * 16, {"a": [1, "x"]}, Status.FAILED, message="died"),
+    PointResult("2" * 16, {"a": [1, "x"]}, Status.FAILED, message="died", traceback="Traceback"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: str(result.status))
 def test_results_come_back_from_json(result):
-    assert PointResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    read = PointResult.from_json(json.loads(json.dumps(result.to_json())))
+    assert (read, read.traceback) == (result, result.traceback)
 
 
 def test_points_that_are_done_are_skipped(tmp_path):
@@ -153,6 +157,59 @@ def test_what_raises_is_tried_twice_and_has_failed(tmp_path):
     assert [result.settings["schedule.num_micro_batches"] for result in failed] == [4, 4, 4]
     assert {result.message for result in failed} == {"RuntimeError: four, twice"}
     assert here.taken == 9 + 3
+
+
+class Chunks(Here):
+    """Keeps the number of points of each call; a call with ``fails`` points ends with ``error``."""
+
+    def __init__(self, fails=None, error=None):
+        super().__init__()
+        self.sizes, self.fails, self.error = [], fails, error
+
+    def submit(self, function, /, points, *arguments):
+        self.sizes.append(len(points))
+        if len(points) != self.fails:
+            return super().submit(function, points, *arguments)
+        future = Future()
+        future.set_exception(self.error)
+        return future
+
+
+def test_points_of_a_chunk_share_a_call_and_not_their_failures(tmp_path):
+    sweep, chunks = sweep_of(tmp_path, grid=GRID), Chunks()
+    assert run_sweep(sweep, chunks, chunk_size=4) == run_sweep(sweep, Here())
+    assert chunks.sizes == [4, 4, 1]
+    retried = Chunks()
+    results = run_sweep(sweep, retried, chunk_size=4, evaluate_point=raises_at_four)
+    assert retried.sizes == [4, 4, 1, 1, 1, 1]
+    failed = [result for result in results if result.status is Status.FAILED]
+    assert [result.message for result in failed] == ["RuntimeError: four, twice"] * 3
+    assert all('in raises_at_four\n    raise RuntimeError("four")' in result.traceback for result in failed)
+
+
+def test_points_of_a_worker_that_died_are_tried_alone(tmp_path):
+    sweep, chunks = sweep_of(tmp_path, grid=GRID), Chunks(4, WorkerDiedError("out of memory"))
+    assert run_sweep(sweep, chunks, chunk_size=4) == run_sweep(sweep, Here())
+    assert chunks.sizes == [4, 4, 1] + [1] * 8
+    chunks = Chunks(1, WorkerDiedError("out of memory"))
+    results = run_sweep(sweep, chunks)
+    assert {(r.message, r.traceback) for r in results} == {("its worker process died, twice", "out of memory")}
+
+
+@pytest.mark.parametrize("error", [TaskError("No module named 'pipeproof'"), ClusterError("no such partition")])
+def test_a_worker_that_cannot_evaluate_ends_the_sweep(error, tmp_path):
+    chunks = Chunks(1, error)
+    with pytest.raises(ClusterError, match=str(error)):
+        run_sweep(sweep_of(tmp_path, grid=GRID), chunks, num_in_flight=1)
+    assert chunks.sizes == [1]
+
+
+def test_a_worker_of_another_version_ends_the_sweep_with_both_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeproof.analysis.sweep.evaluate_point.__version__", "99.9")
+    kept = []
+    with pytest.raises(ClusterError, match=rf"not of this version, {re.escape(__version__)}: one has pipeproof 99\.9"):
+        run_sweep(sweep_of(tmp_path, grid=GRID), Here(), on_result=kept.append)
+    assert kept == []
 
 
 def test_an_executor_that_breaks_is_told_and_results_so_far_are_kept(tmp_path):

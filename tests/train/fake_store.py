@@ -1,4 +1,4 @@
-"""A store in memory whose ranks are threads: what ``agreement`` and ``stall_watch`` need of a real one."""
+"""A store in memory whose ranks are threads: ``agreement``, ``stall_watch`` and ``clock_offsets`` need no more."""
 
 import threading
 import time
@@ -30,9 +30,41 @@ class FakeStore:
         self._require_there()
         return key in self._values
 
+    def remove(self, key):
+        self._require_there()
+        with self._changed:
+            del self._values[key]
+
+    def add(self, key, amount=0):
+        self._require_there()
+        with self._changed:
+            self._values[key] = self._values.get(key, 0) + amount
+            return self._values[key]
+
+    def part(self, prefix):
+        return _Part(self, prefix)
+
+    def of_thread(self):
+        return self
+
+    def keys(self):
+        return set(self._values)
+
     def _require_there(self):
         if self._is_lost:
             raise ConnectionError("closed")
+
+
+class _Part:
+    """A store with a prefix of all keys."""
+
+    def __init__(self, store, prefix):
+        self._store, self._prefix = store, prefix
+
+    def __getattr__(self, name):
+        if name == "of_thread":
+            return lambda: self
+        return lambda key, *values: getattr(self._store, name)(self._prefix + key, *values)
 
 
 def wait_until(condition, limit_s=20.0):

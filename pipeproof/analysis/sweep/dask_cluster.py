@@ -1,14 +1,20 @@
-"""A Dask cluster as the executor of a sweep (extra ``cluster``)."""
+"""A Dask cluster as the executor of a sweep (extra ``dask``)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import ParamSpec, Protocol, TypeVar, cast
 
-from pipeproof import __version__
+from pipeproof.analysis.sweep.cluster import (
+    AT_LEAST_IN_FLIGHT,
+    Cluster,
+    ClusterError,
+    installed_version,
+    require_version,
+)
 
 _Params = ParamSpec("_Params")
 _T = TypeVar("_T")
@@ -17,17 +23,11 @@ _TIMEOUT_S = 15
 """For the scheduler to answer, and for a first worker to be there."""
 _LOOK_S, _GRACE_S = 0.5, 2.0
 """Interval of checks that the cluster is alive, and the time that its futures then have to report it themselves."""
-_AT_LEAST = 64
-"""Points submitted at once, for a cluster of any size."""
-
-
-class ClusterError(ValueError):
-    """The cluster cannot be used; the message gives the reason and the remedy."""
 
 
 @contextmanager
-def cluster_executor(address: str, timeout_s: float = _TIMEOUT_S) -> Iterator[tuple[Executor, int]]:
-    """Connect to a Dask scheduler; an executor on its workers, and how many points to keep under way.
+def open_dask(address: str, timeout_s: float = _TIMEOUT_S) -> Iterator[Cluster]:
+    """Connect to a Dask scheduler.
 
     What is still under way is cancelled in the end; the cluster stays as it is.
 
@@ -52,7 +52,7 @@ def cluster_executor(address: str, timeout_s: float = _TIMEOUT_S) -> Iterator[tu
         executor = cast(Executor, client.get_executor(pure=False))  # a point that is tried again is evaluated again
         watched = WatchedExecutor(executor, client)
         try:
-            yield watched, max(_AT_LEAST, 2 * sum(client.nthreads().values()))
+            yield Cluster(watched, max(AT_LEAST_IN_FLIGHT, 2 * sum(client.nthreads().values())))
         finally:
             watched.shutdown()
 
@@ -97,24 +97,3 @@ class WatchedExecutor(Executor):
                 for future in list(self._under_way):
                     with suppress(InvalidStateError):  # it has ended by now
                         future.set_exception(BrokenExecutor("the cluster has gone"))
-
-
-def installed_version() -> str:
-    """The version of pipeproof where this is called."""
-    return __version__
-
-
-def require_version(found: Mapping[str, object]) -> None:
-    """Raise an error for workers of another version, whose verdicts may differ.
-
-    Raises:
-        ClusterError: a worker has another version, or none.
-    """
-    other = {worker: version for worker, version in found.items() if version != __version__}
-    if other:
-        worker, version = next(iter(other.items()))
-        what = f"pipeproof {version}" if isinstance(version, str) else f"no pipeproof ({version})"
-        raise ClusterError(
-            f"{len(other)} of {len(found)} workers are not of this version, {__version__}: {worker} has {what}; "
-            "install the same on every worker"
-        )

@@ -1,16 +1,18 @@
-"""One point of a sweep: checked, simulated, and what came of it.
+"""Points of a sweep: checked, simulated, and the results.
 
 This runs in worker processes: what goes in and comes out can be pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Self
 
+from pipeproof import __version__
 from pipeproof.analysis.sweep.sweep_points import Point, Settings
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.source import SourceMap
@@ -43,7 +45,8 @@ class PointResult:
     Times are exact microseconds: ``makespan`` of a step, ``sequence`` the same per sequence of the step's batch, over
     all data-parallel ranks. ``idle_ratio`` is the part of all ranks' time within the makespan in which they do not
     compute, ``most_idle_ratio`` that of the rank with most; ``peak_activations`` the most chunk activations of a
-    micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check.
+    micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check. ``traceback``, or what else is
+    known about the failure of a point, has paths of its worker: it is not compared.
     """
 
     id: str
@@ -57,6 +60,7 @@ class PointResult:
     warnings: tuple[str, ...] = ()
     code: str | None = None
     message: str | None = None
+    traceback: str | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The line of a results file; ``from_json`` reads it back."""
@@ -65,7 +69,8 @@ class PointResult:
             for key in _EXACT:
                 result |= number_to_json(key, getattr(self, key))
             return {**result, "peak_activations": self.peak_activations, "warnings": list(self.warnings)}
-        return {**result, "code": self.code, "message": self.message}
+        result |= {"code": self.code, "message": self.message}
+        return result if self.traceback is None else {**result, "traceback": self.traceback}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -76,7 +81,14 @@ class PointResult:
         """
         name, settings, status = str(data["id"]), dict(data["set"]), Status(data["status"])
         if status is not Status.OK:
-            return cls(name, settings, status, code=data["code"], message=str(data["message"]))
+            return cls(
+                name,
+                settings,
+                status,
+                code=data["code"],
+                message=str(data["message"]),
+                traceback=data.get("traceback"),
+            )
         exact = {key: Fraction(data.get(f"{key}_exact", data[key])) for key in _EXACT}
         return cls(
             name,
@@ -89,6 +101,27 @@ class PointResult:
             peak_activations=int(data["peak_activations"]),
             warnings=tuple(map(str, data["warnings"])),
         )
+
+
+Evaluate = Callable[[Point, str], PointResult]
+
+
+def evaluate_chunk(
+    points: Sequence[Point], plan_file: str, evaluate_point: Evaluate
+) -> tuple[str, list[dict[str, Any]]]:
+    """Evaluate points one after the other; the version of pipeproof here, and a JSON value per point.
+
+    The value is that of the result, or the message of the exception and its traceback. Values of another version can be
+    read up to the comparison of the versions, since they contain no classes.
+    """
+    return __version__, [_outcome(point, plan_file, evaluate_point) for point in points]
+
+
+def _outcome(point: Point, plan_file: str, evaluate_point: Evaluate) -> dict[str, Any]:
+    try:
+        return evaluate_point(point, plan_file).to_json()
+    except Exception as error:  # noqa: BLE001 - one point of a chunk must not cost the others
+        return {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 def evaluate(point: Point, plan_file: str) -> PointResult:

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
+from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDiedError, require_version
+from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status, evaluate, evaluate_chunk
 from pipeproof.analysis.sweep.sweep_file import Sweep
 from pipeproof.analysis.sweep.sweep_points import Point
 
 _Params = ParamSpec("_Params")
 _T = TypeVar("_T")
-
-Evaluate = Callable[[Point, str], PointResult]
 
 
 def run_sweep(
@@ -35,6 +34,7 @@ def run_sweep(
     done: Mapping[str, PointResult] | None = None,
     num_workers: int | None = None,
     num_in_flight: int | None = None,
+    chunk_size: int = 1,
     on_result: Callable[[PointResult], None] | None = None,
     evaluate_point: Evaluate = evaluate,
 ) -> tuple[PointResult, ...]:
@@ -45,7 +45,8 @@ def run_sweep(
         executor: Where points are evaluated; it stays open. Without it, in ``num_workers`` processes on this machine.
         done: Results by point id that are there already: those points are skipped.
         num_workers: Processes; without it, as many as there are processors. Not with ``executor``.
-        num_in_flight: Most points handed to the executor at once; twice the workers, with an executor of yours 64.
+        num_in_flight: Most calls handed to the executor at once; twice the workers, with an executor of yours 64.
+        chunk_size: Points of one call. A point that is tried again has a call of its own.
         on_result: Called in this thread with each new result, as it comes.
         evaluate_point: What is done with a point, and the file of the base plan. It must be picklable.
 
@@ -57,6 +58,7 @@ def run_sweep(
         ValueError: ``num_workers`` is given together with ``executor``.
         BrokenExecutor: an executor of yours takes no more points, or cancelled some. Results so far were given to
             ``on_result``.
+        ClusterError: a worker has another version of pipeproof, or cannot start to evaluate points.
     """
     if executor is not None and num_workers is not None:
         raise ValueError("num_workers is the number of our own processes: give it, or an executor")
@@ -64,7 +66,7 @@ def run_sweep(
     waiting = deque(point for point in sweep.points if point.id not in results)
     num_workers = min(num_workers or os.cpu_count() or 1, max(1, len(waiting)))
     most = num_in_flight or (64 if executor is not None else 2 * num_workers)
-    run = _Run(sweep.plan_file, evaluate_point)
+    run = _Run(sweep.plan_file, evaluate_point, chunk_size)
 
     def keep(result: PointResult) -> None:
         results[result.id] = result
@@ -86,8 +88,8 @@ def run_sweep(
 
 
 class _Run:
-    def __init__(self, plan_file: str, evaluate_point: Evaluate) -> None:
-        self._plan_file, self._evaluate = plan_file, evaluate_point
+    def __init__(self, plan_file: str, evaluate_point: Evaluate, chunk_size: int) -> None:
+        self._plan_file, self._evaluate, self._chunk_size = plan_file, evaluate_point, chunk_size
         self._tried: set[str] = set()
         """Points that raised, or that were under way when a pool broke."""
         self.lost: deque[Point] = deque()
@@ -95,41 +97,66 @@ class _Run:
 
     def results(self, executor: Executor, waiting: deque[Point], num_in_flight: int) -> Iterator[PointResult]:
         """The results of ``waiting``, which empties, as they come; all of them, unless the executor breaks."""
-        flying: dict[Future[PointResult], Point] = {}
+        flying: dict[_Call, list[Point]] = {}
         broken = False
         while flying or (waiting and not broken):
             while waiting and not broken and len(flying) < num_in_flight:
+                chunk = self._next_chunk(waiting)
                 try:
-                    future = executor.submit(self._evaluate, waiting[0], self._plan_file)
+                    future = executor.submit(evaluate_chunk, chunk, self._plan_file, self._evaluate)
                 except BrokenExecutor:
                     broken = True
+                    waiting.extendleft(reversed(chunk))
                 else:
-                    flying[future] = waiting.popleft()
+                    flying[future] = chunk
             landed = wait(flying, return_when=FIRST_COMPLETED).done
             for future in [future for future in flying if future in landed]:  # in the order of the sweep
-                point = flying.pop(future)
+                chunk = flying.pop(future)
                 if future.cancelled():  # as by a cluster that has gone
                     broken = True
-                    self.lost.append(point)
+                    self.lost.extend(chunk)
                     continue
-                error = future.exception()
-                if error is None:
-                    yield future.result()
-                    continue
-                broken = broken or isinstance(error, BrokenExecutor)
-                if point.id in self._tried:
-                    yield _failed(point, error)
-                    continue
-                self._tried.add(point.id)
-                (self.lost if broken else waiting).append(point)
+                broken = broken or isinstance(future.exception(), BrokenExecutor)
+                for point, outcome in zip(chunk, _outcomes(future, len(chunk)), strict=True):
+                    if "raised" not in outcome:
+                        yield PointResult.from_json(outcome)
+                    elif point.id in self._tried:
+                        message, traceback = f"{outcome['raised']}, twice", outcome["traceback"]
+                        yield PointResult(point.id, point.settings, Status.FAILED, message=message, traceback=traceback)
+                    else:
+                        self._tried.add(point.id)
+                        (self.lost if broken else waiting).append(point)
+
+    def _next_chunk(self, waiting: deque[Point]) -> list[Point]:
+        """Take the points of the next call; a point that is tried again is alone, because its worker may have died."""
+        chunk = [waiting.popleft()]
+        while waiting and len(chunk) < self._chunk_size and not {chunk[0].id, waiting[0].id} & self._tried:
+            chunk.append(waiting.popleft())
+        return chunk
 
 
-def _failed(point: Point, error: BaseException) -> PointResult:
-    if isinstance(error, BrokenExecutor):
-        message = "its worker process died, twice"
-    else:
-        message = f"{type(error).__name__}: {error}, twice"
-    return PointResult(point.id, point.settings, Status.FAILED, message=message)
+_Call = Future[tuple[str, list[dict[str, Any]]]]
+"""A call of ``evaluate_chunk``."""
+
+
+def _outcomes(future: _Call, num_points: int) -> list[dict[str, Any]]:
+    """The value of each point of a call that has ended; if the call has none, the same failure for all of its points.
+
+    Raises:
+        ClusterError: the worker has another version, or cannot start to evaluate.
+    """
+    error = future.exception()
+    if error is None:
+        version, outcomes = future.result()
+        require_version({"one": version})
+        return outcomes
+    if isinstance(error, ClusterError):
+        raise error
+    if isinstance(error, TaskError):  # of the call, which catches the errors of its points
+        raise ClusterError(f"a worker cannot evaluate points: {error}") from error
+    died = isinstance(error, BrokenExecutor | WorkerDiedError)
+    raised = "its worker process died" if died else f"{type(error).__name__}: {error}"
+    return [{"raised": raised, "traceback": str(error) or None}] * num_points
 
 
 @contextmanager

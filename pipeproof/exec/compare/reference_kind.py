@@ -7,7 +7,7 @@ optimizer would turn rounding differences into whole steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pipeproof.comm.accumulation_order import Accumulation, accumulation_of
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.comm.weight_ranges import index_of
+from pipeproof.comm.weight_ranges import index_of, stage_weights
 
 Array = npt.NDArray[Any]
 
@@ -34,19 +34,28 @@ def is_checked_by_bound(plan: LoweredPlan) -> bool:
     return plan.spec.run.backend == "torch" and needs_ordered_reference(plan)
 
 
-def assembled_weights(plan: LoweredPlan, ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Assemble the shards of all ranks to whole weights; other arrays (biases of routers) are taken as they are.
+def holds_all_weights(plan: LoweredPlan, ranks: Collection[int]) -> bool:
+    """Return True if some ranks together have every element of every weight."""
+    return all(
+        {index_of(plan, parameter, rank) for rank in holders}
+        == {index_of(plan, parameter, rank) for rank in holders if rank in ranks}
+        for stage, parameter in stage_weights(plan)
+        for holders in (plan.ranks_of_weight(stage, parameter.name),)
+    )
 
-    Where several ranks have the same array or shard, that of the first rank is taken.
+
+def assembled_weights(plan: LoweredPlan, ranks: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
+    """Assemble the shards of ranks to whole weights; other arrays (biases of routers) are taken as they are.
+
+    Where several ranks have the same array or shard, that of the first rank is taken. The ranks must have all weights
+    (``holds_all_weights``).
     """
-    whole = {name: array for rank in reversed(ranks) for name, array in rank.items()}
-    for stage in range(len(plan.stages)):
-        for layer in plan.layers_of(stage):
-            for parameter in layer.parameters:
-                holders = plan.ranks_of_weight(stage, parameter.name)
-                assembled = np.empty(parameter.shape, dtype=ranks[holders[0]][parameter.name].dtype)
-                for rank in reversed(holders):
-                    region = tuple(slice(start, stop) for start, stop in index_of(plan, parameter, rank))
-                    assembled[region] = ranks[rank][parameter.name]
-                whole[parameter.name] = assembled
+    whole = {name: array for _, own in sorted(ranks.items(), reverse=True) for name, array in own.items()}
+    for stage, parameter in stage_weights(plan):
+        holders = [rank for rank in plan.ranks_of_weight(stage, parameter.name) if rank in ranks]
+        assembled = np.empty(parameter.shape, dtype=ranks[holders[0]][parameter.name].dtype)
+        for rank in reversed(holders):
+            region = tuple(slice(start, stop) for start, stop in index_of(plan, parameter, rank))
+            assembled[region] = ranks[rank][parameter.name]
+        whole[parameter.name] = assembled
     return whole

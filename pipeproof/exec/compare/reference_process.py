@@ -14,7 +14,7 @@ state. The PyTorch reference is ``exec.rank.torch.torch_reference``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
@@ -26,13 +26,16 @@ from pipeproof.exec.rank.worker import end_with_launcher
 from pipeproof.stages.describe.layer_records import LayerWatch
 
 
-def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
-    """Run every step of the reference; write ``unpartitioned`` and, where needed, ``ordered`` step files."""
+def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int] | None = None) -> None:
+    """Run every step of the reference; write ``unpartitioned`` and, where needed, ``ordered`` step files.
+
+    ``ranks`` are those whose files are in the job's directory, all by default (see ``run_torch_reference``).
+    """
     plan = lower_loaded(job.loaded_plan())
     if plan.spec.run.backend == "torch":
         from pipeproof.exec.rank.torch.torch_reference import run_torch_reference
 
-        run_torch_reference(job, plan, on_step)
+        run_torch_reference(job, plan, on_step, ranks)
         return
     from pipeproof.stages.paddle.runtime import start_paddle
 

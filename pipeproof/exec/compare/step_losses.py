@@ -6,14 +6,15 @@ loss and without its weight; else a scalar.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, PipeproofError, Severity, WitnessOp
 from pipeproof.exec.launch.failures import received_before
-from pipeproof.exec.launch.job_files import Loss
+from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.exec.run_codes import NOT_FINITE
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.stages.describe.mtp_streams import mtp_loss_name
@@ -55,47 +56,78 @@ def is_finite(array: np.ndarray | Loss) -> bool:
     return bool(np.isfinite(array).all())
 
 
+@dataclass(frozen=True, slots=True)
+class FiniteFacts:
+    """Values of some ranks that are not finite: by rank, the first operation with such a loss, and the gradients.
+
+    ``reference_is_finite`` is about the unpartitioned model, None if these ranks have only finite values, or no
+    reference.
+    """
+
+    first_ops: Mapping[int, str]
+    gradients: Mapping[int, tuple[str, ...]]
+    reference_is_finite: bool | None = None
+
+
+def finite_facts(ranks: Mapping[int, StepOutcome], reference: StepOutcome | None) -> FiniteFacts:
+    """Find the values of some ranks that are not finite."""
+    first_ops = {rank: own.not_finite for rank, own in ranks.items() if own.not_finite}
+    gradients = {
+        rank: names
+        for rank, own in ranks.items()
+        if (names := tuple(name for name, array in own.gradients.items() if not is_finite(array)))
+    }
+    if reference is None or not (first_ops or gradients):
+        return FiniteFacts(first_ops, gradients)
+    assert reference.loss is not None
+    reference_is_finite = is_finite(reference.loss) and all(map(is_finite, reference.gradients.values()))
+    return FiniteFacts(first_ops, gradients, reference_is_finite)
+
+
 def require_finite(
-    graph: OpGraph,
-    step: int,
-    ranks: Sequence[tuple[Loss | None, Mapping[str, np.ndarray]]],
-    first_ops: Sequence[str],
-    reference: tuple[Loss, Mapping[str, np.ndarray]],
+    graph: OpGraph, step: int, parts: Sequence[FiniteFacts], loss_of: Callable[[int], Loss | None], num_gradients: int
 ) -> None:
     """Refuse to continue training with a loss or gradient that is not finite.
 
-    ``first_ops`` has for each rank the first operation whose loss is not finite, or an empty string.
+    ``loss_of`` returns the loss of a rank; ``num_gradients`` is the number of all gradients of the step.
 
     Raises:
         NotFiniteError: a loss or a gradient of a rank is NaN or infinite.
     """
-    losses = [(rank, op) for rank, op in enumerate(first_ops) if op]
-    weights = [(rank, name) for rank, (_, grads) in enumerate(ranks) for name in grads if not is_finite(grads[name])]
-    if not losses and not weights:
+    first_ops = {rank: op for part in parts for rank, op in part.first_ops.items()}
+    gradients = dict(sorted((rank, names) for part in parts for rank, names in part.gradients.items()))
+    if not first_ops and not gradients:
         return
-    parts, witness = [], None
-    if losses:
-        rank, text = losses[0]
-        op_id = next(i for i in graph.rank_ops(rank) if str(graph.ops[i]) == text)
-        witness = OpsWitness((WitnessOp(rank, text, op_id),))
-        loss = ranks[rank][0]
+    clauses, witness = [], None
+    if first_ops:
+        rank = min(first_ops)
+        op_id = next(i for i in graph.rank_ops(rank) if str(graph.ops[i]) == first_ops[rank])
+        witness = OpsWitness((WitnessOp(rank, first_ops[rank], op_id),))
+        loss = loss_of(rank)
         value = "not a number" if loss is None or np.isnan(loss).any() else "infinite"
-        parts.append(f"the loss is {value}, on rank {rank} first at {text}; {received_before(graph, op_id)}")
+        clauses.append(
+            f"the loss is {value}, on rank {rank} first at {first_ops[rank]}; {received_before(graph, op_id)}"
+        )
     else:
-        parts.append("every loss is finite")
-    names = list(dict.fromkeys(name for _, name in weights))
+        clauses.append("every loss is finite")
+    names = list(dict.fromkeys(name for of_rank in gradients.values() for name in of_rank))
     if names:
-        total = len({name for _, gradients in ranks for name in gradients})
-        on_ranks = ", ".join(map(str, sorted({rank for rank, _ in weights})))
-        parts.append(f"gradients that are not finite: {len(names)} of {total}, on ranks {on_ranks}, {_listed(names)}")
-    if is_finite(reference[0]) and all(map(is_finite, reference[1].values())):
-        parts.append("the reference's loss and gradients are all finite")
+        on_ranks = ", ".join(map(str, gradients))
+        clauses.append(
+            f"gradients that are not finite: {len(names)} of {num_gradients}, on ranks {on_ranks}, {_listed(names)}"
+        )
+    of_reference = {part.reference_is_finite for part in parts}
+    if False in of_reference:
+        clauses.append("the reference has values that are not finite too")
+        fix = "the model diverges with any plan: try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
+    elif True in of_reference:
+        clauses.append("the reference's loss and gradients are all finite")
         fix = "only the plan's run has this: look at the operation and its input (`--record-layers`)"
     else:
-        parts.append("the reference has values that are not finite too")
-        fix = "the model diverges with any plan: try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
+        clauses.append("this step has no reference")
+        fix = "try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
     raise NotFiniteError(
-        Finding(NOT_FINITE.code, Severity.ERROR, f"step {step}: {'; '.join(parts)}", help=fix, witness=witness)
+        Finding(NOT_FINITE.code, Severity.ERROR, f"step {step}: {'; '.join(clauses)}", help=fix, witness=witness)
     )
 
 

@@ -1,46 +1,94 @@
-"""Runs under an external launcher (see ``exec.launch.launcher_table``) on one host.
+"""Runs under an external launcher (see ``exec.launch.launcher_table``), on any number of hosts.
 
-Each process is one rank, identified by its environment. The ranks share a directory named after the launcher's process.
-Rank 0 makes it, runs the reference when all ranks are done, compares, reports, and removes it.
+Each process is one rank, identified by its environment. The ranks meet at the framework's store. The ranks of one host
+share a directory of its temporary files; the first of them, the leader, runs the reference there and compares. No
+tensor crosses hosts to be compared: leaders send what they found through the store to rank 0, which reports.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
 import shutil
 import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
-from pipeproof.exec.compare.compare_gradients import StepResult
-from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import Job, RunOptions
+from pipeproof.exec.launch.host_clock import HostClock
+from pipeproof.exec.launch.host_watch import HostWatch
+from pipeproof.exec.launch.hosts import make_directory
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
-from pipeproof.exec.launch.launcher_table import OF_BACKEND
-from pipeproof.exec.launch.rendezvous import framework_variables
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, WorkerFailedError
+from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
+from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
+from pipeproof.exec.launch.rendezvous import QUIET, await_store, framework_variables, interface_towards
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
+from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.measure.clock_correction import ClockCorrection
+from pipeproof.exec.placement.rank_placement import own_placement
 from pipeproof.exec.rank.checkpointing import remove_unfinished
+from pipeproof.exec.rank.framework_choice import start_framework
+from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.worker import Emit, run_rank
-from pipeproof.exec.run_codes import WORLD_SIZE
-from pipeproof.exec.run_plan import StepCollector, finish_report, prepare_job, require_runnable
-from pipeproof.exec.run_report import RunReport
+from pipeproof.exec.run_codes import NOT_TOGETHER, WORLD_SIZE
+from pipeproof.exec.run_plan import prepare_job, require_runnable, status_of
+from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
+from pipeproof.signals import TerminatedError
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.check_plan import Report
 
-_Result = TypeVar("_Result")
-
-_POLL_S = 0.02
+_POLL_S = 0.01
+_LAST_S = 10.0
+"""Time for the other ranks to read the end of a job before rank 0, which may serve the store, ends."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
 """Variables of each framework for the rank among those of this host, and for their number."""
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Outcome(Protocol):
+    """Result of a job."""
+
+    @property
+    def passed(self) -> bool:
+        """True if the exit status is 0."""
+        ...
+
+
+_Result = TypeVar("_Result", bound=Outcome, covariant=True)
+
+
+class Conclusion(Protocol, Generic[_Result]):
+    """End of a job: what each host finds out about its own ranks, and what all of it means."""
+
+    def require_hosts(self, job: Job, num_hosts: int) -> None:
+        """Refuse a job that cannot have that many hosts.
+
+        Raises:
+            PipeproofError: it is not supported.
+        """
+        ...
+
+    def of_host(
+        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
+    ) -> Any:
+        """Return the JSON value of this host, whose ranks have written their logs to the job's directory.
+
+        ``threads`` is the largest number of compute threads of this host's ranks that are known here; ``finish_clock``
+        ends the measurements of its clock.
+        """
+        ...
+
+    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> _Result:
+        """Return the result of all hosts, by their values in order; rank 0's directory still exists."""
+        ...
 
 
 def join_launcher(run: RunSpec) -> LaunchedRank | None:
@@ -53,7 +101,9 @@ def join_launcher(run: RunSpec) -> LaunchedRank | None:
         PipeproofError: PP907, the launcher's variables are incomplete or contradict each other.
     """
     launched = launched_rank(os.environ, run.backend)
-    if launched is not None and launched.launcher.backend is None:
+    if launched is None:
+        return None
+    if launched.launcher.backend is None:
         variables = framework_variables(run.backend, launched.rank, launched.world_size, launched.master, run.device)
         if run.backend == "paddle":  # init_parallel_env requires an address of this process, but nobody connects to it
             variables["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{launched.master[1]}"
@@ -62,171 +112,267 @@ def join_launcher(run: RunSpec) -> LaunchedRank | None:
         if launched.local_world_size is not None:
             variables[local_world_size] = str(launched.local_world_size)
         os.environ.update(variables)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(launched.master[0])
+    if interface is not None:  # gloo would take the address of the host's name, which other hosts need not reach
+        os.environ[_GLOO_INTERFACE] = interface
     return launched
-
-
-def run_launched(
-    launched: LaunchedRank,
-    report: Report,
-    options: RunOptions,
-    on_step: Callable[[StepResult], None],
-    on_hang: Callable[[Finding], None],
-    on_note: Callable[[Finding], None],
-) -> RunReport | None:
-    """Run one rank; rank 0 returns the report of all ranks, the others return None.
-
-    Raises:
-        NotVerifiedError: the plan has errors and ``options.unsafe`` is not set.
-        BackendMissingError: the plan's backend is not installed.
-        PipeproofError: the launcher does not fit the plan, or the injected failure would never occur.
-        WorkerFailedError: this rank failed, or another rank did not reach the end.
-    """
-
-    def conclude(job: Job, emit: Emit, threads: int) -> RunReport:
-        run_reference(job, lambda step: emit("reference", step=step))
-        collector = StepCollector(job, report.subject, options.record, requires_finite=report.certificate is not None)
-        for result in collector.collect(report.subject.plan.spec.run.steps):
-            on_step(result)
-        return finish_report(report, job, collector.results, threads)
-
-    try:
-        return execute_launched(launched, report, options, on_hang, conclude, on_note)
-    finally:
-        if launched.rank == 0:
-            remove_unfinished(options.checkpoint, _shared_directory().name)
 
 
 def execute_launched(
     launched: LaunchedRank,
     report: Report,
     options: RunOptions,
-    on_hang: Callable[[Finding], None],
-    conclude: Callable[[Job, Emit, int], _Result],
-    on_note: Callable[[Finding], None] = lambda _: None,
-) -> _Result | None:
-    """Run one rank of the job that rank 0 prepares; rank 0 concludes when all ranks have written their logs.
+    conclusion: Conclusion[_Result],
+    on_finding: Callable[[Finding], None],
+    on_wait: Callable[[str], None],
+) -> _Result | ExitStatus:
+    """Run one rank of a job; rank 0 returns the result of all ranks, the others the exit status of the job.
 
-    ``conclude`` is given the job, the emitter and the largest number of compute threads that a worker measured.
+    ``on_finding`` prints a verdict or a note; ``on_wait`` prints a line about ranks that have not come.
 
     Raises:
-        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan: other processes than ranks,
-            another backend, or ranks on several hosts.
-        WorkerFailedError: this rank failed, or another rank did not reach the end.
+        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan, or (PP947) the processes do not
+            belong together.
+        JobEndedError: a rank failed, or rank 0 refuses the job; without a finding on ranks that do not print it.
     """
     require_runnable(report, options)
     _require_fit(launched, report)
-    rank = launched.rank
-    state = JobState(report.subject)
-    directory = _shared_directory()
-    watch = _SelfWatch(state, rank, options.timeout_s, on_hang, directory)
-    finished = False
+    framework = _started(report.subject.plan.spec.run, options)
+    meeting = _meeting(launched, report, options, on_wait)
+    directory = meeting.directory
     try:
-        job = _shared_job(directory, rank, report, options, on_note)
-        run_rank(job, rank, watch.emit)
-        finished = True
-        if rank != 0:
-            return None
-        _await_files([job.rank_file(r, "log") for r in range(report.subject.graph.num_ranks)], options.timeout_s)
-        return conclude(job, watch.emit, state.threads)
-    except PipeproofError:
-        raise
+        make_directory(directory, meeting.local)
+    except OSError as error:
+        fact = f"rank {launched.rank} cannot use its directory of temporary files: {error}"
+        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, fact)) from error
+    state, name = JobState(report.subject), Job(directory, {}, report.conclusion).name
+
+    def on_end() -> None:
+        if launched.rank == 0:
+            if options.checkpoint.root is not None:
+                (options.checkpoint.root / f".{meeting.token}").unlink(missing_ok=True)
+            remove_unfinished(options.checkpoint, name)
+
+    # A shell that started the ranks by hand, with torchrun's variables, may end before them.
+    has_launcher = launched.launcher is not TORCHRUN or launched.run_id != ""
+    watch = HostWatch(meeting, state, options.timeout_s, on_finding, on_end, watches_launcher=has_launcher)
+    clock = HostClock(meeting)
+    watch.offset_ns = clock.offset_ns
+
+    def emit(kind: str, **content: Any) -> None:
+        watch.emit(kind, **content)
+        if kind == "step":
+            clock.step_ended()
+
+    try:
+        job = _job_of_host(meeting, watch, report, options, on_finding)
+        conclusion.require_hosts(job, len(meeting.hosts))
+        run_rank(job, launched.rank, emit, framework())
+        result = _concluded(meeting, watch, clock, job, conclusion, state)
+    except TerminatedError as error:
+        raise watch.fail("terminated") from error
+    except PipeproofError as error:
+        raise watch.fail("refused", Verdict(error.findings, status_of(error))) from error
     except Exception as error:
         watch.emit("error", **event_of(error))
-        raise WorkerFailedError(state.died(rank, "raised")) from error
-    finally:
-        watch.stop()
-        if rank == 0 or not finished:  # without the directory rank 0 does not wait for a rank that failed
-            shutil.rmtree(directory, ignore_errors=True)
+        raise watch.fail("raised") from error
+    watch.close()
+    _leave_together(meeting)
+    return result
 
 
-def _require_fit(launched: LaunchedRank, report: Report) -> None:
-    launcher, local = launched.launcher, launched.local_world_size
-    backend, needed = report.subject.plan.spec.run.backend, report.subject.graph.num_ranks
-    row = launcher if launcher.backend in (None, backend) else OF_BACKEND[backend]
-    path: tuple[str, ...]
-    fix = f"start it with {row.command.format(ranks=needed)}"
-    if row is not launcher:
-        fact = f"the launcher is not that of {backend}, which run.backend names"
-        path = ("run", "backend")
-    elif launched.world_size != needed:
-        fact = f"the launcher started {launched.world_size} processes, but the plan's topology has {needed} ranks"
-        path = ("topology",)
-    elif local is not None and local < needed:
-        fact = (
-            f"the launcher started {local} of {needed} ranks on this host, but ranks share start signals, logs and "
-            "results in a directory of one host's temporary files, which the other hosts lack"
+def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wait: Callable[[str], None]) -> Meeting:
+    patience_s = max(options.timeout_s, START_UP_TIMEOUT_S)
+    host, port = launched.master
+    try:
+        run = report.subject.plan.spec.run
+        store = _store(launched, run.backend, patience_s)
+        place = own_placement(os.environ, launched, on_gpu=run.device == "gpu") if options.rehearses else None
+        place_content = None if place is None else place.to_json()
+        return meet(launched, store, _facts(report, options), place_content, patience_s, on_wait)
+    except (ConnectionError, RuntimeError) as error:
+        finding = Finding(
+            NOT_TOGETHER.code,
+            Severity.ERROR,
+            f"rank {launched.rank} of {launched.world_size} cannot meet the others at the store {host}:{port}: {error}",
+            help="is the launcher's process of rank 0 alive, and is its port free and reachable from this host?",
         )
-        path = ("topology",)
-        fix += ", all on one host"
-    else:
-        return
-    location = report.subject.locate(*path)
-    raise PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, location=location, help=fix))
+        raise JobEndedError(finding, status=ExitStatus.WORKER_FAILED) from error
 
 
-def _shared_directory() -> Path:
-    """Directory that all ranks of this launcher share."""
-    parent = os.getppid()
-    stat = Path(f"/proc/{parent}/stat")
-    started = (
-        stat.read_text().rpartition(")")[2].split()[19] if parent else ""
-    )  # the first process of a container has 0
-    key = hashlib.sha256(f"{parent} {started} {os.getuid()}".encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"pipeproof-launched-{key}"
+def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
+    host, port = launched.master
+    if launched.rank > 0:
+        await_store(f"{host}:{port}", patience_s)
+    if backend == "torch":
+        from pipeproof.exec.store import torch_store
+
+        return torch_store.process_store().part(key_prefix(launched))
+    from pipeproof.exec.store import paddle_store
+
+    return paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=not launched.rank)
 
 
-def _shared_job(
-    directory: Path, rank: int, report: Report, options: RunOptions, on_note: Callable[[Finding], None]
+def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
+    """Start the framework; its error is raised by the result, when the other ranks can learn of it."""
+    failure: RuntimeError | None = None
+    try:
+        framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
+    except RuntimeError as error:
+        failure = error
+
+    def result() -> Framework:
+        if failure is not None:
+            raise failure
+        return framework
+
+    return result
+
+
+def _facts(report: Report, options: RunOptions) -> Mapping[str, Any]:
+    """Facts that must be equal on all ranks."""
+    plan, certificate = dump_plan(report.subject.loaded), report.conclusion
+    for section, key in (("schedule", "path"), ("cost", "profile"), ("model", "build")):
+        plan.get(section, {}).pop(key, None)  # files may lie elsewhere on another host
+    stated = replace(options, logs=None, record=None, checkpoint=CheckpointOptions())
+    states = options.checkpoint
+    return {
+        "the plan's graph": certificate.graph_digest,
+        "the plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest(),
+        "rules": certificate.rule_set_version,
+        "backend tables": certificate.backend_table_version,
+        "command": "rehearse" if options.rehearses else "run",
+        "options": hashlib.sha256(repr(stated).encode()).hexdigest(),
+        "states": [states.root is not None, states.resume is not None, states.every, states.by_paddle],
+    }
+
+
+def _job_of_host(
+    meeting: Meeting, watch: HostWatch, report: Report, options: RunOptions, on_note: Callable[[Finding], None]
 ) -> Job:
-    """Job in the shared directory; rank 0 makes it."""
-    if rank == 0:
-        directory.mkdir(mode=0o700)
-        job = prepare_job(report, options, directory, on_note)
-        (directory / "ready").touch()
+    """The job in the directory of this host, which its leader writes."""
+    ready = meeting.directory / "ready"
+    if meeting.leads:
+        watch.emit("setup", what="preparing the job")
+        job = prepare_job(report, options, meeting.directory, on_note if meeting.rank == 0 else lambda _: None)
+        if len(meeting.hosts) > 1:
+            with watch.waiting():
+                _require_one_state(meeting, job.checkpoint)
+        ready.touch()
         return job
-    _await_files([directory / "ready"], options.timeout_s)
-    return Job.load(directory)
+    with watch.waiting():
+        _await(ready.exists)
+    return Job.load(meeting.directory)
 
 
-def _await_files(files: list[Path], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while missing := [file.name for file in files if not file.exists()]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no {', '.join(missing)} within {timeout_s:g} s")
+def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
+    """Refuse hosts that see another state to resume from than rank 0's host, or another directory for states.
+
+    Raises:
+        PipeproofError: PP947.
+    """
+    if options.root is None and options.resume is None:
+        return
+    store, mark = meeting.store, None if options.root is None else options.root / f".{meeting.token}"
+    if meeting.rank == 0:
+        if mark is not None:
+            mark.touch()
+        put_json(store, "state", options.first_step)
+        _await(lambda: store.add("state seen") == len(meeting.hosts) - 1)
+        if mark is not None:
+            mark.unlink()
+        return
+    first_step = get_json(store, "state", START_UP_TIMEOUT_S)
+    fact = None
+    if mark is not None and not mark.exists():
+        fact = f"the directory {options.root} of states is another one than on {meeting.hosts[0]}"
+    elif first_step != options.first_step:
+        fact = f"the state begins at step {options.first_step}, and at step {first_step} on {meeting.hosts[0]}"
+    if fact is not None:
+        message, fix = f"on {meeting.host} {fact}", "states need a directory that all hosts share"
+        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, message, help=fix))
+    store.add("state seen", 1)
+
+
+def _concluded(
+    meeting: Meeting,
+    watch: HostWatch,
+    clock: HostClock,
+    job: Job,
+    conclusion: Conclusion[_Result],
+    state: JobState,
+) -> _Result | ExitStatus:
+    """Result on rank 0, the job's exit status on the others."""
+    store = meeting.store
+    if meeting.leads:
+        with watch.waiting():
+            _await(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
+        own = conclusion.of_host(job, meeting, watch.emit, state.threads, clock.finish)
+        _keep(job, meeting)
+        if meeting.rank > 0:
+            put_json(store, f"part/{meeting.index}", own)
+    with watch.waiting():
+        if meeting.rank > 0:
+            _await(lambda: has_json(store, "status"), longest_pause_s(meeting.num_ranks))
+            return ExitStatus(get_json(store, "status", _LAST_S))
+        parts = [own]
+        for index in range(1, len(meeting.hosts)):
+            _await(functools.partial(has_json, store, f"part/{index}"))
+            parts.append(get_json(store, f"part/{index}", _LAST_S))
+    clock.close()
+    result = conclusion.of_all(job, meeting, parts)
+    put_json(store, "status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
+    return result
+
+
+def _keep(job: Job, meeting: Meeting) -> None:
+    """Copy the host's files for ``pipeproof merge`` to ``--logs``; of several hosts each has a folder of its own."""
+    if job.options.logs is None:
+        return
+    folder = job.options.logs if len(meeting.hosts) == 1 else job.options.logs / meeting.host.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in meeting.directory.glob("*.json"):
+        shutil.copy(file, folder)
+
+
+def _await(condition: Callable[[], bool], longest_s: float = 0.1) -> None:
+    """Wait without a limit: the watch ends this process if the ranks that it waits for fail."""
+    pause = _POLL_S
+    while not condition():
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest_s)
+
+
+def _leave_together(meeting: Meeting) -> None:
+    """Leave after the end of the watch; the leader removes the host's files when no rank of the host is watching.
+
+    Rank 0, which may serve the store, is the last.
+    """
+    (meeting.directory / f"rank{meeting.rank}.left").touch()
+    ends = time.monotonic() + _LAST_S
+    if meeting.leads:
+        files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
+        while not all(file.exists() for file in files) and time.monotonic() < ends:
+            time.sleep(_POLL_S)
+        shutil.rmtree(meeting.directory, ignore_errors=True)
+    meeting.store.add("done", 1)
+    while meeting.rank == 0 and meeting.store.add("done") < meeting.num_ranks and time.monotonic() < ends:
         time.sleep(_POLL_S)
 
 
-class _SelfWatch:
-    """Watchdog of one rank: under an external launcher each process watches itself."""
-
-    def __init__(
-        self,
-        state: JobState,
-        rank: int,
-        timeout_s: float,
-        on_hang: Callable[[Finding], None],
-        directory: Path,
-    ) -> None:
-        self._state, self._rank, self._timeout_s, self._directory = state, rank, timeout_s, directory
-        self._on_hang = on_hang
-        self._last = time.monotonic()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def emit(self, kind: str, **content: Any) -> None:
-        """Handle an event of this rank."""
-        self._last = time.monotonic()
-        self._state.handle(self._rank, {"kind": kind, **content}, self._last)
-
-    def stop(self) -> None:
-        """Stop the watchdog."""
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_S):
-            ready = self._state.ranks[self._rank].threads > 0
-            patience = self._timeout_s if ready else max(self._timeout_s, START_UP_TIMEOUT_S)
-            if time.monotonic() - self._last > patience:
-                self._on_hang(self._state.hung(patience, self._rank))
-                shutil.rmtree(self._directory, ignore_errors=True)
-                os._exit(ExitStatus.WORKER_FAILED)
+def _require_fit(launched: LaunchedRank, report: Report) -> None:
+    launcher = launched.launcher
+    backend, needed = report.subject.plan.spec.run.backend, report.subject.graph.num_ranks
+    row = launcher if launcher.backend in (None, backend) else OF_BACKEND[backend]
+    if row is not launcher:
+        fact = f"the launcher is not that of {backend}, which run.backend names"
+        location = report.subject.locate("run", "backend")
+    elif launched.world_size != needed:
+        fact = f"the launcher started {launched.world_size} processes, but the plan's topology has {needed} ranks"
+        location = report.subject.locate("topology")
+    else:
+        return
+    fix = f"start it with {row.command.format(ranks=needed)}"
+    raise PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, location=location, help=fix))

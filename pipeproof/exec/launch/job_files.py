@@ -115,6 +115,11 @@ class Job:
     options: RunOptions = field(default_factory=RunOptions)
 
     @property
+    def name(self) -> str:
+        """Name of the run, one on all hosts: a host's directory may have its own suffix."""
+        return self.directory.name.partition(".")[0]
+
+    @property
     def digest(self) -> str:
         """The graph digest of the plan."""
         return self.certificate.graph_digest

@@ -192,7 +192,7 @@ OPEN_MPI = LauncherRow(
 # SLURM_RESTART_COUNT is set only in a job that was requeued.
 SLURM = LauncherRow(
     name="Slurm (srun)",
-    command="srun --nodes 1 --ntasks {ranks}",
+    command="srun --ntasks {ranks}",
     backend=None,
     marks=(("SLURM_PROCID",),),
     rank=_numbers("SLURM_PROCID"),

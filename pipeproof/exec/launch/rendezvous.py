@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -93,15 +95,34 @@ def process_environment() -> dict[str, str]:
 def await_store(address: str, timeout_s: float = 60.0) -> None:
     """Wait until rank 0's store listens; Paddle's client would sleep three seconds after a first refusal.
 
+    A name that is not known yet may become known, as those of Kubernetes do once the pod runs.
+
     Raises:
         RuntimeError: nothing listens at ``address`` (host:port) within ``timeout_s``.
     """
     host, port = address.rsplit(":", 1)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex((host, int(port))) == 0:
-                return
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+            return
         time.sleep(0.02)
     raise RuntimeError(f"no store at {address} within {timeout_s:.0f} s: did rank 0 start?")
+
+
+def interface_towards(host: str) -> str | None:
+    """Network interface of this host on its route to another; None if it is unknown. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    request = struct.pack("256s", name.encode()[:15])
+                    if fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24] == own:
+                        return name
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+"""From Linux's bits/ioctls.h: the address of an interface."""

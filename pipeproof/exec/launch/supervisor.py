@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.exec.launch.job_files import Job
+from pipeproof.exec.launch.process_state import is_ending, is_stopped
 from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.run_codes import DIED, HUNG
@@ -27,8 +28,6 @@ START_UP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _ENDING_S = 5.0
 """Longest wait for a process that the kernel is ending: it frees all its memory first."""
-_PF_EXITING = 0x4
-"""From Linux's include/linux/sched.h."""
 
 
 class WorkerFailedError(PipeproofError):
@@ -176,7 +175,7 @@ class Launcher:
         if not dead:
             return
         # A killed rank closes its connections before it can be waited for, and its peers fail because of that.
-        ending = [w for w in self._workers if w not in dead and _is_ending(w.process.pid)]
+        ending = [w for w in self._workers if w not in dead and is_ending(w.process.pid)]
         for worker in ending:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(_ENDING_S)
@@ -216,7 +215,7 @@ class Launcher:
         return self._state.died(worker.rank, end)
 
     def _hang(self, patience_s: float) -> Finding:
-        stopped = [w.rank for w in self._workers if w.rank is not None and _is_stopped(w.process.pid)]
+        stopped = [w.rank for w in self._workers if w.rank is not None and is_stopped(w.process.pid)]
         if self._has_reference and self._state.all_finished:
             return Finding(
                 HUNG.code,
@@ -236,27 +235,6 @@ class Launcher:
                 worker.process.stdin.close()
             os.close(worker.events)
         self._selector.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return True if the process is stopped (SIGSTOP, a debugger); False if its state is unknown."""
-    state, *_ = _status_of(pid)
-    return state in ("T", "t")
-
-
-def _is_ending(pid: int) -> bool:
-    """Return True if the kernel is ending the process; False if its state is unknown."""
-    _, *rest = _status_of(pid)
-    return bool(int(rest[5]) & _PF_EXITING)
-
-
-def _status_of(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the third on: the state first, the flags (the ninth field) at index 6."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ["", *"000000"]
-    return stat.rpartition(")")[2].split()
 
 
 def _last_line(path: Path) -> str:

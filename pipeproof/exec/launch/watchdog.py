@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
 from pipeproof.exec.launch.failures import Failure, failure_from, received_before
@@ -12,6 +14,9 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.verify.fifo_matching import partner_of
 from pipeproof.verify.subject import Subject
+
+_MOST_OTHERS = 16
+"""Other ranks whose state a finding names."""
 
 
 @dataclass(slots=True)
@@ -31,6 +36,23 @@ class RankState:
     """The error that ended the worker, if the worker reported it."""
     heard_s: float = 0.0
     """Time of the last event; 0 before the first. Under an external launcher each process knows only its own events."""
+
+    def content(self, offset_ns: int) -> dict[str, Any]:
+        """Return a JSON value for other hosts; ``offset_ns`` is added to times, which are of this host's clock."""
+        content = asdict(self)
+        content["heard_s"] = self.heard_s and self.heard_s + offset_ns / 1e9
+        if content["failure"] is not None:
+            content["failure"]["at_ns"] += offset_ns
+        return content
+
+    @classmethod
+    def of(cls, content: Any) -> RankState:
+        """Read what ``content`` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        return TypeAdapter(cls).validate_python(content)
 
     @property
     def is_ahead(self) -> bool:
@@ -105,7 +127,7 @@ class JobState:
         return Finding(
             failure.code,
             Severity.ERROR,
-            f"{self.subject.coords_text(rank)} {text}, {self._position_text(rank)}{self._input_text(rank)}; "
+            f"{self.subject.coords_text(rank)} {text}, {self.position_text(rank)}{self._input_text(rank)}; "
             f"{self._others_text(rank)}",
             help=failure.help,
             witness=self._witness(rank),
@@ -121,7 +143,7 @@ class JobState:
             HUNG.code,
             Severity.ERROR,
             f"{self.subject.coords_text(rank)} hangs: no rank has made progress for {timeout_s:g} s; it is "
-            f"{self._position_text(rank).removeprefix('while ')}; {self._others_text(rank)}",
+            f"{self.position_text(rank).removeprefix('while ')}; {self._others_text(rank)}",
             help="all ranks were stopped; `--timeout` sets the watchdog's time, `--logs DIR` keeps the output",
             witness=self._witness(rank),
         )
@@ -169,7 +191,8 @@ class JobState:
         """Return True if ``rank`` has not passed ``op_id`` of ``step`` yet."""
         return self.ranks[rank].position < (step, op_id)
 
-    def _position_text(self, rank: int) -> str:
+    def position_text(self, rank: int) -> str:
+        """Text on where a rank is: its phase, or its operation and what the graph expects there."""
         state = self.ranks[rank]
         if state.op_id == NONE:
             return f"while {state.phase}"
@@ -206,11 +229,14 @@ class JobState:
     def _others_text(self, rank: int) -> str:
         if len(self.ranks) == 1:
             return "it was the only rank"
-        texts = []
-        for other, state in enumerate(self.ranks):
-            if other != rank and state.heard_s > 0.0:
-                op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.position[1]]}"
-                texts.append(f"rank {other} {'finished' if state.finished else state.phase}{op}")
+        others = [other for other, state in enumerate(self.ranks) if other != rank and state.heard_s > 0.0]
+        texts: list[str] = []
+        for other in others[:_MOST_OTHERS]:
+            state = self.ranks[other]
+            op = "" if state.op_id == NONE else f" at {self.subject.graph.ops[state.position[1]]}"
+            texts.append(f"rank {other} {'finished' if state.finished else state.phase}{op}")
+        if len(others) > _MOST_OTHERS:
+            texts.append(f"and {len(others) - _MOST_OTHERS} more ranks")
         return "meanwhile " + ", ".join(texts) if texts else "nothing is known here about the other ranks"
 
     def _witness(self, rank: int) -> OpsWitness | None:

@@ -22,6 +22,11 @@ _FIELDS = MappingProxyType(
     }
 )
 """Queried fields by the names that the doctor uses."""
+_IDENTITY_FIELDS = MappingProxyType({"index": "index", "name": "name", "uuid": "uuid", "bus": "pci.bus_id"})
+_FABRIC_FIELDS = MappingProxyType(
+    {"index": "index", "state": "fabric.state", "clique": "fabric.cliqueId", "cluster": "fabric.clusterUuid"}
+)
+"""Fields that older drivers do not know; a query of an unknown field returns nothing at all."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU\d+")
 _LINK_MEANINGS = MappingProxyType(
@@ -53,8 +58,17 @@ class GpuLink:
 
 def gpu_properties() -> tuple[Mapping[str, str], ...]:
     """Return the properties of each GPU, values with their units; empty without ``nvidia-smi``."""
-    text = _output(f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader")
-    return parse_gpus(text)
+    return parse_gpus(_queried(_FIELDS))
+
+
+def gpu_identities() -> tuple[Mapping[str, str], ...]:
+    """Return index, name, uuid and bus of each GPU; where the driver knows its NVLink fabric, also that of its index.
+
+    The fabric's ``state``, ``clique`` and ``cluster`` are those of ``nvidia-smi -q``. Empty without ``nvidia-smi``.
+    """
+    fabrics = {row["index"]: row for row in parse_gpus(_queried(_FABRIC_FIELDS), _FABRIC_FIELDS) if "index" in row}
+    rows = parse_gpus(_queried(_IDENTITY_FIELDS), _IDENTITY_FIELDS)
+    return tuple({**fabrics.get(row.get("index", ""), {}), **row} for row in rows)
 
 
 def gpu_links() -> tuple[GpuLink, ...]:
@@ -62,13 +76,13 @@ def gpu_links() -> tuple[GpuLink, ...]:
     return parse_links(_output("topo", "-m"))
 
 
-def parse_gpus(text: str) -> tuple[Mapping[str, str], ...]:
-    """Parse lines of comma-separated values; unavailable values are left out."""
+def parse_gpus(text: str, fields: Mapping[str, str] = _FIELDS) -> tuple[Mapping[str, str], ...]:
+    """Parse lines of comma-separated values of ``fields``; unavailable values are left out."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return tuple(
-        {key: cell for key, cell in zip(_FIELDS, row, strict=True) if not cell.startswith("[")}
+        {key: cell for key, cell in zip(fields, row, strict=True) if not cell.startswith("[")}
         for row in rows
-        if len(row) == len(_FIELDS)
+        if len(row) == len(fields)
     )
 
 
@@ -83,6 +97,10 @@ def parse_links(text: str) -> tuple[GpuLink, ...]:
             cells = zip(columns, line[1:], strict=False)
             links += [GpuLink(row, int(name[3:]), kind) for name, kind in cells if int(name[3:]) > row]
     return tuple(links)
+
+
+def _queried(fields: Mapping[str, str]) -> str:
+    return _output(f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader")
 
 
 def _output(*arguments: str) -> str:

@@ -119,7 +119,7 @@ def save_state(
 
     assert job.checkpoint.root is not None, "states are saved only with --save"
     emit("setup", what=f"saving the state after step {steps_done - 1}")
-    name = job.directory.name
+    name = job.name
     directory = partial_directory(job.checkpoint.root, steps_done, name)
     if write_by_paddle is not None:
         write_by_paddle(directory, plan, world.rank, adapter.state())

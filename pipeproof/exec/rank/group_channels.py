@@ -64,6 +64,11 @@ class GroupChannels:
         """Do nothing: the rank has waited for every transfer."""
 
 
+def connecting(channel: Channel) -> str:
+    """Text of the phase in which a channel is connected."""
+    return f"connecting {channel}"
+
+
 def connected_groups(
     dist: Any,
     new_group: Callable[[list[int]], Any],
@@ -80,7 +85,7 @@ def connected_groups(
     """
     by_channel: dict[Channel, Any] = {}
     for channel in channels:
-        progress(f"connecting {channel}")
+        progress(connecting(channel))
         by_channel[channel] = new_group([channel.src, channel.dst])
         if rank == channel.src:
             dist.send(token, dst=channel.dst, group=by_channel[channel])

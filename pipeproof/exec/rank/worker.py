@@ -32,6 +32,7 @@ from pipeproof.exec.rank.framework_choice import (
     timed,
     timing_of,
 )
+from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.op_log import HostClock, LogEntry, Timing
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
@@ -47,8 +48,10 @@ Emit = Callable[..., None]
 """Sends one event to the launcher: its kind, then its content by keyword."""
 
 
-def run_rank(job: Job, rank: int, emit: Emit) -> None:
+def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None) -> None:
     """Run or rehearse every step of one rank's program; write its results and the op log to the job's directory.
+
+    ``framework`` is the plan's if it was started before.
 
     Raises:
         RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
@@ -57,9 +60,17 @@ def run_rank(job: Job, rank: int, emit: Emit) -> None:
     require_same_plan(subject, job.certificate)
     plan = subject.plan
     options, run = job.options, plan.spec.run
-    framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
+    if framework is None:
+        framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
     rehearsal = RehearsalFramework(framework, subject, rank) if options.rehearses else None
-    world = framework.connect(rank, plan, lambda phase: emit("setup", what=phase))
+
+    def report_phase(phase: str) -> None:
+        emit("setup", what=phase)
+
+    if rehearsal is None:
+        world = framework.connect(rank, plan, report_phase)
+    else:
+        world = rehearsal.connect_real(job, rank, plan, report_phase)
     fault = FaultInjector(options.fault, rank)
 
     def report_operation(step: int, op_id: int) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeproof.diagnostics.text_output import render_text
-from pipeproof.exec.launch.external_launcher import join_launcher
+from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
-from pipeproof.exec.launch.job_files import RunOptions
+from pipeproof.exec.launch.job_files import RunOptions, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank
+from pipeproof.exec.placement.placement_console import render_placement
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
-from pipeproof.exec.rehearse.rehearse_plan import rehearse, rehearse_launched
+from pipeproof.exec.rehearse.rehearse_plan import RehearsalConclusion, rehearse
 from pipeproof.exec.run_console import result_or_status
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
@@ -34,18 +35,20 @@ def rehearse_command(
     """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
 
-    def execute() -> Rehearsal | None:
+    launched: LaunchedRank | None = None
+
+    def execute() -> Rehearsal | ExitStatus:
+        nonlocal launched
         launched = join_launcher(report.subject.plan.spec.run)
         if launched is None:
             return _rehearse(report, options, console)
-        return _run_launched(launched, report, options, console)
+        result = _run_launched(launched, report, options, console)
+        return end_process(result) if isinstance(result, ExitStatus) else result
 
     refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
     if isinstance(result, int):
         return result
-    if result is None:  # a rank other than 0 under an external launcher
-        return ExitStatus.OK
     if options.share_gpus:
         console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
     _render(result, console, timed=not options.share_gpus)
@@ -54,7 +57,8 @@ def rehearse_command(
     if profile_file is not None:
         profile_file.write_text(json.dumps(result.profile(), indent=2) + "\n")
         console.print(f"profile of {len(result.edges)} edges written to {profile_file}", soft_wrap=True)
-    return ExitStatus.OK if result.passed else ExitStatus.FAILED
+    status = ExitStatus.OK if result.passed else ExitStatus.FAILED
+    return status if launched is None else end_process(status)
 
 
 def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsal:
@@ -72,24 +76,28 @@ def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsa
         return rehearse(report, options, status.update)
 
 
-def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> Rehearsal | None:
+def _run_launched(
+    launched: LaunchedRank, report: Report, options: RunOptions, console: Console
+) -> Rehearsal | ExitStatus:
     source = report.subject.source
-    return rehearse_launched(
-        launched, report, options, on_hang=lambda finding: render_text([finding], source, console=console)
+    return execute_launched(
+        launched,
+        report,
+        options,
+        RehearsalConclusion(report),
+        on_finding=lambda finding: render_text([finding], source, console=console),
+        on_wait=lambda line: console.print(line, soft_wrap=True),
     )
 
 
 def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
     render_text(result.findings, result.subject.source, console=console)
+    if result.placement is not None:
+        render_placement(result.placement, result.subject.source, console)
     if result.edges:
         _print_edges(result, console)
     if result.network is not None:
-        node = result.network["node"]
-        console.print(
-            f"all edges together: {node['latency_us']:g} us and {node['bandwidth']:g} GB/s; `network` of `--profile` "
-            "is for `cost.network` of a plan on this machine",
-            soft_wrap=True,
-        )
+        console.print(_network_line(result), soft_wrap=True)
     num_channels = len(result.subject.graph.channels)
     if timed and num_channels > len(result.edges):
         console.print(f"{num_channels - len(result.edges)} channels without a way back were not timed")
@@ -109,6 +117,23 @@ def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
         console.print(f"[bold red]wrong[/]: {faults} operation{'' if faults == 1 else 's'} with wrong elements")
 
 
+def _network_line(result: Rehearsal) -> str:
+    """Return the line about all edges together, within and between hosts."""
+    assert result.network is not None
+    node, between = (
+        f"{link['latency_us']:g} us and {link['bandwidth']:g} GB/s" if link else ""
+        for link in (result.network["node"], result.network.get("between"))
+    )
+    use = "`network` of `--profile` is for `cost.network` of a plan on"
+    if len(result.seconds_by_host) == 1:
+        return f"all edges together: {node}; {use} this machine"
+    if not between:
+        return f"edges within hosts: {node}; none between hosts was timed; {use} these hosts, and lacks `between`"
+    if node == between:  # no two ranks share a host
+        return f"edges between hosts: {between}; {use} these hosts"
+    return f"edges within hosts: {node}; between hosts: {between}; {use} these hosts"
+
+
 def _print_edges(result: Rehearsal, console: Console) -> None:
     """Print latency and bandwidth of each edge, in the order of the graph, or of the slowest ones."""
     clock = "GPU" if result.subject.plan.spec.run.device == "gpu" else "host"
@@ -116,9 +141,11 @@ def _print_edges(result: Rehearsal, console: Console) -> None:
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"
+    headings = ("edge", ">latency us", ">GB/s", ">fit error", *(["path"] if result.paths else []))
     rows = [
         (edge.channel, f"{edge.link.latency_us:g}", f"{edge.link.bandwidth:g}", f"{edge.link.residual:.0%}")
+        + ((result.paths.get(edge.channel, ""),) if result.paths else ())
         for edge in shown
     ]
     console.print(title)
-    print_table(("edge", ">latency us", ">GB/s", ">fit error"), rows, console)
+    print_table(headings, rows, console)

@@ -28,6 +28,14 @@ EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
 """Microseconds of each message, by the channel's text and the message's bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankEdges:
+    """Channels on which one rank sends: message times, and on NCCL the transports of each channel."""
+
+    times: EdgeTimes
+    paths: dict[str, str]
+
+
 def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:
     """Return the bytes of the messages to time, in order; the result is the same on every rank."""
     planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]
@@ -95,27 +103,49 @@ def edges_of(graph: OpGraph, times: EdgeTimes) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
-def network_of(num_ranks: int, edges: Sequence[Edge], times: EdgeTimes) -> dict[str, Any] | None:
-    """Return ``cost.network`` of a plan whose ranks are all on this machine; None without an edge.
+def network_of(hosts: Sequence[str], edges: Sequence[Edge], times: EdgeTimes) -> dict[str, Any] | None:
+    """Return ``cost.network`` of a plan whose rank r is on ``hosts[r]``; None without an edge.
 
-    ``node`` is the line through the messages of all edges, for pairs of ranks without an edge. Of several channels
-    between two ranks the slowest is their edge.
+    ``node`` is the line through the messages of all edges within hosts, and ``between`` of those between hosts; they
+    are for pairs of ranks without an edge. ``between`` is left out if all ranks are on one host, or if no edge between
+    hosts was timed. Of several channels between two ranks the slowest is their edge.
     """
     if not edges:
         return None
-    node = fitted(spread_of(list(times.values())))
+    inside = {edge.channel for edge in edges if hosts[edge.source] == hosts[edge.destination]}
+    lines = {
+        key: fitted(spread_of(of_kind))
+        for key, of_kind in (
+            ("node", [of_channel for channel, of_channel in times.items() if channel in inside]),
+            ("between", [of_channel for channel, of_channel in times.items() if channel not in inside]),
+        )
+        if of_kind
+    }
     slowest: dict[tuple[int, int], LinkFit] = {}
     for edge in edges:
         pair, largest = (edge.source, edge.destination), edge.messages[-1].num_bytes
         if pair not in slowest or edge.link.time_us(largest) > slowest[pair].time_us(largest):
             slowest[pair] = edge.link
     network = {
-        "ranks_per_node": num_ranks,
-        "node": _link(node),
+        "ranks_per_node": _ranks_per_node(hosts),
+        # Required even where no two ranks share a host, and not used there.
+        "node": _link(lines.get("node") or lines["between"]),
+        **({"between": _link(lines["between"])} if "between" in lines else {}),
         "edges": [{"source": a, "destination": b, **_link(link)} for (a, b), link in slowest.items()],
     }
     NetworkSpec.model_validate(network)
     return network
+
+
+def _ranks_per_node(hosts: Sequence[str]) -> int:
+    """Return the number of consecutive ranks of each host, 1 where hosts do not have equally many consecutive ranks.
+
+    ``cost.network`` knows only the former. With 1 every pair without an edge counts as a pair on two hosts.
+    """
+    size = len(hosts) // len({*hosts})
+    blocks = [{*hosts[start : start + size]} for start in range(0, len(hosts), size)]
+    is_regular = len(blocks) == len({*hosts}) and all(len(block) == 1 for block in blocks)
+    return size if is_regular else 1
 
 
 def spread_of(times: Sequence[Mapping[int, Sequence[float]]]) -> tuple[SizedSpread, ...]:

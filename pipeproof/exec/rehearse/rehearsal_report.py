@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -13,16 +13,19 @@ from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.job_files import Job, load_json
-from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, edges_of, network_of
+from pipeproof.exec.placement.placement_report import PlacementReport
+from pipeproof.exec.rank.op_log import LogEntry
+from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.exec.run_codes import UNVERIFIED
+from pipeproof.verify.certificate import Certificate
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Report of a rehearsal; ``seconds`` is the time of all steps."""
+    """Report of a rehearsal; ``seconds_by_host`` has the time of all steps, by the clock of each host."""
 
     subject: Subject
     digest: str
@@ -32,7 +35,15 @@ class Rehearsal:
     log_findings: tuple[Finding, ...]
     edges: tuple[Edge, ...]
     network: dict[str, Any] | None
-    seconds: float
+    seconds_by_host: Mapping[str, float]
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Transports of NCCL by channel; empty for other backends."""
+    placement: PlacementReport | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time of all steps: that of the slowest host."""
+        return max(self.seconds_by_host.values())
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -71,12 +82,15 @@ class Rehearsal:
             "ranks": self.subject.graph.num_ranks,
             "steps": run.steps,
             "seconds": self.seconds,
+            **({"seconds_by_host": dict(self.seconds_by_host)} if len(self.seconds_by_host) > 1 else {}),
             "messages": sum(checks.messages for checks in counts),
             "collectives": sum(checks.collectives for checks in counts),
             "elements": sum(checks.elements for checks in counts),
             "faults": self.num_faults,
             "log_matches_graph": not self.log_findings,
             "findings": [finding_to_json(finding) for finding in self.findings],
+            **({"paths": dict(self.paths)} if self.paths else {}),
+            **({} if self.placement is None else {"placement": self.placement.to_json()}),
         }
 
     def profile(self) -> dict[str, Any]:
@@ -93,34 +107,80 @@ class Rehearsal:
         }
 
 
-def read_rehearsal(report: Report, job: Job) -> Rehearsal:
-    """Read the files of a job's ranks and return the report."""
-    subject = report.subject
-    graph, run = subject.graph, subject.plan.spec.run
-    ranks = range(graph.num_ranks)
-    checked = {rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks}
-    logs = job.logs(graph.num_ranks)
-    times = {
-        channel: own for rank in ranks for channel, own in load_json(job.rank_file(rank, "edges"), EdgeTimes).items()
-    }
-    edges = edges_of(graph, times)
-    differences = [
-        finding
-        for rank, entries in logs.items()
-        for finding in compare_log(
-            graph, rank, entries, num_steps=run.steps, dtype=run.dtype, weight_dtype=run.weight_dtype
+@dataclass(frozen=True)
+class RehearsalPart:
+    """Part of a rehearsal that one host makes of its ranks' files; all hosts have the same ``run`` token.
+
+    ``seconds`` is the time of all steps by the host's clock. As JSON a part has at most about 200 faults for each rank,
+    which are stored, and 20 bytes for each timed message.
+    """
+
+    run: str
+    host: str
+    ranks: tuple[int, ...]
+    certificate: Certificate
+    checked: Mapping[int, ArrivalChecks]
+    log_findings: Mapping[int, tuple[Finding, ...]]
+    times: EdgeTimes
+    paths: Mapping[str, str]
+    seconds: float
+
+
+def rehearsal_part(report: Report, job: Job, ranks: Sequence[int], *, run: str, host: str) -> RehearsalPart:
+    """Read the files of a host's ranks and make the host's part of the rehearsal."""
+    graph, spec = report.subject.graph, report.subject.plan.spec.run
+    logs = {rank: load_json(job.rank_file(rank, "log"), list[LogEntry]) for rank in ranks}
+    findings = {
+        rank: tuple(
+            compare_log(graph, rank, entries, num_steps=spec.steps, dtype=spec.dtype, weight_dtype=spec.weight_dtype)
         )
-    ]
+        for rank, entries in logs.items()
+    }
+    edges = [load_json(job.rank_file(rank, "edges"), RankEdges) for rank in ranks]
     entries = [entry for log in logs.values() for entry in log]
     first, last = min(entry.start_ns for entry in entries), max(entry.end_ns for entry in entries)
+    return RehearsalPart(
+        run=run,
+        host=host,
+        ranks=tuple(ranks),
+        certificate=job.certificate,
+        checked={rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks},
+        log_findings={rank: found for rank, found in findings.items() if found},
+        times={channel: times for own in edges for channel, times in own.times.items()},
+        paths={channel: path for own in edges for channel, path in own.paths.items()},
+        seconds=(last - first) / 1e9,
+    )
+
+
+def merged_rehearsal(report: Report, job: Job, parts: Sequence[RehearsalPart]) -> Rehearsal:
+    """Merge the parts of all hosts into the report of a rehearsal.
+
+    Raises:
+        ValueError: a rank is in no part or in several.
+    """
+    graph = report.subject.graph
+    host_of = {rank: part.host for part in parts for rank in part.ranks}
+    if sorted(rank for part in parts for rank in part.ranks) != list(range(graph.num_ranks)):
+        raise ValueError(f"the parts have the ranks {sorted(host_of)}, expected each of {graph.num_ranks} once")
+    times = {channel: own for part in parts for channel, own in part.times.items()}
+    edges = edges_of(graph, times)
+    checked = {rank: checks for part in parts for rank, checks in part.checked.items()}
+    findings = {rank: found for part in parts for rank, found in part.log_findings.items()}
     return Rehearsal(
-        subject=subject,
+        subject=report.subject,
         digest=report.digest,
         verified=report.certificate is not None,
         scale=job.options.scale or Fraction(1),
-        checked=checked,
-        log_findings=tuple(differences),
+        checked=dict(sorted(checked.items())),
+        log_findings=tuple(finding for _, found in sorted(findings.items()) for finding in found),
         edges=edges,
-        network=network_of(graph.num_ranks, edges, times),
-        seconds=(last - first) / 1e9,
+        network=network_of([host_of[rank] for rank in range(graph.num_ranks)], edges, times),
+        seconds_by_host={part.host: part.seconds for part in parts},
+        paths={channel: path for part in parts for channel, path in part.paths.items()},
     )
+
+
+def read_rehearsal(report: Report, job: Job) -> Rehearsal:
+    """Read the files of all ranks of a job on one host and return the report."""
+    ranks = range(report.subject.graph.num_ranks)
+    return merged_rehearsal(report, job, [rehearsal_part(report, job, ranks, run="", host=platform.node())])

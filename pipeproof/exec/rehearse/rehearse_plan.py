@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.exec.launch.external_launcher import execute_launched
-from pipeproof.exec.launch.job_files import RunOptions
-from pipeproof.exec.launch.launched_rank import LaunchedRank
+from pydantic import TypeAdapter
+
+from pipeproof.exec.launch.job_files import Job, RunOptions
+from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.rehearse.rehearsal_report import Rehearsal, read_rehearsal
+from pipeproof.exec.measure.clock_correction import ClockCorrection
+from pipeproof.exec.placement.placement_report import placement_report
+from pipeproof.exec.placement.rank_placement import placement_from_json
+from pipeproof.exec.rank.worker import Emit
+from pipeproof.exec.rehearse.rehearsal_report import (
+    Rehearsal,
+    RehearsalPart,
+    merged_rehearsal,
+    read_rehearsal,
+    rehearsal_part,
+)
 from pipeproof.exec.run_plan import prepare_job, require_runnable
 from pipeproof.verify.check_plan import Report
 
@@ -31,13 +43,26 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
         return read_rehearsal(report, job)
 
 
-def rehearse_launched(
-    launched: LaunchedRank, report: Report, options: RunOptions, on_hang: Callable[[Finding], None]
-) -> Rehearsal | None:
-    """Rehearse one rank under an external launcher; rank 0 returns the report of all ranks, the others return None.
+class RehearsalConclusion:
+    """End of a rehearsal under an external launcher; a ``Conclusion``."""
 
-    Raises:
-        PipeproofError: see ``execute_launched``.
-        WorkerFailedError: this rank failed, or another rank did not reach the end.
-    """
-    return execute_launched(launched, report, options, on_hang, lambda job, _, __: read_rehearsal(report, job))
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def require_hosts(self, job: Job, num_hosts: int) -> None:
+        """Accept any number of hosts."""
+
+    def of_host(
+        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
+    ) -> Any:
+        """Return what this host's ranks found."""
+        host = meeting.host
+        part = rehearsal_part(self._report, job, host.ranks, run=meeting.token, host=host.name)
+        return TypeAdapter(RehearsalPart).dump_python(part, mode="json")
+
+    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> Rehearsal:
+        """Return the report of all ranks."""
+        read = [TypeAdapter(RehearsalPart).validate_python(part) for part in parts]
+        places = [placement_from_json(place) for place in meeting.places]
+        placement = placement_report(self._report.subject, places)
+        return replace(merged_rehearsal(self._report, job, read), placement=placement)

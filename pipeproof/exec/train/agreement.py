@@ -10,10 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, finding_content, finding_of
+from pipeproof.exec.store.finding_content import finding_content, finding_of
+from pipeproof.exec.store.store import Store
+from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
 _FAILED = "failed"
@@ -26,29 +28,6 @@ _LATE_S = 5.0
 """Time in which other ranks may still report an error of the same phase."""
 _GET_S = 60.0
 """Time limit for reading a value that is there."""
-
-
-class Store(Protocol):
-    """A key-value store that all ranks share; PyTorch's and Paddle's stores fit behind it.
-
-    Each call raises ConnectionError if the process that holds the store has ended.
-    """
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        ...
-
-    def get(self, key: str, timeout_s: float) -> str:
-        """Wait for a value.
-
-        Raises:
-            TimeoutError: nobody wrote it in time.
-        """
-        ...
-
-    def has(self, key: str) -> bool:
-        """Return True if a value was written; does not wait."""
-        ...
 
 
 class Agreement:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Sequence
 
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import Finding
 
 
 class PipelineError(RuntimeError):
@@ -44,15 +42,3 @@ def findings_text(findings: Sequence[Finding]) -> str:
         + (f"\n    help: {f.help}" if f.help else "")
         for f in findings
     )
-
-
-def finding_content(finding: Finding) -> dict[str, Any]:
-    """JSON of a finding for other ranks: all but its witness."""
-    return asdict(replace(finding, witness=None))
-
-
-def finding_of(content: Mapping[str, Any]) -> Finding:
-    """The finding of ``finding_content``."""
-    at = content["location"]
-    location = None if at is None else Location(**at)
-    return Finding(content["code"], Severity(content["severity"]), content["message"], location, content["help"])

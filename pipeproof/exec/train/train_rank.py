@@ -15,9 +15,10 @@ from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_end import StepEnd
+from pipeproof.exec.store.finding_content import finding_content, finding_of
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import TrainedPlan
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, finding_content, finding_of, findings_text
+from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, findings_text
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest

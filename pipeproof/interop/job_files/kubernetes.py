@@ -19,6 +19,10 @@ until HOST_0="$(getent ahostsv4 "$HOST_0_NAME" | awk 'NR == 1 {print $1}')" && [
 done"""
 
 
+_NODE: dict[str, Any] = {"name": "PIPEPROOF_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+"""The host of a pod, for the placement that a rehearsal reports; no field has the labels of the node, as its rack."""
+
+
 class _ManifestDumper(yaml.SafeDumper):
     """Writes scripts as blocks, and a placeholder once, at its first place, with an alias at the others."""
 
@@ -63,6 +67,7 @@ def jobset(job: Job) -> JobFile:
         environment += [
             {"name": "HOST_0", "value": f"{job.name}-hosts-0-0.{job.name}"},
             {"name": "HOST_0_PORT", "value": str(HOST_0_PORT)},
+            _NODE,
         ]
     container: dict[str, Any] = {
         "name": "ranks",
@@ -97,7 +102,7 @@ def trainjob(job: Job) -> JobFile:
     host_0 = 'HOST_0="$PET_MASTER_ADDR" HOST_0_PORT="$PET_MASTER_PORT"'
     trainer: dict[str, Any] = {
         "image": IMAGE,
-        "env": [{"name": "WORK_DIR", "value": WORK_DIR}],
+        "env": [{"name": "WORK_DIR", "value": WORK_DIR}, *([_NODE] if job.num_hosts > 1 else [])],
         "command": ["bash", "-c", _script(job, "PET_NODE_RANK", host_0)],
         "numNodes": job.num_hosts,
         "numProcPerNode": job.ranks_per_host,

@@ -4,7 +4,8 @@ The behaviour of Paddle's gloo decides the design:
 
 - ``isend`` and ``irecv`` block, so each end of each channel has its own thread, and a post never blocks the host;
 - tags are a counter per rank and group, so each (channel, direction) has its own two-rank group;
-- groups that connect at the same time hang, so they are made one by one with a barrier of the world between them;
+- groups that share a store read each other's addresses, so each has a store of its own
+  (``exec.train.paddle.gloo_groups``);
 - collectives over more than two ranks hang or are missing, so they are composed of exchanges between pairs, always in
   the same order of pairs, and sums add in group order: every rank gets the same bits.
 """
@@ -21,8 +22,17 @@ import paddle
 import paddle.distributed as dist
 
 from pipeproof.exec.rank.task_queue import Task, TaskQueue
+from pipeproof.exec.store.paddle_store import process_store
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs
+from pipeproof.exec.train.paddle.store import store_address
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.stages.paddle.runtime import quiet_native
+
+_CONNECT_S = 1800.0
+"""Timeout of connecting. The watchdog's is shorter."""
+_FIRST_GROUP_ID = 1_000
+"""Above the world's, which ``init_parallel_env`` makes."""
 
 
 class PaddleChannels:
@@ -140,7 +150,7 @@ class PaddleWorld:
 def connect(
     rank: int, channels: tuple[Channel, ...], groups: tuple[Group, ...], progress: Callable[[str], None]
 ) -> PaddleWorld:
-    """Join the world of the ``PADDLE_*`` environment and make every group, one by one.
+    """Join the world of the ``PADDLE_*`` environment and make every group.
 
     Every rank must call this with the same channels and groups.
     """
@@ -148,16 +158,31 @@ def connect(
     with quiet_native():
         dist.init_parallel_env()
 
-    def pair_group(name: str, ranks: tuple[int, int]) -> dist.communication.group.Group:
-        progress(f"connecting {name}")
-        group = dist.new_group(sorted(ranks), backend="gloo")
-        dist.barrier()
-        return group
-
-    by_channel = {channel: pair_group(str(channel), (channel.src, channel.dst)) for channel in channels}
+    everyone = dist.get_world_size()
+    pairs = [pair for group in groups for pair in combinations(group.ranks, 2)]
+    wanted = [(min(c.src, c.dst), max(c.src, c.dst)) for c in channels] + pairs
+    if wanted:
+        progress("connecting channels and groups")
+    made = connected_pairs(rank, everyone, wanted, _FIRST_GROUP_ID)
+    by_channel = {channel: made[position] for position, channel in enumerate(channels) if position in made}
     collectives: dict[int, PairwiseCollectives] = {}
+    position = len(channels)
     for index, group in enumerate(groups):
-        pairs = {(a, b): pair_group(f"{group.axis} pair {a}, {b}", (a, b)) for a, b in combinations(group.ranks, 2)}
+        of_group = {pair: made.get(position + k) for k, pair in enumerate(combinations(group.ranks, 2))}
+        position += len(of_group)
         if rank in group.ranks:
-            collectives[index] = PairwiseCollectives(rank, group, pairs)
+            collectives[index] = PairwiseCollectives(rank, group, of_group)
     return PaddleWorld(rank, PaddleChannels(rank, by_channel), collectives)
+
+
+def connected_pairs(
+    rank: int, num_ranks: int, wanted: Sequence[tuple[int, int]], first_id: int
+) -> dict[int, dist.communication.group.Group]:
+    """Make the groups of pairs that have this rank, by their position in ``wanted``; every rank must call this.
+
+    Their ids, from ``first_id`` on, must be new.
+    """
+    if not wanted:
+        return {}
+    store = process_store(*store_address(), num_ranks, f"pipeproof/connect/{first_id}/", is_first=rank == 0)
+    return gloo_pairs(wanted, first_id, Agreement(store, rank, num_ranks, _CONNECT_S))

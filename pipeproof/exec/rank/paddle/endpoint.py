@@ -18,6 +18,9 @@ from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
 from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint_protocol import Array
 
+_GROUP_ID = 2_000
+"""Above those of the channels."""
+
 
 class PaddleEndpoint(GroupEndpoint):
     """Paddle's own calls on a two-rank group, over gloo or NCCL, and the adapter's posts; an ``Endpoint``."""
@@ -33,9 +36,10 @@ class PaddleEndpoint(GroupEndpoint):
         world: Any
         if on_device:
             world = nccl.connect(rank, 2, CHANNELS, (), lambda _: None, computes=False)
+            group = dist.new_group([0, 1], backend="nccl")
         else:
             world = comm.connect(rank, CHANNELS, (), lambda _: None)
-        group = dist.new_group([0, 1], backend="nccl" if on_device else "gloo")
+            group = comm.connected_pairs(rank, 2, [(0, 1)], _GROUP_ID)[0]
         wire = Wire(rank, world.channels, arrays, HostPingClock(arrays.synchronize))
         super().__init__(wire, paddle, dist, group, on_device=on_device)
         world.barrier()

@@ -7,19 +7,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from pipeproof.exec.rank.framework_protocol import Channels
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
+from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
-
-CONNECT_TIMEOUT = timedelta(minutes=30)
-"""Timeout of the backend. The watchdog's is shorter and knows the operation."""
 
 
 class GroupCollectives:
@@ -129,8 +127,10 @@ def connect(
     """
     progress("joining the world group")
     on_gpu = device.type == "cuda"
+    store = process_store().part(f"world/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
+        store=store.of_groups,
         rank=rank,
         world_size=num_ranks,
         timeout=CONNECT_TIMEOUT,

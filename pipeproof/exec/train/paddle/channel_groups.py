@@ -24,10 +24,10 @@ from paddle.distributed.communication.group import Group as PaddleGroup
 from pipeproof.exec.rank.paddle.comm import PairwiseCollectives
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
 from pipeproof.exec.rank.task_queue import Task, TaskQueue, TransfersEnded
+from pipeproof.exec.store.paddle_store import PaddleStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
 from pipeproof.exec.train.paddle.meetings import Meeting, connect_meetings
-from pipeproof.exec.train.paddle.store import PaddleStore
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 
 Tensor: TypeAlias = paddle.Tensor
@@ -142,7 +142,7 @@ class StoreCopies:
             self._store.set("copy", json.dumps(tensor.numpy().tolist()))
             return
         pause = _FIRST_POLL_S
-        while self._store.count("copy#") < self._count:
+        while self._store.add("copy#") < self._count:
             if self._has_ended.wait(pause):
                 raise TransfersEnded("the pipeline has failed")
             pause = min(2 * pause, _LONGEST_POLL_S)

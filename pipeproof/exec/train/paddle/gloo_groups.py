@@ -15,8 +15,9 @@ from paddle.distributed import collective
 from paddle.distributed.communication.group import Group as PaddleGroup
 
 from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.store.paddle_store import send_at_once
 from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.paddle.store import address_near, send_at_once
+from pipeproof.exec.train.paddle.store import address_near
 from pipeproof.stages.paddle.runtime import quiet_native
 
 

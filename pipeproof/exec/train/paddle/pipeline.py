@@ -23,6 +23,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+from pipeproof.exec.store.paddle_store import send_at_once
 from pipeproof.exec.train.agreement import Agreement, described_in_order, require_equal
 from pipeproof.exec.train.module_plan import (
     Request,
@@ -55,7 +56,7 @@ from pipeproof.exec.train.paddle.stage_layers import (
     trained,
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, rows_of, step_data
-from pipeproof.exec.train.paddle.store import send_at_once, store_address, store_of
+from pipeproof.exec.train.paddle.store import store_address, store_of
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stage_boundaries import DTYPES, Boundaries, Form, LeafSpec, common_dtype, dtype_name
 from pipeproof.exec.train.stage_count import num_stages_of

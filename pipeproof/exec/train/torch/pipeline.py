@@ -19,6 +19,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
+from pipeproof.exec.store.torch_store import TorchStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
     Request,
@@ -65,7 +66,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
 from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
-from pipeproof.exec.train.torch.store import TorchStore, device_of, store_of
+from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterable
 from hashlib import sha256
 
 import torch
@@ -16,45 +14,6 @@ from pipeproof.exec.train.train_errors import PipelineError
 
 _COUNTS: Counter[str] = Counter()
 """Pipelines of each group that this process has made: all members make them in one order."""
-
-
-class TorchStore:
-    """A ``torch.distributed`` store; an ``agreement.Store``."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        with _network_errors():
-            self._store.set(key, value)
-
-    def get(self, key: str, timeout_s: float) -> str:
-        """Wait for a value.
-
-        Raises:
-            TimeoutError: nobody wrote it in time.
-        """
-        try:
-            with _network_errors():
-                self._store.wait([key], timedelta(seconds=timeout_s))
-                return str(self._store.get(key).decode())
-        except dist.DistStoreError as error:
-            raise TimeoutError(str(error)) from None
-
-    def has(self, key: str) -> bool:
-        """Return True if a value was written."""
-        with _network_errors():
-            return bool(self._store.check([key]))
-
-
-@contextmanager
-def _network_errors() -> Iterator[None]:
-    """Raise ConnectionError where the process that holds the store has ended."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        raise ConnectionError(str(error)) from None
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -13,7 +13,8 @@ import pytest
 from distributed import LocalCluster
 
 from pipeproof import __version__
-from pipeproof.analysis.sweep.dask_cluster import ClusterError, WatchedExecutor, cluster_executor, require_version
+from pipeproof.analysis.sweep.cluster import ClusterError, require_version
+from pipeproof.analysis.sweep.dask_cluster import WatchedExecutor, open_dask
 from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
 from pipeproof.analysis.sweep.results_file import ResultsFile
 from pipeproof.analysis.sweep.run_sweep import run_sweep
@@ -38,8 +39,8 @@ def cluster():
 @pytest.fixture
 def on_cluster(cluster):
     def run(sweep, **options):
-        with cluster_executor(cluster) as (executor, num_in_flight):
-            return run_sweep(sweep, executor, num_in_flight=num_in_flight, **options)
+        with open_dask(cluster) as opened:
+            return run_sweep(sweep, **vars(opened), **options)
 
     return run
 
@@ -76,12 +77,12 @@ def test_what_raises_is_tried_twice(tmp_path, on_cluster):
 @pytest.mark.slow
 def test_the_command_writes_the_same_results_as_with_processes(tmp_path, cluster):
     sweep = write_sweep(tmp_path, {"grid": GRID})
-    for name, options in (("here", ("--workers", "2")), ("there", ("--scheduler", cluster))):
+    for name, options in (("here", ("--workers", "2")), ("there", ("--executor", f"dask:{cluster}"))):
         result = invoke("sweep", sweep, "-o", tmp_path / f"{name}.jsonl", "--format", "json", *options)
         assert result.exit_code == 0, result.stderr
         (tmp_path / f"{name}.json").write_text(result.stdout)
     assert json.loads((tmp_path / "here.json").read_text()) == json.loads((tmp_path / "there.json").read_text())
-    again = invoke("sweep", sweep, "-o", tmp_path / "there.jsonl", "--scheduler", cluster)
+    again = invoke("sweep", sweep, "-o", tmp_path / "there.jsonl", "--executor", f"dask:{cluster}")
     assert f"6 of 6 points are in {tmp_path / 'there.jsonl'}" in again.stderr
 
 
@@ -95,29 +96,16 @@ def test_an_address_at_which_nobody_listens():
     address = f"tcp://127.0.0.1:{free_port()}"
     with (
         pytest.raises(ClusterError, match=f"no Dask scheduler answers at {address} within 1 s"),
-        cluster_executor(address, 1),
+        open_dask(address, 1),
     ):
         pass
 
 
 @pytest.mark.parametrize("address", ["carrier-pigeon://x:1", "a:b:c:d"])
 def test_what_is_no_address_is_refused_by_the_command(address, tmp_path):
-    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", address)
+    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--executor", f"dask:{address}")
     assert result.exit_code == 2
     assert "is no address of a Dask scheduler" in " ".join(result.stderr.split())
-
-
-def test_processes_of_ours_and_a_cluster_exclude_each_other(tmp_path):
-    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", "tcp://x:1", "--workers", "2")
-    assert result.exit_code == 2
-    assert "give one of --workers and --scheduler" in result.stderr
-
-
-def test_without_distributed_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", "tcp://x:1")
-    assert result.exit_code == 2
-    assert "pip install 'pipeproof[cluster]'" in " ".join(result.stderr.split())
 
 
 def small_cluster(num_workers):
@@ -129,14 +117,14 @@ def test_a_cluster_without_workers_is_told():
     with (
         small_cluster(0) as cluster,
         pytest.raises(ClusterError, match="has no workers after 1 s"),
-        cluster_executor(cluster.scheduler_address, 1),
+        open_dask(cluster.scheduler_address, 1),
     ):
         pass
 
 
 def test_workers_of_another_version_are_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeproof.analysis.sweep.dask_cluster.__version__", "99.9")
-    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--scheduler", cluster)
+    monkeypatch.setattr("pipeproof.analysis.sweep.cluster.__version__", "99.9")
+    result = invoke("sweep", write_sweep(tmp_path, {"grid": GRID}), "--executor", f"dask:{cluster}")
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
     # all that there are: one of an earlier test's may be about to be replaced
@@ -154,10 +142,10 @@ def test_workers_without_pipeproof_are_refused():
 def test_a_cluster_that_goes_away_ends_the_sweep_and_keeps_what_was_done(tmp_path):
     sweep, kept = write_sweep(tmp_path, {"grid": GRID}), tmp_path / "kept.jsonl"
     with small_cluster(1) as cluster, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeproof.analysis.sweep.dask_cluster._AT_LEAST", 1)
-        patch.setattr("pipeproof.analysis.sweep.dask_cluster.cluster_executor", partial(cluster_executor, timeout_s=2))
+        patch.setattr("pipeproof.analysis.sweep.dask_cluster.AT_LEAST_IN_FLIGHT", 1)
+        patch.setattr("pipeproof.analysis.sweep.dask_cluster.open_dask", partial(open_dask, timeout_s=2))
         patch.setattr("pipeproof.analysis.sweep.results_file.ResultsFile.append", closing_after_two(cluster))
-        result = invoke("sweep", sweep, "-o", kept, "--scheduler", cluster.scheduler_address)
+        result = invoke("sweep", sweep, "-o", kept, "--executor", f"dask:{cluster.scheduler_address}")
     assert result.exit_code == 3
     assert f"error: the cluster broke off; results so far are in {kept}; the same command resumes" in result.stderr
     again = invoke("sweep", sweep, "-o", kept, "--workers", "1", "--format", "json")

@@ -1,0 +1,48 @@
+"""``pipeproof merge``: the verdict and the timeline of a run on several hosts, from the directories that they kept."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+
+from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.timeline_option import timeline_file, write_timeline
+
+
+@click.command()
+@click.argument("directories", metavar="DIR...", nargs=-1, required=True,
+                type=click.Path(path_type=Path))  # fmt: skip
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report, as `run --report`.")  # fmt: skip
+@click.option("-o", "--trace", "output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+              help="Write the measured timeline of all ranks, in the forms of `simulate -o`.")  # fmt: skip
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write measured times, for `cost: {profile: FILE}`, of a run with `--profile`.")  # fmt: skip
+def merge(
+    directories: tuple[Path, ...], report_file: Path | None, output: Path | None, profile_file: Path | None
+) -> None:
+    """Merge what the hosts of one run kept: the verdict of `run`, with the logs of all ranks.
+
+    Each host of a run keeps a directory with the part of its ranks. Nothing is executed. The exit
+    status is that of the run.
+    """
+    from pipeproof.exec.merge_hosts import merge_directories, read_directories
+    from pipeproof.exec.run_console import result_or_status, show_run, step_lines
+
+    with refusing_bad_plans("text", directories[0]):
+        report, hosts = read_directories(directories)
+    if profile_file is not None and not hosts[0].job.options.profile:
+        raise click.UsageError("--profile: the run measured no times for a profile (`run --profile`)")
+    console = console_for()
+    result = result_or_status(lambda: merge_directories(report, hosts), report, console, "")
+    if isinstance(result, int):
+        sys.exit(result)
+    for line in step_lines(result):
+        console.print(line, soft_wrap=True)
+    write = None if output is None else partial(write_timeline, output, f"{directories[0].name}, merged")
+    with refusing_bad_plans("text", directories[0]):
+        status = show_run(result, console, report_file, profile_file, write)
+    sys.exit(status)

@@ -1,0 +1,252 @@
+"""Meeting of the ranks that a launcher started: each comes once, with the same plan, and learns who is on its host.
+
+Keys are below ``pipeproof/<run id>/<attempt>/``, so that a restarted attempt reads nothing of the one before. Rank 0
+draws a random token, which all keys after the meeting and the job's files on every host have. It reads all ranks and
+writes the table of hosts; every other rank reads two values: at 10,000 ranks rank 0 makes 10,000 reads of one value,
+and nobody makes more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeproof import __version__
+from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
+from pipeproof.exec.launch.launched_rank import LaunchedRank
+from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
+from pipeproof.exec.run_codes import NOT_TOGETHER
+from pipeproof.exec.store.store import Store, get_json, has_json, put_json
+from pipeproof.exit_status import ExitStatus
+
+_REFUSED = "refused"
+"""Counter of the ranks that have read the verdict of the meeting."""
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+_READS_PER_S = 20_000
+"""Most questions of all waiting ranks together; a store answers several times as many."""
+_LATE_S = 10.0
+"""Longer wait of the other ranks than of rank 0, which reports who is missing."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The job as one rank knows it; ``local`` are the processes of this host by rank."""
+
+    store: Store
+    rank: int
+    hosts: tuple[Host, ...]
+    local: Mapping[int, Identity]
+    token: str
+    places: tuple[Any, ...] = ()
+    """Places that the ranks passed; only rank 0 knows them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of all ranks."""
+        return sum(len(host.ranks) for host in self.hosts)
+
+    @property
+    def host(self) -> Host:
+        """This rank's host."""
+        return host_of(self.hosts, self.rank)
+
+    @property
+    def index(self) -> int:
+        """Number of this rank's host."""
+        return self.hosts.index(self.host)
+
+    @property
+    def leads(self) -> bool:
+        """True for the first rank of each host."""
+        return self.rank == self.host.leader
+
+    @property
+    def directory(self) -> Path:
+        """Directory of this host's files of the job."""
+        return Path(tempfile.gettempdir()) / f"pipeproof-{self.token}.{self.host.leader}"
+
+
+def key_prefix(launched: LaunchedRank) -> str:
+    """Prefix of all keys of one attempt of one run."""
+    run_id = re.sub(r"[^A-Za-z0-9._-]", "_", launched.run_id)[:100] or "run"
+    return f"pipeproof/{run_id}/{launched.attempt}/"
+
+
+def meet(
+    launched: LaunchedRank,
+    store: Store,
+    facts: Mapping[str, Any],
+    place: Any,
+    patience_s: float,
+    on_wait: Callable[[str], None],
+) -> Meeting:
+    """Wait for all ranks; every rank calls this once. ``facts`` are JSON values that must be equal on all ranks.
+
+    ``place`` is a JSON value about where this rank is, for rank 0. There ``on_wait`` is called with a line about the
+    ranks that have not come.
+
+    Raises:
+        PipeproofError: PP947, another process came as this rank, a rank did not come within ``patience_s``, or it was
+            started with another plan or other options.
+        ConnectionError: the process that serves the store has ended.
+    """
+    rank, num_ranks = launched.rank, launched.world_size
+    own, facts = Identity.own(), {"pipeproof": __version__, **facts}
+    if store.add(f"{rank}/came", 1) > 1:
+        raise PipeproofError(_claimed_twice(launched))
+    try:
+        put_json(store, f"{rank}/identity", {"identity": own.content(), "facts": facts, "place": place})
+        places: tuple[Any, ...] = ()
+        if rank == 0:
+            token = secrets.token_hex(16)
+            identities, places = _all_identities(store, launched, facts, patience_s, on_wait)
+            hosts = hosts_of(identities)
+            put_json(store, "hosts", {"token": token, "hosts": hosts_content(hosts)})
+        else:
+            table = _await(store, "hosts", patience_s + _LATE_S, longest_pause_s(num_ranks))
+            token, hosts = _checked_token(table["token"]), hosts_from(table["hosts"], num_ranks)
+        of_host = host_of(hosts, rank).ranks
+        local = {other: Identity.of(get_json(store, f"{other}/identity", _LATE_S)["identity"]) for other in of_host}
+    except TimeoutError:
+        fact = f"rank 0 did not answer within {patience_s + _LATE_S:g} s"
+        finding = Finding(NOT_TOGETHER.code, Severity.ERROR, fact)
+        raise JobEndedError(finding, status=ExitStatus.WORKER_FAILED) from None
+    except (ValueError, KeyError) as error:
+        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, f"{error}")) from None
+    return Meeting(store.part(f"{token}/"), rank, hosts, local, token, places)
+
+
+def _all_identities(
+    store: Store,
+    launched: LaunchedRank,
+    facts: Mapping[str, Any],
+    patience_s: float,
+    on_wait: Callable[[str], None],
+) -> tuple[list[Identity], tuple[Any, ...]]:
+    """Identities and places of all ranks, which have rank 0's facts.
+
+    Raises:
+        PipeproofError: as ``meet``; the other ranks get the same finding.
+    """
+    identities, places = list[Identity](), list[Any]()
+    ends, shown_at = time.monotonic() + patience_s, time.monotonic() + 5.0
+    for rank in range(launched.world_size):
+        pause = _FIRST_PAUSE_S
+        while not has_json(store, f"{rank}/identity"):
+            now = time.monotonic()
+            if now > ends:
+                absent = _absent(store, launched.world_size)
+                num_others = launched.world_size - len(absent) - 1
+                _refuse(store, _missing(launched, absent, patience_s), num_others, ExitStatus.WORKER_FAILED)
+            if now > shown_at:
+                shown_at = now + 10.0
+                on_wait(f"waiting for {ranks_text(_absent(store, launched.world_size))}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        content = get_json(store, f"{rank}/identity", _LATE_S)
+        identities.append(Identity.of(content["identity"]))
+        places.append(content["place"])
+        if difference := _difference(dict(content["facts"]), facts):
+            others = launched.world_size - 1  # also those that are about to come
+            _refuse(store, _other_start(rank, identities[rank].host, identities[0].host, difference), others)
+    return identities, tuple(places)
+
+
+def longest_pause_s(num_ranks: int) -> float:
+    """Longest time between two questions of one rank, so that all ranks together leave the store time to answer."""
+    return max(_LONGEST_PAUSE_S, num_ranks / _READS_PER_S)
+
+
+def _await(store: Store, key: str, patience_s: float, longest_s: float) -> Any:
+    """Wait for a JSON value, or for the verdict.
+
+    Raises:
+        PipeproofError: the verdict.
+        TimeoutError: neither came in time.
+    """
+    ends, pause = time.monotonic() + patience_s, _FIRST_PAUSE_S
+    while not has_json(store, key):
+        if has_json(store, VERDICT):
+            verdict = Verdict.of(get_json(store, VERDICT, _LATE_S))
+            store.add(_REFUSED, 1)
+            raise JobEndedError(*verdict.findings, status=verdict.status)
+        if time.monotonic() > ends:
+            raise TimeoutError(key)
+        time.sleep(pause)
+        pause = min(2 * pause, longest_s)
+    return get_json(store, key, _LATE_S)
+
+
+def _checked_token(text: Any) -> str:
+    """The token, which becomes a part of a file's name.
+
+    Raises:
+        ValueError: it is not one of ours.
+    """
+    if not _TOKEN.fullmatch(str(text)):
+        raise ValueError("the store's token of the job is not one of ours")
+    return str(text)
+
+
+def _refuse(store: Store, finding: Finding, num_others: int, status: ExitStatus = ExitStatus.BAD_INPUT) -> NoReturn:
+    """End all ranks that came; rank 0, which may serve the store, waits until the others have read why."""
+    verdict = Verdict((finding,), status)
+    put_json(store, VERDICT, verdict.content())
+    ends = time.monotonic() + 2 * _LATE_S
+    while store.add(_REFUSED) < num_others and time.monotonic() < ends:
+        time.sleep(_FIRST_PAUSE_S)
+    raise JobEndedError(finding, status=verdict.status)
+
+
+def _absent(store: Store, num_ranks: int) -> list[int]:
+    return [rank for rank in range(num_ranks) if not has_json(store, f"{rank}/identity")]
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    names = [name for name in dict.fromkeys((*ours, *theirs)) if theirs.get(name) != ours.get(name)]
+    return ", ".join(f"{name} {_short(theirs.get(name))} and not {_short(ours.get(name))}" for name in names)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:12]}.."
+
+
+def _claimed_twice(launched: LaunchedRank) -> Finding:
+    host, port = launched.master
+    return Finding(
+        NOT_TOGETHER.code,
+        Severity.ERROR,
+        f"another process came as rank {launched.rank} of run `{launched.run_id or 'run'}`, attempt "
+        f"{launched.attempt}, to the store at {host}:{port}: two runs use one address, or one launcher started twice",
+        help="give each run its own MASTER_PORT (torchrun: --rdzv-endpoint and --rdzv-id)",
+    )
+
+
+def _missing(launched: LaunchedRank, absent: list[int], patience_s: float) -> Finding:
+    return Finding(
+        NOT_TOGETHER.code,
+        Severity.ERROR,
+        f"{len(absent)} of {launched.world_size} ranks did not come to the store within {patience_s:g} s: "
+        f"{ranks_text(absent)}",
+        help="look at the hosts of these ranks: did the launcher start there, and does it reach "
+        f"{launched.master[0]}:{launched.master[1]}? `--timeout` waits longer",
+    )
+
+
+def _other_start(rank: int, host: str, first_host: str, difference: str) -> Finding:
+    return Finding(
+        NOT_TOGETHER.code,
+        Severity.ERROR,
+        f"rank {rank} on {host} was started differently from rank 0 on {first_host}: {difference}",
+        help="give every host the same plan file, the same options and the same pipeproof",
+    )

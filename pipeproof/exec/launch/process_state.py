@@ -1,0 +1,51 @@
+"""State of other processes of this machine, from Linux's ``/proc``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_PF_EXITING = 0x4
+"""From Linux's include/linux/sched.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process for all time: a number is used again after a process has ended, its start is not."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def own(cls) -> ProcessId:
+        """This process."""
+        return cls(os.getpid(), _fields(os.getpid())[19])
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the process has ended."""
+        fields = _fields(self.pid)
+        return fields[0] not in ("", "Z", "X") and fields[19] == self.started
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if the process is stopped (SIGSTOP, a debugger); False if its state is unknown."""
+    return _fields(pid)[0] in ("T", "t")
+
+
+def is_ending(pid: int) -> bool:
+    """Return True if the kernel is ending the process; False if its state is unknown."""
+    return bool(int(_fields(pid)[6]) & _PF_EXITING)
+
+
+def _fields(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third on: the state, at 6 the flags, at 19 the start.
+
+    If there is no such process, the state is empty and the others are 0.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ["", *["0"] * 49]
+    return stat.rpartition(")")[2].split()

@@ -1,0 +1,160 @@
+"""Paddle's store as a ``Store``.
+
+Paddle's client has no question whether a key exists, and ``get`` blocks without a limit. So each value has a counter
+next to it: adding zero to the counter reads it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from pipeproof.stages.paddle.runtime import quiet_native
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
+
+
+class PaddleStore:
+    """A part of a store; a ``Store``. Threads of one process may share it: no call of it waits inside.
+
+    ``client`` is a ``TCPStore`` of Paddle, or has its calls ``set``, ``get`` and ``add``.
+    """
+
+    def __init__(self, client: Any, prefix: str, lock: threading.Lock | None = None) -> None:
+        self.client, self._prefix, self._lock = client, prefix, lock or threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        with self._calls():
+            self.client.set(self._prefix + key, value)
+            self.client.add(f"{self._prefix}{key}#", 1)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Wait for a value.
+
+        Raises:
+            TimeoutError: nobody wrote it in time.
+        """
+        ends, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
+        while not self.has(key):
+            if time.monotonic() > ends:
+                raise TimeoutError(key)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        with self._calls():
+            return str(self.client.get(self._prefix + key).decode())
+
+    def has(self, key: str) -> bool:
+        """Return True if a value was written."""
+        return self.add(f"{key}#") > 0
+
+    def remove(self, key: str) -> None:
+        """Discount a value, so that ``get`` waits for the next; only the process that reads a key calls this."""
+        self.add(f"{key}#", -1)
+
+    def add(self, key: str, amount: int = 0) -> int:
+        """Add to a counter that all ranks share, and return its sum."""
+        with self._calls():
+            return int(self.client.add(self._prefix + key, amount))
+
+    def part(self, prefix: str) -> PaddleStore:
+        """The same store with a prefix of all keys."""
+        return PaddleStore(self.client, self._prefix + prefix, self._lock)
+
+    def of_thread(self) -> PaddleStore:
+        """The same store, which threads may share."""
+        return self
+
+    def reserve_group_ids(self, count: int) -> int:
+        """Return the first of some ids of process groups that nobody else in the world has."""
+        with self._calls():
+            return _FIRST_GROUP_ID + int(self.client.add("pipeproof/group ids", count)) - count
+
+    @contextlib.contextmanager
+    def _calls(self) -> Iterator[None]:
+        """Call Paddle's client, which may be used by one thread at a time.
+
+        Raises:
+            ConnectionError: the store has gone.
+        """
+        with self._lock:
+            try:
+                yield
+            except (RuntimeError, ValueError) as error:
+                raise ConnectionError(str(error)) from error
+
+
+_FIRST_GROUP_ID = 1_000_000
+"""Far above the ids that ``paddle.distributed.new_group`` counts."""
+
+
+class Alone:
+    """The client of a job of one rank, for which Paddle has no store."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        return self._values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its sum."""
+        total = int(self._values.get(key, "0")) + amount
+        self._values[key] = str(total)
+        return total
+
+
+def send_at_once(ports: Collection[int]) -> None:
+    """Let this process's sockets of stores at some ports send small messages at once.
+
+    Paddle's client and server write a message in several pieces, of which Linux holds the second back for 40 ms.
+    """
+    folder = Path("/proc/self/fd")
+    for path in [*folder.iterdir()] if folder.is_dir() else ():  # elsewhere than on Linux the store is slow
+        with contextlib.suppress(OSError, ValueError):
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                _hasten(int(path.name), ports)
+
+
+def _hasten(descriptor: int, ports: Collection[int]) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as end:
+        if end.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        if end.getsockname()[1] in ports or end.getpeername()[1] in ports:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def process_store(host: str, port: int, num_ranks: int, prefix: str, *, is_first: bool) -> PaddleStore:
+    """The store at which Paddle's processes find each other, over a connection of its own; rank 0 serves it.
+
+    Paddle reads the address from its variables, which name this one, and rank 0 listens at all addresses of its host:
+    Paddle has no choice of them.
+
+    Raises:
+        ConnectionError: nobody serves the store, or the port is taken.
+    """
+    if num_ranks == 1:
+        return PaddleStore(Alone(), prefix)
+    try:
+        if is_first:
+            with quiet_native():
+                paddle.base.core.create_or_get_global_tcp_store()
+        client: Any = paddle.base.core.TCPStore(host, port, False, num_ranks)  # noqa: FBT003 - not the master
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConnectionError(str(error)) from error
+    send_at_once({port})
+    return PaddleStore(client, prefix)

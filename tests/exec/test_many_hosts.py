@@ -1,0 +1,316 @@
+"""Runs on two hosts: separate temporary directories and, where the kernel permits, separate networks."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.exec.hosts import REPOSITORY, Hosts, can_separate_networks
+from tests.plans import plan_dict
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs_torch]
+PATIENCE_S = 300.0
+PORT = 29_511
+AGENT = REPOSITORY / "tests" / "exec" / "hosts.py"
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(tmp_path, 2, separate=can_separate_networks()) as made:
+        made.port = PORT if made.separate else 20_000 + os.getpid() % 10_000
+        yield made
+
+
+def plan_of(hosts, backend="torch", steps=2, **sections):
+    file = hosts.directory / "plan.json"
+    file.write_text(json.dumps(plan_dict(run={"backend": backend, "steps": steps}, **sections)))
+    return file
+
+
+def started(hosts, host, *arguments, launcher="open_mpi", per_host=2, program=("-m", "pipeproof")):
+    address = hosts.address(0)
+    if launcher == "torchrun":
+        command = (
+            "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", per_host,
+            "--master-addr", address, "--master-port", hosts.port,
+        )  # fmt: skip
+        return hosts.start(host, *command, *program, *arguments)
+    if launcher == "paddle":  # it starts files alone
+        wrapper = hosts.home(host) / "wrapper.py"
+        wrapper.write_text("from pipeproof.cli.main import main\nmain()\n")
+        command = (
+            "-m", "paddle.distributed.launch", "--nnodes", 2, "--nproc_per_node", per_host, "--rank", host,
+            "--master", f"{address}:{hosts.port}", "--host", hosts.address(host), "--log_dir", "log", wrapper,
+        )  # fmt: skip
+        return hosts.start(host, *command, *arguments)
+    return hosts.start(host, AGENT, launcher, host, 2, per_host, address, hosts.port, *program, *arguments)
+
+
+def ended(hosts, processes):
+    """Exit statuses of the agents; nothing of the run may be left."""
+    statuses = [process.wait(PATIENCE_S) for process in processes]
+    ends = time.monotonic() + 20.0
+    while any(hosts.left()) and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert hosts.left() == ([], [])
+    return statuses
+
+
+def ranks_on(hosts, host):
+    """Process ids of the ranks of a host."""
+    mark, found = f"TMPDIR={hosts.home(host) / 'tmp'}", {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = dict(
+                each.partition("=")[::2] for each in (folder / "environ").read_text(errors="replace").split("\0")
+            )
+            command = (folder / "cmdline").read_text().split("\0")
+            if mark == f"TMPDIR={variables.get('TMPDIR')}" and command[1:3] == ["-m", "pipeproof"]:
+                found[int(variables["OMPI_COMM_WORLD_RANK"])] = int(folder.name)
+    return found
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [
+    ("torchrun", "torch"), ("open_mpi", "torch"), ("slurm", "torch"), ("slurm", "paddle"), ("paddle", "paddle"),
+])  # fmt: skip
+def test_a_run_on_two_hosts_has_one_report(hosts, launcher, backend):
+    plan = plan_of(hosts, backend, topology={"pp": 2, "dp": 2})
+    processes = [
+        started(hosts, host, "run", plan, "--report", "report.json", "--keep-logs", "kept", launcher=launcher)
+        for host in range(2)
+    ]
+    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
+    report = json.loads((hosts.home(0) / "report.json").read_text())
+    assert report["passed"]
+    assert report["log_matches_graph"]
+    assert sorted(rank for ranks in report["hosts"].values() for rank in ranks) == [0, 1, 2, 3]
+    assert len(report["hosts"]) == 2
+    assert {shard["rank"] for gradient in report["gradients"] for shard in gradient["shards"]} == {0, 1, 2, 3}
+    assert "\nmatches: " in hosts.output(0)
+    assert "matches" not in hosts.output(1)
+    kept = [folder for host in range(2) for folder in (hosts.home(host) / "kept").iterdir()]
+    merge = hosts.start(0, "-m", "pipeproof", "merge", *kept, "--report", "merged.json")
+    assert merge.wait(PATIENCE_S) == 0, hosts.output(0)
+    merged = json.loads((hosts.home(0) / "merged.json").read_text())
+    assert merged["gradients"] == report["gradients"]
+    assert {span["rank"] for span in merged["timeline"]} == {0, 1, 2, 3}
+
+
+def test_a_rehearsal_on_two_hosts_reads_every_element(hosts):
+    plan = plan_of(hosts, topology={"pp": 2, "tp": 2})
+    processes = [started(hosts, host, "rehearse", plan, "--report", "report.json") for host in range(2)]
+    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
+    report = json.loads((hosts.home(0) / "report.json").read_text())
+    assert report["passed"]
+    assert len(report["seconds_by_host"]) == 2
+    assert report["messages"] > 0
+
+
+def test_a_rank_map_that_separates_tensor_parallel_ranks_is_found_with_a_better_one(hosts):
+    between = {"latency_us": 10, "bandwidth": 20}
+    network = {"ranks_per_node": 4, "node": {"latency_us": 2, "bandwidth": 300}, "between": between}
+    cost = {"forward_us": 100, "backward_us": 200, "network": network}
+    plan = plan_of(hosts, topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost)
+    processes = [
+        hosts.start(
+            host, AGENT, "cyclic", host, 2, 4, hosts.address(0), hosts.port, "-m", "pipeproof", "rehearse", plan,
+            "--report", "report.json", PIPEPROOF_NODE=f"node-{host}",
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
+    placement = json.loads((hosts.home(0) / "report.json").read_text())["placement"]
+    assert [finding["code"] for finding in placement["findings"]] == ["PP950"]
+    assert placement["map"]["step_us"] < placement["placed_us"]
+    assert "warning[PP950]: ranks 0 and 1 of one tp group are on node-0 and node-1" in hosts.output(0)
+    assert "proposed: ranks 0-3 on node-0; 4-7 on node-1: a step takes" in hosts.output(0)
+    assert "less (simulated)" in hosts.output(0)
+
+
+def test_a_late_host_is_awaited_and_named(hosts):
+    plan = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4})
+    first = started(hosts, 0, "rehearse", plan)
+    hosts.await_output(0, "waiting for ranks 2 to 3")
+    assert ended(hosts, [first, started(hosts, 1, "rehearse", plan)]) == [0, 0]
+
+
+def test_a_host_with_another_plan_is_refused_on_both_sides(hosts):
+    plan = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4})
+    other = hosts.directory / "other.json"
+    other.write_text(json.dumps(plan_dict(topology={"pp": 4}, model={"num_layers": 8}, run={"backend": "torch"})))
+    processes = [started(hosts, host, "rehearse", file) for host, file in enumerate((plan, other))]
+    assert ended(hosts, processes) == [2, 2]
+    for host in range(2):
+        assert "error[PP947]: rank 2 on" in hosts.output(host)
+        assert "the plan's graph" in hosts.output(host)
+
+
+def test_ranks_that_a_shell_started_by_hand_outlive_it(hosts):
+    plan, script = plan_of(hosts, topology={"pp": 2}), hosts.directory / "start.py"
+    command = f"{sys.executable} -m pipeproof rehearse {plan}"
+    ranks = [f"RANK={rank} LOCAL_RANK={rank} {command} > rank{rank}.txt 2>&1 &" for rank in range(2)]
+    script.write_text(f"import os\nos.system({' '.join(ranks)!r})\n")
+    address = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(hosts.port)}
+    assert hosts.start(0, script, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **address).wait(PATIENCE_S) == 0
+    ends = time.monotonic() + PATIENCE_S
+    while hosts.left()[1] and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert hosts.left() == ([], [])
+    assert "correct: every element arrived" in (hosts.home(0) / "rank0.txt").read_text()
+
+
+def test_states_need_a_directory_that_the_hosts_share(hosts):
+    plan, shared = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4}), hosts.directory / "states"
+    saved = [started(hosts, host, "run", plan, "--save", shared) for host in range(2)]
+    assert ended(hosts, saved) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert [path.name[0] for path in shared.iterdir()] != ["."]
+    longer = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4}, steps=4)
+    hosts.port += 1
+    resumed = [started(hosts, host, "run", longer, "--resume", shared) for host in range(2)]
+    assert ended(hosts, resumed) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert "step 3" in hosts.output(0)
+    hosts.port += 1
+    separate = [started(hosts, host, "run", plan, "--save", "states") for host in range(2)]
+    assert ended(hosts, separate) == [2, 2]
+    for host in range(2):
+        assert "of states is another one than on" in hosts.output(host)
+        assert not [*hosts.home(host).glob("states/*")]
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from pipeproof.torch import Pipeline, stages_of_sequential
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(8)))
+x, y = torch.randn(8, 16), torch.randn(8, 16)
+pipe = Pipeline(stages_of_sequential(model, 4), schedule="1f1b", num_micro_batches=4,
+                loss_fn=nn.functional.mse_loss, example=(x[:2],))
+optimizer = torch.optim.AdamW(nn.ModuleList(pipe.stages.values()).parameters(), lr=1e-3)
+for step in range(3):
+    loss = pipe.step(x, target=y)
+    optimizer.step()
+    optimizer.zero_grad()
+found = pipe.compare(model, x, target=y)
+if dist.get_rank() == 0:
+    print("differences", len(found.differences), "loss", found.loss == found.reference_loss, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_users_script_trains_and_compares_on_two_hosts(hosts):
+    script = hosts.directory / "train.py"
+    script.write_text(SCRIPT)
+    interfaces = [f"host{host + 1}" if hosts.separate else "lo" for host in range(2)]
+    processes = [
+        hosts.start(
+            host, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2,
+            "--master-addr", hosts.address(0), "--master-port", hosts.port, script,
+            GLOO_SOCKET_IFNAME=interfaces[host],
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert "differences 0 loss True" in hosts.output(0)
+
+
+# --- failures ---
+
+
+@pytest.fixture
+def running(hosts):
+    """A long run on two hosts that has begun to train, with the processes of its ranks."""
+    plan = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4}, steps=100_000)
+    processes = [started(hosts, host, "run", plan, "--timeout", "10") for host in range(2)]
+    notes = [hosts.home(host) / "tmp" for host in range(2)]
+
+    def has_trained(folder):
+        found = [json.loads(file.read_text())["state"] for file in folder.glob("pipeproof*/rank*.note")]
+        return len(found) == 2 and all(state["steps_done"] > 0 for state in found)
+
+    ends = time.monotonic() + PATIENCE_S
+    while not all(map(has_trained, notes)):
+        assert time.monotonic() < ends, hosts.output(0) + hosts.output(1)
+        time.sleep(0.2)
+    return processes, {**ranks_on(hosts, 0), **ranks_on(hosts, 1)}
+
+
+def test_a_killed_rank_is_named_on_both_hosts(hosts, running):
+    processes, ranks = running
+    os.kill(ranks[3], signal.SIGKILL)
+    assert ended(hosts, processes) == [3, 137]
+    for host in range(2):
+        assert "error[PP902]: rank 3 (pp 3) ended without a report (killed" in hosts.output(host)
+        assert hosts.output(host).count("error[") == 1
+
+
+def test_a_stopped_rank_is_named_on_both_hosts_and_ended(hosts, running):
+    processes, ranks = running
+    os.kill(ranks[2], signal.SIGSTOP)
+    assert ended(hosts, processes) == [3, 137]
+    for host in range(2):
+        assert "error[PP903]: rank 2 (pp 2) hangs: no rank has made progress for 10 s" in hosts.output(host)
+
+
+def test_an_agent_that_is_killed_ends_all_ranks(hosts, running):
+    processes, _ = running
+    processes[1].kill()
+    assert ended(hosts, processes) == [3, -9]
+    for host in range(2):
+        assert "error[PP902]: the launcher on" in hosts.output(host)
+
+
+def test_a_host_that_is_lost_is_named_by_the_other(hosts, running):
+    processes, _ = running
+    os.killpg(processes[1].pid, signal.SIGKILL)
+    assert [process.wait(PATIENCE_S) for process in processes] == [3, -9]
+    assert "error[PP902]: host " in hosts.output(0)
+    assert "(ranks 2 to 3) does not answer" in hosts.output(0)
+
+
+def test_the_loss_of_the_stores_host_ends_the_other(hosts, running):
+    processes, _ = running
+    os.killpg(processes[0].pid, signal.SIGKILL)
+    assert [process.wait(PATIENCE_S) for process in processes] == [-9, 3]
+    assert "error[PP902]: the store, which" in hosts.output(1)
+    assert list((hosts.home(1) / "tmp").glob("pipeproof*")) == []
+
+
+def test_a_second_run_at_the_address_is_refused_and_the_first_continues(hosts, running):
+    processes, _ = running
+    second = started(hosts, 1, "run", hosts.directory / "plan.json", "--timeout", "10")
+    assert second.wait(PATIENCE_S) == 2
+    assert "error[PP947]: another process came as rank 2 of run" in hosts.output(1)
+    assert [process.poll() for process in processes] == [None, None]
+
+
+def test_a_restarted_attempt_reads_nothing_of_the_one_before(hosts):
+    """The agents' store lives through both attempts; the first fails by an injected error."""
+    plan, once = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4}), hosts.directory / "once.py"
+    once.write_text(
+        "import os, sys\n"
+        "from pipeproof.cli.main import main\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    sys.argv += ['--inject', '3:3F1:raise']\n"
+        "main()\n"
+    )
+    processes = [
+        hosts.start(
+            host, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1,
+            "--rdzv-backend", "c10d", "--rdzv-id", "again", "--rdzv-endpoint", f"{hosts.address(0)}:{hosts.port}",
+            "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", hosts.address(host), once, "run", plan,
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
+    output = hosts.output(0) + hosts.output(1)
+    assert "rank 3 (pp 3) raised: RuntimeError: injected failure at 3F1" in output
+    assert output.count("matches: every loss and every gradient, bit for bit") == 1

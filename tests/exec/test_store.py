@@ -1,0 +1,76 @@
+"""Long JSON values in a store of bounded values, and PyTorch's store at one address."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeproof.exec.store.store import MOST_BYTES, get_json, has_json, put_json
+from tests.train.fake_store import FakeStore
+
+
+@pytest.mark.parametrize("length", [0, 1, MOST_BYTES - 2, MOST_BYTES - 1, MOST_BYTES, 5 * MOST_BYTES + 17])
+def test_values_of_any_length_go_through_in_bounded_parts(length):
+    store = FakeStore()
+    assert not has_json(store, "key")
+    put_json(store, "key", "x" * length)
+    assert has_json(store, "key")
+    assert get_json(store, "key", 0.1) == "x" * length
+    parts = [store.get(key, 0) for key in sorted(store.keys())]
+    assert len(parts) == -(-(length + 2) // MOST_BYTES)
+    assert max(map(len, parts)) <= MOST_BYTES + len("1024\n")
+
+
+def test_a_text_beyond_the_bound_is_refused():
+    with pytest.raises(ValueError, match="at most 67108864 go through the store"):
+        put_json(FakeStore(), "key", "x" * (MOST_BYTES * 1024))
+
+
+def test_a_value_that_nobody_writes_is_not_awaited_for_ever():
+    with pytest.raises(TimeoutError):
+        get_json(FakeStore(), "key", 0.01)
+
+
+@pytest.mark.parametrize(
+    "first", ["", "no number\n{}", "0\n{}", "-1\n{}", "1025\n{}", "1{}", "1\n{", f"1\n{'x' * (MOST_BYTES + 6)}"]
+)
+def test_foreign_content_is_refused_and_never_evaluated(first):
+    store = FakeStore()
+    store.set("key/0", first)
+    with pytest.raises(ValueError, match=r"key in the store|Expecting"):
+        get_json(store, "key", 0.01)
+
+
+def test_a_content_is_json_and_nothing_else():
+    store = FakeStore()
+    put_json(store, "key", {"a": [1, None, "ü"]})
+    assert json.loads(store.get("key/0", 0).partition("\n")[2]) == {"a": [1, None, "ü"]}
+
+
+@pytest.mark.needs_torch
+def test_rank_0_listens_at_the_named_address_alone(monkeypatch):
+    from pipeproof.exec.store import torch_store
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    store = torch_store.process_store.__wrapped__()
+    listening = [line.split()[1] for line in _sockets() if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    store.set("a", "1")
+    assert store.of_thread().get("a", 1.0) == "1"
+    assert (store.add("n", 2), store.add("n")) == (2, 2)
+    store.remove("a")
+    assert not store.has("a")
+    with pytest.raises(ConnectionError, match="Address already in use"):
+        torch_store.process_store.__wrapped__()
+
+
+def _sockets():
+    """Lines of the kernel's tables of sockets, of both families."""
+    for name in ("tcp", "tcp6"):
+        yield from Path(f"/proc/net/{name}").read_text().splitlines()[1:]
