@@ -60,8 +60,15 @@ class TorchStore:
 
     def of_thread(self) -> TorchStore:
         """The same store through another connection: a wait blocks its connection for other threads."""
-        with _network_errors():
-            return TorchStore(self._store.clone())
+        usual = self._store.timeout
+        self._store.set_timeout(_MEET_TIMEOUT)  # the connection inherits it, and is tried again until then
+        try:
+            with _network_errors():
+                made = self._store.clone()
+        finally:
+            self._store.set_timeout(usual)
+        made.set_timeout(usual)
+        return TorchStore(made)
 
     def part(self, prefix: str) -> TorchStore:
         """The same store with a prefix of all keys."""

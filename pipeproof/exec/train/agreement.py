@@ -99,9 +99,10 @@ class Agreement:
                 raise PipelineError(f"{missing} within {self._timeout_s:g} s")
             return json.loads(self._store.get(key, _GET_S))
 
-    def through(self, store: Store) -> Agreement:
-        """The same exchange through another connection, for another thread."""
-        return Agreement(store, self.rank, self.num_ranks, self._timeout_s)
+    def of_thread(self) -> Agreement:
+        """The same exchange for another thread."""
+        with _store_errors():
+            return Agreement(self._store.of_thread(), self.rank, self.num_ranks, self._timeout_s)
 
     def has(self, key: str) -> bool:
         """Return True if ``publish`` was called for the key on any rank."""

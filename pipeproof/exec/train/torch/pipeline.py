@@ -251,6 +251,7 @@ class Pipeline:
             outputs = {n: [(spec.dtype, spec.shape) for spec in boundaries[n].outputs] for n in own}
             require_fits(lowered, self.rank, weights, outputs)
 
+        watched = agreement.of_thread()  # while rank 0, which serves it, is here
         agreement.gather("connecting", make_stages)
         self._world = connect_stages(
             lowered.graph, self.rank, self._device, dist.PrefixStore("channels/", self._store), pipeline_group,
@@ -264,8 +265,8 @@ class Pipeline:
         self._eval: TrainRank | None = None
         self._current = self._train
         self._watch = StallWatch(
-            agreement.through(TorchStore(self._store.clone())), timeout_s, lambda op_id: self._current.describe(op_id),
-            self._world.abort, None if self._progress is None else self._progress.read,
+            watched, timeout_s, lambda op_id: self._current.describe(op_id), self._world.abort,
+            None if self._progress is None else self._progress.read,
         )  # fmt: skip
         self._step = 0
         self._record: StepRecord | None = None
