@@ -12,10 +12,12 @@ import hashlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from tests.mutation.mutants import mutants_of
-from tests.mutation.runner import Verdict, preload, profile_of, run_mutants
+from tests.mutation.runner import Verdict, preload, profile_of, run_in_place, run_mutants
+from tests.mutation.session import killer_of
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = (
@@ -41,20 +43,45 @@ def main():
     _print(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
     profile = profile_of(root, targets, arguments.tests)
     _print(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
-    for target in targets:
-        source = (root / target).read_text(encoding="utf-8")
-        mutants = _sample(mutants_of(target, source), arguments.sample)
-        journal = _Journal(root / JOURNAL, target, source)
-        if arguments.fresh:
-            journal.known.clear()
-        left = [mutant for mutant in mutants if mutant.name not in journal.known]
-        verdicts = [Verdict(mutant, journal.known[mutant.name]) for mutant in mutants if mutant.name in journal.known]
-        verdicts += run_mutants(root, left, profile, arguments.processes, journal.report)
+    files = [_File(root, target, arguments) for target in targets]
+    by_file = {file.target: (file.source, file.left) for file in files}
+    run_in_place(root, arguments.tests, by_file, profile, arguments.processes, _report_to(files))
+    for file in files:
+        file.journal.read()
+        at_import = file.left
+        run_mutants(at_import, profile, partial(killer_of, root), arguments.processes, file.journal.report)
+        verdicts = file.verdicts
         if verdicts:
             num_killed = sum(verdict.is_killed for verdict in verdicts)
-            _print(f"{target}: {num_killed} of {len(verdicts)} killed, {num_killed / len(verdicts):.1%}")
+            _print(f"{file.target}: {num_killed} of {len(verdicts)} killed, {num_killed / len(verdicts):.1%}")
             if arguments.write:  # after each file: a run that is stopped has not been for nothing
-                _keep(root / RESULTS, target, source, verdicts)
+                _keep(root / RESULTS, file.target, file.source, verdicts)
+
+
+class _File:
+    """A file with its mutants and the verdicts on them."""
+
+    def __init__(self, root, target, arguments):
+        self.target, self.source = target, (root / target).read_text(encoding="utf-8")
+        self._mutants = _sample(mutants_of(target, self.source), arguments.sample)
+        self.journal = _Journal(root / JOURNAL, target, self.source, is_fresh=arguments.fresh)
+        self.journal.read()
+
+    @property
+    def left(self):
+        """The mutants without a verdict."""
+        return [mutant for mutant in self._mutants if mutant.name not in self.journal.known]
+
+    @property
+    def verdicts(self):
+        """The verdicts, in the order of the mutants."""
+        known = self.journal.known
+        return [Verdict(mutant, known[mutant.name]) for mutant in self._mutants if mutant.name in known]
+
+
+def _report_to(files):
+    journals = {file.target: file.journal for file in files}
+    return lambda verdict: journals[verdict.mutant.file].report(verdict)
 
 
 def _files(root):
@@ -110,11 +137,18 @@ def _print(line):
 class _Journal:
     """Verdicts of one state of one file, a line each: ``known`` are the outcomes by mutant."""
 
-    def __init__(self, path, target, source):
+    def __init__(self, path, target, source, *, is_fresh):
         self._path = path
         self._key = {"file": target, "source_sha256": hashlib.sha256(source.encode()).hexdigest()}
+        self._num_old = len(self._lines()) if is_fresh else 0
         self.known = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+
+    def _lines(self):
+        return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+
+    def read(self):
+        """Read the verdicts that are in the file, the latest of each mutant; those of earlier runs if not fresh."""
+        for line in self._lines()[self._num_old :]:
             with contextlib.suppress(json.JSONDecodeError):  # a line that was cut when the run was stopped
                 entry = json.loads(line)
                 if self._key.items() <= entry.items():
@@ -122,6 +156,7 @@ class _Journal:
 
     def report(self, verdict):
         """Note a verdict, and print it if the mutant survives."""
+        self.known[verdict.mutant.name] = verdict.outcome
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({**self._key, "name": verdict.mutant.name, "outcome": verdict.outcome}) + "\n")

@@ -1,11 +1,12 @@
-"""Runs the tests against every mutant, each in a process forked from one that has the libraries loaded.
+"""Runs the tests against every mutant, each in a process forked from one that has everything loaded.
 
-A run by mutant costs what its tests cost: no interpreter starts, nothing but
-our own package is imported, and only tests that run the changed line are run.
+A run by mutant costs what its tests cost: no interpreter starts, nothing is imported, and only tests that run the
+changed line are run. A mutant of code that runs at import has a process that imports our own package and the tests.
 """
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.mutation import session
+from tests.mutation.replaced_code import loaded_functions, replaced_code
 
 HEAVY = (
     "hypothesis",
@@ -83,13 +85,43 @@ MOST_SECONDS = 60.0
 A line of a function that everything calls is run by thousands of tests. A mutant that the first of them do not notice
 counts as a survivor, so the score is a lower bound.
 """
-_MOST_FILES = 3
+_MOST_KILLERS = 20
 
 
-def run_mutants(root, mutants, profile, num_processes=2, report=lambda verdict: None):
+def run_in_place(root, tests, by_file, profile, num_processes, report):
+    """Run the mutants of code that is loaded; the others are left out.
+
+    ``by_file`` has the text of each file and its mutants. ``report`` gets each verdict as it is known. All happens in
+    one forked process, which has all ``tests`` (paths) loaded.
+
+    Raises:
+        RuntimeError: a mutant's process failed otherwise than by its tests, or the tests cannot be collected.
+    """
+
+    def run_files(collected):
+        functions = loaded_functions([root / file for file in by_file])
+        gc.freeze()  # the collector of a forked process would write to all that it shares
+        for file, (source, mutants) in by_file.items():
+            path = root / file
+            replaced = {mutant.name: replaced_code(path, source, mutant, functions[path]) for mutant in mutants}
+            run_mutants(
+                [mutant for mutant in mutants if replaced[mutant.name]],
+                profile,
+                lambda mutant, chosen, replaced=replaced: collected.killer_of(replaced[mutant.name], chosen),
+                num_processes,
+                report,
+            )
+
+    _, status = os.waitpid(_fork(lambda: session.with_collected(root, tests, run_files), is_mutant=False), 0)
+    if status:
+        raise RuntimeError("the mutants of loaded code could not be run")
+
+
+def run_mutants(mutants, profile, killer_of, num_processes=2, report=lambda verdict: None):
     """Run every mutant of one file; verdicts in the order of the mutants. ``report`` gets each as it is known.
 
-    The files of tests that killed most mutants so far go first.
+    ``killer_of(mutant, tests)`` runs in a forked process, and returns the test that fails, or nothing. Tests that
+    killed most mutants so far go first.
 
     Raises:
         RuntimeError: a mutant's process failed otherwise than by its tests.
@@ -106,18 +138,13 @@ def run_mutants(root, mutants, profile, num_processes=2, report=lambda verdict: 
     while waiting or running:
         while waiting and len(running) < num_processes:
             mutant = waiting.pop()
-            tests = profile.tests_of(mutant)
+            tests = _chosen(profile.tests_of(mutant), profile, killers)
             if not tests:
                 settle(mutant, "unreached")
                 continue
-            rounds = _rounds(tests, profile, [file for file, _ in killers.most_common(_MOST_FILES)])
-            limit = max(LEAST_SECONDS, FACTOR * sum(profile.seconds[test] for tests in rounds for test in tests))
+            limit = max(LEAST_SECONDS, FACTOR * sum(profile.seconds[test] for test in tests))
             reader, writer = os.pipe()
-            pid = _fork(
-                lambda mutant=mutant, rounds=rounds, writer=writer: _answer(
-                    writer, session.killer_of(root, mutant, rounds)
-                )
-            )
+            pid = _fork(lambda mutant=mutant, tests=tests, writer=writer: _answer(writer, killer_of(mutant, tests)))
             os.close(writer)
             running[pid] = mutant, time.monotonic() + limit, reader
         for pid, (mutant, deadline, reader) in list(running.items()):
@@ -129,29 +156,26 @@ def run_mutants(root, mutants, profile, num_processes=2, report=lambda verdict: 
             if ended or hangs:
                 del running[pid]
                 with os.fdopen(reader) as stream:
-                    killers.update(stream.read().split())
+                    killers.update(filter(None, [stream.read()]))
                 settle(mutant, "hangs" if hangs else _outcome(mutant, status))
-        time.sleep(0.01)
+        time.sleep(0.005)
     return [verdicts[mutant.name] for mutant in mutants]
 
 
-def _rounds(tests, profile, first_files):
-    """Tests that look for one mutant, those of ``first_files`` first; the quickest ones of each round first."""
+def _chosen(tests, profile, killers):
+    """Tests that look for one mutant: those that killed most others first, then the quickest."""
+    first = [test for test, _ in killers.most_common(_MOST_KILLERS) if test in tests]
     left, chosen = MOST_SECONDS, []
-    first = [test for test in tests if session.file_of(test) in first_files]
-    others = [test for test in tests if session.file_of(test) not in first_files]
-    for test in (*first, *others):
+    for test in dict.fromkeys((*first, *tests)):
         left -= profile.seconds[test]
         if left < 0 and chosen:
             break
         chosen.append(test)
-    kept = set(chosen)
-    rounds = [test for test in first if test in kept], [test for test in others if test in kept]
-    return [tests for tests in rounds if tests]
+    return chosen
 
 
 def _answer(descriptor, killer):
-    """Write the file of the test that failed; return True if there is one."""
+    """Write the test that failed; return True if there is one."""
     os.write(descriptor, killer.encode())
     return killer != ""
 
@@ -169,7 +193,7 @@ def _outcome(mutant, status):
             raise RuntimeError(f"{mutant.file}, {mutant.name}: its process ended with {code}")
 
 
-def _fork(work):
+def _fork(work, *, is_mutant=True):
     """A process group of its own that does ``work`` and ends with its answer as a status, or 2 if it raises."""
     pid = os.fork()
     if pid:
@@ -180,9 +204,10 @@ def _fork(work):
     try:
         os.setpgid(0, 0)
         _end_with_parent()
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        session.silence()
+        if is_mutant:
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            session.silence()
         status = int(bool(work()))
     finally:
         os._exit(status)

@@ -1,4 +1,4 @@
-"""pytest within a forked process: once noting the lines that each test runs, then once for each mutant."""
+"""pytest within a forked process: noting the lines that each test runs, or running tests against one mutant."""
 
 import importlib.abc
 import importlib.util
@@ -115,17 +115,10 @@ class _Seen:
         return self.trace
 
 
-class _Chosen(_Repeatable):
-    """Runs only the chosen tests, in the order given; notes the one that fails."""
+class _Failures:
+    """Notes the last test or file that failed."""
 
     failed = ""
-
-    def __init__(self, tests):
-        self._order = {test: place for place, test in enumerate(tests)}
-
-    def pytest_collection_modifyitems(self, items):
-        super().pytest_collection_modifyitems(items)
-        items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda i: self._order[i.nodeid])
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -136,6 +129,63 @@ class _Chosen(_Repeatable):
             self.failed = report.nodeid
 
 
+class _Chosen(_Repeatable, _Failures):
+    """Runs only the chosen tests, in the order given; notes the one that fails."""
+
+    def __init__(self, tests):
+        self._order = {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items):
+        super().pytest_collection_modifyitems(items)
+        items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda i: self._order[i.nodeid])
+
+
+class _Collected(_Repeatable):
+    """Collects all tests, and does other work in place of running them."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def pytest_runtestloop(self, session):
+        self._work(CollectedTests(session))
+        return True
+
+
+class CollectedTests:
+    """Tests that are imported and collected, for processes that are forked from this one."""
+
+    def __init__(self, session):
+        self._config = session.config
+        self._items = {item.nodeid: item for item in session.items}
+
+    def killer_of(self, replaced, tests):
+        """The test that fails once the functions have the code of a mutant; empty if none does.
+
+        ``replaced`` is as ``replaced_code`` returns it; ``tests`` are node ids, in the order in which they are run.
+        """
+        for function, code in replaced:
+            function.__code__ = code
+        failures = _Failures()
+        self._config.pluginmanager.register(failures)
+        chosen = [self._items[test] for test in tests]
+        for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+            self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if failures.failed:
+                return failures.failed
+        return ""
+
+
+def with_collected(root, tests, work):
+    """Call ``work`` with the ``CollectedTests`` of ``tests`` (paths).
+
+    Raises:
+        RuntimeError: pytest could not collect them.
+    """
+    status = _pytest(root, tests, _Collected(work))
+    if status != pytest.ExitCode.OK:
+        raise RuntimeError(f"pytest ended with {status!r}")
+
+
 def record(root, targets, tests):
     """Run ``tests`` (paths) and return the lines that they run of the ``targets`` (paths from ``root``)."""
     recorder = _Recorder(root, targets)
@@ -143,20 +193,22 @@ def record(root, targets, tests):
     return recorder.profile
 
 
-def killer_of(root, mutant, rounds):
-    """The file of a test that fails with the mutant, or whose import fails; empty if none does.
+def killer_of(root, mutant, tests):
+    """A test that fails in a session of its own with the mutant, or whose import fails; empty if none does.
 
-    ``rounds`` are lists of tests (node ids): pytest imports the files of one list before it runs its first test.
+    ``tests`` are node ids; those of the first one's file are imported and run before all others.
 
     Raises:
         RuntimeError: pytest could not run them.
     """
     _replace(root, mutant)
-    for tests in rounds:
-        chosen = _Chosen(tests)
-        status = _pytest(root, sorted({file_of(test) for test in tests}), chosen, "-x")
+    first = file_of(tests[0])
+    rounds = [t for t in tests if file_of(t) == first], [t for t in tests if file_of(t) != first]
+    for chosen in filter(None, rounds):
+        plugin = _Chosen(chosen)
+        status = _pytest(root, sorted({file_of(test) for test in chosen}), plugin, "-x")
         if status in {pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED}:
-            return file_of(chosen.failed or tests[0])
+            return plugin.failed if plugin.failed in tests else chosen[0]
         if status != pytest.ExitCode.OK:
             raise RuntimeError(f"pytest ended with {status!r}")
     return ""
