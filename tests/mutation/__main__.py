@@ -29,6 +29,7 @@ TESTS = ("tests/verify", "tests/zoo", "tests/comm", "tests/specs", "tests/cli", 
 """The tests that look at verdicts, but for those that start processes of their own."""
 RESULTS = "tests/mutation/results.json"
 JOURNAL = "build/mutation.jsonl"
+PROFILE = "build/mutation.profile"
 
 
 def main():
@@ -41,7 +42,7 @@ def main():
         targets = [target for target in targets if not _is_complete(root, target)]
     preload()
     _print(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
-    profile = profile_of(root, targets, arguments.tests)
+    profile = profile_of(root, targets, arguments.tests, root / PROFILE)
     _print(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
     files = [_File(root, target, arguments) for target in targets]
     by_file = {file.target: (file.source, file.left) for file in files}

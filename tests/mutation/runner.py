@@ -7,6 +7,7 @@ changed line are run. A mutant of code that runs at import has a process that im
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
 import os
 import pickle
@@ -61,12 +62,29 @@ def preload():
             importlib.import_module(name)
 
 
-def profile_of(root, targets, tests):
+def profile_of(root, targets, tests, kept):
     """Profile of the tests: the lines of the targets that they run, recorded in a separate process.
+
+    It is kept in the file ``kept``, and used again as long as no Python file below ``root`` has changed.
 
     Raises:
         RuntimeError: the tests do not pass as they are.
     """
+    files = [path for path in root.rglob("*.py") if not path.relative_to(root).parts[0].startswith((".", "build"))]
+    digest = hashlib.sha256(repr((targets, tests)).encode())
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        key, profile = pickle.loads(kept.read_bytes())
+        if key == digest.hexdigest():
+            return profile
+    profile = _recorded(root, targets, tests)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(pickle.dumps((digest.hexdigest(), profile)))
+    return profile
+
+
+def _recorded(root, targets, tests):
     reader, writer = os.pipe()
     pid = _fork(lambda: _write(writer, session.record(root, targets, tests)))
     os.close(writer)

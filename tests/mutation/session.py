@@ -157,6 +157,7 @@ class CollectedTests:
     def __init__(self, session):
         self._config = session.config
         self._items = {item.nodeid: item for item in session.items}
+        self._config.pluginmanager.unregister(name="terminalreporter")  # which prints a dot for each test
 
     def killer_of(self, replaced, tests):
         """The test that fails once the functions have the code of a mutant; empty if none does.
