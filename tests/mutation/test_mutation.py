@@ -1,5 +1,6 @@
 """The tool on a module of a few lines, with a test that notices some changes and not others."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from tests.mutation.mutants import mutants_of
+from tests.mutation.replaced_code import loaded_functions, replaced_code
 
 SOURCE = '''\
 """A module."""
@@ -83,6 +85,36 @@ def test_generators_stay_generators_and_texts_stay_as_they_are():
     namespace = {}
     exec(found[1].source, namespace)
     assert list(namespace["f"](1)) == []
+
+
+def test_a_change_in_a_loaded_function_is_made_in_place_and_one_of_an_import_is_not(tmp_path):
+    path = tmp_path / "loaded.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("loaded", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    functions = loaded_functions([path])[path]
+    replaced = {m.name: replaced_code(path, SOURCE, m, functions) for m in mutants_of("loaded.py", SOURCE)}
+    assert [name for name, pairs in replaced.items() if not pairs] == ["<module>: 3 -> 4"]
+    ((function, code),) = replaced["count: number > LIMIT -> number >= LIMIT"]
+    assert module.count([3, 4]) == 1
+    function.__code__ = code
+    assert module.count([3, 4]) == 2
+
+
+def test_a_changed_default_is_a_change_of_the_import(tmp_path):
+    path, source = tmp_path / "defaults.py", "def f(x=1, y=(lambda: 2)):\n    return x\n"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("defaults", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    functions = loaded_functions([path])[path]
+    replaced = {m.name: replaced_code(path, source, m, functions) for m in mutants_of("defaults.py", source)}
+    assert {name: [function for function, _ in pairs] for name, pairs in replaced.items()} == {
+        "f: 1 -> 2": [],
+        "f: 2 -> 3": [module.f.__defaults__[1]],
+        "f: return x -> return None": [module.f],
+    }
 
 
 def run(tmp_path, *options):
